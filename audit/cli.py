@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from fedcg.json_output import print_data
 
 app = typer.Typer(no_args_is_help=True, help="Record independently the data that left the devices, and check it.")
 
@@ -56,7 +57,7 @@ def compare(
 
     result = check_recording(observed, private)
     if as_json:
-        typer.echo(json.dumps(result.record()))
+        print_data(result.record())
     else:
         typer.echo(result.summary())
         for match in result.matches:

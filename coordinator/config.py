@@ -8,7 +8,8 @@ from pathlib import Path
 from string import Template
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyAddress, PlainSerializer, model_validator
+from typing_extensions import Self
 
 from coordinator.errors import ConfigError
 from fedcg.config_file import read_toml
@@ -24,6 +25,9 @@ EXAMPLES: dict[tuple[str, str], object] = {
     ("broker", "chunk_bytes"): 32_768,
     ("broker", "window_chunks"): 16,
     ("broker", "window_bytes"): 1_900_000,
+    ("api", "certificate"): "api.pem",
+    ("api", "key"): "api.key",
+    ("api", "proxy"): "10.0.0.2",
     ("enrolment", "port"): 8444,
     ("enrolment", "listen"): EVERY_ADDRESS,
     ("enrolment", "host"): "coordinator.example",
@@ -31,6 +35,11 @@ EXAMPLES: dict[tuple[str, str], object] = {
     ("carrier", "listen"): EVERY_ADDRESS,
     ("carrier", "host"): "coordinator.example",
     ("aggregation", "public_data"): "public",
+    ("storage", "database"): "postgresql+psycopg://fedcg@db.example/fedcg",
+    ("storage", "database_password_file"): "/run/secrets/fedcg-database",
+    ("storage", "artifacts"): "s3://fedcg/artifacts",
+    ("tensorboard", "directory"): "tensorboard",
+    ("page", "webhook"): "https://chat.example/hooks/fedcg",
 }
 """Values of settings that have none by default, as coordinator.toml shows them in comments."""
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -66,14 +75,31 @@ class ApiSettings(_Section):
     """The address of the HTTP interface.
 
     Attributes:
-        host: a loopback address.
+        host: a loopback address; another one only with a certificate or a proxy.
         port: where it listens.
         names: further host names that requests may name in their Host header.
+        certificate, key: PEM files with which it speaks HTTPS itself; both or none. A relative path starts at coordinator.toml.
+        proxy: the address of a reverse proxy that speaks HTTPS in front of it; only it and loopback may connect.
     """
 
     host: str = "127.0.0.1"
     port: Port = 8440
     names: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    certificate: Annotated[str, Field(min_length=1)] | None = None
+    key: Annotated[str, Field(min_length=1)] | None = None
+    proxy: Annotated[IPvAnyAddress, PlainSerializer(str, return_type=str)] | None = None
+
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Self:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("name both, certificate and key, or none of them")
+        return self
+
+    @property
+    def url(self) -> str:
+        """Where commands on this machine reach it."""
+        host = "127.0.0.1" if self.host == EVERY_ADDRESS else self.host
+        return f"{'http' if self.certificate is None else 'https'}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 class ConnectionSettings(_Section):
@@ -146,6 +172,23 @@ class AggregationSettings(_Section):
     stall_s: Annotated[float, Field(ge=1, le=86_400)] = STALL_S
 
 
+Action = Literal["warn", "down-weight", "quarantine"]
+
+
+class FigurePolicy(_Section):
+    """From where on a figure of an update is odd, and what is done then.
+
+    Attributes:
+        bound: of `norm`: at most so many medians; of `direction`: at most so far below the median cosine; of `consistency` and
+            `agreement`: at least this share of the median.
+        action: `warn`: an event; `down-weight`: the update counts for `down_weight` of its examples; `quarantine`: it is stored and
+            receipted, and not merged.
+    """
+
+    bound: Annotated[float, Field(ge=0, le=1e9)]
+    action: Action
+
+
 class RobustnessSettings(_Section):
     """How much one device may weigh in a merge; a large number switches a bound off.
 
@@ -155,21 +198,45 @@ class RobustnessSettings(_Section):
         examples: numbers of examples by device that stand in the place of what the devices report; they are not capped.
         clip_medians: an update farther from the base than so many times the median of the last closed round (in the first: of its
             own) is scaled back.
+        norm, direction, consistency, agreement: what is done about an update that behaves unlike the others (`figures.Figures`).
+        down_weight: share of its examples that an update counts for when a policy says `down-weight`.
     """
 
     weight_medians: Annotated[float, Field(ge=1, le=1e9)] = 3.0
     max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     examples: dict[str, Annotated[int, Field(ge=1, le=1 << 40)]] = {}
     clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 2.5
+    norm: FigurePolicy = FigurePolicy(bound=3.0, action="quarantine")
+    direction: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
+    consistency: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
+    agreement: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
+    down_weight: Annotated[float, Field(gt=0, le=1)] = 0.1
 
 
 class StorageSettings(_Section):
-    """How long artifacts stay on the disk.
+    """Where the state is stored, and how long artifacts stay.
 
     Attributes:
+        database: URL of a PostgreSQL database; without one the database is a file of SQLite in the coordinator's directory.
+        database_password_file: holds its password; the environment variable FEDCG_DATABASE_PASSWORD goes before it.
+        artifacts: bucket and prefix in S3 where artifacts are stored durably; the directory is a cache then.
         keep_rounds: closed rounds whose updates and aggregates stay; older ones are deleted when a round closes.
     """
 
+    database: (
+        Annotated[str, Field(pattern=r"^postgresql\+psycopg://", description="postgresql+psycopg://user@host/database")]
+        | None
+    ) = None
+    database_password_file: str | None = None
+    artifacts: (
+        Annotated[
+            str,
+            Field(
+                pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?$", description="s3://bucket/prefix"
+            ),
+        ]
+        | None
+    ) = None
     keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
 
 
@@ -187,6 +254,26 @@ class RoundSettings(_Section):
     retry_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
+class TensorboardSettings(_Section):
+    """Curves for TensorBoard.
+
+    Attributes:
+        directory: gets a folder of event files for each federation, relative to this file; None writes none.
+    """
+
+    directory: Annotated[str, Field(min_length=1)] | None = None
+
+
+class PageSettings(_Section):
+    """The page for people.
+
+    Attributes:
+        webhook: gets a JSON object by POST when a problem opens or closes.
+    """
+
+    webhook: Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")] | None = None
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -199,6 +286,8 @@ class CoordinatorConfig(_Section):
     robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
     rounds: RoundSettings = RoundSettings()
+    tensorboard: TensorboardSettings = TensorboardSettings()
+    page: PageSettings = PageSettings()
 
     @property
     def enrolment_host(self) -> str:
@@ -230,16 +319,16 @@ def load_config(path: Path) -> CoordinatorConfig:
     return read_toml(path, CoordinatorConfig, ConfigError)
 
 
-def check_api_host(host: str) -> None:
-    """Refuse to show the HTTP interface to a network.
+def check_api_host(api: ApiSettings) -> None:
+    """Refuse to show the HTTP interface to a network without encryption: tokens travel in its requests.
 
     Raises:
-        ConfigError: the host is not a loopback address.
+        ConfigError: the host is not a loopback address, and there is neither a certificate nor a proxy.
     """
-    if host not in LOOPBACK_HOSTS:
+    if api.host not in LOOPBACK_HOSTS and api.certificate is None and api.proxy is None:
         raise ConfigError(
-            f"api.host = {host!r}: the HTTP interface has no authentication yet, so it listens on loopback only; "
-            "use 127.0.0.1 and reach it through an SSH tunnel"
+            f"api.host = {api.host!r}: tokens would travel in the clear; set `certificate` and `key` under [api], or name the "
+            "reverse proxy in front of it as `proxy`, or use 127.0.0.1 and reach it through an SSH tunnel"
         )
 
 

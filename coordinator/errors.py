@@ -4,6 +4,10 @@ CoordinatorError
 ├── HomeError           a coordinator's directory that is missing, in use, or not what it should be
 ├── ConfigError         a configuration file with errors; all of them are named
 ├── PlanError           a federation plan that can't be opened
+├── SteeringError       a change of a federation or a device that can't be made now
+│   └── NotFoundError   what was named does not exist
+├── RequestError        a request that the running coordinator refused
+├── AccessError         the running coordinator does not accept the token, or it is not there
 ├── EnrolmentError      a device that can't be added
 ├── StoreError          the database refused, or has another version
 ├── AggregationError    the updates of an attempt could not be merged
@@ -14,7 +18,7 @@ CoordinatorError
 
 from __future__ import annotations
 
-from fedcg.errors import BAD_INPUT, FAILED, FedcgError
+from fedcg.errors import BAD_INPUT, FAILED, NOT_CONNECTED, FedcgError
 
 
 class CoordinatorError(FedcgError):
@@ -33,6 +37,24 @@ class ConfigError(CoordinatorError):
 
 class PlanError(CoordinatorError):
     """A federation plan that can't be opened."""
+
+
+class SteeringError(CoordinatorError):
+    """A change of a federation or a device that can't be made now."""
+
+
+class NotFoundError(SteeringError):
+    """What was named does not exist."""
+
+
+class RequestError(CoordinatorError):
+    """A request that the running coordinator refused."""
+
+
+class AccessError(CoordinatorError):
+    """The running coordinator does not accept the token, or it is not there."""
+
+    exit_code = NOT_CONNECTED
 
 
 class EnrolmentError(CoordinatorError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from fedcg.files import PRIVATE
 BROKER_NAME = "broker"
 CRL_NAME = "crl.pem"
 SECRET_BYTES = 32
+LOOKS, LOOK_S = 10, 0.02
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,24 @@ class Home:
         return self.root / "events.jsonl"
 
     @property
+    def audit_file(self) -> Path:
+        """The audit log: every change that was made through the API or the page."""
+        return self.root / "audit.jsonl"
+
+    @property
+    def api_token(self) -> Path:
+        """The API token of the commands on this machine."""
+        return self.root / "api.token"
+
+    @property
     def pid_file(self) -> Path:
         """Held locked by the running coordinator; holds its process id."""
         return self.root / "coordinator.pid"
+
+    def make_folders(self) -> None:
+        """Make the folders that are missing: a copy of configuration and keys alone is a home."""
+        for directory in (self.artifacts, self.spill, self.broker):
+            directory.mkdir(exist_ok=True)
 
     @contextmanager
     def changing_members(self) -> Iterator[None]:
@@ -123,6 +140,21 @@ class Home:
             raise HomeError(f"{self.secret_file} holds {len(secret)} bytes; at least {SECRET_BYTES} are needed")
         return secret
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a coordinator runs here."""
+        try:
+            descriptor = os.open(self.pid_file, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def locked(self) -> AbstractContextManager[None]:
         """Hold the home for this process.
 
@@ -142,7 +174,7 @@ def held(path: Path, program: str) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
         except BlockingIOError as error:
             other = os.read(descriptor, 32).decode(errors="replace").strip()
             raise HomeError(f"{program} (process {other}) is using {path.parent}; stop it first") from error
@@ -151,3 +183,13 @@ def held(path: Path, program: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _take(descriptor: int) -> None:
+    """Lock a file; a command that looks whether it is locked (`Home.is_held`) holds it for an instant."""
+    for _ in range(LOOKS):
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(LOOK_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

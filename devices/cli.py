@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import GIB, DeviceProfile, Gpu, TrainingPlan, plan_training
 from devices.telemetry import Telemetry, read_telemetry
+from fedcg.json_output import print_data
 
 UNAVAILABLE = "unavailable"
 
@@ -33,7 +33,7 @@ def profile_command(
     live = read_telemetry(Path.cwd(), root)
     if as_json:
         now = {**asdict(live), "condition": live.condition.value}
-        print(json.dumps({"profile": asdict(profile), "plan": asdict(plan) if plan else None, "now": now}, indent=2))
+        print_data({"profile": asdict(profile), "plan": asdict(plan) if plan else None, "now": now})
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in [*_rows(profile, plan), ("now", _describe_now(live))]:

@@ -155,6 +155,12 @@ class AgentConfig(_Section):
     training: TrainingSection = TrainingSection()
     export: ExportSection = ExportSection()
 
+    @property
+    def training_lock(self) -> Path:
+        """Held by a training process at work; the federations of one device share it, like the identity that it lies beside."""
+        beside = self.keys.signing if self.tls is None else self.tls.cert
+        return beside.with_name(".training.lock")
+
     @model_validator(mode="after")
     def _tls_unless_insecure(self) -> AgentConfig:
         if self.tls is None and not self.broker.insecure:

@@ -8,6 +8,8 @@ EdgeError
 │   └── StoreDamagedError    no generation passes its checksums
 ├── CohortError          text that is not a cohort code
 ├── EnrolError           this box could not be enrolled, its certificate not renewed, or it could not leave
+│   ├── NotAcceptedError     the coordinator was not reached, is not the right one, or refuses this box
+│   └── LateAnswerError      the coordinator did not answer in time
 ├── NoAnswerError        the coordinator does not answer this device; names the step that messages reached
 ├── FirewallError        something that may not leave the device was about to; names device, part and tensor
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedcg.errors import BAD_INPUT, FedcgError
+from fedcg.errors import BAD_INPUT, NOT_CONNECTED, TIMED_OUT, FedcgError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part
 
@@ -66,8 +68,22 @@ class EnrolError(EdgeError):
     """This box could not be enrolled, its certificate not renewed, or it could not leave; the message names the next step."""
 
 
+class NotAcceptedError(EnrolError):
+    """The coordinator was not reached, is not the right one, or refuses this box."""
+
+    exit_code = NOT_CONNECTED
+
+
+class LateAnswerError(EnrolError):
+    """The coordinator did not answer in time."""
+
+    exit_code = TIMED_OUT
+
+
 class NoAnswerError(EdgeError):
     """The coordinator does not answer this device; names the step that messages reached and the likely cause."""
+
+    exit_code = TIMED_OUT
 
 
 class FirewallError(EdgeError):

@@ -24,7 +24,7 @@ from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_head
 from fedcg.wire.artifacts.tensors import Array, PartArrays
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import DeclineReason
-from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
+from fedcg.wire.parts import VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
 
 # Everything in a header about the device beside the report, with its form: the facts that a repetition with the same bits needs.
 FACTS = {
@@ -205,7 +205,7 @@ def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection,
         if name not in report.fields():
             raise FirewallError(device, f"method {spec.method} needs this report field", tensor=name.value)
     try:
-        allowed = report.only(report.fields() & policy.allow_report & frozenset(spec.report))
+        allowed = report.only(report.fields() & policy.allow_report & (frozenset(spec.report) | VOLUNTARY_REPORT))
     except ValidationError as error:  # it was made without checks
         field_name = ".".join(str(step) for step in error.errors()[0]["loc"])
         raise FirewallError(device, "its value is not what this report field holds", tensor=field_name) from error

@@ -16,9 +16,11 @@ import typer.main
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from fedcg.errors import FAILED, FedcgError
+from fedcg.errors import BAD_INPUT, FAILED, NEXT_STEPS, FedcgError
+from fedcg.json_output import print_error, print_failure
 
 DEBUG_FLAG = "--debug"
+JSON_FLAG = "--json"
 INTERRUPTED = 130
 # What to install for packages that one option or sub-command needs, and no kind of machine.
 _INSTALLS = {
@@ -89,16 +91,22 @@ class _Fedcg(LazyGroup):
         """Run, and end the process."""
         given = sys.argv[1:] if args is None else args
         words = [word for word in given if word != DEBUG_FLAG]
+        as_json = JSON_FLAG in words
         try:
             return super().main(words, prog_name, *more, **options)
         except SystemExit as stop:
             if stop.code == INTERRUPTED:
                 Console(stderr=True).print("Interrupted.")
+            usage = stop.__context__  # what typer printed on stderr before it ended the process
+            if as_json and usage is not None and hasattr(usage, "format_message"):
+                print_error("Usage", usage.format_message(), NEXT_STEPS[BAD_INPUT])
             raise
         except Exception as error:  # the outermost boundary: one line for the operator, a traceback with --debug
             shown = MissingExtraError(words[0], error) if isinstance(error, ModuleNotFoundError) else error
             if DEBUG_FLAG in given:
                 raise shown from error
+            if as_json:
+                print_failure(shown)
             Console(stderr=True, highlight=False).print(f"Error: {shown}", markup=False, soft_wrap=True)
             sys.exit(shown.exit_code if isinstance(shown, FedcgError) else FAILED)
 
@@ -126,7 +134,8 @@ def _describe(
 ) -> None:
     """FedCG Edge: federated learning that shares a classifier and a generator, never an image or an extractor.
 
-    Exit codes: 0 done; 1 failed; 2 bad usage or bad input; 130 interrupted. Errors go to stderr; --debug shows tracebacks.
+    Exit codes: 0 done; 1 failed; 2 bad usage or bad input; 3 no answer in time; 4 not connected or not allowed; 130 interrupted.
+    Errors go to stderr; --debug shows tracebacks. With --json, stdout has one envelope: {"ok": true, "data": …} or {"ok": false, "error": …}.
     """
 
 

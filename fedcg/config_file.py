@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -77,6 +78,31 @@ def problems_of(
     places |= {place: f"{origin}: " for place, origin in (origins or {}).items()}
     places[()] = "line 1: " if text else ""
     return [_problem(model, detail, places) for detail in error.errors(include_url=False)]
+
+
+def set_values(text: str, values: Mapping[tuple[str, str], str | bool | float | list[str]]) -> str:
+    """A TOML text of plain `[table]` sections with other values, and everything else as it is.
+
+    Args:
+        text: the file.
+        values: by table and key; the table is "" for keys before the first one.
+    """
+    lines = text.splitlines()
+    for (table, key), value in values.items():
+        lines = _set(lines, table, key, f"{key} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _set(lines: list[str], table: str, key: str, line: str) -> list[str]:
+    header = f"[{table}]"
+    if table and header not in lines:
+        return [*lines, "", header, line]
+    start = lines.index(header) + 1 if table else 0
+    end = next((index for index in range(start, len(lines)) if lines[index].startswith("[")), len(lines))
+    for index in range(start, end):
+        if lines[index].split("=")[0].strip() == key:
+            return [*lines[:index], line, *lines[index + 1 :]]
+    return [*lines[:start], line, *lines[start:]]
 
 
 def nearest(name: str, known: tuple[str, ...]) -> str:

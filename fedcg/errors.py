@@ -1,15 +1,27 @@
 """The errors with which a command ends that can't do its work; `fedcg.cli` gives their exit codes to the shell.
 
-FedcgError            1: failed while running
-├── BadInputError     2: bad input; options that a command itself refuses
-└── …                 each package's own errors, with the code that its `errors.py` states
+Exit codes, the same for every command: 0 done, 1 failed while running, 2 bad input, 3 no answer in time, 4 not connected or not
+allowed, 130 interrupted.
+
+FedcgError              1: failed while running
+├── BadInputError       2: bad input; options that a command itself refuses
+├── NoAnswerInTimeError 3: something did not answer in time
+├── ConnectionFailedError 4: there is no connection, or the other side does not accept who asks
+└── …                   each package's own errors, with the code that its `errors.py` states
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-FAILED, BAD_INPUT = 1, 2
+FAILED, BAD_INPUT, TIMED_OUT, NOT_CONNECTED = 1, 2, 3, 4
+NEXT_STEPS = {
+    FAILED: "run it again with --debug for the details",
+    BAD_INPUT: "correct the input; --help lists what the command takes",
+    TIMED_OUT: "try again; look at the log of the other side when it repeats",
+    NOT_CONNECTED: "check that the other side runs, its address, and the token or certificate",
+}
+"""What to do after an error that names no step of its own, by exit code."""
 
 
 class FedcgError(Exception):
@@ -17,12 +29,26 @@ class FedcgError(Exception):
 
     Attributes:
         exit_code: of a command that ends with it.
+        next_step: what to do, where that is not a part of the message.
     """
 
     exit_code: ClassVar[int] = FAILED
+    next_step: str = ""
 
 
 class BadInputError(FedcgError):
     """Options of a command that can't be used."""
 
     exit_code = BAD_INPUT
+
+
+class NoAnswerInTimeError(FedcgError):
+    """Something did not answer in time."""
+
+    exit_code = TIMED_OUT
+
+
+class ConnectionFailedError(FedcgError):
+    """There is no connection, or the other side does not accept who asks."""
+
+    exit_code = NOT_CONNECTED

@@ -4,22 +4,23 @@ Every line has `t` (unix seconds) and `event`. The agent and its trainer write `
 coordinator and its worker that in the coordinator's directory.
 
 Agent:
-  agent_started {pid, device, federation, cohort_secret}   link {up}   welcomed {epoch}   offer {round, attempt}
-  invited / accepted / declined {round, attempt, reason}   artifact_stored {artifact, bytes, what, round, seconds, resumed, received, repeated}
+  agent_started {pid, device, federation, cohort_secret}   link {up, down_s}   welcomed {epoch}   offer {round, attempt, rounds}
+  invited / accepted / declined {round, attempt, rounds, reason, detail}   artifact_stored {artifact, bytes, what, round, seconds, resumed, received, repeated}
   trainer_started / trainer_died {pid, exit_code}          phase_started {phase, round, attempt, pid}
   progress {phase, step, steps, round, attempt, pid}       committed {round, attempt, pid, ...accuracies, update_bytes}
-  round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
+  round_failed {round, attempt, reason, detail}            manifest {round, attempt}
+  sending {round, attempt, artifact, bytes}
   receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies and losses}
   refused {what, reason, detail, count}                    agent_stopped {pid, dropped, refused}
   plan {device, threads, batch_scale, reason}              gpu_failed {round, attempt, pid, detail}
   exported {round, ...}   export_failed {round, detail}    finalise_failed {detail}
   agent_error {detail}    link_problem {detail}            coordinator_key {serial, key}
   certificate_renewed {until}   renewal_failed {detail}
-  carrier {way: up | down, works, detail}   images_skipped {count, images}   cohort {others: alone | same | different}
+  carrier {way: up | down, works, detail}   images_skipped {count}   cohort {others: alone | same | different}
 
 Coordinator:
-  started {epoch}   resumed {phase, round}   stopped   key_rotated {serial, key}   pruned {files, bytes}   link {up}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
-  attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
+  started {epoch}   resumed {phase, round}   stopped   key_rotated {serial, key}   pruned {files, bytes}   link {up, down_s}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
+  attempt_opened {round, attempt, rounds, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
   deadline_moved {round, attempt, reason}   cohort_differs {client, unlike}   silenced {client, seconds, reason}
   silence_ended {client}   refused {what, reason, detail, count}
   update_stored {client, artifact, size, seconds, resumed, received, repeated}   update_refused {outcome, reason}
@@ -29,19 +30,36 @@ Coordinator:
   carrier_refused {certificate, refused}   departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
   update_rejected {client, reason} (it was accepted, and can't be merged)   left_out {client, reason}   let_in {client}
   weight_capped {client, reported, given}   update_clipped {client, part, kept}
-  distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
+  update_odd {client, action, reason}   late_merged {client, weight, of_round}   merge_eased {ease, reason}   artifact_store {reachable, reason}
+  federation_created   steered {status, reason}   policy_changed {changed}   barred {clients}   device_disabled / device_enabled {client, reason}
+  distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from fedcg.log.sentences import sentence_of
 
 ROTATE_BYTES = 32 * 1024 * 1024
+FIELDS = "event_fields"
+"""The attribute of a log record that holds the fields of its event."""
 EventValue = str | int | float | bool | None | list[str] | dict[str, int]
+_log = logging.getLogger(__name__)
+
+
+def log_event(event: Mapping[str, Any]) -> None:
+    """Write the sentence of an event, if it has one, to the log of this process."""
+    sentence = sentence_of(event)
+    if sentence is not None:
+        _log.log(sentence.level, "%s", sentence.text, extra={FIELDS: dict(event)})
 
 
 class EventLog:
@@ -50,15 +68,32 @@ class EventLog:
     Args:
         path: of the file.
         clock: unix time.
+        about: fields of every line.
         allows: whether one more line of (event, client) is written; lines without a client always are.
+        watch: called with every event that is written; by default it goes to the log as well.
     """
 
     def __init__(
-        self, path: Path, clock: Callable[[], float], allows: Callable[[str, str], bool] = lambda event, client: True
+        self,
+        path: Path,
+        clock: Callable[[], float],
+        allows: Callable[[str, str], bool] = lambda event, client: True,
+        about: Mapping[str, EventValue] | None = None,
+        watch: Callable[[dict[str, EventValue]], None] = log_event,
     ) -> None:
         self._path = path
         self._clock = clock
         self._allows = allows
+        self._about = about or {}
+        self._watch = watch
+
+    def about(self, **fields: EventValue) -> EventLog:
+        """The same log, whose lines all have these fields."""
+        return EventLog(self._path, self._clock, self._allows, {**self._about, **fields}, self._watch)
+
+    def unwatched(self) -> EventLog:
+        """The same log, whose lines are in no other one."""
+        return EventLog(self._path, self._clock, self._allows, self._about, lambda event: None)
 
     def write(self, event: str, **fields: EventValue) -> bool:
         """Append one event; a full disk never stops the program.
@@ -69,21 +104,25 @@ class EventLog:
         client = fields.get("client")
         if isinstance(client, str) and not self._allows(event, client):
             return False
-        line = json.dumps({"t": round(self._clock(), 3), "event": event, **fields}) + "\n"
+        written: dict[str, EventValue] = {"t": round(self._clock(), 3), "event": event, **self._about, **fields}
+        self._append(json.dumps(written) + "\n")
+        self._watch(written)
+        return True
+
+    def _append(self, line: str) -> None:
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError:
-            return True
+            return
         try:
             os.write(descriptor, line.encode())
             is_full = os.fstat(descriptor).st_size > ROTATE_BYTES
         except OSError:
-            return True
+            return
         finally:
             os.close(descriptor)
         if is_full:
             self._rotate()
-        return True
 
     def _rotate(self) -> None:
         """Keep one old file; another process that writes this log opens the new one with its next line."""
@@ -98,9 +137,32 @@ def read_events(path: Path) -> Iterator[dict[str, EventValue]]:
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            try:
-                event = json.loads(line) if line.endswith("\n") else None
-            except ValueError:
-                continue
-            if isinstance(event, dict):
+            if (event := _parse(line)) is not None:
                 yield event
+
+
+def follow_events(path: Path, every_s: float) -> Iterator[dict[str, EventValue]]:
+    """All complete events of a log, and then each new one, for ever; a log that was rotated is read on in its new file."""
+    while True:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            opened, begun, is_rotated = os.fstat(lines.fileno()).st_ino, "", False
+            while True:
+                begun += lines.readline()
+                if begun.endswith("\n"):
+                    event, begun = _parse(begun), ""
+                    if event is not None:
+                        yield event
+                elif is_rotated:  # and what was written just before that is read
+                    break
+                else:
+                    with contextlib.suppress(FileNotFoundError):
+                        is_rotated = path.stat().st_ino != opened
+                    time.sleep(every_s)
+
+
+def _parse(line: str) -> dict[str, EventValue] | None:
+    try:
+        event = json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None

@@ -12,6 +12,7 @@ from hypothesis import settings
 from coordinator.broker.mosquitto import QueueLimits
 from fedcg.find_mosquitto import find_mosquitto
 from tests.support.broker.brokers import DEVICES, Pki, RunningMosquitto
+from tests.support.postgres import WHY_MISSING, Cluster, programs, running_cluster
 
 # Under CI the examples are the same in every run; elsewhere each run looks at new ones. Timings are never asserted.
 settings.register_profile("explore", deadline=None)
@@ -32,6 +33,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("broker") and find_mosquitto() is None:
         why = "no mosquitto on PATH, in /usr/sbin, or in FEDCG_BROKER_DIR; run `make setup-broker`"
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Cluster]:
+    """A PostgreSQL on loopback; tests that need one are skipped visibly without its programs, which under CI=true is an error."""
+    if programs() is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(WHY_MISSING)
+    with running_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.cli.run import _context
+from coordinator.cli.run import _contexts, _opened
 from coordinator.paths import Home
 from coordinator.service.service import Service
 from fedcg.event_log import read_events
@@ -275,7 +275,9 @@ def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
 
 def _coordinate(root: Path) -> None:
     home = Home(root / "home")
-    with home.locked(), _context(home, home.config()) as context:
+    with home.locked(), _opened(home, home.config()) as (store, events):
+        context_of = _contexts(home, home.config(), store, events)
+        context = context_of(store.federations()[0])
         service = Service(replace(context, make_worker=PlainWorker))
         service.start()
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=service.stop).start())

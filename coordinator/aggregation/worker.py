@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from multiprocessing.connection import Connection
@@ -16,10 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.aggregation.worker_messages import (
+    AVERAGE,
     AddUpdate,
+    Assessed,
+    AssessJob,
     FinishJob,
     Job,
     JobDone,
+    JobEased,
     JobFailed,
     PhaseStarted,
     Progressed,
@@ -30,9 +35,11 @@ from coordinator.aggregation.worker_messages import (
     WorkerReady,
     WorkerSettings,
 )
+from coordinator.updates.figures import Behaviour, figures_of
 from coordinator.updates.robustness import Distances, Yardstick, clipped, outlier, over
 from coordinator.updates.validation import base_in, unpack_update
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import read_header
 from fedcg.wire.parts import Report
 from fedcg.worker_process import requests_of
 
@@ -43,6 +50,8 @@ if TYPE_CHECKING:
     from fedcg.learning.spec import ImageForm
 
 PROGRESS_EVERY_S = 0.2
+EASED_ROWS = 32
+"""Rows that go through a teacher at once when memory is short."""
 Send = Callable[[Reply], None]
 Public = Callable[["ImageForm"], "torch.Tensor | None"]
 
@@ -92,24 +101,39 @@ class JobRunner:
         self._public = public
         self._store = ArtifactStore(settings.artifacts)
         self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
-        self._distances: dict[str, Distances] = {}
+        self._behaviours: dict[str, Behaviour] = {}
         self._has_diverged = False
         self._failed = not self._guarded(self._open)
 
-    def serve(self, request: AddUpdate | FinishJob) -> None:
+    def serve(self, request: AddUpdate | AssessJob | FinishJob) -> None:
         """Serve a request and reply; a failure that no single update caused is reported once and ends the job."""
         if self._failed:
             return
-        work = partial(self._add, request) if isinstance(request, AddUpdate) else partial(self._finish, request)
-        self._failed = not self._guarded(work)
+        if isinstance(request, AddUpdate):
+            self._failed = not self._guarded(partial(self._add, request))
+        elif isinstance(request, AssessJob):
+            self._failed = not self._guarded(partial(self._assess, request))
+        else:
+            self._failed = not self._guarded(partial(self._finish, request))
 
     def _guarded(self, work: Callable[[], None]) -> bool:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - the run loop of this process; the reason goes to the operator
-            self._send(JobFailed(self._job.round, self._job.attempt, self._reason(error)))
-            return False
-        return True
+        """Whether work was done; without enough memory it is tried again, eased."""
+        from fedcg.learning.training.device_errors import is_out_of_memory
+
+        while True:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - the run loop of this process; the reason goes to the operator
+                reason = self._reason(error)
+                if not is_out_of_memory(error) or self._job.ease >= AVERAGE:
+                    self._send(JobFailed(self._job.round, self._job.attempt, reason))
+                    return False
+            else:
+                return True
+            self._job = replace(self._job, ease=self._job.ease + 1)
+            self._send(JobEased(self._job.round, self._job.attempt, self._job.ease, reason))
+            if work != self._open and not self._guarded(self._open):
+                return False
 
     def _reason(self, error: Exception) -> str:
         """The error's text for the operator; after an error that leaves the accelerator unusable this process ends."""
@@ -123,6 +147,7 @@ class JobRunner:
 
     def _open(self) -> None:
         from coordinator.aggregation.server_state import decode_extras, unpack_aggregate
+        from fedcg.learning.aggregation.averaging import PartsAverage
         from fedcg.learning.aggregation.row_store import DirectorySpill
         from fedcg.learning.method import RoundContext, ServerState
         from fedcg.learning.registry import get_method
@@ -145,12 +170,20 @@ class JobRunner:
             device=self._device,
             progress=Throttle(job, self._send),
             public=self._public(self._spec.image) if self._method.needs_public else None,
+            graphs=not job.ease,
+            most_rows=EASED_ROWS if job.ease else None,
         )
+        self._streams = context.streams
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
 
         def start(limits: Distances) -> Aggregator:
-            rows = folder / sha256(repr(limits).encode()).hexdigest()[:16]  # clipped updates have other rows
-            return self._method.aggregator(state, context, DirectorySpill(rows))
+            plan = repr(
+                (limits, job.ease) if job.ease else limits
+            )  # clipped updates and smaller batches have other rows
+            rows = DirectorySpill(folder / sha256(plan.encode()).hexdigest()[:16])
+            if job.ease >= AVERAGE:
+                return PartsAverage(self._method.shared_up, state, rows)
+            return self._method.aggregator(state, context, rows)
 
         self._start = start
         self._begin_again(job.limits)
@@ -162,6 +195,14 @@ class JobRunner:
     def _add(self, request: AddUpdate) -> None:
         if self._counts(request.client, request.artifact, 0):
             self._send(UpdateAdded(self._job.round, self._job.attempt, request.client))
+
+    def _assess(self, request: AssessJob) -> None:
+        for client, artifact in request.updates:
+            if client not in self._counted and not self._counts(client, artifact, 0):
+                return
+        updates = {client: self._behaviours[client] for client, _ in request.updates}
+        figures = figures_of(updates, has_trained_base=self._job.round > 1)
+        self._send(Assessed(self._job.round, self._job.attempt, figures))
 
     def _counts(self, client: str, artifact: str, weight: int) -> bool:
         """Have the aggregator count an update; one that it can't count is reported, and its round goes on without it."""
@@ -203,7 +244,7 @@ class JobRunner:
             if self._has_diverged or len(weights) < 2:
                 raise
             self._has_diverged = True
-            farthest = outlier({client: self._distances[client] for client in weights})
+            farthest = outlier({client: self._behaviours[client].distances for client in weights})
             self._reject(farthest, f"the merge diverged, and this update is the farthest from the base: {error}"[:280])
 
     def _merge(self, request: FinishJob) -> None:
@@ -217,21 +258,32 @@ class JobRunner:
         check_parts(aggregate.parts, self._spec, self._method)
         packed = pack_aggregate(self._spec, aggregate, job.round, job.attempt, job.base, self._device)
         stored, extras = self._store.put(packed), self._store.put(encode_extras(state))
-        self._send(JobDone(job.round, job.attempt, stored, len(packed), extras))
+        self._send(JobDone(job.round, job.attempt, stored, len(packed), extras, job.ease))
 
     def _update(self, client: str, artifact: str, weight: int) -> Update:
         """An update as it is merged: clipped, and with the weight that it is given (its own for 0)."""
+        from coordinator.aggregation.behaviour import behaviour_of
         from fedcg.learning.method import Update
         from fedcg.learning.tensor_conversion import to_weights
 
-        decoded = unpack_update(self._store.get(artifact), self._spec, self._yardstick.base)
-        distances = self._distances[client] = self._yardstick.distances(decoded.parts)
-        parts = clipped(decoded.parts, self._yardstick.base.parts, over(distances, self._limits))
+        data = self._store.get(artifact)
+        yardstick = self._yardstick_of(read_header(data).base)
+        decoded = unpack_update(data, self._spec, yardstick.base)
+        if client not in self._behaviours:
+            self._behaviours[client] = behaviour_of(decoded.parts, yardstick, self._spec, self._streams)
+        distances = self._behaviours[client].distances
+        parts = clipped(decoded.parts, yardstick.base.parts, over(distances, self._limits))
         report = decoded.header.report or Report()
         examples, counts = report.examples or 1, report.label_counts
         if weight and weight != examples and counts is not None:
             counts = tuple(-(-count * weight // examples) for count in counts)
         return Update(client=client, parts=to_weights(parts), examples=weight or examples, label_counts=counts)
+
+    def _yardstick_of(self, base: str | None) -> Yardstick:
+        """The measure of an update: the round's, or that of the round before for one that came late."""
+        if base is None or base == self._job.base:
+            return self._yardstick
+        return Yardstick(base_in(self._store.get(base), self._spec, base), {})
 
 
 class Throttle:

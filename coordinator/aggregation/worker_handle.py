@@ -5,17 +5,20 @@ Torch-free and never blocking; used by one thread. The open job and its requests
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from coordinator.aggregation.worker import worker_main
 from coordinator.aggregation.worker_messages import (
+    AVERAGE,
     AddUpdate,
+    AssessJob,
     FinishJob,
     Job,
     JobDone,
+    JobEased,
     JobFailed,
     JobReply,
     PhaseStarted,
@@ -35,9 +38,9 @@ from fedcg.worker_process import Exited, WorkerProcess
 
 MAX_DEATHS = 5
 """Deaths over one update after which it is rejected; over anything else, after which the job is given up."""
+EASE_EVERY = 2
+"""After so many deaths over the same thing the job is eased; over an update no further than to smaller batches."""
 MAX_BACKOFF_S = 10.0
-
-log = logging.getLogger(__name__)
 
 
 class AggregationWorker:
@@ -59,6 +62,7 @@ class AggregationWorker:
         self._process = WorkerProcess("fedcg-aggregation", worker_main, (settings,), settings.stall_s, deliver)
         self._wanted: list[Request] = []
         self._is_ready = False
+        self._is_stopped = False
         self._restart_at: float | None = None
         self._under_way = ""  # the client whose update the worker counts now
         self._broke = ""  # the reason that the process reported before it ended
@@ -67,6 +71,7 @@ class AggregationWorker:
     def start(self) -> None:
         """Start the worker; requests may come at once."""
         self._is_ready, self._restart_at, self._under_way, self._broke = False, None, "", ""
+        self._is_stopped = False
         self._process.start()
 
     def open(self, job: Job) -> None:
@@ -79,6 +84,10 @@ class AggregationWorker:
         """Request the teacher pass of a stored update; a repeated request changes nothing."""
         self._ask(AddUpdate(client, artifact))
 
+    def assess(self, updates: Mapping[str, str]) -> None:
+        """Request the figures of the open job's updates (artifacts by client)."""
+        self._ask(AssessJob(tuple(sorted(updates.items()))))
+
     def finish(self, updates: Updates, limits: Distances) -> None:
         """Request the merge of the open job's updates."""
         self._ask(FinishJob(tuple(sorted(updates)), limits))
@@ -90,12 +99,13 @@ class AggregationWorker:
 
     def stop(self) -> None:
         """End the worker at once; whatever it has not stored is computed again."""
+        self._is_stopped, self._is_ready, self._restart_at = True, False, None
         self._process.stop()
 
     def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
         """Take a reply of the process; returns the events that follow for the round."""
         if isinstance(reply, Exited):
-            return self._died(reply)
+            return () if self._is_stopped else self._died(reply)
         if isinstance(reply, WorkerBroke):
             self._broke = reply.reason
             return ()
@@ -107,7 +117,7 @@ class AggregationWorker:
             self._note(reply)
         return (reply,)
 
-    def _ask(self, request: AddUpdate | FinishJob) -> None:
+    def _ask(self, request: AddUpdate | AssessJob | FinishJob) -> None:
         """Send a request for the open job; without an open job (it failed, or is done) the worker would not answer."""
         if self._wanted and request not in self._wanted:
             self._wanted.append(request)
@@ -121,6 +131,8 @@ class AggregationWorker:
         """How far the open job is."""
         if isinstance(reply, PhaseStarted):
             self._under_way = reply.client
+        elif isinstance(reply, JobEased):
+            self._wanted = [replace(each, ease=reply.ease) if isinstance(each, Job) else each for each in self._wanted]
         elif isinstance(reply, JobDone | JobFailed):
             self._wanted, self._under_way = [], ""
         elif isinstance(reply, UpdateAdded | UpdateFailed):
@@ -140,12 +152,11 @@ class AggregationWorker:
         client, job = self._under_way, self._job
         self._deaths[client] += exited.was_busy  # an idle worker was ended from outside
         deaths, reason = max(1, self._deaths[client]), exited.reason or self._broke
-        log.warning("the aggregation worker (process %d) died; starting another one. %s", exited.pid, reason)
         self._is_ready, self._under_way, self._broke = False, "", ""
         self._restart_at = self._clock() + (min(0.1 * 2.0**deaths, MAX_BACKOFF_S) if deaths > 1 else 0.0)
         died = WorkerDied(exited.pid, deaths, reason)
         if deaths < MAX_DEATHS or job is None:
-            return (died,)
+            return died, *self._eased(job, client, reason or "the worker died, perhaps for want of memory")
         over = f"the update of {client}" if client else "the same updates"
         reason = f"the aggregation worker died {deaths} times over {over} ({reason or 'out of memory?'})"
         failed: UpdateFailed | JobFailed = JobFailed(job.round, job.attempt, reason)
@@ -154,9 +165,18 @@ class AggregationWorker:
         self._note(failed)
         return (died, failed)
 
+    def _eased(self, job: Job | None, client: str, reason: str) -> tuple[JobEased, ...]:
+        """Ask less of the next worker, when this one was not the first to die over the same thing."""
+        deaths = self._deaths[client]
+        if job is None or not deaths or deaths % EASE_EVERY or job.ease >= (AVERAGE - 1 if client else AVERAGE):
+            return ()
+        eased = JobEased(job.round, job.attempt, job.ease + 1, reason)
+        self._note(eased)
+        return (eased,)
+
 
 def _concerns(request: Request, client: str) -> bool:
     """Whether a request asks for the update of a client."""
     if isinstance(request, AddUpdate):
         return request.client == client
-    return isinstance(request, FinishJob) and any(client == name for name, *_ in request.updates)
+    return isinstance(request, AssessJob | FinishJob) and any(client == name for name, *_ in request.updates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.updates.figures import Figures
 from coordinator.updates.robustness import Distances
 from fedcg.wire.messages.messages import OfAttempt
 from fedcg.worker_process import STALL_S
@@ -38,9 +39,22 @@ Updates = tuple[tuple[str, str, int], ...]
 """(client, artifact, the number of examples that it counts for) of each update to be merged."""
 
 
+SMALLER_BATCHES, AVERAGE = 1, 2
+"""How a job is eased when memory runs out or the worker dies: smaller batches, then a weighted average without distillation."""
+EASED = {
+    SMALLER_BATCHES: "merged with smaller batches, since the aggregation worker ran out of memory or died",
+    AVERAGE: "merged by weighted averaging alone, since the aggregation worker ran out of memory or died",
+}
+
+
 @dataclass(frozen=True)
 class Job:
-    """One attempt to aggregate; all ids are artifact ids. An update farther from the base than `limits` is scaled back."""
+    """One attempt to aggregate; all ids are artifact ids.
+
+    Attributes:
+        limits: an update farther from the base is scaled back.
+        ease: 0, `SMALLER_BATCHES` or `AVERAGE`.
+    """
 
     federation: str
     round: int
@@ -49,6 +63,7 @@ class Job:
     base: str
     server_state: str
     limits: Distances = field(default_factory=dict)
+    ease: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,13 @@ class AddUpdate:
 
 
 @dataclass(frozen=True)
+class AssessJob:
+    """Measure these updates, (client, artifact) sorted by client, beside each other."""
+
+    updates: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class FinishJob:
     """Merge exactly these updates, sorted by client; other limits than the job's take another teacher pass."""
 
@@ -67,7 +89,7 @@ class FinishJob:
     limits: Distances = field(default_factory=dict)
 
 
-Request = Job | AddUpdate | FinishJob
+Request = Job | AddUpdate | AssessJob | FinishJob
 
 
 @dataclass(frozen=True)
@@ -118,12 +140,28 @@ class UpdateFailed(OfAttempt):
 
 
 @dataclass(frozen=True)
+class Assessed(OfAttempt):
+    """What the updates of an `AssessJob` do, by client."""
+
+    figures: dict[str, Figures]
+
+
+@dataclass(frozen=True)
+class JobEased(OfAttempt):
+    """The job goes on with less memory; `ease` as in `Job`."""
+
+    ease: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class JobDone(OfAttempt):
-    """Aggregate and server state are in the artifact store."""
+    """Aggregate and server state are in the artifact store; `ease` as in `Job`."""
 
     aggregate: str
     size: int
     server_state: str
+    ease: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +187,6 @@ class WorkerDied:
     reason: str = ""
 
 
-JobReply = PhaseStarted | Progressed | UpdateAdded | UpdateFailed | JobDone | JobFailed
+JobReply = PhaseStarted | Progressed | UpdateAdded | UpdateFailed | Assessed | JobEased | JobDone | JobFailed
 Reply = WorkerReady | JobReply | WorkerBroke
 WorkerEvent = WorkerReady | JobReply | WorkerDied

@@ -27,8 +27,14 @@ OVERRIDDEN = ("_create_ssl_context", "_topic_filtering", "_publish_retained_mess
 log = logging.getLogger(__name__)
 
 
-def is_allowed(identity: str | None, action: Action, topic: str | None) -> bool:
-    """Whether an identity may publish on, subscribe to or receive a topic, in whichever federation it is."""
+def identity_of(client_id: str | None) -> str:
+    """The identity of a connection: the part of its client id before the dot."""
+    return (client_id or "").partition(".")[0]
+
+
+def is_allowed(client_id: str | None, action: Action, topic: str | None) -> bool:
+    """Whether a connection may publish on, subscribe to or receive a topic, in whichever federation it is."""
+    identity = identity_of(client_id)
     if not identity or not topic:
         return False
     try:
@@ -51,9 +57,11 @@ class CertificatePlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         super().__init__(context)
 
     async def authenticate(self, *, session: Session) -> bool:
-        """Whether the certificate's common name is the client id, and its will is allowed."""
+        """Whether the certificate's common name is the connection's identity, and its will is allowed."""
         subject: Any = session.ssl_object.getpeercert().get("subject", ())
-        if session.client_id not in [value for names in subject for key, value in names if key == "commonName"]:
+        if identity_of(session.client_id) not in [
+            value for names in subject for key, value in names if key == "commonName"
+        ]:
             return False
         return not session.will_flag or is_allowed(session.client_id, Action.PUBLISH, session.will_topic)
 

@@ -1,4 +1,4 @@
-"""Runs a broker for a coordinator's home in the foreground: Mosquitto, or for demos the embedded one."""
+"""Runs a broker in the foreground: Mosquitto, with its lists of devices kept up to date, or for demos the embedded one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
-from coordinator.broker.access_lists import PID_NAME, refresh_access
+from coordinator.broker.broker_folder import read_address, write_folder
+from coordinator.broker.list_follower import following
 from coordinator.broker.mosquitto import write_config
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
@@ -21,37 +23,51 @@ from coordinator.pki.server_tls import server_context
 from fedcg.find_mosquitto import Mosquitto, find_mosquitto
 from fedcg.worker_process import die_with_parent
 
+PID_NAME = "broker.pid"
 EMBEDDED_PID_NAME = "embedded-broker.pid"
 START_TIMEOUT_S = 15.0
 
 Report = Callable[[str], None]
 
 
-def run_mosquitto(home: Home, report: Report) -> int:
+def run_mosquitto(directory: Path, report: Report) -> int:
     """Run Mosquitto until SIGTERM or SIGINT. The first line reported names it, `ready` follows once it accepts connections.
+
+    Args:
+        directory: a coordinator's, or a folder of `fedcg deploy mosquitto`.
+        report: called with each line.
 
     Returns:
         The exit code: 0 when it was asked to end.
 
     Raises:
-        BrokerError: there is none on this machine, or it can't be started.
-        HomeError: another one runs for this home.
+        BrokerError: there is no Mosquitto on this machine, it can't be started, or the directory is neither.
+        HomeError: another one runs in this directory.
     """
-    broker, mosquitto = home.config().broker, find_mosquitto()
+    home, mosquitto = Home(directory), find_mosquitto()
+    is_home = home.config_file.is_file()
+    if not is_home:
+        read_address(directory)
     if mosquitto is None:
         raise BrokerError(
             "there is no Mosquitto on this machine: install it, or run `make setup-broker`. For a demo on this machine "
             "--broker amqtt does without"
         )
-    signal.signal(
-        signal.SIGHUP, lambda *_: None
-    )  # the signal may be sent as soon as the process id is known; the lists are read after that
-    with held(home.broker / PID_NAME, "a broker"):
-        with home.changing_members():
-            refresh_access(home)
-            server_credential(home.pki, BROKER_NAME, broker.host)
+    folder = home.broker if is_home else directory
+    with held(folder / PID_NAME, "a broker"):
+        if is_home:
+            _bring_up_to_date(home)
+        address = read_address(folder)
         report(f"broker: mosquitto ({mosquitto.binary})")
-        return _supervise(home, mosquitto, broker.port, lambda: report(f"ready on {broker.host}:{broker.port}"))
+        return _supervise(folder, mosquitto, address.port, lambda: report(f"ready on {address.host}:{address.port}"))
+
+
+def _bring_up_to_date(home: Home) -> None:
+    # here, because it needs the database's packages, which a broker's own machine has not
+    from coordinator.broker.access_lists import refresh_access
+
+    with home.changing_members():
+        write_folder(home, home.broker, refresh_access(home))
 
 
 def run_embedded(home: Home, report: Report) -> int:
@@ -82,13 +98,11 @@ def run_embedded(home: Home, report: Report) -> int:
     return 0
 
 
-def _supervise(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[[], None]) -> int:
-    config = write_config(home, home.broker)
+def _supervise(folder: Path, mosquitto: Mosquitto, port: int, ready: Callable[[], None]) -> int:
+    config = write_config(folder)
     if _accepts(port):
         raise BrokerError(f"port {port} is in use on this machine; end what listens there or change broker.port")
     stopping: list[int] = []
-    asked: list[int] = []
-    signal.signal(signal.SIGHUP, lambda number, _: asked.append(number))
     child = subprocess.Popen(
         [str(mosquitto.binary), "-c", str(config)],
         env=mosquitto.environment(),
@@ -108,10 +122,9 @@ def _supervise(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[[], 
             raise BrokerError(f"mosquitto did not start (exit code {child.wait()}); its messages are above")
         time.sleep(0.005)
     signal.signal(signal.SIGHUP, lambda *_: child.send_signal(signal.SIGHUP))
-    if asked:
-        child.send_signal(signal.SIGHUP)
-    ready()
-    code = child.wait()
+    with following(folder, lambda: child.send_signal(signal.SIGHUP)):
+        ready()
+        code = child.wait()
     return 0 if stopping else (code or 1)
 
 

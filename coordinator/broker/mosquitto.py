@@ -1,24 +1,21 @@
-"""Mosquitto's configuration and access list for a coordinator's home."""
+"""Mosquitto's configuration for a broker's folder."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from coordinator.broker.broker_folder import ACL_NAME, DATA_NAME, read_address
 from coordinator.config import LOOPBACK_HOSTS
-from coordinator.paths import BROKER_NAME, CRL_NAME, Home
+from coordinator.paths import BROKER_NAME, CRL_NAME
 from coordinator.pki.authority import CA_NAME, credential_of
 from fedcg.files import READABLE, replace_durably
-from fedcg.wire.messages.topics import Topics
 
-ACL_NAME = "acl"
 CONFIG_NAME = "mosquitto.conf"
-DATA_NAME = "data"
 
 
 @dataclass(frozen=True)
@@ -46,46 +43,29 @@ class QueueLimits:
         ]
 
 
-def write_config(home: Home, folder: Path, *, user: str | None = None, pki: Path | None = None) -> Path:
-    """Write mosquitto.conf into a folder, and create the folder in it for Mosquitto's data.
-
-    Args:
-        home: whose certificates and port to use.
-        folder: for the configuration; the access list lies there too, and a directory for the broker's database and its process id.
-        user: the user that Mosquitto runs as when root starts it; by default root, because a user of its own could not read the
-            home's keys.
-        pki: directory of certificates, key and revocation list; default the home's own.
+def write_config(folder: Path) -> Path:
+    """Write mosquitto.conf into a broker's folder, with the paths that it has now, and create the folder for Mosquitto's data in it.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: the home's configuration is not usable.
+        BrokerError: it is no broker's folder.
     """
-    broker = home.config().broker
-    folder, pki = folder.resolve(), (pki or home.pki).resolve()
-    user = user or ("root" if os.geteuid() == 0 else None)
+    address, folder = read_address(folder), folder.resolve()
     (folder / DATA_NAME).mkdir(exist_ok=True, mode=stat.S_IRWXU)
-    server = credential_of(pki, BROKER_NAME)
+    server = credential_of(folder, BROKER_NAME)
     template = files("coordinator.broker").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
     text = Template(template).substitute(
-        listener=f"{broker.port} 127.0.0.1" if broker.host in LOOPBACK_HOSTS else str(broker.port),
-        ca=credential_of(pki, CA_NAME).certificate,
+        listener=f"{address.port} 127.0.0.1" if address.host in LOOPBACK_HOSTS else str(address.port),
+        ca=credential_of(folder, CA_NAME).certificate,
         certificate=server.certificate,
         key=server.key,
         acl=folder / ACL_NAME,
-        crl=pki / CRL_NAME,
+        crl=folder / CRL_NAME,
         persistence=folder / DATA_NAME,
         limits="\n".join(QueueLimits().lines()),
-        extra="" if user is None else f"user {user}",
+        extra="user root" if os.geteuid() == 0 else "",  # a user of its own could not read the folder
     )
     replace_durably(folder / CONFIG_NAME, text, READABLE)
     return folder / CONFIG_NAME
-
-
-def access_list(federations: Sequence[str], devices: Iterable[str], observers: Iterable[str]) -> str:
-    """Mosquitto's access list: one `user` section per device, nothing for anybody else."""
-    if not federations:
-        return "# No federation yet: nobody may read or write anything.\n"
-    ids = sorted(devices)
-    return "\n".join(Topics(federation).mosquitto_acl(ids, observers) for federation in federations)

@@ -1,6 +1,6 @@
-"""Commands of the coordinator's side: coordinator, federation, broker, deploy; those about membership are in `member_commands`.
+"""Commands of the coordinator's side: coordinator, broker, deploy; those of `federation_commands` are mounted from here.
 
-Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
+Heavy imports happen inside the commands.
 """
 
 from __future__ import annotations
@@ -13,12 +13,32 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.shared_options import AsJson, Directory, line_printer, print_result, store_of
+from coordinator.cli.api_token_commands import api_token_app
+from coordinator.cli.federation_commands import federation_app
+from coordinator.cli.shared_options import (
+    AsJson,
+    Directory,
+    PassphraseFile,
+    Somewhere,
+    Url,
+    line_printer,
+    passphrase_of,
+    print_result,
+    store_of,
+)
+from coordinator.cli.watch_command import federation_watch
+from fedcg.errors import FAILED
+from fedcg.json_output import print_data
+from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
-federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
 deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
+
+__all__ = ["broker_app", "coordinator_app", "deploy_app", "federation_app"]
+
+coordinator_app.add_typer(api_token_app, name="token")
+federation_app.command("watch")(federation_watch)
 
 BROKERS = ("mosquitto", "amqtt")
 
@@ -82,17 +102,46 @@ def coordinator_run(
     exit_when_finished: Annotated[
         bool, typer.Option("--exit-when-finished", help="End after the last round, once the devices have left.")
     ] = False,
+    form: LogFormOption = LogForm.CONSOLE,
+    level: LogLevelOption = LogLevel.INFO,
     as_json: AsJson = False,
 ) -> None:
-    """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was."""
+    """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was. SIGUSR1 toggles the log level `debug`."""
     from coordinator.cli.run import run_coordinator
     from coordinator.paths import Home
+    from fedcg.log.output import set_up_log, toggle_debug_on_signal
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log = LogSettings(form, level)
+    set_up_log(log)
+    toggle_debug_on_signal(log)
     code = run_coordinator(
         Home(directory), exit_when_finished=exit_when_finished, print_line=line_printer(as_json=as_json)
     )
     raise typer.Exit(code)
+
+
+@coordinator_app.command("status")
+def coordinator_status(
+    directory: Somewhere = None,
+    url: Url = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a problem is open, for a monitor.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show all federations and the open problems, each with its remedy."""
+    from rich.console import Console
+
+    from coordinator.cli.client import client_of
+    from coordinator.cli.status_table import tables_of
+
+    with client_of(directory, url) as client:
+        runs, federations, problems = client.is_remote, client.all("/federations"), client.get("/problems")
+    if as_json:
+        print_data({"runs": runs, "federations": federations, "problems": problems})
+    else:
+        console = Console(highlight=False)
+        for shown in tables_of(runs=runs, federations=federations, problems=problems):
+            console.print(shown)
+    raise typer.Exit(FAILED if check and (problems or not runs) else 0)
 
 
 @coordinator_app.command("rotate-key")
@@ -119,80 +168,57 @@ def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> Non
     print_result({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
 
 
-@federation_app.command("plan")
-def federation_plan(
-    plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
-    example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Check a plan, or print an example of one; docs/plan.md has every field."""
-    from coordinator.cli.create_federation import example_plan, read_plan
-    from coordinator.errors import PlanError
-
-    if example:
-        print(example_plan(), end="")
-        return
-    if plan is None:
-        raise PlanError("name a file to check, or ask for --example")
-    wanted = read_plan(plan)
-    print_result(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
-
-
-@federation_app.command("create")
-def federation_create(
-    plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")],
+@coordinator_app.command("backup")
+def coordinator_backup(
+    file: Annotated[Path, typer.Argument(help="The file to write; must not exist.")],
     directory: Directory,
+    passphrase_file: PassphraseFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    from coordinator.cli.create_federation import read_plan
-    from coordinator.cli.opening import open_federation
+    """Write database, kept artifacts, keys and configuration into one encrypted file; the coordinator may be running."""
+    from coordinator.paths import Home
+    from coordinator.storage.backup import write_backup
 
-    with store_of(directory) as (home, store), home.changing_members():
-        record, initial = open_federation(home, store, read_plan(plan))
-    values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
-    print_result(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
-
-
-@federation_app.command("show")
-def federation_show(directory: Directory, as_json: AsJson = False) -> None:
-    """Show where the federation stands, and how its artifacts are coded."""
-    from fedcg.learning.spec import FederationSpec
-
-    with store_of(directory) as (home, store):
-        for record in store.federations():
-            state = store.round_state(record.id)
-            spec = FederationSpec.parse((home.artifacts / record.spec).read_bytes())
-            values: dict[str, object] = {
-                "federation": record.id,
-                "method": record.method,
-                "phase": state.phase.value,
-                "round": state.round,
-                "attempt": state.attempt,
-                "rounds": record.rounds,
-                "codec": spec.codec,
-                "aggregate_codec": spec.aggregate_codec,
-                "reason": state.reason,
-            }
-            text = f"{record.id}: {state.phase.value}, round {state.round} of {record.rounds}, attempt {state.attempt}"
-            coded = f"updates coded {spec.codec}, aggregates {spec.aggregate_codec}"
-            print_result(values, f"{text}\n{coded}\n{state.reason}".strip(), as_json=as_json)
+    home = Home(directory).require()
+    facts = write_backup(home, file, passphrase_of(passphrase_file, is_new=True))
+    size = file.stat().st_size
+    text = f"Wrote {file}: {size} bytes, {facts.artifacts} artifacts. Keep the passphrase apart from it: it holds every key."
+    print_result({"file": str(file), "bytes": size, **facts.model_dump()}, text, as_json=as_json)
 
 
-@federation_app.command("resume")
-def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
-    """Let a paused federation try its round again; the coordinator must not be running."""
-    with store_of(directory) as (home, store), home.locked():
-        for record in store.federations():
-            store.resume(record.id)
-            phase = store.round_state(record.id).phase.value
-            text = f"{record.id}: {phase}. Start the coordinator again."
-            print_result({"federation": record.id, "phase": phase}, text, as_json=as_json)
+@coordinator_app.command("restore")
+def coordinator_restore(
+    file: Annotated[Path, typer.Argument(help="A file of `fedcg coordinator backup`.")],
+    directory: Directory,
+    passphrase_file: PassphraseFile = None,
+    database: Annotated[
+        str | None, typer.Option(help="Another place than the backup's: the URL of an empty database, or `sqlite`.")
+    ] = None,
+    artifacts: Annotated[
+        str | None, typer.Option(help="Another place than the backup's: s3://bucket/prefix, or `directory`.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a coordinator from a backup, in an empty directory and an empty database. Stop the coordinator that it replaces first."""
+    from coordinator.broker.access_lists import refresh_access
+    from coordinator.cli.opening import change_storage
+    from coordinator.paths import Home
+    from coordinator.storage.backup import read_backup
+
+    home = Home(directory)
+    places = {"database": database, "artifacts": artifacts}
+    passphrase = passphrase_of(passphrase_file, is_new=False)
+    epoch = read_backup(file, home, passphrase, lambda made: change_storage(made, places))
+    refresh_access(home)
+    text = f"Restored {home.root}, from epoch {epoch} on. Next: fedcg coordinator run --dir {home.root}"
+    print_result({"dir": str(home.root), "epoch": epoch}, text, as_json=as_json)
 
 
 @broker_app.command("run")
 def broker_run(
-    directory: Directory,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="The coordinator's directory, or a folder of `fedcg deploy mosquitto`.")
+    ],
     broker: Annotated[str, typer.Option(help="mosquitto; or amqtt, for demos on this machine.")] = "mosquitto",
     as_json: AsJson = False,
 ) -> None:
@@ -206,44 +232,35 @@ def broker_run(
     )
     if broker not in BROKERS:
         raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
-    run = run_mosquitto if broker == "mosquitto" else run_embedded
-    code = run(Home(directory).require(), line_printer(as_json=as_json))
+    report = line_printer(as_json=as_json)
+    code = (
+        run_mosquitto(directory, report) if broker == "mosquitto" else run_embedded(Home(directory).require(), report)
+    )
     raise typer.Exit(code)
 
 
 @deploy_app.command("mosquitto")
 def deploy_mosquitto(
     directory: Directory,
-    out: Annotated[
-        Path, typer.Option("--out", help="The folder that Mosquitto starts from; it holds the broker's key.")
-    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder; it holds the broker's key, and not the authority's.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write all that a Mosquitto of your own needs into one folder: configuration, certificates, key, access list, revocation list.
+    """Write all that a Mosquitto on any machine needs into one folder, for `fedcg broker run` there.
 
-    On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Run again, the command brings everything up to date.
+    The coordinator keeps its lists of devices up to date over MQTT. Run again after a change of coordinator.toml, or before the certificates end.
     """
-    from coordinator.broker.access_lists import refresh_access, reload_brokers
-    from coordinator.broker.deployed_mosquitto import deploy
-    from coordinator.broker.mosquitto import CONFIG_NAME
-    from fedcg.find_mosquitto import find_mosquitto
+    from coordinator.broker.access_lists import refresh_access
+    from coordinator.broker.broker_folder import write_folder
+    from coordinator.config import LOOPBACK_HOSTS
 
     with store_of(directory) as (home, _), home.changing_members():
-        refresh_access(home)
-        account = deploy(home, out)
-        runs = reload_brokers(home)
-    found = find_mosquitto()
-    start = f"{'mosquitto' if found is None else found.binary} -c {out.resolve() / CONFIG_NAME}"
-    state = (
-        "It runs, and has read the lists; start it again after a change of coordinator.toml:"
-        if runs
-        else "Start it with:"
+        write_folder(home, out, refresh_access(home))
+        host = home.config().broker.host
+    start = f"fedcg broker run --dir {out.resolve()}"
+    place = (
+        f"[broker] host in coordinator.toml is {host}, so it serves this machine only. Start it here:"
+        if host in LOOPBACK_HOSTS
+        else f"Copy it over a safe channel to the machine {host}, to any place; with Mosquitto and fedcg-edge[wire] there:"
     )
-    text = (
-        f"Wrote {out}, for a Mosquitto that runs as user {account}. {state}\n  {start}\n"
-        f"On this machine the coordinator keeps acl and crl.pem there up to date. On another one: copy {out.resolve()} to the same "
-        "path there, and after every change of devices acl and crl.pem; then send Mosquitto SIGHUP."
-    )
-    print_result(
-        {"dir": str(out.resolve()), "user": account, "runs": bool(runs), "start": start}, text, as_json=as_json
-    )
+    text = f"Wrote {out}. {place}\n  {start}\nThe coordinator keeps its lists of devices up to date."
+    print_result({"dir": str(out.resolve()), "start": start}, text, as_json=as_json)

@@ -1,23 +1,25 @@
-"""Makes a coordinator's home and opens a federation in it: what `fedcg coordinator init` and `fedcg federation create` do."""
+"""Makes a coordinator's home: what `fedcg coordinator init` does."""
 
 from __future__ import annotations
 
 import secrets
-import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from coordinator.broker.access_lists import publish_access, refresh_access
-from coordinator.cli.create_federation import make_artifacts
-from coordinator.config import CoordinatorConfig, render_config
-from coordinator.errors import HomeError, PlanError
+from pydantic import ValidationError
+
+from coordinator.broker.access_lists import refresh_access
+from coordinator.config import CoordinatorConfig, StorageSettings, render_config
+from coordinator.errors import ConfigError, HomeError
 from coordinator.paths import BROKER_NAME, SECRET_BYTES, Home
 from coordinator.pki.authority import create_ca, issue, server_credential
-from coordinator.rounds.records import AggregateRecord, FederationRecord
-from coordinator.storage.store import Store
+from fedcg.config_file import listed, problems_of
 from fedcg.files import READABLE, replace_durably, write_durably
-from fedcg.learning.spec import FederationPlan
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
+
+HERE = ("sqlite", "directory")
+"""Places in the coordinator's directory, as `fedcg coordinator restore` names them."""
 
 
 def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:
@@ -42,37 +44,24 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
         issue(home.pki, identity)
     SigningKey.generate().save(home.signing_key)
     write_durably(home.secret_file, secrets.token_bytes(SECRET_BYTES), is_new=True)
-    for directory in (home.artifacts, home.spill, home.broker):
-        directory.mkdir()
+    home.make_folders()
     replace_durably(home.config_file, render_config(config), READABLE)
     refresh_access(home)
     return home
 
 
-def open_federation(home: Home, store: Store, plan: FederationPlan) -> tuple[FederationRecord, AggregateRecord]:
-    """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `home.changing_members` held.
+def change_storage(home: Home, places: Mapping[str, str | None]) -> None:
+    """Write other places of database and artifacts into coordinator.toml; None leaves one as it is.
 
     Raises:
-        PlanError: the home has a federation, or the method or the networks refuse the plan.
+        ConfigError: not a place that can be used; coordinator.toml is as it was.
     """
-    existing = [record.id for record in store.federations()]
-    if existing:
-        raise PlanError(f"{home.root} has a federation already ({existing[0]}); use another directory for another one")
+    named = {name: None if place in HERE else place for name, place in places.items() if place is not None}
+    if not named:
+        return
     config = home.config()
-    made = make_artifacts(plan, home.artifacts, home.public_data(config), config.aggregation.public_images)
-    now = time.time()
-    record = FederationRecord(
-        id=plan.federation,
-        method=plan.method,
-        spec=made.spec,
-        rounds=plan.rounds,
-        min_clients=plan.min_clients,
-        max_attempts=plan.max_attempts,
-        deadline_s=plan.deadline_s,
-        first_attempt=1,
-        created_at=now,
-    )
-    initial = AggregateRecord(plan.federation, 0, 0, made.aggregate, made.aggregate_bytes, made.server_state, now)
-    store.add_federation(record, initial)
-    publish_access(home)
-    return record, initial
+    try:
+        storage = StorageSettings.model_validate({**config.storage.model_dump(), **named})
+    except ValidationError as error:
+        raise ConfigError(listed("[storage]", problems_of(StorageSettings, error))) from error
+    replace_durably(home.config_file, render_config(config.model_copy(update={"storage": storage})), READABLE)

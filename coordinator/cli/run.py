@@ -5,40 +5,48 @@ from __future__ import annotations
 import asyncio
 import signal
 import ssl
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from typing import Any
 
 import uvicorn
-from starlette.responses import JSONResponse
 
 from coordinator.aggregation.worker_messages import WorkerSettings
-from coordinator.broker.access_lists import publish_access, silence
+from coordinator.broker.access_lists import are_lists_pending, end_silences, publish_access, silence
 from coordinator.config import CoordinatorConfig, check_api_host
-from coordinator.errors import HomeError
+from coordinator.facts.known import known_of
 from coordinator.http.app import Beside, create_app
 from coordinator.http.carrier_api import create_carrier_app
 from coordinator.http.enrolment_api import create_enrolment_app
-from coordinator.http.rate_limits import FailureLimits
+from coordinator.http.problems import problem
+from coordinator.http.refusals import FailureLimits
 from coordinator.http.tls_listeners import bound, listening, serving
 from coordinator.members.admission import Admission
+from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.revocation import evict
 from coordinator.messaging.flood_limits import LineLimit
+from coordinator.page.site import add_page
+from coordinator.page.webhook import watching
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, server_credential
 from coordinator.pki.server_tls import server_context
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
-from coordinator.service.service import Service
+from coordinator.rounds.records import FederationRecord
+from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
+from coordinator.service.tensorboard import RoundCurves
+from coordinator.storage.object_store import artifacts_of
+from coordinator.storage.sole_writer import sole_writer
 from coordinator.storage.store import Store
-from fedcg.event_log import EventLog
+from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 from fedcg.wire.transport.transport import Transport, Will
 
 GRACEFUL_S = 1
@@ -56,50 +64,57 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
         The exit code: 0 when it was asked to end or is finished, 1 when it failed.
 
     Raises:
-        HomeError: another coordinator runs there, or it has no federation yet.
+        HomeError: another coordinator runs there.
         ConfigError: the configuration is not usable.
     """
     config = home.require().config()
-    check_api_host(config.api.host)
+    home.make_folders()
+    check_api_host(config.api)
     wanted = config.connections
     connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
     with (
-        home.locked(),
+        sole_writer(home),
         bound("api", config.api.host, config.api.port, connections) as listener,
         listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
-        _context(home, config) as context,
+        _opened(home, config) as (store, events),
     ):
-        print_line(f"coordinator of {context.federation.id} on http://{config.api.host}:{config.api.port}")
+        local_token(home, ApiTokens(store.api))
+        there = ", ".join(record.id for record in store.federations()) or "no federation yet"
+        print_line(f"coordinator of {there} on {config.api.url}")
         if enrolment is not None:
             print_line(f"enrolment on {config.enrolment_url}")
         if carrier is not None:
             print_line(f"HTTPS carrier on {config.carrier_url}")
 
         @asynccontextmanager
-        async def serve_devices(service: Service) -> AsyncIterator[None]:
+        async def serve_devices(coordinator: Coordinator) -> AsyncIterator[None]:
             async with AsyncExitStack() as servers:
                 if enrolment is not None:
-                    await servers.enter_async_context(_enrolment(home, config, context, enrolment))
+                    await servers.enter_async_context(_enrolment(home, config, coordinator, enrolment))
                 if carrier is not None:
-                    await servers.enter_async_context(_carrier(home, config, service, carrier))
+                    await servers.enter_async_context(_carrier(home, config, coordinator, carrier))
+                known = partial(known_of, coordinator, home.root)
+                await servers.enter_async_context(watching(known, events, config.page.webhook))
                 yield
 
-        return _serve(context, config, listener, serve_devices, exit_when_finished=exit_when_finished)
+        coordinator = Coordinator(store, artifacts_of(home), events, _contexts(home, config, store, events))
+        return _serve(home, config, coordinator, listener, serve_devices, exit_when_finished=exit_when_finished)
 
 
 def _enrolment(
-    home: Home, config: CoordinatorConfig, context: ServiceContext, listener: Listener
+    home: Home, config: CoordinatorConfig, coordinator: Coordinator, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The server for enrolment and renewal, not yet started."""
+    store = coordinator.store
     admission = Admission(
         home=home,
-        store=context.store,
+        store=store,
         config=config,
-        events=context.events,
-        clock=context.clock,
+        events=coordinator.events,
+        clock=time.time,
         publish=lambda: publish_access(home),
-        evict=lambda device: evict(home, device),
+        evict=lambda device, key: evict(home, device, key, [record.id for record in store.federations()]),
     )
     application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
     own = server_credential(home.pki, "enrolment", config.enrolment_host)
@@ -107,17 +122,18 @@ def _enrolment(
 
 
 def _carrier(
-    home: Home, config: CoordinatorConfig, service: Service, listener: Listener
+    home: Home, config: CoordinatorConfig, coordinator: Coordinator, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The HTTPS carrier's server, not yet started."""
     own = server_credential(home.pki, "carrier", config.carrier_host)
-    application = create_carrier_app(service, time.monotonic)
+    application = create_carrier_app(coordinator, time.monotonic)
     return serving(application, listener, server_context(home.pki, own, ssl.CERT_REQUIRED))
 
 
 def _serve(
-    context: ServiceContext,
+    home: Home,
     config: CoordinatorConfig,
+    coordinator: Coordinator,
     listener: Listener,
     serve_devices: Beside,
     *,
@@ -130,11 +146,26 @@ def _serve(
         code = max(code, wanted)
         server.should_exit = True
 
-    application = create_app(context, request_exit, exit_when_finished=exit_when_finished, beside=serve_devices)
-    names = (config.api.host, *config.api.names)
+    api = config.api
+    application = create_app(
+        home,
+        coordinator,
+        request_exit,
+        exit_when_finished=exit_when_finished,
+        beside=serve_devices,
+        proxy=None if api.proxy is None else str(api.proxy),
+    )
+    add_page(application)
+    names = (api.host, *api.names)
     setting = "[api] names in coordinator.toml"
-    checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
-    server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
+    checked = own_hosts_only(application, names, setting, lambda message: problem(400, message, "/"))
+    tls: dict[str, Any] = (
+        {}
+        if api.certificate is None or api.key is None
+        else {"ssl_certfile": home.root / api.certificate, "ssl_keyfile": home.root / api.key}
+    )
+    serving_config = http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S, **tls)
+    server = uvicorn.Server(serving_config)
     # uvicorn raises the signal that ended it once more when it is done; this handler makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -144,29 +175,48 @@ def _serve(
 
 
 @contextmanager
-def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
-    store = Store(home.database)
-    events = EventLog(home.events_file, time.time, LineLimit().allows)
-    known: SigningIdentity | None = None
+def _opened(home: Home, config: CoordinatorConfig) -> Iterator[tuple[Store, EventLog]]:
+    with ExitStack() as opened:
+        store = Store.of(home)
+        opened.callback(store.close)
+        end_silences(home)  # completes what a killed coordinator left undone; blocks while a federation is being opened
+        followers = [log_event]
+        if config.tensorboard.directory is not None:
+            curves = RoundCurves(home.root / config.tensorboard.directory, store)
+            opened.callback(curves.close)
+            followers.append(curves.follow)
 
-    def signing_identity() -> SigningIdentity:
-        nonlocal known
-        known = load_signing_identity(home, store, known)
-        return known
+        def watch(event: dict[str, EventValue]) -> None:
+            for follow in followers:
+                follow(event)
 
-    try:
-        silence(home, ())  # completes what a killed coordinator left undone; blocks while a federation is being opened
-        federations = store.federations()
-        if not federations:
-            raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
-        artifacts = ArtifactStore(home.artifacts)
-        yield ServiceContext(
-            federation=federations[0],
-            spec=FederationSpec.parse(artifacts.get(federations[0].spec)),
+        yield store, EventLog(home.events_file, time.time, LineLimit().allows, watch=watch)
+
+
+def _contexts(home: Home, config: CoordinatorConfig, store: Store, events: EventLog) -> ContextOf:
+    """Gives the dependencies of each federation's service."""
+    identities: dict[str, SigningIdentity] = {}
+    silenced: dict[str, frozenset[str]] = {}
+    changing = threading.Lock()
+
+    def signing_identity(federation: str) -> SigningIdentity:
+        identities[federation] = load_signing_identity(home, store, identities.get(federation), federation)
+        return identities[federation]
+
+    def shut_out(federation: str, devices: Collection[str]) -> bool:
+        with changing:
+            silenced[federation] = frozenset(devices)
+            return silence(home, frozenset().union(*silenced.values()))
+
+    def context_of(record: FederationRecord) -> ServiceContext:
+        artifacts = artifacts_of(home, waits=True)
+        return ServiceContext(
+            federation=record,
+            spec=FederationSpec.parse(artifacts.get(record.spec)),
             store=store,
             artifacts=artifacts,
-            connect=lambda will: _connect(home, config, will),
-            signing_identity=signing_identity,
+            connect=lambda will: _connect(home, config, record.id, will),
+            signing_identity=partial(signing_identity, record.id),
             worker=WorkerSettings(
                 config.aggregation.threads,
                 config.aggregation.device,
@@ -177,18 +227,19 @@ def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
                 config.aggregation.public_images,
                 config.aggregation.stall_s,
             ),
-            events=events,
-            publish_access=partial(silence, home),
+            events=events.about(federation=record.id),
+            publish_access=partial(shut_out, record.id),
+            are_lists_pending=partial(are_lists_pending, home),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
             rounds=config.rounds,
             robustness=config.robustness,
         )
-    finally:
-        store.close()
+
+    return context_of
 
 
-def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:
+def _connect(home: Home, config: CoordinatorConfig, federation: str, will: Will) -> Transport:
     own = credential_of(home.pki, COORDINATOR)
     tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
     broker = config.broker
@@ -201,6 +252,7 @@ def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:
             protocol=broker.protocol,
             max_packet=broker.limits.max_packet,
             in_flight=broker.limits.in_flight,
+            connection=connection_name(federation, home.secret()),
         ),
         will,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedcg.json_output import print_data
+
 if TYPE_CHECKING:
     from coordinator.paths import Home
     from coordinator.storage.store import Store
 
 Directory = Annotated[Path, typer.Option("--dir", help="The coordinator's directory.")]
+PassphraseFile = Annotated[
+    Path | None, typer.Option(help="A file whose first line is the passphrase; without one it is asked for.")
+]
+MIN_PASSPHRASE = 8
+Somewhere = Annotated[Path | None, typer.Option("--dir", help="The coordinator's directory, on its machine.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="Or the address of its HTTP interface, with an API token in FEDCG_API_TOKEN."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
@@ -30,22 +40,48 @@ def store_of(directory: Path) -> Iterator[tuple[Home, Store]]:
     from coordinator.storage.store import Store
 
     home = Home(directory).require()
-    store = Store(home.database)
+    store = Store.of(home)
     try:
         yield home, store
     finally:
         store.close()
 
 
+def passphrase_of(file: Path | None, *, is_new: bool) -> str:
+    """The passphrase of a backup, from a file or from the person at the terminal, who types a new one twice.
+
+    Raises:
+        ConfigError: the file can't be read, or a new passphrase is too short.
+    """
+    from coordinator.errors import ConfigError
+
+    if file is None:
+        passphrase = str(typer.prompt("Passphrase", hide_input=True, confirmation_prompt=is_new))
+    else:
+        try:
+            passphrase = file.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--passphrase-file {file} can't be read: {error}") from error
+    if is_new and len(passphrase) < MIN_PASSPHRASE:
+        raise ConfigError(f"the passphrase has {len(passphrase)} characters; at least {MIN_PASSPHRASE} are needed")
+    return passphrase
+
+
 def print_result(values: object, text: str, *, as_json: bool) -> None:
     """Print a result, for scripts or for people."""
-    print(json.dumps(values) if as_json else text)  # noqa: T201 - the commands' output
+    if as_json:
+        print_data(values)
+    else:
+        print(text)  # noqa: T201 - the commands' output
 
 
 def line_printer(*, as_json: bool) -> Callable[[str], None]:
     """A function that prints each line of a server at once, for scripts or for people."""
 
     def print_line(line: str) -> None:
-        print(json.dumps({"message": line}) if as_json else line, flush=True)  # noqa: T201 - the commands' output
+        if as_json:
+            print_data({"message": line})
+        else:
+            print(line, flush=True)  # noqa: T201 - the commands' output
 
     return print_line

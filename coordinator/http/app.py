@@ -1,23 +1,35 @@
-"""The FastAPI application: it runs the service on a thread of its own, and its routes are the read-only interface."""
+"""The FastAPI application: it runs the federations, each on a thread of its own, and its routes are the operator's interface."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
+from cryptography.fernet import Fernet
 from fastapi import FastAPI
 
-from coordinator.http.operator_api import router
-from coordinator.service.service import TICK_S, Service
-from coordinator.service.service_context import ServiceContext
+from coordinator.http import facts_api, operator_api, steering_api
+from coordinator.http.access import Access
+from coordinator.http.changes import Changes
+from coordinator.http.guard import Guard
+from coordinator.http.problems import answer_problems
+from coordinator.members.api_tokens import ApiTokens
+from coordinator.operations.operations import Operations
+from coordinator.operations.steering import Follow
+from coordinator.paths import Home
+from coordinator.service.coordinator import Coordinator
+from coordinator.service.service import TICK_S
 from fedcg.disk_errors import advice_for
+from fedcg.event_log import EventLog
 
 THREADS = 4
 """Threads that read the database for HTTP requests; the service uses the other connections."""
@@ -25,44 +37,46 @@ THREADS = 4
 log = logging.getLogger(__name__)
 
 RequestExit = Callable[[int], None]
-Beside = Callable[[Service], AbstractAsyncContextManager[None]]
+Beside = Callable[[Coordinator], AbstractAsyncContextManager[None]]
 
 
 def create_app(
-    context: ServiceContext,
+    home: Home,
+    coordinator: Coordinator,
     request_exit: RequestExit,
     *,
     exit_when_finished: bool,
     beside: Beside,
+    proxy: str | None = None,
 ) -> FastAPI:
     """The application of one coordinator.
 
     Args:
-        context: the dependencies of the service.
-        request_exit: called to end the process with an exit code, when the service fails or is finished.
-        exit_when_finished: end after the last round, once the devices have left (or a minute later).
-        beside: runs beside the service, for as long as it works.
+        home: its directory.
+        coordinator: runs the federations; not yet started.
+        request_exit: called to end the process with an exit code, when a service fails or all are finished.
+        exit_when_finished: end after the last round of every federation, once the devices have left (or a minute later).
+        beside: runs beside the federations, for as long as they work.
+        proxy: the address of the reverse proxy in front.
     """
 
     @asynccontextmanager
     async def life(application: FastAPI) -> AsyncIterator[None]:
-        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "service")
-        service = await loop.run_in_executor(thread, _started, context)
-        application.state.service = service
-        application.state.context = context
+        loop = asyncio.get_running_loop()
         anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
-        work = loop.run_in_executor(thread, service.run)
-        work.add_done_callback(partial(_ended, request_exit, context.artifacts.root))
-        leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
+
+        def failed(error: BaseException) -> None:
+            loop.call_soon_threadsafe(_failed, request_exit, home.artifacts, error)
+
+        await asyncio.to_thread(coordinator.start, failed)
+        leaving = asyncio.create_task(_leave(coordinator, request_exit)) if exit_when_finished else None
         try:
-            async with beside(service):
+            async with beside(coordinator):
                 yield
         finally:
             if leaving is not None:
                 leaving.cancel()
-            service.stop()
-            await asyncio.wait([work])
-            await loop.run_in_executor(thread, service.close)
+            await asyncio.to_thread(coordinator.close)
 
     application = FastAPI(
         title="FedCG Edge coordinator",
@@ -71,29 +85,54 @@ def create_app(
         docs_url=None,  # the pages would load scripts from elsewhere; /openapi.json is here
         redoc_url=None,
     )
-    application.include_router(router)
+    application.add_middleware(Guard, proxy=proxy)
+    add_api(application, home, coordinator)
     return application
 
 
-def _started(context: ServiceContext) -> Service:
-    service = Service(context)
-    service.start()
-    return service
+def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: Follow | None = None) -> None:
+    """Add the operators' interface with all that its routes need.
+
+    Args:
+        application: gets the routes.
+        home: the coordinator's directory.
+        coordinator: runs the federations, or is never started.
+        follow: in place of the coordinator's own.
+    """
+    store, secret = coordinator.store, home.secret()
+    state = application.state
+    state.coordinator = coordinator
+    state.home = home
+    state.access = Access(ApiTokens(store.api), secret)
+    state.operations = Operations(home, store, coordinator.events, follow or coordinator.follow)
+    state.waiting = anyio.CapacityLimiter(
+        1
+    )  # the thread that waits for the members' lock, and for a new federation's weights
+    seal = Fernet(base64.urlsafe_b64encode(hmac.digest(secret, b"answers of the coordinator's API", "sha256")))
+    state.changes = Changes(store.api, seal, EventLog(home.audit_file, time.time), coordinator.events)
+    answer_problems(application)
+    for router in (
+        operator_api.health,
+        facts_api.router,
+        operator_api.router,
+        operator_api.admin,
+        steering_api.router,
+        steering_api.admin,
+    ):
+        application.include_router(router)
 
 
-async def _leave(service: Service, request_exit: RequestExit) -> None:
-    while not service.finished_and_left.is_set():  # noqa: ASYNC110 - it is set on the service's thread
+async def _leave(coordinator: Coordinator, request_exit: RequestExit) -> None:
+    while not coordinator.is_finished:  # noqa: ASYNC110 - the services' threads change it
         await asyncio.sleep(TICK_S)
     request_exit(0)
 
 
-def _ended(request_exit: RequestExit, directory: Path, work: asyncio.Future[None]) -> None:
-    error = None if work.cancelled() else work.exception()
-    if error is not None:
-        advice = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
-        log.critical(
-            "the coordinator failed and ends; after a restart it goes on with the same attempt.%s",
-            advice,
-            exc_info=None if advice else error,
-        )
-        request_exit(1)
+def _failed(request_exit: RequestExit, directory: Path, error: BaseException) -> None:
+    advice = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
+    log.critical(
+        "the coordinator failed and ends; after a restart it goes on with the same attempt.%s",
+        advice,
+        exc_info=None if advice else error,
+    )
+    request_exit(1)

@@ -24,7 +24,8 @@ from coordinator.errors import RefusedError
 from coordinator.http.refusals import CountedEvent, refusal
 from coordinator.http.tls_listeners import HANG_UP, PEER, peer_of
 from coordinator.members.certificate_owner import member_of
-from coordinator.service.service import Service
+from coordinator.service.coordinator import Coordinator
+from coordinator.updates.receiver import Receiver
 from fedcg.wire.errors import (
     CapacityError,
     IntegrityError,
@@ -70,13 +71,13 @@ ArtifactId = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 class _MemberCheck:
     """Identifies the device of a connection, and decides whether it may (still) fetch or put anything."""
 
-    def __init__(self, service: Service, clock: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
-        self._service = service
+    def __init__(self, coordinator: Coordinator, clock: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
+        self._coordinator = coordinator
         self._clock = clock
         self._threads = threads
         self._members: dict[bytes, tuple[str | None, float]] = {}
         self._busy: Counter[str] = Counter()
-        self._refused = CountedEvent(service.events, "carrier_refused", clock)
+        self._refused = CountedEvent(coordinator.events, "carrier_refused", clock)
 
     async def device(self, request: Request) -> str:
         """The device of the connection.
@@ -105,7 +106,7 @@ class _MemberCheck:
 
     def _read(self, request: Request) -> str | None:
         peer = peer_of(request)
-        member = None if peer is None else member_of(self._service.store, peer)
+        member = None if peer is None else member_of(self._coordinator.store, peer)
         return None if member is None else member.id
 
     @contextmanager
@@ -146,8 +147,8 @@ class _Fetched(StreamingResponse):
 class _Transfers:
     """Serves fetches and takes updates."""
 
-    def __init__(self, service: Service, members: _MemberCheck, threads: anyio.CapacityLimiter) -> None:
-        self._service = service
+    def __init__(self, coordinator: Coordinator, members: _MemberCheck, threads: anyio.CapacityLimiter) -> None:
+        self._coordinator = coordinator
         self._members = members
         self._threads = threads
 
@@ -169,10 +170,11 @@ class _Transfers:
             return _Fetched(place.pop_all(), pieces, 200 if wanted is None else 206, headers)
 
     async def _source(self, device: str, artifact: str) -> ChunkFile:
-        if not self._service.published.allows(artifact):
+        published = self._coordinator.published(artifact)
+        if published is None:
             raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
         try:
-            return await anyio.to_thread.run_sync(self._service.published.source, artifact, limiter=self._threads)
+            return await anyio.to_thread.run_sync(published.source, artifact, limiter=self._threads)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, artifact)
             raise RefusedError("the artifact can't be read; the coordinator's log has the reason", status=500) from None
@@ -196,13 +198,16 @@ class _Transfers:
             span = parse_content_range(request.headers.get("content-range", ""))
             if request.headers.get("content-length") != str(span.length):
                 raise RefusedError(f"Content-Length must be {span.length}, as in Content-Range", status=400)
-            ref = await asyncio.wrap_future(self._service.receiver.announced(device))
-            if ref is None or ref.id != artifact:
-                raise OrderError(f"no update {artifact} of {device} is under way; announce it first")
-            await self._take_chunks(device, request, ref, span)
-        return Response(status_code=204)
+            for service in self._coordinator.services.values():
+                ref = await asyncio.wrap_future(service.receiver.announced(device))
+                if ref is not None and ref.id == artifact:
+                    await self._take_chunks(service.receiver, device, request, ref, span)
+                    return Response(status_code=204)
+        raise OrderError(f"no update {artifact} of {device} is under way; announce it first")
 
-    async def _take_chunks(self, device: str, request: Request, ref: ArtifactRef, span: Span) -> None:
+    async def _take_chunks(
+        self, receiver: Receiver, device: str, request: Request, ref: ArtifactRef, span: Span
+    ) -> None:
         chunks, body = span.chunks(ref), bytearray()
         index, length = next(chunks)
         async for piece in request.stream():
@@ -211,22 +216,22 @@ class _Transfers:
                 await self._members.device(request)
                 chunk = Chunk(ref.id, index, bytes(body[:length]))
                 del body[:length]
-                await asyncio.wrap_future(self._service.receiver.chunk(device, chunk))
+                await asyncio.wrap_future(receiver.chunk(device, chunk))
                 index, length = next(chunks, (0, 0))
         if length:
             raise MalformedError(f"the body ended in the middle of chunk {index}")
 
 
-def create_carrier_app(service: Service, clock: Callable[[], float]) -> FastAPI:
+def create_carrier_app(coordinator: Coordinator, clock: Callable[[], float]) -> FastAPI:
     """The application of the carrier's listener.
 
     Args:
-        service: has the artifacts to fetch, and takes updates.
+        coordinator: has the artifacts to fetch, and takes updates.
         clock: monotonic seconds.
     """
     threads = anyio.CapacityLimiter(THREADS)
-    members = _MemberCheck(service, clock, threads)
-    transfers = _Transfers(service, members, threads)
+    members = _MemberCheck(coordinator, clock, threads)
+    transfers = _Transfers(coordinator, members, threads)
     application = FastAPI(title="FedCG Edge carrier", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def ready(request: Request) -> Response:

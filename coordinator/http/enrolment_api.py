@@ -14,8 +14,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import RefusedError
-from coordinator.http.rate_limits import FailureLimits
-from coordinator.http.refusals import CountedEvent, refusal
+from coordinator.http.refusals import CountedEvent, FailureLimits, refusal
 from coordinator.http.tls_listeners import peer_of
 from coordinator.members.admission import Admission
 from fedcg.wire.messages.enrolment_messages import (

@@ -15,7 +15,7 @@ from datetime import timedelta
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from coordinator.broker.access_lists import RELOAD_BY_HAND
+from coordinator.broker.access_lists import NOT_APPLIED
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import RefusedError
 from coordinator.members.bundle_enrolment import certificate_record, problem_with_new
@@ -60,7 +60,7 @@ class Admission:
         events: the event log.
         clock: unix time.
         publish: writes the broker's lists and makes it apply them; False when it reached none.
-        evict: ends a session that a replaced device still has at the broker.
+        evict: ends the sessions that a replaced device, with its public message key, still has at the broker.
     """
 
     home: Home
@@ -69,7 +69,7 @@ class Admission:
     events: EventLog
     clock: Callable[[], float]
     publish: Callable[[], bool]
-    evict: Callable[[str], object]
+    evict: Callable[[str, str], object]
 
     def authority(self) -> bytes:
         """The authority's certificate, PEM; public."""
@@ -98,7 +98,7 @@ class Admission:
                 _check_token(token, request.device, now)
                 _check_proof(request, key)
                 earlier = self._admit(token, request, key, purpose, now)
-            return self._answer(request, earlier)
+            return self._answer(request, earlier, token.federation or self.store.federations()[0].id)
 
     def renew(self, peer: x509.Certificate | None, request: RenewRequest) -> RenewAnswer:
         """The next certificate of a device.
@@ -142,12 +142,13 @@ class Admission:
         if not token.replaces and (problem := problem_with_new(self.store, device)):
             raise RefusedError(problem)
         record = self._certify(device, key, now)
+        earlier = self.store.device(device)
         self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
         reloaded = self.publish()
         if not reloaded:
-            log.warning("%s is enrolled, and no broker has read the new access list. %s", device, RELOAD_BY_HAND)
-        if token.replaces:
-            self.evict(device)
+            log.warning("%s is enrolled. %s", device, NOT_APPLIED)
+        if earlier is not None:
+            self.evict(device, earlier.public_key)
         self.events.write(
             "device_enrolled",
             client=device,
@@ -173,11 +174,11 @@ class Admission:
             raise RefusedError("the device is not enrolled any more; ask the operator for a new token")
         return known.public_key
 
-    def _answer(self, request: EnrolRequest, certificate: CertificateRecord) -> EnrolAnswer:
+    def _answer(self, request: EnrolRequest, certificate: CertificateRecord, federation: str) -> EnrolAnswer:
         key = load_signing_identity(self.home, self.store).key
         answer = EnrolAnswer(
             device=request.device,
-            federation=self.store.federations()[0].id,
+            federation=federation,
             certificate=certificate.pem,
             authority=self.authority().decode(),
             coordinator_key=key.public.hex,

@@ -24,7 +24,9 @@ from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.messages.topics import check_device_id
 
 
-def enrol(home: Home, store: Store, ids: Sequence[str], out: Path, now: float) -> dict[str, Path]:
+def enrol(
+    home: Home, store: Store, ids: Sequence[str], out: Path, now: float, federation: str | None = None
+) -> dict[str, Path]:
     """Make a bundle per device and register its public key.
 
     Args:
@@ -33,6 +35,7 @@ def enrol(home: Home, store: Store, ids: Sequence[str], out: Path, now: float) -
         ids: new devices.
         out: bundles go to `out/<id>`.
         now: unix time.
+        federation: that their agent.toml names; None for the only one.
 
     Returns:
         Where each bundle is.
@@ -40,16 +43,30 @@ def enrol(home: Home, store: Store, ids: Sequence[str], out: Path, now: float) -
     Raises:
         EnrolmentError: an id that can't be used, is taken or named twice, or no federation to join; nothing was written.
     """
-    federations = store.federations()
-    if not federations:
-        raise EnrolmentError("there is no federation to join yet; open one with `fedcg federation create`")
+    federation = federation_to_join(store, federation)
     _check(store, ids, out)
     coordinator = load_signing_identity(home, store).key.public
     for device in ids:
-        key = _write_bundle(home, federations[0].id, device, coordinator, out / device)
+        key = _write_bundle(home, federation, device, coordinator, out / device)
         certificate = load_certificate((out / device / "tls" / "device.pem").read_bytes())
         store.add_device(device, key.hex, now, certificate_record(device, certificate, now))
     return {device: out / device for device in ids}
+
+
+def federation_to_join(store: Store, named: str | None) -> str:
+    """The federation that a new device's agent.toml names: the named one, or the only one.
+
+    Raises:
+        EnrolmentError: there is none, none of that name, or several and none was named.
+    """
+    there = [record.id for record in store.federations()]
+    if not there:
+        raise EnrolmentError("there is no federation to join yet; open one with `fedcg federation create`")
+    if named is None and len(there) > 1:
+        raise EnrolmentError(f"name the federation with --federation; there are {', '.join(there)}")
+    if named is not None and named not in there:
+        raise EnrolmentError(f"there is no federation {named!r}; there are {', '.join(there)}")
+    return named or there[0]
 
 
 def problem_with_new(store: Store, device: str) -> str:

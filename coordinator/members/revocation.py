@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.mqtt import probe
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 
 EVICTION_LIFE = timedelta(minutes=10)
 EVICTION_TIMEOUT_S = 5.0
@@ -35,7 +36,7 @@ class Revoked:
     Attributes:
         was_member: False when the device had been revoked, or had left, before.
         certificates: how many of its certificates are on the revocation list now.
-        broker_reloaded: whether a broker of this home applied it; else the operator has to bring the lists to the one that runs elsewhere.
+        broker_reloaded: whether the broker has applied it; else the coordinator brings it there later.
     """
 
     was_member: bool
@@ -58,11 +59,17 @@ def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Re
     return Revoked(was_member, len(revoked), reloaded)
 
 
-def evict(home: Home, device: str) -> bool:
-    """End the session that a replaced device still has at the broker, by connecting under its name for a moment.
+def evict(home: Home, device: str, public_key: str, federations: Collection[str]) -> bool:
+    """End the sessions that a replaced device still has at the broker, by connecting under its name for a moment.
 
     An access list can't distinguish the old device from the new one, which has the same name; the revocation list keeps the old
     one from coming back.
+
+    Args:
+        home: the coordinator's directory.
+        device: whose sessions.
+        public_key: its message key before it was replaced, in hex.
+        federations: in which it may have sessions.
 
     Returns:
         False when the broker could not be reached: then there is no session to end, or it ends with the broker.
@@ -72,7 +79,16 @@ def evict(home: Home, device: str) -> bool:
         own = issue(home.pki, device, life=EVICTION_LIFE, target=Path(folder))
         tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
         try:
-            probe(MqttConfig(broker.host, broker.port, device, tls=tls, protocol=broker.protocol), EVICTION_TIMEOUT_S)
+            for federation in federations:
+                config = MqttConfig(
+                    broker.host,
+                    broker.port,
+                    device,
+                    tls=tls,
+                    protocol=broker.protocol,
+                    connection=connection_name(federation, bytes.fromhex(public_key)),
+                )
+                probe(config, EVICTION_TIMEOUT_S)
         except TransportError as error:
             log.warning("the session of the device that %s replaces was not ended: %s", device, error)
             return False

@@ -9,7 +9,7 @@ import secrets
 
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import EnrolmentError
-from coordinator.members.bundle_enrolment import problem_with_new
+from coordinator.members.bundle_enrolment import federation_to_join, problem_with_new
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.pki.signing_keys import load_signing_identity
@@ -38,6 +38,7 @@ def create_token(
     replaces: str | None = None,
     hours: float = TOKEN_HOURS,
     url: str | None = None,
+    federation: str | None = None,
 ) -> Token:
     """Make a token; only its hash is kept.
 
@@ -49,6 +50,7 @@ def create_token(
         replaces: the device whose place a new one takes.
         hours: for how long it can be used.
         url: where devices reach the enrolment listener, when it is not the one in coordinator.toml.
+        federation: that the device's agent.toml names; None for the only one.
 
     Raises:
         EnrolmentError: nothing listens for it, or the device can't be enrolled or replaced.
@@ -57,11 +59,10 @@ def create_token(
     """
     url = url or _listener_url(home.config())
     if not re.fullmatch(URL_PATTERN, url):
-        raise EnrolmentError(f"--url {url}: write https://HOST:PORT")
+        raise EnrolmentError(f"--enrolment-url {url}: write https://HOST:PORT")
     if not 0 < hours <= MAX_TOKEN_HOURS:
-        raise EnrolmentError(f"--hours {hours:g}: choose more than 0 and at most {MAX_TOKEN_HOURS:g}")
-    if not store.federations():
-        raise EnrolmentError("there is no federation to join yet; open one with `fedcg federation create`")
+        raise EnrolmentError(f"hours = {hours:g}: choose more than 0 and at most {MAX_TOKEN_HOURS:g}")
+    federation = federation_to_join(store, federation)
     if device is not None and replaces is not None and device != replaces:
         raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new device takes over the id")
     if replaces is not None and store.device(replaces) is None:
@@ -79,7 +80,15 @@ def create_token(
     )
     expires_at = now + hours * 3600
     store.register.add_token(
-        TokenRecord(token.id, _hash(token.secret), token.device, replaces is not None, now, expires_at)
+        TokenRecord(
+            token.id,
+            _hash(token.secret),
+            token.device,
+            replaces is not None,
+            now,
+            expires_at,
+            federation=federation,
+        )
     )
     return token
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fedcg.wire.messages.messages import CohortVerdict
 
 
@@ -27,3 +29,13 @@ class Cohorts:
         if not others:
             return CohortVerdict.ALONE
         return CohortVerdict.SAME if others == {mine} else CohortVerdict.DIFFERENT
+
+    def outsiders(self) -> dict[str, str]:
+        """The devices whose secret is not that of most others, and why they are outside."""
+        counts = Counter(mark for mark in self._marks.values() if mark is not None)
+        most = max(sorted(counts), key=lambda mark: counts[mark], default=None)
+        return {
+            device: "it has no cohort secret" if mark is None else "its cohort secret is not that of most devices"
+            for device, mark in self._marks.items()
+            if mark is None or mark != most
+        }

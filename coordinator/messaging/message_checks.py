@@ -6,7 +6,6 @@ carry no signature of their own and go to the receiver: the signed manifest name
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -42,7 +41,6 @@ from fedcg.wire.transport.transport import Delivery
 
 NONCES_KEPT = 64  # of each device's earlier hellos since the start
 
-log = logging.getLogger(__name__)
 
 MessageT = TypeVar("MessageT", bound=AnyMessage)
 
@@ -166,8 +164,7 @@ class MessageChecks:
         try:
             return self._open(delivery)
         except WireError as error:
-            if self._refusals.note(delivery.topic, error, self.origin(delivery)[0]):
-                log.warning("refused a message on %s: %s", delivery.topic, error)
+            self._refusals.note(delivery.topic, error, self.origin(delivery)[0])
             return None
 
     def _open(self, delivery: Delivery) -> FromDevice:

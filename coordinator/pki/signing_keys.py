@@ -17,7 +17,7 @@ from fedcg.files import fsync_path
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.key_chain import make_link
 from fedcg.wire.messages.messages import KeyLink
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,22 @@ class SigningIdentity:
     links: tuple[KeyLink, ...] = ()
 
 
-def load_signing_identity(home: Home, store: Store, known: SigningIdentity | None = None) -> SigningIdentity:
-    """The key that counts now.
+def load_signing_identity(
+    home: Home, store: Store, known: SigningIdentity | None = None, federation: str | None = None
+) -> SigningIdentity:
+    """The key that counts now; it is the same in every federation, and each has links of its own.
 
     Args:
         home: where its file is.
         store: where its links are.
+        federation: whose links; those of the first one by default.
         known: the identity loaded before: its file isn't read again when the links are the same.
 
     Raises:
         HomeError: its file is missing, or holds another key.
     """
-    federations = store.federations()
-    links = store.key_links(federations[0].id) if federations else ()
+    first = federation or next((record.id for record in store.federations()), None)
+    links = () if first is None else store.key_links(first)
     if known is not None and known.links == links:
         return known
     path = key_file(home, links[-1].serial if links else 0)
@@ -71,12 +74,36 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
         signing_identity = load_signing_identity(home, store)
         serial = signing_identity.links[-1].serial + 1 if signing_identity.links else 1
         new = _new_key(key_file(home, serial))
-        link = make_link(federations[0].id, serial, store.epoch(), signing_identity.key, new.public)
+        epoch = store.epoch()
+        links = {
+            record.id: make_link(record.id, serial, epoch, signing_identity.key, new.public) for record in federations
+        }
         for token in store.register.tokens():
             if token.state(now) is TokenState.OPEN:
                 store.register.revoke_token(token.id, now)
-        store.add_key_link(federations[0].id, link, now)
-    return link
+        store.add_key_links(links, now)
+    return links[federations[0].id]
+
+
+def links_for(home: Home, store: Store, federation: str) -> list[KeyLink]:
+    """The history of the message key for a new federation, so that devices with an earlier key can follow it there too.
+
+    Raises:
+        HomeError: the file of an earlier key is missing.
+    """
+    try:
+        return [
+            make_link(
+                federation,
+                link.serial,
+                link.epoch,
+                SigningKey.load(key_file(home, link.serial - 1)),
+                VerifyKey.from_hex(link.new),
+            )
+            for link in load_signing_identity(home, store).links
+        ]
+    except (OSError, WireError) as error:
+        raise HomeError(f"an earlier message key can't be loaded: {error}; restore it from a backup") from error
 
 
 def key_file(home: Home, serial: int) -> Path:

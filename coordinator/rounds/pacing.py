@@ -5,9 +5,12 @@ Pure; part of the round engine. Time is unix time and passed in.
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from fedcg.wire.messages.messages import OfAttempt
+from fedcg.wire.messages.messages import OfAttempt, RoundAttempt
 
 RETRY_MAX_S = 600.0
 """At most, however many attempts have failed."""
@@ -25,6 +28,11 @@ class Policy:
         deadline_s: how long an attempt collects, from when the quorum has accepted.
         gather_s: how long a round waits for further devices after the last one came; not at all when every device is online.
         retry_s: pause after a failed attempt; doubles with each failed attempt of the round, up to `RETRY_MAX_S`.
+        min_cohort: nothing is published that was merged from fewer clients.
+        fraction: share of the clients that could take part whose updates are wanted; never fewer than the quorum.
+        max_clients: at most so many updates are wanted; None for no bound.
+        over_selection: so many more clients are invited, as a share of those wanted; the attempt closes with the wanted ones.
+        selection_key: secret of the coordinator that the choice of clients follows from.
     """
 
     rounds: int
@@ -33,6 +41,40 @@ class Policy:
     deadline_s: float
     gather_s: float = 0.0
     retry_s: float = 0.0
+    min_cohort: int = 1
+    fraction: float = 1.0
+    max_clients: int | None = None
+    over_selection: float = 0.0
+    selection_key: bytes = b""
+
+    @property
+    def quorum(self) -> int:
+        """An attempt opens with at least so many clients, and is merged from at least so many updates."""
+        return max(self.min_clients, self.min_cohort)
+
+    def wanted(self, invited: int) -> int:
+        """How many updates close an attempt to which so many clients were invited."""
+        if self.over_selection == 0.0:
+            return invited
+        return min(invited, max(self.quorum, math.floor(invited / (1.0 + self.over_selection) + 1e-9)))
+
+    def select(self, candidates: Collection[str], at: RoundAttempt) -> frozenset[str]:
+        """The clients to invite: all candidates, or a part of them that changes with every attempt.
+
+        Args:
+            candidates: clients that could take part; at least the quorum.
+            at: the attempt.
+        """
+        wanted = max(self.quorum, math.ceil(self.fraction * len(candidates) - 1e-9))
+        if self.max_clients is not None:
+            wanted = min(wanted, max(self.quorum, self.max_clients))
+        invited = math.ceil(wanted * (1.0 + self.over_selection) - 1e-9)
+
+        def lot(client: str) -> bytes:
+            text = f"{at.round}|{at.attempt}|{client}".encode()
+            return hashlib.blake2b(text, key=self.selection_key[:64]).digest()
+
+        return frozenset(sorted(candidates, key=lot)[:invited])
 
     def pause_s(self, failures: int) -> float:
         """How long to wait after so many failed attempts in a row."""
@@ -47,10 +89,44 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class PolicyChanged:
+    """The operator changed the policy; the open attempt goes on by the new one."""
+
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Held:
+    """The operator holds the federation: the open attempt ends as it would, and no other one opens."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Released:
+    """The operator lets a held or paused federation go on; failed attempts are counted anew."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The federation ends now, with its last aggregate; the open attempt fails."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Barred:
+    """Clients that are not invited whoever else is there, and why."""
+
+    clients: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class LinkChanged:
-    """The coordinator's link to the broker came up or was lost; without one no device can deliver."""
+    """The coordinator's link to the broker came up or was lost, or its store of artifacts; without both no device can deliver."""
 
     up: bool
+    what: str = "link to the broker"
 
 
 @dataclass(frozen=True)
@@ -82,9 +158,11 @@ class Pace:
         """The same with so many clients online."""
         return replace(self, most=online, grown_at=now) if online > self.most else self
 
-    def may_open(self, online: frozenset[str], policy: Policy, failures: int, now: float) -> bool:
-        """Whether an attempt may open with these clients, after so many failed ones."""
-        if self.down_since is not None or len(online) < policy.min_clients:
+    def may_open(
+        self, online: frozenset[str], candidates: Collection[str], policy: Policy, failures: int, now: float
+    ) -> bool:
+        """Whether an attempt may open with these candidates among the clients that are online, after so many failed ones."""
+        if self.down_since is not None or len(candidates) < policy.quorum:
             return False
         is_gathered = self.expected <= online or _is_over(self.grown_at, policy.gather_s, now)
         return is_gathered and _is_over(self.failed_at, policy.pause_s(failures), now)

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from coordinator.rounds.pacing import Pace, Policy
 from coordinator.rounds.round_engine import Phase, RoundState, paused_reason
+from fedcg.learning.spec import DEFAULT_MIN_COHORT, RoundPolicy
 from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part
 
@@ -39,6 +40,15 @@ class DeviceState(str, Enum):
     LEFT = "left"
 
 
+class FederationStatus(str, Enum):
+    """What the operator wants of a federation."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    HELD = "held"
+    STOPPED = "stopped"
+
+
 class TokenState(str, Enum):
     """Whether a token can still be used."""
 
@@ -50,7 +60,7 @@ class TokenState(str, Enum):
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """A device that was enrolled once; only one whose state is `enrolled` may take part."""
+    """A device that was enrolled once; only one whose state is `enrolled` may take part, and a disabled one is not invited."""
 
     id: str
     public_key: str
@@ -60,6 +70,8 @@ class DeviceRecord:
     state: DeviceState = DeviceState.ENROLLED
     ended_at: float | None = None
     ended_because: str = ""
+    disabled_at: float | None = None
+    disabled_because: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,7 @@ class TokenRecord:
         replaces: whether it puts a new machine in the place of `device`.
         used_for: digest of the request that used it (`admission.purpose`): the same request again gets the same answer for a while.
         serial: the certificate that it gave out.
+        federation: whose agent.toml the device gets; None for the first one.
     """
 
     id: str
@@ -97,6 +110,7 @@ class TokenRecord:
     used_by: str | None = None
     used_for: str | None = None
     serial: str | None = None
+    federation: str | None = None
 
     def state(self, now: float) -> TokenState:
         """Whether it can still be used."""
@@ -109,7 +123,13 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class FederationRecord:
-    """A federation; `spec` is the artifact id of its spec, which is also the spec's digest."""
+    """A federation; `spec` is the artifact id of its spec, which is also the spec's digest.
+
+    Attributes:
+        status: what the operator wants of it, and `status_reason` why.
+        policy: JSON of the fields of `RoundPolicy`; those that it lacks are the record's own.
+        continued_from: the federation whose last aggregate it started from.
+    """
 
     id: str
     method: str
@@ -120,24 +140,51 @@ class FederationRecord:
     deadline_s: float
     first_attempt: int
     created_at: float
+    status: FederationStatus = FederationStatus.RUNNING
+    status_reason: str = ""
+    policy: str = "{}"
+    continued_from: str | None = None
 
     @property
-    def policy(self) -> Policy:
+    def operator_policy(self) -> RoundPolicy:
+        """How its rounds go; the plan's values, and those that were changed since."""
+        planned = {
+            "rounds": self.rounds,
+            "min_clients": self.min_clients,
+            "min_cohort": min(self.min_clients, DEFAULT_MIN_COHORT),
+            "max_attempts": self.max_attempts,
+            "deadline_s": self.deadline_s,
+        }
+        return RoundPolicy.model_validate({**planned, **json.loads(self.policy)})
+
+    @property
+    def round_policy(self) -> Policy:
         """The part of it that the round engine needs."""
-        return Policy(self.rounds, self.min_clients, self.max_attempts, self.deadline_s)
+        policy = self.operator_policy
+        return Policy(
+            rounds=policy.rounds,
+            min_clients=policy.min_clients,
+            max_attempts=policy.max_attempts,
+            deadline_s=policy.deadline_s,
+            min_cohort=policy.min_cohort,
+            fraction=policy.fraction,
+            max_clients=policy.max_clients,
+            over_selection=policy.over_selection,
+        )
 
     def after_failure(self, last: AttemptRecord) -> RoundState:
         """The state of the round engine when the last attempt failed."""
         failed = last.attempt - self.first_attempt + 1
+        policy = self.round_policy
         state = RoundState(
-            self.policy,
+            policy,
             round=last.round,
             attempt=last.attempt + 1,
             reason=last.reason,
             first_attempt=self.first_attempt,
             pace=Pace(failed_at=last.closed_at or 0.0),
         )
-        if failed < self.max_attempts:
+        if failed < policy.max_attempts:
             return state
         return replace(state, phase=Phase.PAUSED, reason=paused_reason(state, failed), pace=Pace())
 
@@ -176,6 +223,7 @@ class UpdateRecord:
         report: the device's report, as JSON.
         distances: JSON of each part's distance from the aggregate that the round started from.
         weight: the number of examples that it counts for, once the updates to be merged are known.
+        figures: JSON of what validation measured.
     """
 
     federation: str
@@ -191,6 +239,12 @@ class UpdateRecord:
     stored_at: float
     distances: str | None = None
     weight: int | None = None
+    figures: str | None = None
+
+    @property
+    def is_kept_late(self) -> bool:
+        """Whether it came after its round was closed and is a teacher of the next one."""
+        return self.outcome is Outcome.LATE and self.distances is not None
 
     @property
     def examples(self) -> int:

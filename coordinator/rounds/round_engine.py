@@ -13,7 +13,18 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from coordinator.rounds.pacing import Accepted, Expected, LinkChanged, Pace, Policy
+from coordinator.rounds.pacing import (
+    Accepted,
+    Barred,
+    Expected,
+    Held,
+    LinkChanged,
+    Pace,
+    Policy,
+    PolicyChanged,
+    Released,
+    Stopped,
+)
 from coordinator.rounds.round_commands import (
     Command,
     Distil,
@@ -55,6 +66,8 @@ class RoundState:
         deadline_at: unix time at which collecting ends.
         reason: why it is paused.
         left_out: clients that are not invited while enough others are online, and why.
+        barred: clients that are not invited at all, and why.
+        held: why the operator holds the federation, or "".
         first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes, and over attempts that do
             not count.
         accepted: participants that have announced that they work on it.
@@ -72,6 +85,8 @@ class RoundState:
     deadline_at: float = 0.0
     reason: str = ""
     left_out: Mapping[str, str] = field(default_factory=dict)
+    barred: Mapping[str, str] = field(default_factory=dict)
+    held: str = ""
     first_attempt: int = 1
     accepted: frozenset[str] = frozenset()
     pace: Pace = field(default_factory=Pace)
@@ -83,14 +98,19 @@ class RoundState:
 
     @property
     def candidates(self) -> frozenset[str]:
-        """Clients that an attempt opened now would invite: those left out as well when the quorum needs them."""
-        others = self.online.difference(self.left_out)
-        return others if len(others) >= self.policy.min_clients else self.online
+        """Clients that an attempt opened now could invite: those left out as well when the quorum needs them."""
+        allowed = self.online.difference(self.barred)
+        others = allowed.difference(self.left_out)
+        return others if len(others) >= self.policy.quorum else allowed
 
     @property
     def outstanding(self) -> frozenset[str]:
         """Participants that have neither delivered nor declined."""
         return self.participants - self.updates - self.declined
+
+    def can_spare(self, client: str) -> bool:
+        """Whether the quorum can be reached without a participant."""
+        return len(self.participants - self.declined - {client}) >= self.policy.quorum
 
     @property
     def at(self) -> RoundAttempt:
@@ -166,6 +186,11 @@ Event = (
     | WentOffline
     | Departed
     | Expected
+    | Barred
+    | PolicyChanged
+    | Held
+    | Released
+    | Stopped
     | LinkChanged
     | Accepted
     | UpdateStored
@@ -199,7 +224,7 @@ def paused_reason(state: RoundState, attempts: int) -> str:
     """Why a federation pauses after `attempts` failed attempts, with what to do about it."""
     return (
         f"round {state.round} failed {attempts} times (last: {state.reason}); "
-        "look at the devices, stop the coordinator, run `fedcg federation resume` and start it again"
+        "look at the devices, then run `fedcg federation resume`"
     )
 
 
@@ -226,6 +251,41 @@ def _expected(state: RoundState, event: Expected, now: float) -> Step:
     return _open_if_enough(replace(state, pace=replace(state.pace, expected=event.clients)), now)
 
 
+def _barred(state: RoundState, event: Barred, now: float) -> Step:
+    return _open_if_enough(replace(state, barred=dict(event.clients)), now)
+
+
+def _policy_changed(state: RoundState, event: PolicyChanged, now: float) -> Step:
+    state = replace(state, policy=event.policy)
+    if state.phase is Phase.COLLECTING:
+        moved, commands = _move_deadline(state, min(state.deadline_at, now + event.policy.deadline_s))
+        judged, more = _judge(moved, now)
+        return judged, commands + more
+    return _open_if_enough(state, now)
+
+
+def _held(state: RoundState, event: Held, now: float) -> Step:
+    state = replace(state, held=event.reason)
+    return (replace(state, phase=Phase.PAUSED, reason=event.reason) if state.phase is Phase.WAITING else state), ()
+
+
+def _released(state: RoundState, event: Released, now: float) -> Step:
+    state = replace(state, held="")
+    if state.phase is not Phase.PAUSED:
+        return state, ()
+    ready = replace(state, phase=Phase.WAITING, reason="", first_attempt=state.attempt)
+    return _open_if_enough(ready, now)
+
+
+def _stopped(state: RoundState, event: Stopped, now: float) -> Step:
+    if state.phase is Phase.FINISHED:
+        return state, ()
+    under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)
+    failed = FailAttempt(state.round, state.attempt, event.reason, state.attempt + 1)
+    ended = replace(state, phase=Phase.FINISHED, reason=event.reason, held="")
+    return ended, (failed, Finish()) if under_way else (Finish(),)
+
+
 def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
     since = state.pace.down_since
     if event.up == (since is None):
@@ -234,7 +294,7 @@ def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
     if since is None or state.phase is not Phase.COLLECTING:
         return _open_if_enough(state, now)
     down_s = max(0.0, now - since)
-    reason = f"no link to the broker for {down_s:.0f} s" if down_s >= 1.0 else ""
+    reason = f"no {event.what} for {down_s:.0f} s" if down_s >= 1.0 else ""
     return _move_deadline(state, state.deadline_at + down_s, reason)
 
 
@@ -243,7 +303,7 @@ def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
     if not state.is_open(event.at) or is_known:
         return state, ()
     state = replace(state, accepted=state.accepted | {event.client})
-    if len(state.answered) != state.policy.min_clients:
+    if len(state.answered) != state.policy.quorum:
         return state, ()
     return _move_deadline(state, now + state.policy.deadline_s)
 
@@ -304,6 +364,11 @@ _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
     WentOffline: _went_offline,
     Departed: _departed,
     Expected: _expected,
+    Barred: _barred,
+    PolicyChanged: _policy_changed,
+    Held: _held,
+    Released: _released,
+    Stopped: _stopped,
     LinkChanged: _link_changed,
     Accepted: _accepted,
     UpdateStored: _update_stored,
@@ -318,11 +383,14 @@ _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
 def _waiting(state: RoundState, round_number: int, attempt: int, *, first_attempt: int) -> RoundState:
     return RoundState(
         policy=state.policy,
+        phase=Phase.PAUSED if state.held else Phase.WAITING,
         round=round_number,
         attempt=attempt,
         online=state.online,
-        reason=state.reason,
+        reason=state.held or state.reason,
         left_out=state.left_out,
+        barred=state.barred,
+        held=state.held,
         first_attempt=first_attempt,
         pace=state.pace,
     )
@@ -335,10 +403,13 @@ def _move_deadline(state: RoundState, deadline_at: float, reason: str = "") -> S
 
 def _open_if_enough(state: RoundState, now: float) -> Step:
     failures = state.attempt - state.first_attempt
-    if state.phase is not Phase.WAITING or not state.pace.may_open(state.online, state.policy, failures, now):
+    candidates = state.candidates
+    if state.phase is not Phase.WAITING or not state.pace.may_open(
+        state.online, candidates, state.policy, failures, now
+    ):
         return state, ()
     deadline_at = now + state.policy.deadline_s
-    invited = state.candidates
+    invited = state.policy.select(candidates, state.at)
     opened = replace(state, phase=Phase.COLLECTING, participants=invited, deadline_at=deadline_at, reason="")
     invites = [Invite(state.round, state.attempt, client) for client in sorted(invited)]
     return opened, (OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
@@ -346,13 +417,14 @@ def _open_if_enough(state: RoundState, now: float) -> Step:
 
 def _judge(state: RoundState, now: float) -> Step:
     possible = len(state.participants - state.declined)
-    if possible < state.policy.min_clients:
+    if possible < state.policy.quorum:
         names = ", ".join(sorted(state.declined)[:NAMED_CLIENTS])
         ended = f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone"
-        return _fail(state, f"{ended} ({names}); {state.policy.min_clients} updates are needed", now)
-    enough = len(state.updates) >= state.policy.min_clients
+        return _fail(state, f"{ended} ({names}); {state.policy.quorum} updates are needed", now)
+    enough = len(state.updates) >= state.policy.quorum
     is_late = now >= state.deadline_at and state.pace.down_since is None
-    if not state.outstanding or (is_late and enough):
+    is_complete = not state.outstanding or len(state.updates) >= state.policy.wanted(len(state.participants))
+    if is_complete or (is_late and enough):
         distilling = replace(state, phase=Phase.DISTILLING)
         return distilling, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
     return _run_out(state, now) if is_late else (state, ())
@@ -360,15 +432,15 @@ def _judge(state: RoundState, now: float) -> Step:
 
 def _distil_again(state: RoundState, why_fewer: str, now: float) -> Step:
     """Merge the updates that are left; with fewer than the quorum the attempt failed."""
-    if len(state.updates) >= state.policy.min_clients:
+    if len(state.updates) >= state.policy.quorum:
         return state, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
-    left = f"{len(state.updates)} updates are left, and {state.policy.min_clients} are needed"
+    left = f"{len(state.updates)} updates are left, and {state.policy.quorum} are needed"
     return _fail(state, f"{why_fewer}; {left}", now)
 
 
 def _run_out(state: RoundState, now: float) -> Step:
     """At the deadline, with too few updates: keep waiting while the quorum has not accepted and still can; else the attempt failed."""
-    needed, there = state.policy.min_clients, state.updates | state.online
+    needed, there = state.policy.quorum, state.updates | state.online
     missing = ", ".join(
         f"{client} ({_why_missing(state, client)})" for client in sorted(state.outstanding)[:NAMED_CLIENTS]
     )

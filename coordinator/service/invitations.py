@@ -11,7 +11,7 @@ from coordinator.rounds.round_engine import Phase, UpdateRefused
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.updates.receiver import Receiver
-from fedcg.wire.messages.messages import Accept, Decline, RoundAttempt
+from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, RoundAttempt
 
 REMIND_S = 5.0
 
@@ -47,6 +47,9 @@ class Invitations:
             return
         if self._accepted.get(device) == answer.at and isinstance(answer, Accept):
             return
+        if isinstance(answer, Decline) and answer.reason is DeclineReason.INTERRUPTED and not state.can_spare(device):
+            self._wait_for(device, answer)
+            return
         declined = isinstance(answer, Decline)
         participant = ParticipantState.DECLINED if declined else ParticipantState.ACCEPTED
         reason = answer.reason.value if isinstance(answer, Decline) else ""
@@ -60,6 +63,13 @@ class Invitations:
         else:
             self._accepted[device] = answer.at
             self._round_driver.apply(Accepted(answer.round, answer.attempt, device))
+
+    def _wait_for(self, device: str, answer: Decline) -> None:
+        """Keep the place of a device whose agent was stopped: without it the attempt, and what the others did for it, would be lost."""
+        self._accepted.pop(device, None)
+        detail = "the round waits until it is back, because too few others are left"
+        where = {"round": answer.round, "attempt": answer.attempt}
+        self._context.events.write("declined", client=device, **where, reason=answer.reason.value, detail=detail)
 
     @property
     def unanswered(self) -> list[str]:

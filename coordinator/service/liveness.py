@@ -1,17 +1,22 @@
 """Which devices are online, for the round engine: online by a hello, offline by a status, a will or silence.
 
-A will usually comes first; it is lost when the device dies together with a broker that keeps nothing.
+A will usually comes first; it is lost when the device dies together with a broker that keeps nothing. Every change is stored.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.rounds.round_engine import CameOnline, WentOffline
 from coordinator.service.round_driver import RoundDriver
+from coordinator.storage.presence_store import KEEP_S, PresenceRecord
+from coordinator.storage.store import Store
 from coordinator.updates.receiver import Receiver
 from fedcg.event_log import EventLog
 
+PRUNE_EVERY_S = 86_400.0
 MISSED = 3.0  # so many heartbeats may be late: a slow link delays them behind chunks, which count as well
 
 
@@ -21,6 +26,37 @@ class _Promise:
     last_seen_at: float
 
 
+@dataclass(frozen=True)
+class PresenceLog:
+    """Stores the changes of one federation.
+
+    Args:
+        store: the database.
+        federation: its id.
+        clock: unix time.
+    """
+
+    store: Store
+    federation: str
+    clock: Callable[[], float] = time.time
+
+    def note(self, device: str, reason: str = "", *, online: bool) -> None:
+        """Store that a device came or went now; of a device that was never enrolled nothing is stored."""
+        if self.store.device(device) is not None:
+            self.store.presence.note(PresenceRecord(self.federation, device, self.clock(), online, reason))
+
+    def begin(self) -> None:
+        """The coordinator starts: devices that counted as online when it ended are offline until they come again."""
+        self.prune()
+        for device, last in self.store.presence.latest(self.federation).items():
+            if last.online:
+                self.note(device, "the coordinator was started again", online=False)
+
+    def prune(self) -> None:
+        """Delete what is older than `KEEP_S`."""
+        self.store.presence.prune(self.federation, self.clock() - KEEP_S)
+
+
 class Liveness:
     """Keeps the round engine's list of devices that are online. Times are monotonic seconds.
 
@@ -28,12 +64,17 @@ class Liveness:
         round_driver: holds the list.
         receiver: has the times of the last chunks, which count as heartbeats.
         events: the event log.
+        presence: stores every change.
     """
 
-    def __init__(self, round_driver: RoundDriver, receiver: Receiver, events: EventLog) -> None:
+    def __init__(
+        self, round_driver: RoundDriver, receiver: Receiver, events: EventLog, presence: PresenceLog | None = None
+    ) -> None:
         self._round_driver = round_driver
         self._receiver = receiver
         self._events = events
+        self._presence = presence
+        self._pruned_at = time.monotonic()
         self._promises: dict[str, _Promise] = {}
 
     def is_online(self, device: str) -> bool:
@@ -44,12 +85,16 @@ class Liveness:
         """A device is online, and may be invited."""
         if not self.is_online(device):
             self._events.write("online", client=device)
+            if self._presence is not None:
+                self._presence.note(device, online=True)
         self._round_driver.apply(CameOnline(device))
 
     def mark_offline(self, device: str, reason: str) -> None:
         """A device is offline, if it was online."""
         if self.is_online(device):
             self._events.write("offline", client=device, reason=reason)
+            if self._presence is not None:
+                self._presence.note(device, reason, online=False)
             self._round_driver.apply(WentOffline(device))
 
     def expect(self, device: str, every_s: float | None, now: float) -> None:
@@ -72,6 +117,9 @@ class Liveness:
 
     def miss_silent(self, now: float) -> None:
         """Count devices as offline that died without a will: together with their broker, for example."""
+        if self._presence is not None and now - self._pruned_at >= PRUNE_EVERY_S:
+            self._pruned_at = now
+            self._presence.prune()
         for device in sorted(self._round_driver.state.online & self._promises.keys()):
             self.mark_seen(device, self._receiver.last_seen_at(device))
             promise = self._promises[device]

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from coordinator.broker.access_lists import RELOAD_BY_HAND
+from coordinator.broker.access_lists import NOT_APPLIED
 from coordinator.errors import BrokerError
 from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.flood_limits import FLOOD_PER_S, SILENCE_S
 from coordinator.messaging.message_checks import MessageChecks
 from coordinator.messaging.publisher import Publisher
-from coordinator.rounds.pacing import Expected
+from coordinator.rounds.pacing import Barred, Expected
 from coordinator.rounds.records import DeviceState, ParticipantState
 from coordinator.rounds.round_engine import Departed, Phase
 from coordinator.service.round_driver import RoundDriver
@@ -74,6 +74,16 @@ class MemberRefresh:
         self._read_at = time.monotonic()
         members = self._context.store.members()
         self._round_driver.apply(Expected(frozenset(member.id for member in members)))
+        barred = {
+            member.id: f"disabled by an operator: {member.disabled_because}".removesuffix(": ")
+            for member in members
+            if member.disabled_at is not None
+        }
+        if self._round_driver.requires_cohort_secret:
+            barred |= self._cohorts.outsiders()
+        if barred != self._round_driver.state.barred:
+            self._context.events.write("barred", clients=[f"{name}: {why}" for name, why in sorted(barred.items())])
+            self._round_driver.apply(Barred(barred))
         for device in sorted(self._message_checks.learn_keys((member.id, member.public_key) for member in members)):
             self._context.events.write("departed", client=device)
             self._cohorts.forget(device)
@@ -97,11 +107,17 @@ class MemberRefresh:
         """Read the register every `REFRESH_S`, and end the access of devices that left or that send too much."""
         if self.is_older_than(REFRESH_S):
             self.refresh()
+            if self._context.are_lists_pending():
+                self.publish_lists()
         if self._shut_out_at is not None and time.monotonic() >= self._shut_out_at:
             self._shut_out_at = None
-            self._run_in_background(self._publish)
+            self.publish_lists()
         if silenced != self._silenced:
             self._follow_floods(silenced)
+
+    def publish_lists(self) -> None:
+        """Bring the lists of devices to the broker, in the background: whatever it missed while there was no link."""
+        self._run_in_background(self._publish)
 
     def _follow_floods(self, silenced: frozenset[str]) -> None:
         """Stop waiting for devices that sent too much, and readmit those whose silence is over."""
@@ -110,7 +126,6 @@ class MemberRefresh:
         for device in sorted(before - silenced):
             self._context.events.write("silence_ended", client=device)
         for device in sorted(silenced - before):
-            log.warning("%s is silenced for %.0f minutes: %s", device, SILENCE_S / 60, reason)
             self._context.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
             self._departed(device, "the device is silenced: " + reason)
         self._run_in_background(partial(self._apply_silence, before ^ silenced))
@@ -124,7 +139,7 @@ class MemberRefresh:
             log.warning("the broker's access list could not be changed for %s: %s", names, error)
         else:
             if not is_applied:
-                log.warning("%s: no broker was reached that applies the new access list; %s", names, RELOAD_BY_HAND)
+                log.warning("%s: %s", names, NOT_APPLIED)
         if changed & self._silenced:
             self._publisher.connect_anew()
 

@@ -6,7 +6,6 @@ database (`restart`).
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -15,8 +14,11 @@ from typing import Any
 
 from coordinator.aggregation.worker import spill_directory
 from coordinator.aggregation.worker_messages import (
+    EASED,
+    Assessed,
     Job,
     JobDone,
+    JobEased,
     JobFailed,
     PhaseStarted,
     Progressed,
@@ -28,7 +30,8 @@ from coordinator.aggregation.worker_messages import (
 )
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
-from coordinator.rounds.records import AggregateRecord
+from coordinator.rounds.pacing import Held, Policy, PolicyChanged, Released, Stopped
+from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus
 from coordinator.rounds.round_commands import (
     Command,
     Distil,
@@ -55,8 +58,8 @@ from coordinator.storage.pruning import Pruner
 from coordinator.storage.store import Key
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
-from coordinator.updates.robustness import Distances, given_weights, limits_of, medians_of, over
-from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
+from coordinator.updates.screening import Screening
+from coordinator.updates.track_record import left_out, plateau_reason
 from fedcg.wire.messages.messages import Outcome
 
 _REPORTS: dict[type[WorkerEvent], str] = {
@@ -65,10 +68,9 @@ _REPORTS: dict[type[WorkerEvent], str] = {
     PhaseStarted: "phase_started",
     Progressed: "aggregate_step",
     UpdateAdded: "teacher_done",
+    JobEased: "merge_eased",
 }
 """The lines of the event log that hold a report of the worker unchanged."""
-
-log = logging.getLogger(__name__)
 
 
 class RoundDriver:
@@ -85,6 +87,7 @@ class RoundDriver:
         is_announced: whether the broker was handed the current offer (or end); when not, `announce` has to be repeated.
         announced_at: when `announce` was called last; monotonic seconds.
         worker_pid: the worker's process, once it is ready.
+        merging: phase, step and number of steps of the worker's current work.
     """
 
     def __init__(
@@ -104,12 +107,12 @@ class RoundDriver:
         self._worker = worker
         self._receiver = receiver
         self._pruner = Pruner(context.store, context.artifacts, self._id, context.keep_rounds, self._forget)
-        self._policy = replace(
-            context.federation.policy, gather_s=context.rounds.gather_s, retry_s=context.rounds.retry_s
-        )
-        self._state = RoundState(self._policy)
+        self._screening = Screening(context.store, self._id, context.robustness, context.events)
+        self._record = context.federation
+        self._state = RoundState(self._policy_of(context.federation))
         self.announced_at = 0.0
         self.worker_pid: int | None = None
+        self.merging: tuple[str, int, int] | None = None
         self._base = ""
         self.is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], None]] = {
@@ -129,6 +132,11 @@ class RoundDriver:
         return self._state
 
     @property
+    def requires_cohort_secret(self) -> bool:
+        """Whether devices without the others' cohort secret are not invited."""
+        return self._record.operator_policy.require_cohort
+
+    @property
     def base(self) -> str:
         """Artifact id of the aggregate that the open attempt starts from."""
         return self._base
@@ -137,7 +145,7 @@ class RoundDriver:
         """Rebuild the state from the database and go on where it was left."""
         stored = self._store.round_state(self._id)
         pace = replace(stored.pace, expected=self._state.pace.expected)
-        self._state = replace(stored, policy=self._policy, pace=pace)
+        self._state = replace(stored, policy=self._state.policy, pace=pace, barred=self._state.barred)
         aggregates = self._store.aggregates(self._id)
         for aggregate in aggregates:
             self._published.allow(aggregate.artifact)
@@ -147,6 +155,35 @@ class RoundDriver:
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
         self._judge_devices(self._state.round)
         self.apply(Restarted())
+        self._follow_status(self._record)
+
+    def follow(self, record: FederationRecord, *, resume: bool = False) -> None:
+        """Follow what an operator changed; `resume` also lets a federation go on that paused after failed attempts."""
+        before, self._record = self._record, record
+        policy = self._policy_of(record)
+        if policy != self._state.policy:
+            self.apply(PolicyChanged(policy))
+        if (record.status, record.status_reason) != (before.status, before.status_reason):
+            self._follow_status(record)
+        if resume:
+            self.apply(Released())
+
+    def _follow_status(self, record: FederationRecord) -> None:
+        if record.status is FederationStatus.STOPPED:
+            self.apply(Stopped(record.status_reason))
+        elif record.status is FederationStatus.HELD:
+            self.apply(Held(record.status_reason))
+        elif self._state.held:
+            self.apply(Released())
+
+    def _policy_of(self, record: FederationRecord) -> Policy:
+        """The federation's policy with the coordinator's own waiting times and secret."""
+        return replace(
+            record.round_policy,
+            gather_s=self._context.rounds.gather_s,
+            retry_s=self._context.rounds.retry_s,
+            selection_key=self._context.worker.secret,
+        )
 
     def apply(self, event: Event) -> None:
         """Pass an event to the engine and carry out its commands."""
@@ -160,12 +197,18 @@ class RoundDriver:
         """Write a report of the worker into the event log, and act on it."""
         if name := _REPORTS.get(type(event)):
             self._events.write(name, **asdict(event))
+        if isinstance(event, Progressed):
+            self.merging = (event.phase, event.step, event.steps)
+        elif isinstance(event, JobDone | JobFailed | WorkerDied):
+            self.merging = None
         if isinstance(event, WorkerReady):
             self.worker_pid = event.pid
         elif isinstance(event, WorkerDied):
             self.worker_pid = None
         elif isinstance(event, UpdateFailed):
             self._update_failed(event)
+        elif isinstance(event, Assessed):
+            self._assessed(event)
         elif isinstance(event, JobFailed):
             self.apply(AggregationFailed(event.round, event.attempt, event.reason))
         elif isinstance(event, JobDone):
@@ -178,7 +221,6 @@ class RoundDriver:
             return
         key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
         self._store.reject_update(key, client, reason)
-        log.error("the update of %s to round %d can't be merged: %s", client, state.round, reason)
         self._events.write("update_rejected", client=client, round=state.round, attempt=state.attempt, reason=reason)
         self.apply(UpdateRefused(state.round, state.attempt, client, reason))
 
@@ -187,7 +229,6 @@ class RoundDriver:
         before, now = self._state.left_out, left_out(self._store, self._id, round_number)
         self._state = replace(self._state, left_out=now)
         for client in sorted(now.keys() - before.keys()):
-            log.error("%s is left out for %d rounds: %s", client, LEFT_OUT_ROUNDS, now[client])
             self._events.write("left_out", client=client, round=round_number, reason=now[client])
         for client in sorted(before.keys() - now.keys()):
             self._events.write("let_in", client=client, round=round_number)
@@ -196,9 +237,11 @@ class RoundDriver:
         """Close the attempt with the aggregate that the worker stored."""
         if self._state.phase is not Phase.DISTILLING or self._state.at != done.at:
             return
+        for artifact in (done.aggregate, done.server_state):
+            self._context.artifacts.keep(artifact)
         now = self._context.clock()
         record = AggregateRecord(self._id, done.round, done.attempt, done.aggregate, done.size, done.server_state, now)
-        self._store.close_attempt(record)
+        self._store.close_attempt(record, EASED.get(done.ease, ""))
         self._published.allow(done.aggregate)
         self._events.write(
             "aggregate_stored", round=done.round, attempt=done.attempt, artifact=done.aggregate, size=done.size
@@ -206,7 +249,13 @@ class RoundDriver:
         self._drop_rows(done)
         self._prune(done.round)
         self._judge_devices(done.round + 1)
+        plateau = plateau_reason(self._store, self._id, self._record.operator_policy)
+        if plateau:  # before the next attempt opens
+            self._store.set_status(self._id, FederationStatus.STOPPED, plateau)
+            self.apply(Held(plateau))
         self.apply(AggregateStored(done.round, done.attempt))
+        if plateau:
+            self.apply(Stopped(plateau))
 
     def _drop_rows(self, ended: JobDone | FailAttempt) -> None:
         spilled = spill_directory(self._context.worker.spill, self._id, ended.round, ended.attempt)
@@ -231,7 +280,7 @@ class RoundDriver:
         if state.phase in (Phase.WAITING, Phase.PAUSED):
             return
         finished = state.phase is Phase.FINISHED
-        aggregate = (self._aggregate(state.round)).artifact if finished else self._base
+        aggregate = self._store.aggregates(self._id)[-1].artifact if finished else self._base
         spec_ref = self._published.ref(self._context.federation.spec)
         aggregate_ref = self._published.ref(aggregate)
         if finished:
@@ -253,6 +302,7 @@ class RoundDriver:
             "attempt_opened",
             round=command.round,
             attempt=command.attempt,
+            rounds=self._state.policy.rounds,
             participants=sorted(command.participants),
             aggregate=base.artifact,
         )
@@ -276,42 +326,49 @@ class RoundDriver:
         )
         self._worker.open(self._job(command, base))
         for update in accepted:
+            self._context.artifacts.local(update.artifact)
             self._worker.add(update.client, update.artifact)
 
     def _move_deadline(self, command: MoveDeadline) -> None:
         self._store.move_deadline(self._key(command), command.deadline_at)
         if command.reason:
             round_number, attempt, reason = command.round, command.attempt, command.reason
-            log.warning("round %d, attempt %d goes on: %s", round_number, attempt, reason)
             self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
 
     def _invite(self, command: Invite) -> None:
         self._publisher.invite(command.client, command.at)
 
     def _distil(self, command: Distil) -> None:
-        key = self._key(command)
+        key, policy = self._key(command), self._record.operator_policy
         updates = self._store.start_distilling(key, self._context.clock())
         # The database decides which updates came in time: one may have been stored a moment ago.
         accepted = frozenset(update.client for update in updates)
         self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
-        reported = {update.client: update.examples for update in updates}
-        weights = given_weights(reported, self._context.robustness)
-        self._store.weigh(key, weights)
-        self._receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
-        where = {"round": command.round, "attempt": command.attempt}
-        self._events.write("distilling", **where, clients=sorted(accepted))
-        for client in sorted(client for client in reported if weights[client] != reported[client]):
-            self._events.write(
-                "weight_capped", **where, client=client, reported=reported[client], given=weights[client]
-            )
-        known = self._limits(command.round)
-        own = [update.distance_of for update in updates]
-        limits = known or limits_of(medians_of(own), self._context.robustness.clip_medians)
-        shares = {update.client: over(update.distance_of, limits) for update in updates}
-        for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
-            self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
-        chosen = tuple((update.client, update.artifact, weights[update.client]) for update in updates)
-        self._worker.finish(chosen, limits if any(shares.values()) else known)
+        if policy.late == "drop":
+            self._receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
+        self._events.write("distilling", round=command.round, attempt=command.attempt, clients=sorted(accepted))
+        self._assess(key)
+
+    def _assess(self, key: Key) -> None:
+        self._worker.assess(self._screening.artifacts(key, self._record.operator_policy))
+
+    def _assessed(self, assessed: Assessed) -> None:
+        """Merge the updates that the screening chooses; too few fail the attempt."""
+        state, policy = self._state, self._record.operator_policy
+        key = (self._id, assessed.round, assessed.attempt)
+        if state.phase is not Phase.DISTILLING or state.at != assessed.at:
+            return
+        if assessed.figures.keys() != self._screening.artifacts(key, policy).keys():
+            self._assess(key)  # one was rejected meanwhile, or the policy changed
+            return
+        choice = self._screening.choose(key, assessed.figures, policy)
+        odd = frozenset(choice.quarantined)
+        self._state = replace(state, updates=state.updates - odd, declined=state.declined | odd)
+        reason = choice.too_few(len(self._state.updates), state.policy.quorum)
+        if reason:
+            self.apply(AggregationFailed(assessed.round, assessed.attempt, reason))
+        else:
+            self._worker.finish(choice.updates, choice.limits)
 
     def _fail_attempt(self, command: FailAttempt) -> None:
         now, first_attempt = self._context.clock(), command.first_attempt
@@ -319,14 +376,20 @@ class RoundDriver:
         self._receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
         self._drop_rows(command)
+        self._judge_devices(command.round)
 
     def _pause(self, command: Pause) -> None:
-        log.error("federation %s is paused: %s", self._id, command.reason)
         self._events.write("paused", reason=command.reason)
 
     def _finish(self, command: Finish) -> None:
-        final = self._aggregate(self._state.round)
-        self._events.write("finished", round=self._state.round, attempt=self._state.attempt, aggregate=final.artifact)
+        final = self._store.aggregates(self._id)[-1]
+        self._events.write(
+            "finished",
+            round=self._state.round,
+            attempt=self._state.attempt,
+            aggregate=final.artifact,
+            reason=self._state.reason,
+        )
         self.announce()
 
     def _aggregate(self, round_number: int) -> AggregateRecord:
@@ -337,13 +400,10 @@ class RoundDriver:
 
     def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
         spec = self._context.federation.spec
-        limits = self._limits(command.round)
+        for artifact in (spec, base.artifact, base.server_state):
+            self._context.artifacts.local(artifact)  # the worker reads files
+        limits = self._screening.limits(command.round)
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
-
-    def _limits(self, round_number: int) -> Distances:
-        """How far from the base an update of a round may be; empty when the round before it gives no measure."""
-        typical = typical_distances(self._store, self._id, round_number - 1)
-        return limits_of(typical, self._context.robustness.clip_medians)
 
     def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)

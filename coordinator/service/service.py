@@ -20,11 +20,13 @@ from coordinator.messaging.flood_limits import FloodLimits
 from coordinator.messaging.message_checks import FromDevice, MessageChecks, Sessions
 from coordinator.messaging.publisher import Publisher, status_will
 from coordinator.rounds.pacing import LinkChanged
+from coordinator.rounds.records import FederationRecord
 from coordinator.rounds.round_engine import Phase, RoundState, Tick, UpdateRefused, UpdateStored
 from coordinator.service.artifact_requests import ArtifactRequests
 from coordinator.service.invitations import REMIND_S, Invitations
-from coordinator.service.liveness import Liveness
+from coordinator.service.liveness import Liveness, PresenceLog
 from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
+from coordinator.service.progress import DeviceProgress, ProgressBoard
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
@@ -47,6 +49,7 @@ OFFER_EVERY_S = 30.0
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
+STEER_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,14 @@ class _Stop:
     pass
 
 
-_Item = Delivery | Reply | Exited | UpdateStored | UpdateRefused | Broken | LinkChanged | _Stop
+@dataclass(frozen=True)
+class _Steer:
+    record: FederationRecord
+    resume: bool
+    done: Future[None]
+
+
+_Item = Delivery | Reply | Exited | UpdateStored | UpdateRefused | Broken | LinkChanged | _Stop | _Steer
 
 
 class Service:
@@ -114,10 +124,15 @@ class Service:
         )
         self._floods = FloodLimits()
         self._topics = topics
-        self._liveness = Liveness(self._round_driver, self.receiver, context.events)
+        self._presence = PresenceLog(context.store, context.federation.id, context.clock)
+        self._liveness = Liveness(self._round_driver, self.receiver, context.events, self._presence)
+        self._board = ProgressBoard()
+        self._down_since: float | None = None
         self._refused_hellos: set[str] = set()
         self._key_read_at = 0.0
         self._finished_at: float | None = None
+        self._has_link = False
+        self._store_problem = ""
 
     @property
     def state(self) -> RoundState:
@@ -137,7 +152,12 @@ class Service:
     @property
     def is_connected(self) -> bool:
         """Whether the link to the broker stands."""
-        return self.state.pace.down_since is None
+        return self._has_link
+
+    @property
+    def store_problem(self) -> str:
+        """Why rounds wait for the store of artifacts; empty while it can be used."""
+        return self._context.artifacts.problem
 
     @property
     def worker_pid(self) -> int | None:
@@ -153,15 +173,36 @@ class Service:
         """Messages of a device refused since the start."""
         return self._refusals.of(device)
 
+    @property
+    def outsiders(self) -> dict[str, str]:
+        """Devices whose cohort secret is not that of most others, and why."""
+        return self._cohorts.outsiders()
+
+    @property
+    def merging(self) -> tuple[str, int, int] | None:
+        """The phase of the merge that runs, its step and its number of steps; None while there is none."""
+        return self._round_driver.merging
+
+    def is_uploading(self, device: str) -> bool:
+        """Whether an update of a device is under way."""
+        return self.receiver.is_busy(device)
+
+    @property
+    def progress(self) -> dict[str, DeviceProgress]:
+        """How far the training of each participant is that is online and has not delivered; from any thread."""
+        return self._board.of(self.state)
+
     def is_silenced(self, device: str) -> bool:
         """Whether a device sent so much that it is off the broker's access list for a while."""
         return self._floods.is_silenced(device)
 
     def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
-        self._worker.start()
+        self._presence.begin()
         self._members.refresh()
         self._round_driver.restart()
+        if self.state.phase is not Phase.FINISHED:
+            self._worker.start()
         self._members.drop_strangers()
         for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
             self._transport.subscribe(topic)
@@ -183,8 +224,15 @@ class Service:
                 ticked_at = time.monotonic()
                 self._tick()
 
+    def steer(self, record: FederationRecord, *, resume: bool = False) -> None:
+        """Follow what an operator changed in the federation or its devices; returns when it is done. From another thread."""
+        done: Future[None] = Future()
+        self._queue.put(_Steer(record, resume, done))
+        done.result(STEER_TIMEOUT_S)
+
     def stop(self) -> None:
         """Make `run` return. From any thread."""
+        self._context.artifacts.stop_waiting()
         self._queue.put(_Stop())
 
     def close(self) -> None:
@@ -227,6 +275,10 @@ class Service:
             self._round_driver.apply(item)
         elif isinstance(item, Broken):
             raise item.error
+        elif isinstance(item, _Steer):
+            self._members.refresh()
+            self._round_driver.follow(item.record, resume=item.resume)
+            item.done.set_result(None)
         elif not isinstance(item, _Stop):
             for event in self._worker.follow(item):
                 self._round_driver.follow_worker(event)
@@ -259,10 +311,16 @@ class Service:
     def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
         if isinstance(message, Accept | Decline):
             self._invitations.answered(device, message)
+        elif isinstance(message, Heartbeat):
+            self._beat(device, message)
         elif isinstance(message, Manifest):
             self.receiver.announce(device, message)
         elif isinstance(message, Need):
             self._requests.serve(device, message)
+
+    def _beat(self, device: str, beat: Heartbeat) -> None:
+        if beat.phase is None or (self.state.is_open(beat.at) and device in self.state.outstanding):
+            self._board.note(device, beat, self._context.clock())
 
     def _hello(self, device: str, hello: Hello) -> None:
         version = versions.agree(hello.versions)
@@ -274,10 +332,8 @@ class Service:
         now = self._context.clock()
         self._context.store.saw_device(device, hello.agent, now)
         unlike = self._cohorts.note(device, hello.cohort)
-        if unlike and self._events.write("cohort_differs", client=device, unlike=",".join(unlike)):
-            log.warning(
-                "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
-            )
+        if unlike:
+            self._events.write("cohort_differs", client=device, unlike=",".join(unlike))
         self._publisher.welcome(device, hello.nonce, nonce, now, version)
         self._liveness.expect(device, hello.heartbeat_s, time.monotonic())
         self._liveness.mark_online(device)
@@ -285,27 +341,32 @@ class Service:
     def _refuse_hello(self, device: str, hello: Hello) -> None:
         reason = versions.explain_versions(hello.versions, versions.SPOKEN)
         self._refusals.note(f"the hello of {device}", VersionError(reason), device)
-        if device not in self._refused_hellos:
-            self._refused_hellos.add(device)
-            log.warning("%s (agent %s): %s", device, hello.agent, reason)
         self._publisher.refuse_hello(device, hello)
 
     def _link_changed(self, change: LinkChanged) -> None:
-        self._events.write("link", up=change.up)
+        now = time.monotonic()
+        down_s = round(now - self._down_since, 1) if change.up and self._down_since is not None else None
+        self._down_since = None if change.up else now
+        self._events.write("link", up=change.up, down_s=down_s)
         if not change.up:
+            self._has_link = False
             self._round_driver.apply(change)
             return
         self._liveness.pardon(time.monotonic())
         self.published.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
-        self._round_driver.apply(change)
+        self._members.publish_lists()
+        self._has_link = True
+        if not self._store_problem:
+            self._round_driver.apply(change)
         self._round_driver.announce()
         self._invitations.remind()
 
     def _tick(self) -> None:
         self.receiver.tick()
         self._worker.tick()
+        self._follow_store()
         self._round_driver.apply(Tick())
         now = time.monotonic()
         if self.is_connected and (not self._round_driver.is_announced or self._is_offer_due(now)):
@@ -319,10 +380,20 @@ class Service:
         self._invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:
             return
-        self._finished_at = self._finished_at or now
+        if self._finished_at is None:
+            self._finished_at = now
+            self._worker.stop()  # it holds memory, and a GPU
         since = now - self._finished_at
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()
+
+    def _follow_store(self) -> None:
+        """Stop the deadline while updates can't be stored durably."""
+        before, self._store_problem = self._store_problem, self.store_problem
+        if bool(before) != bool(self._store_problem):
+            self._events.write("artifact_store", reachable=bool(before), reason=self._store_problem)
+            up = self._has_link and bool(before)
+            self._round_driver.apply(LinkChanged(up, "store of artifacts"))
 
     def _is_offer_due(self, now: float) -> bool:
         is_over = self.state.phase is Phase.FINISHED and bool(self.state.online)

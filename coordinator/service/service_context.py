@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +33,9 @@ class Worker(Protocol):
 
     def add(self, client: str, artifact: str) -> None:
         """Request the teacher pass of a stored update."""
+
+    def assess(self, updates: Mapping[str, str]) -> None:
+        """Request the figures of the updates (artifacts by client)."""
 
     def finish(self, updates: Updates, limits: Distances) -> None:
         """Request the merge of the updates, none of them farther from the base than the limits."""
@@ -70,6 +73,7 @@ class ServiceContext:
         robustness: how much one device may weigh in a merge.
         publish_access: makes the broker apply the access list without the named devices; returns whether a running broker did;
             blocking.
+        are_lists_pending: whether an earlier try to do so failed a while ago, also one of a command.
         rounds: how long rounds wait before they open.
     """
 
@@ -87,4 +91,5 @@ class ServiceContext:
     keep_rounds: int = KEEP_ROUNDS
     robustness: RobustnessSettings = field(default_factory=RobustnessSettings)
     publish_access: Callable[[Collection[str]], bool] = lambda silenced: True
+    are_lists_pending: Callable[[], bool] = lambda: False
     rounds: RoundSettings = field(default_factory=RoundSettings)

@@ -55,7 +55,7 @@ class Pruner:
             return 0, 0
         old = self._store.artifacts_of_rounds(self._federation, self._done, first_kept)
         kept = self._store.artifacts_of_rounds(self._federation, first_kept, None)
-        gone = sorted(old - kept - {self._store.federation(self._federation).spec})
+        gone = sorted(old - kept - {self._store.federation(self._federation).spec} - self._known(but=self._federation))
         for artifact in gone:
             self._forget(artifact)
         pruned = self._artifacts.delete_all(gone)
@@ -72,10 +72,16 @@ class Pruner:
             How many files were deleted, and their bytes.
         """
         files = list(self._artifacts.ids())  # before the records are read: what is stored meanwhile stays
-        known: set[str] = set()
-        for federation in self._store.federations():
-            known |= {federation.spec} | self._store.artifacts_of_rounds(federation.id, 0, None)
+        known = self._known()
         unknown = [file for file in files if file not in known]
         return self._artifacts.delete_all(
             file for file in unknown if self._artifacts.path(file).stat().st_mtime < now - UNKNOWN_S
         )
+
+    def _known(self, but: str = "") -> set[str]:
+        """The artifacts that the records of all federations (but one) name: equal server states are one file."""
+        known: set[str] = set()
+        for federation in self._store.federations():
+            if federation.id != but:
+                known |= {federation.spec} | self._store.artifacts_of_rounds(federation.id, 0, None)
+        return known

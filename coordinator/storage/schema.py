@@ -1,19 +1,18 @@
-"""Tables of the coordinator's database, opening it, and reading rows as records. Queries live in `store` and `register`.
+"""Tables of the coordinator's database, and reading rows as records. Queries live in `store` and `membership_store`.
 
-Every table is keyed by federation but those of devices, certificates, enrolment tokens and the lease. The schema's version is in
-`PRAGMA user_version`.
+Every table is keyed by federation but those of devices, certificates, tokens, repeated requests and the lease. A change here comes
+with a revision in `migrations/versions`; a test compares both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import (
+    BigInteger,
     Boolean,
     Column,
-    Connection,
     Engine,
     Float,
     ForeignKey,
@@ -24,24 +23,18 @@ from sqlalchemy import (
     String,
     Table,
     Update,
-    create_engine,
-    event,
 )
-from sqlalchemy.exc import OperationalError
 
-from coordinator.errors import StoreError
-from coordinator.storage.migrations import SCHEMA_VERSION, migrate
-
-BUSY_TIMEOUT_MS = 10_000
 RecordT = TypeVar("RecordT")
 
 metadata = MetaData()
+_Count = Integer().with_variant(BigInteger, "postgresql")  # SQLite's INTEGER has 64 bits
 
 leases = Table(
     "leases",
     metadata,
     Column("id", Integer, primary_key=True),
-    Column("epoch", Integer, nullable=False),
+    Column("epoch", _Count, nullable=False),
 )
 devices = Table(
     "devices",
@@ -54,6 +47,8 @@ devices = Table(
     Column("state", String, nullable=False, server_default="enrolled"),
     Column("ended_at", Float),
     Column("ended_because", String, nullable=False, server_default=""),
+    Column("disabled_at", Float),
+    Column("disabled_because", String, nullable=False, server_default=""),
 )
 certificates = Table(
     "certificates",
@@ -79,6 +74,7 @@ tokens = Table(
     Column("used_by", String),
     Column("used_for", String),
     Column("serial", String),
+    Column("federation", String),
 )
 federations = Table(
     "federations",
@@ -86,19 +82,23 @@ federations = Table(
     Column("id", String, primary_key=True),
     Column("method", String, nullable=False),
     Column("spec", String, nullable=False),
-    Column("rounds", Integer, nullable=False),
-    Column("min_clients", Integer, nullable=False),
-    Column("max_attempts", Integer, nullable=False),
+    Column("rounds", _Count, nullable=False),
+    Column("min_clients", _Count, nullable=False),
+    Column("max_attempts", _Count, nullable=False),
     Column("deadline_s", Float, nullable=False),
-    Column("first_attempt", Integer, nullable=False, default=1),
+    Column("first_attempt", _Count, nullable=False, default=1),
     Column("created_at", Float, nullable=False),
+    Column("status", String, nullable=False, server_default="running"),
+    Column("status_reason", String, nullable=False, server_default=""),
+    Column("policy", String, nullable=False, server_default="{}"),
+    Column("continued_from", String),
 )
 key_links = Table(
     "key_links",
     metadata,
     Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("serial", Integer, primary_key=True),
-    Column("epoch", Integer, nullable=False),
+    Column("serial", _Count, primary_key=True),
+    Column("epoch", _Count, nullable=False),
     Column("old", String, nullable=False),
     Column("new", String, nullable=False),
     Column("signature", String, nullable=False),
@@ -108,8 +108,8 @@ attempts = Table(
     "attempts",
     metadata,
     Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("round", Integer, primary_key=True),
-    Column("attempt", Integer, primary_key=True),
+    Column("round", _Count, primary_key=True),
+    Column("attempt", _Count, primary_key=True),
     Column("state", String, nullable=False),
     Column("base", String, nullable=False),
     Column("opened_at", Float, nullable=False),
@@ -123,8 +123,8 @@ participants = Table(
     "participants",
     metadata,
     Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("round", Integer, primary_key=True),
-    Column("attempt", Integer, primary_key=True),
+    Column("round", _Count, primary_key=True),
+    Column("attempt", _Count, primary_key=True),
     Column("client", ForeignKey("devices.id"), primary_key=True),
     Column("state", String, nullable=False),
     Column("reason", String, nullable=False, default=""),
@@ -133,29 +133,61 @@ updates = Table(
     "updates",
     metadata,
     Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("round", Integer, primary_key=True),
-    Column("attempt", Integer, primary_key=True),
+    Column("round", _Count, primary_key=True),
+    Column("attempt", _Count, primary_key=True),
     Column("client", ForeignKey("devices.id"), primary_key=True),
     Column("artifact", String, nullable=False),
-    Column("size", Integer, nullable=False),
+    Column("size", _Count, nullable=False),
     Column("outcome", String, nullable=False),
     Column("reason", String, nullable=False, default=""),
     Column("report", String),
     Column("manifest_at", Float, nullable=False),
     Column("stored_at", Float, nullable=False),
     Column("distances", String),
-    Column("weight", Integer),
+    Column("weight", _Count),
+    Column("figures", String),
 )
 aggregates = Table(
     "aggregates",
     metadata,
     Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("round", Integer, primary_key=True),
-    Column("attempt", Integer, nullable=False),
+    Column("round", _Count, primary_key=True),
+    Column("attempt", _Count, nullable=False),
     Column("artifact", String, nullable=False),
-    Column("size", Integer, nullable=False),
+    Column("size", _Count, nullable=False),
     Column("server_state", String, nullable=False),
     Column("stored_at", Float, nullable=False),
+)
+presence = Table(
+    "presence",
+    metadata,
+    Column("federation", ForeignKey("federations.id"), primary_key=True),
+    Column("device", ForeignKey("devices.id"), primary_key=True),
+    Column("at", Float, primary_key=True),
+    Column("online", Boolean, nullable=False),
+    Column("reason", String, nullable=False, server_default=""),
+)
+api_tokens = Table(
+    "api_tokens",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("role", String, nullable=False),
+    Column("secret_hash", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+    Column("last_used_at", Float),
+)
+idempotency = Table(
+    "idempotency",
+    metadata,
+    Column("key", String, primary_key=True),
+    Column("token", String, primary_key=True),
+    Column("request_hash", String, nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("body", String, nullable=False),
+    Column("created_at", Float, nullable=False),
 )
 
 
@@ -177,51 +209,3 @@ class Queries:
         with self._engine.begin() as connection:
             for statement in statements:
                 connection.execute(statement)
-
-
-def open_database(path: Path) -> Engine:
-    """Open (and when new, create) the database: SQLite in WAL mode, every commit synced to disk.
-
-    Raises:
-        StoreError: the file is of a newer version of this program, or could not be brought to this one.
-    """
-    engine = create_engine(f"sqlite:///{path}")
-    event.listen(engine, "connect", _configure)
-    try:
-        with engine.begin() as connection:
-            # Broker and coordinator may start at once after an upgrade: one of them changes the file, the other waits.
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-            _bring_up(connection, path)
-    except StoreError:
-        engine.dispose()
-        raise
-    return engine
-
-
-def _bring_up(connection: Connection, path: Path) -> None:
-    version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-    if version > SCHEMA_VERSION:
-        raise StoreError(
-            f"{path} has schema version {version}; this program reads up to version {SCHEMA_VERSION}. Use the program that "
-            "wrote it, or start a new coordinator directory"
-        )
-    try:
-        if version == 0:
-            metadata.create_all(connection)
-        else:
-            migrate(connection, version)
-    except OperationalError as error:
-        raise StoreError(
-            f"{path} could not be brought from version {version} to {SCHEMA_VERSION}, and was left as it is: {error.orig}. "
-            "Use the program that wrote it, or a backup"
-        ) from error
-    connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-
-def _configure(connection: Any, _record: object) -> None:
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-    cursor.execute("PRAGMA journal_mode = WAL")
-    cursor.execute("PRAGMA synchronous = FULL")
-    cursor.execute("PRAGMA foreign_keys = ON")
-    cursor.close()

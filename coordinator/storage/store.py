@@ -5,15 +5,18 @@ Whatever must be true together is one transaction here; a method returns only af
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import Table, Update, and_, insert, select, update
+from sqlalchemy import URL, Connection, Insert, Table, Update, and_, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
+from coordinator.paths import Home
 from coordinator.rounds.records import (
     AggregateRecord,
     AttemptRecord,
@@ -22,29 +25,47 @@ from coordinator.rounds.records import (
     DeviceRecord,
     DeviceState,
     FederationRecord,
+    FederationStatus,
     ParticipantRecord,
     ParticipantState,
     UpdateRecord,
 )
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.storage import schema
+from coordinator.storage.api_store import ApiStore
+from coordinator.storage.database import database_of, open_database
 from coordinator.storage.membership_store import Register
+from coordinator.storage.overview_store import Overview
+from coordinator.storage.presence_store import Presence
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
 """(federation, round, attempt)."""
+_COLLECTING = AttemptState.COLLECTING.value
+_MERGING = (AttemptState.DISTILLING.value, AttemptState.CLOSED.value)
 
 
 class Store(schema.Queries):
-    """The coordinator's database file.
+    """The coordinator's database.
 
     Attributes:
         register: tokens, certificates, and the end of a device's membership.
+        presence: when devices came and went.
+        overview: views of many devices and rounds.
+        api: tokens of the operators' API, and answers to repeated requests.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(schema.open_database(path))
+    def __init__(self, database: Path | URL) -> None:
+        super().__init__(open_database(database))
         self.register = Register(self._engine)
+        self.presence = Presence(self._engine)
+        self.overview = Overview(self._engine)
+        self.api = ApiStore(self._engine)
+
+    @classmethod
+    def of(cls, home: Home) -> Store:
+        """The database that the configuration of a home names."""
+        return cls(database_of(home))
 
     def close(self) -> None:
         """Close every connection."""
@@ -53,7 +74,7 @@ class Store(schema.Queries):
     def next_epoch(self) -> int:
         """Take the lease: a number above every earlier one."""
         with self._engine.begin() as connection:
-            last = connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none()
+            last = connection.execute(select(schema.leases.c.epoch).with_for_update()).scalar_one_or_none()
             epoch = (last or 0) + 1
             if last is None:
                 connection.execute(insert(schema.leases).values(id=1, epoch=epoch))
@@ -83,7 +104,7 @@ class Store(schema.Queries):
 
     def devices(self) -> list[DeviceRecord]:
         """All devices that were ever enrolled, sorted by id."""
-        return self._all(DeviceRecord, select(schema.devices).order_by(schema.devices.c.id))
+        return sorted(self._all(DeviceRecord, select(schema.devices)), key=attrgetter("id"))
 
     def members(self) -> list[DeviceRecord]:
         """The devices that may take part, sorted by id."""
@@ -98,10 +119,18 @@ class Store(schema.Queries):
         table = schema.devices
         self._write(update(table).where(table.c.id == device).values(last_seen_at=now, agent=agent))
 
+    def disable(self, device: str, at: float | None, reason: str) -> None:
+        """Store that a device is not invited since a time, or (None) that it is."""
+        table = schema.devices
+        values = {"disabled_at": at, "disabled_because": reason[:300]}
+        self._write(update(table).where(table.c.id == device).values(**values))
+
     # Federations
 
-    def add_federation(self, federation: FederationRecord, initial: AggregateRecord) -> None:
-        """Open a federation together with its initial aggregate.
+    def add_federation(
+        self, federation: FederationRecord, initial: AggregateRecord, links: Collection[KeyLink] = (), now: float = 0.0
+    ) -> None:
+        """Open a federation together with its initial aggregate and the history of the coordinator's message key.
 
         Raises:
             PlanError: there is one of that name.
@@ -110,6 +139,7 @@ class Store(schema.Queries):
             self._write(
                 insert(schema.federations).values(**asdict(federation)),
                 insert(schema.aggregates).values(**asdict(initial)),
+                *(_added_link(federation.id, link, now) for link in links),
             )
         except IntegrityError as error:
             raise PlanError(f"there is a federation {federation.id!r} already") from error
@@ -135,6 +165,17 @@ class Store(schema.Queries):
         if last is not None and last.state is AttemptState.FAILED:
             self._write(_count_from(federation, last.attempt + 1))
 
+    def set_status(self, federation: str, status: FederationStatus, reason: str) -> None:
+        """Store what the operator wants of a federation, and why."""
+        table = schema.federations
+        values = {"status": status.value, "status_reason": reason[:300]}
+        self._write(update(table).where(table.c.id == federation).values(**values))
+
+    def set_policy(self, federation: str, policy: str) -> None:
+        """Store how the rounds of a federation go, as JSON of `RoundPolicy`."""
+        table = schema.federations
+        self._write(update(table).where(table.c.id == federation).values(policy=policy))
+
     def key_links(self, federation: str) -> tuple[KeyLink, ...]:
         """How the coordinator's message key was replaced, oldest first."""
         table = schema.key_links
@@ -142,9 +183,9 @@ class Store(schema.Queries):
         query = select(*columns).where(table.c.federation == federation).order_by(table.c.serial)
         return tuple(self._all(KeyLink, query))
 
-    def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
-        """Store a link: the key that it names counts from now on."""
-        self._write(insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump()))
+    def add_key_links(self, links: Mapping[str, KeyLink], now: float) -> None:
+        """Store a link of each federation: the key that they name counts from now on."""
+        self._write(*(_added_link(federation, link, now) for federation, link in links.items()))
 
     # Attempts
 
@@ -168,9 +209,14 @@ class Store(schema.Queries):
         self._write(_change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now}))
         return [ended for ended in self.updates(key) if ended.outcome is Outcome.ACCEPTED]
 
-    def weigh(self, key: Key, weights: Mapping[str, int]) -> None:
-        """Store the weights with which these clients' updates are merged."""
-        self._write(*(_change(schema.updates, key, client, {"weight": weight}) for client, weight in weights.items()))
+    def weigh(self, key: Key, weights: Mapping[str, int], figures: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Store the weights with which these clients' updates are merged (0: they are not), and their figures as JSON."""
+        self._write(
+            *(
+                _change(schema.updates, key, client, {"weight": weight, "figures": figures.get(client)})
+                for client, weight in weights.items()
+            )
+        )
 
     def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
         """End the attempt without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
@@ -178,8 +224,8 @@ class Store(schema.Queries):
         moved = [] if first_attempt is None else [_count_from(key[0], first_attempt)]
         self._write(_change_attempt(key, failed), *moved)
 
-    def close_attempt(self, aggregate: AggregateRecord) -> None:
-        """Store aggregate and server state and close the attempt, in one transaction.
+    def close_attempt(self, aggregate: AggregateRecord, reason: str = "") -> None:
+        """Store aggregate and server state and close the attempt, in one transaction; `reason`: what was unusual about the merge.
 
         Raises:
             StoreError: the round has an aggregate already.
@@ -189,6 +235,7 @@ class Store(schema.Queries):
             "state": AttemptState.CLOSED.value,
             "aggregate_stored_at": aggregate.stored_at,
             "closed_at": aggregate.stored_at,
+            "reason": reason,
         }
         stored = insert(schema.aggregates).values(**asdict(aggregate))
         try:
@@ -217,11 +264,12 @@ class Store(schema.Queries):
     def participants(self, key: Key) -> list[ParticipantRecord]:
         """The clients that an attempt invited, sorted by id."""
         table = schema.participants
-        query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key)).order_by(table.c.client)
-        return self._all(ParticipantRecord, query)
+        query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key))
+        return sorted(self._all(ParticipantRecord, query), key=attrgetter("client"))
 
     def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
         """Store the answer of an invited client; one that accepts after it declined or was rejected stays declined."""
+        reason = reason.replace("\0", "")  # a device wrote it, and PostgreSQL stores no such character
         change = _change(schema.participants, key, client, {"state": state.value, "reason": reason})
         if state is ParticipantState.ACCEPTED:
             change = change.where(schema.participants.c.state != ParticipantState.DECLINED.value)
@@ -229,6 +277,8 @@ class Store(schema.Queries):
 
     def end_update(self, record: UpdateRecord) -> UpdateRecord | None:
         """Store how an update ended, where its attempt still collects; a rejected one makes its client a declined participant.
+
+        One that is kept late is stored where its attempt no longer collects, has not failed, and no later round merges yet.
 
         Returns:
             The stored record: `record`, or the earlier one of the same client and attempt; None when the attempt takes no
@@ -240,9 +290,12 @@ class Store(schema.Queries):
             with self._engine.connect() as connection, connection.begin() as transaction:
                 connection.execute(
                     insert(schema.updates).values(**asdict(record))
-                )  # from here on no other transaction writes
-                state = connection.execute(select(attempts.c.state).where(_is(attempts, key))).scalar_one()
-                if state != AttemptState.COLLECTING.value:
+                )  # from here on no other transaction of SQLite writes
+                collects = (
+                    select(attempts.c.state).where(_is(attempts, key)).with_for_update()
+                )  # nor, in PostgreSQL, to this row
+                state = connection.execute(collects).scalar_one()
+                if not (_still_takes(connection, key, state) if record.is_kept_late else state == _COLLECTING):
                     transaction.rollback()
                     return None
                 if record.outcome is Outcome.REJECTED:
@@ -269,7 +322,7 @@ class Store(schema.Queries):
     def updates(self, key: Key) -> list[UpdateRecord]:
         """All ended updates of an attempt, sorted by client."""
         table = schema.updates
-        return self._all(UpdateRecord, select(table).where(_is(table, key)).order_by(table.c.client))
+        return sorted(self._all(UpdateRecord, select(table).where(_is(table, key))), key=attrgetter("client"))
 
     # Aggregates
 
@@ -309,19 +362,20 @@ class Store(schema.Queries):
         """The state of the round engine, rebuilt; no client is online in it."""
         record = self.federation(federation)
         last = self.last_attempt(federation)
-        state = RoundState(policy=record.policy, first_attempt=record.first_attempt)
+        policy = record.round_policy
+        state = RoundState(policy, first_attempt=record.first_attempt)
         if last is None:
             return state
         if last.state is AttemptState.CLOSED:
-            if last.round >= record.rounds:
-                return RoundState(record.policy, Phase.FINISHED, last.round, last.attempt)
-            return RoundState(record.policy, round=last.round + 1)
+            if last.round >= policy.rounds:
+                return RoundState(policy, Phase.FINISHED, last.round, last.attempt)
+            return RoundState(policy, round=last.round + 1)
         if last.state is AttemptState.FAILED:
             return record.after_failure(last)
         people = self.participants((federation, last.round, last.attempt))
         stored = self.updates((federation, last.round, last.attempt))
         return RoundState(
-            record.policy,
+            policy,
             Phase.COLLECTING if last.state is AttemptState.COLLECTING else Phase.DISTILLING,
             last.round,
             last.attempt,
@@ -332,6 +386,19 @@ class Store(schema.Queries):
             first_attempt=record.first_attempt,
             accepted=frozenset(person.client for person in people if person.state is ParticipantState.ACCEPTED),
         )
+
+
+def _still_takes(connection: Connection, key: Key, state: str) -> bool:
+    """Whether an update that came late to an attempt in this state can still have a part in the next round."""
+    attempts = schema.attempts
+    later = select(attempts.c.round).where(
+        attempts.c.federation == key[0], attempts.c.round > key[1], attempts.c.state.in_(_MERGING)
+    )
+    return state in _MERGING and connection.execute(later.limit(1)).first() is None
+
+
+def _added_link(federation: str, link: KeyLink, now: float) -> Insert:
+    return insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump())
 
 
 def _is(table: Table, key: Key) -> Any:

@@ -72,7 +72,7 @@ class PublishedArtifacts:
         known = self.known(artifact)
         if known is not None:
             return known
-        path, chunk_bytes = self._store.path(artifact), self._chunk_bytes
+        path, chunk_bytes = self._store.local(artifact), self._chunk_bytes
         ref = file_ref(path, chunk_bytes)
         if ref.id != artifact:
             raise IntegrityError(f"{path} is damaged: its content does not have the sha256 it is named by")

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.records import UpdateRecord
 from coordinator.rounds.round_engine import UpdateRefused, UpdateStored
@@ -220,10 +221,10 @@ class Receiver:
             self._uploads.close()
 
     def _guarded(self, device: str, manifest: Manifest, work: _Work) -> None:
-        """Keep an unexpected error to its update, so that the others go on. Errors of the coordinator's disk and database are raised."""
+        """Keep an unexpected error to its update, so that the others go on. Errors of the coordinator's disk, database and store of artifacts are raised."""
         try:
             work()
-        except (WireError, OSError, SQLAlchemyError):
+        except (WireError, OSError, SQLAlchemyError, StoreError):
             raise
         except Exception as error:  # after a restart the same would happen again: the update is rejected
             where = f"the update of {device} to round {manifest.round}, attempt {manifest.attempt}"
@@ -278,8 +279,7 @@ class Receiver:
         return None if manifest is None else manifest.artifact
 
     def _refuse(self, device: str, error: WireError) -> None:
-        if self._refusals.note(f"a chunk of {device}", error, device):
-            log.warning("chunk of %s refused: %s", device, error)
+        self._refusals.note(f"a chunk of {device}", error, device)
 
     def _take(self, device: str, chunk: Chunk) -> None:
         now, manifest = time.monotonic(), self._uploads.manifest(device)
@@ -322,6 +322,8 @@ class Receiver:
             self._finish(device, manifest, *self._checks.why_late(manifest))
         elif stored is not record:
             self._repeat(device, manifest, stored)
+        elif record.is_kept_late:
+            self._finish(device, manifest, record.outcome, record.reason)
         elif received is None or record.outcome is Outcome.REJECTED:
             self._finish(device, manifest, record.outcome, record.reason)
             self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
@@ -347,21 +349,15 @@ class Receiver:
         if earlier.artifact == manifest.artifact.id:
             self._end(device)
             self._publisher.receipt(device, manifest, earlier.outcome, earlier.reason)
-        elif self._finish(
-            device, manifest, Outcome.CONFLICT, "another update of this round and attempt was ended before"
-        ):
-            log.warning(
-                "%s delivered two different updates of round %d, attempt %d; the first one counts. Two boxes seem to use its "
-                "private store: stop one, or give it an identity of its own with `fedcg token create`",
-                device,
-                manifest.round,
-                manifest.attempt,
+        else:
+            self._finish(
+                device, manifest, Outcome.CONFLICT, "another update of this round and attempt was ended before"
             )
 
-    def _finish(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
-        """Forget an upload that is not merged and send its receipt; returns whether the event log has a line of it."""
+    def _finish(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> None:
+        """Forget an upload that is not merged and send its receipt."""
         self._end(device)
-        is_reported = self._events.write(
+        self._events.write(
             "update_refused",
             client=device,
             round=manifest.round,
@@ -370,7 +366,6 @@ class Receiver:
             reason=reason,
         )
         self._publisher.receipt(device, manifest, outcome, reason)
-        return is_reported
 
     def _end(self, device: str) -> None:
         with self._filled:

@@ -1,18 +1,27 @@
-"""The devices' updates in past rounds: their typical distances, and the devices to leave out of the next round."""
+"""The devices' updates in past rounds: typical distances, devices to leave out of the next round, and whether accuracy still rises."""
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections import defaultdict
 
-from coordinator.rounds.records import UpdateRecord
+from coordinator.rounds.records import AttemptRecord, ParticipantState, UpdateRecord
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances, medians_of
-from fedcg.wire.messages.messages import Outcome
+from fedcg.learning.spec import RoundPolicy
+from fedcg.wire.messages.messages import DeclineReason, Outcome
 
-REJECTED_IN_A_ROW = 2
-"""A device whose updates were rejected in this many consecutive attempts is left out of the next ones."""
+FAILED_IN_A_ROW = 2
+"""A device that failed in this many consecutive attempts is left out of the next ones."""
 LEFT_OUT_ROUNDS = 5
-"""Number of rounds that it is left out; rejected again after them, it is left out again at once."""
+"""Number of rounds that it is left out; when it fails again after them, it is left out again at once."""
+FAILURES = {
+    DeclineReason.TRAINING_FAILED.value: "its training failed",
+    DeclineReason.DIVERGED.value: "its training diverged",
+}
+"""Declines that count as failures."""
+MISSED = "it accepted and did not deliver before the deadline"
 
 
 def typical_distances(store: Store, federation: str, round_number: int) -> Distances:
@@ -23,16 +32,60 @@ def typical_distances(store: Store, federation: str, round_number: int) -> Dista
 
 
 def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]:
-    """The clients that are left out of a round, and why: their last `REJECTED_IN_A_ROW` updates were rejected, not long ago."""
-    ended: dict[str, list[UpdateRecord]] = defaultdict(list)
+    """The clients that are left out of a round, and why: they failed in their last `FAILED_IN_A_ROW` attempts, not long ago.
+
+    A failure is an update that was rejected, a training that failed, or an update that was promised and did not come in time.
+    """
+    history: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for attempt in store.attempts(federation):
         if attempt.round >= round_number - 2 * LEFT_OUT_ROUNDS:
-            for each in store.updates((federation, attempt.round, attempt.attempt)):
-                ended[each.client].append(each)
+            for client, failure in _failures(store, attempt).items():
+                history[client].append((attempt.round, failure))
     return {
-        client: updates[-1].reason
-        for client, updates in ended.items()
-        if len(updates) >= REJECTED_IN_A_ROW
-        and updates[-1].round >= round_number - LEFT_OUT_ROUNDS
-        and all(each.outcome is Outcome.REJECTED for each in updates[-REJECTED_IN_A_ROW:])
+        client: tried[-1][1]
+        for client, tried in history.items()
+        if len(tried) >= FAILED_IN_A_ROW
+        and tried[-1][0] >= round_number - LEFT_OUT_ROUNDS
+        and all(failure for _, failure in tried[-FAILED_IN_A_ROW:])
     }
+
+
+def _failures(store: Store, attempt: AttemptRecord) -> dict[str, str]:
+    """Why each client of an attempt failed, or "" for one that delivered; without those that neither failed nor delivered."""
+    key = (attempt.federation, attempt.round, attempt.attempt)
+    ended = {update.client: update for update in store.updates(key)}
+    collected_until = attempt.distilling_at or attempt.closed_at
+    ran_out = collected_until is not None and collected_until >= attempt.deadline_at
+    outcomes = {}
+    for participant in store.participants(key):
+        update = ended.get(participant.client)
+        if update is not None:
+            outcomes[participant.client] = update.reason if update.outcome is Outcome.REJECTED else ""
+        elif participant.state is ParticipantState.DECLINED and participant.reason in FAILURES:
+            outcomes[participant.client] = FAILURES[participant.reason]
+        elif participant.state is ParticipantState.ACCEPTED and ran_out:
+            outcomes[participant.client] = MISSED
+    return outcomes
+
+
+def plateau_reason(store: Store, federation: str, policy: RoundPolicy) -> str:
+    """Why the federation ends before its last round, or "": the mean accuracy that its clients reported rises no more."""
+    if policy.stop_patience is None:
+        return ""
+    means = [
+        statistics.fmean(reported)
+        for aggregate in store.aggregates(federation)
+        if (reported := _accuracies(store.updates((federation, aggregate.round, aggregate.attempt))))
+    ]
+    recent, earlier = means[-policy.stop_patience :], means[: -policy.stop_patience]
+    if not earlier or 100.0 * (max(recent) - max(earlier)) > policy.stop_gain:
+        return ""
+    return (
+        f"the clients' mean accuracy has not risen by more than {policy.stop_gain:g} points in {len(recent)} rounds "
+        f"(best {max(earlier):.1%}, since then {max(recent):.1%})"
+    )
+
+
+def _accuracies(updates: list[UpdateRecord]) -> list[float]:
+    reports = [json.loads(update.report or "{}") for update in updates if update.weight]
+    return [float(report["accuracy"]) for report in reports if report.get("accuracy") is not None]

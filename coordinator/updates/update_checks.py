@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 from coordinator.errors import ValidationError
 from coordinator.rounds.records import AttemptRecord, AttemptState, ParticipantState, UpdateRecord
@@ -18,6 +19,8 @@ from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import Manifest, Outcome
+
+KEPT_LATE = "it came when its round had closed; it is kept for the next one"
 
 
 class UpdateChecks:
@@ -52,7 +55,8 @@ class UpdateChecks:
         key = self._key(manifest)
         attempt = self._store.attempt(key)
         if attempt is None or attempt.state is not AttemptState.COLLECTING:
-            return self.why_late(manifest)
+            is_kept = attempt is not None and self._keeps_late(attempt) and self._delivers(key, device)
+            return None if is_kept else self.why_late(manifest)
         invited = {person.client: person.state for person in self._store.participants(key)}
         if device not in invited:
             return Outcome.REJECTED, "the device was not invited to this attempt"
@@ -74,7 +78,8 @@ class UpdateChecks:
             return Outcome.REJECTED, "there is no such round and attempt"
         if attempt.state is AttemptState.FAILED:
             return Outcome.CLOSED, "the attempt ended without an aggregate"
-        if self._store.aggregate(self._spec.federation, self._spec.rounds) is not None:
+        last = self._store.federation(self._spec.federation).operator_policy.rounds
+        if self._store.aggregate(self._spec.federation, last) is not None:
             return Outcome.CLOSED, "the federation is finished"
         return Outcome.LATE, "the round was closed without this update"
 
@@ -98,18 +103,40 @@ class UpdateChecks:
         self._artifacts.adopt(received.file, manifest.artifact.id)
         report = artifact.header.report
         report_json = None if report is None else report.model_dump_json(exclude_none=True)
-        return self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "", report_json, distances)
+        outcome, reason = Outcome.ACCEPTED, ""
+        if self._keeps_late(attempt):
+            outcome, reason = Outcome.LATE, KEPT_LATE
+        return self._record(device, manifest, received.manifest_at, outcome, reason, report_json, distances)
+
+    def _keeps_late(self, attempt: AttemptRecord) -> bool:
+        """Whether the policy keeps updates of an attempt that no longer collects; the database decides whether it is too late for that."""
+        policy = self._store.federation(self._spec.federation).operator_policy
+        is_over = attempt.state not in (AttemptState.DISTILLING, AttemptState.CLOSED) or attempt.round >= policy.rounds
+        return not is_over and policy.late == "next"
+
+    def _delivers(self, key: Key, device: str) -> bool:
+        """Whether a device was invited to an attempt and has not declined it."""
+        return any(
+            person.client == device and person.state is not ParticipantState.DECLINED
+            for person in self._store.participants(key)
+        )
 
     def rejected(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRecord:
         """The record of an update that is not merged."""
         return self._record(device, manifest, manifest_at, Outcome.REJECTED, reason[:300])
 
     def store_end(self, record: UpdateRecord) -> UpdateRecord | None:
-        """Store how an update ended; see `Store.end_update`. The file of one that was good and is not stored is deleted."""
+        """Store how an update ended; see `Store.end_update`. One whose attempt closed during its check may be kept late.
+
+        The file of an update that was good and is not stored is deleted.
+        """
         stored = self._store.end_update(record)
+        attempt = self._store.attempt((record.federation, record.round, record.attempt))
+        if stored is None and record.outcome is Outcome.ACCEPTED and attempt is not None and self._keeps_late(attempt):
+            stored = self._store.end_update(replace(record, outcome=Outcome.LATE, reason=KEPT_LATE))
         is_stored = stored is not None and stored.artifact == record.artifact
-        if record.outcome is Outcome.ACCEPTED and not is_stored:  # else its id is only what the device announced
-            self._artifacts.delete(record.artifact)
+        if (record.outcome is Outcome.ACCEPTED or record.is_kept_late) and not is_stored:
+            self._artifacts.delete(record.artifact)  # of any other one the id is only what the device announced
         return stored
 
     def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:

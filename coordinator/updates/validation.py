@@ -13,7 +13,7 @@ from fedcg.wire.artifacts.artifacts import Artifact, ArtifactHeader, Base, codec
 from fedcg.wire.artifacts.container import MAX_HEADER_BYTES
 from fedcg.wire.artifacts.tensors import PartArrays, assert_finite, max_payload_bytes
 from fedcg.wire.errors import WireError
-from fedcg.wire.parts import PartLayouts, Report, TensorCodec
+from fedcg.wire.parts import VOLUNTARY_REPORT, PartLayouts, Report, TensorCodec
 
 ZSTD_SLACK_BYTES = 4096
 
@@ -110,7 +110,7 @@ def _check_header(header: ArtifactHeader, spec: FederationSpec, expected: Expect
 
 
 def _check_report(report: Report, spec: FederationSpec, client: str) -> None:
-    allowed = frozenset(spec.report)
+    allowed = frozenset(spec.report) | VOLUNTARY_REPORT
     strange = sorted(field.value for field in report.fields() - allowed)
     if strange:
         raise ValidationError(client, f"it reports {', '.join(strange)}, which the spec does not ask for")

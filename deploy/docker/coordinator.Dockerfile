@@ -12,7 +12,7 @@ RUN python -m venv /opt/fedcg
 COPY constraints.txt ./
 RUN /opt/fedcg/bin/pip install --constraint constraints.txt --extra-index-url "${TORCH_INDEX}" torch
 COPY . .
-RUN /opt/fedcg/bin/pip install --constraint constraints.txt '.[coordinator]'
+RUN /opt/fedcg/bin/pip install --constraint constraints.txt '.[coordinator,postgres,s3]'
 
 FROM ${PYTHON_IMAGE}
 # The same numbers as in the broker's image: both read the broker's key.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +36,8 @@ from edge_client.training.trainer_handle import TrainerHandle
 from edge_client.transfer.artifact_transfer import ArtifactTransfer
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import IntegrityError, WireError
-from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Outcome
+from fedcg.wire.messages.messages import ArtifactRef, DeclineReason
 from fedcg.wire.transfer.chunk_sender import ChunkFile
-
-_log = logging.getLogger(__name__)
 
 
 class CommandExecutor:
@@ -55,6 +52,10 @@ class CommandExecutor:
         chunk_bytes: gives the chunk size that fits the link.
         events: the event log.
         clock: monotonic seconds.
+
+    Attributes:
+        outcome: whether the purpose of the session was fulfilled; None before its end.
+        why: what was found last, in words that stay on this device, by the reason that a decline gives for it.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class CommandExecutor:
         self._events = events
         self._clock = clock
         self._update: ChunkFile | None = None
+        self._sent = ""
+        self.why: dict[DeclineReason, str] = {}
         self.outcome: bool | None = None
         self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
             SendHello: self._send_hello,
@@ -119,6 +122,10 @@ class CommandExecutor:
 
     def _send_chunks(self, command: SendChunks, state: SessionState) -> None:
         if self._update is not None and self._update.ref == command.update:
+            if self._sent != command.update.id and state.delivery is not None:
+                self._sent, at = command.update.id, state.delivery.round_attempt
+                where = {"round": at.round, "attempt": at.attempt}
+                self._events.write("sending", **where, artifact=command.update.id, bytes=command.update.size)
             self._transfer.send(self._update, command.ranges)
 
     def _want(self, command: Want, state: SessionState) -> Event | None:
@@ -126,7 +133,7 @@ class CommandExecutor:
             self._transfer.want(command.downloads, self._clock())
         except WireError as error:
             self._events.write("refused", what="offer", detail=str(error))
-            _log.warning("%s does not take part: %s", self._config.device, error)
+            self.why[DeclineReason.SPEC_REFUSED] = str(error)
             if (
                 state.offer is not None
             ):  # stays refused until the agent starts again: a coordinator that asks for this is not sound
@@ -142,7 +149,7 @@ class CommandExecutor:
             return SpecChecked(command.digest, None)
         reason, detail = refusal
         self._events.write("refused", what="spec", reason=reason.value, detail=detail)
-        _log.warning("%s does not take part: %s", self._config.device, detail)
+        self.why[reason] = detail
         return SpecChecked(command.digest, reason)
 
     def _start_trainer(self, command: StartTrainer, state: SessionState) -> Event | None:
@@ -175,14 +182,6 @@ class CommandExecutor:
         record = DeliveryRecord(command.artifact, round_attempt.round, round_attempt.attempt, outcome, command.reason)
         self._store.save_delivery(record)
         self._update = None
-        if command.outcome is Outcome.CONFLICT:
-            _log.warning(
-                "another update of %s was there before this one of round %d: a copy of this box, or of its private store %s, takes "
-                "part too. Stop one of them, or enrol it anew with a token and a store of its own",
-                self._config.device,
-                round_attempt.round,
-                self._store.root,
-            )
         self._events.write(
             "receipt",
             chunks_sent=self._transfer.end_update(command.artifact),
@@ -194,13 +193,13 @@ class CommandExecutor:
         )
 
     def _note(self, command: Note, state: SessionState) -> None:
-        reason = {"reason": command.reason} if command.reason else {}
-        self._events.write(
-            command.event, round=command.round_attempt.round, attempt=command.round_attempt.attempt, **reason
-        )
+        at, about = command.round_attempt, {}
+        if command.reason:
+            about = {"reason": command.reason, "detail": self.why.get(DeclineReason(command.reason), "")}
+        rounds = 0 if state.offer is None else state.offer.rounds
+        self._events.write(command.event, round=at.round, attempt=at.attempt, rounds=rounds, **about)
 
     def _done(self, command: Done, state: SessionState) -> None:
         self.outcome = command.succeeded
         end = describe_end(self._store.finalised(), succeeded=command.succeeded)
         self._events.write("finished", succeeded=command.succeeded, summary=end)
-        _log.log(logging.INFO if command.succeeded else logging.ERROR, "%s: %s", self._config.device, end)

@@ -1,23 +1,25 @@
-"""The agent's reports to people: lines of the event log and of its log. Decides nothing."""
+"""The agent's reports to people: events, whose sentences are in its log too. Decides nothing."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-from edge_client.session.events import Event, HelloRefused, Invited, Offered, Receipted, RoundCommitted, Welcomed
-from edge_client.training.messages import Failed
+from edge_client.session.events import Event, HelloRefused, Invited, Offered, Welcomed
+from edge_client.training.messages import Failed, Noted
 from fedcg.disk_errors import advice_for
-from fedcg.event_log import EventLog
+from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.refusal_counter import Refusals
 from fedcg.wire.errors import IntegrityError, VersionError, WireError
-from fedcg.wire.messages.messages import CohortVerdict
+from fedcg.wire.messages.messages import CohortVerdict, RoundAttempt, TrainingPhase
 from fedcg.worker_process import Exited
 
+PHASES: tuple[TrainingPhase, ...] = get_args(TrainingPhase)
 UNANSWERED_HELLOS = 5  # with 2 s between them; a running coordinator answers the first or the second
-_log = logging.getLogger(__name__)
 
 
 def describe_end(outcome: Mapping[str, object], *, succeeded: bool) -> str:
@@ -39,7 +41,7 @@ class LinkProblems(logging.Handler):
 
     def __init__(self, events: EventLog) -> None:
         super().__init__(logging.WARNING)
-        self._events = events
+        self._events = events.unwatched()  # the log has the warnings already
         self._last: object = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -50,25 +52,47 @@ class LinkProblems(logging.Handler):
             self._events.write("link_problem", detail=record.getMessage())
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far the training process is: in a phase of a round attempt."""
+
+    at: RoundAttempt
+    phase: TrainingPhase
+    step: int = 0
+    steps: int = 0
+
+
+def _progress_of(event: Mapping[str, EventValue]) -> Progress:
+    round_number, attempt, step, steps = (
+        value if isinstance(value := event.get(name), int) else 0 for name in ("round", "attempt", "step", "steps")
+    )
+    phase: TrainingPhase = next((known for known in PHASES if known == event.get("phase")), "train")
+    return Progress(RoundAttempt(round_number, attempt), phase, step, steps)
+
+
 class EventReporter:
-    """Writes the event log and the log of one device.
+    """Writes the event log of one device.
 
     Args:
-        device: its id.
         store: where its private store is.
         events: the event log.
+        clock: monotonic seconds.
 
     Attributes:
         refusals: counts what was refused since the start.
+        rounds: number of rounds of the federation, by the last offer; 0 before it.
+        progress: how far the training process is; None when it does not train.
     """
 
-    def __init__(self, device: str, store: Path, events: EventLog) -> None:
-        self._device = device
+    def __init__(self, store: Path, events: EventLog, clock: Callable[[], float]) -> None:
         self._store = store
         self._events = events
+        self._clock = clock
         self.refusals = Refusals(events)
+        self.rounds = 0
+        self.progress: Progress | None = None
         self._cohort = CohortVerdict.ALONE
-        self._links = 0
+        self._down_at: float | None = None
         self._hellos = 0
 
     def report(self, event: Event) -> None:
@@ -79,29 +103,23 @@ class EventReporter:
             self._hellos = 0
         if isinstance(event, Welcomed):
             self._events.write("welcomed", epoch=event.epoch, version=event.version)
-            _log.info("%s: the coordinator answered", self._device)
         elif isinstance(event, HelloRefused):
             self.refuse("hello", VersionError(event.reason))
-            _log.error("%s: %s", self._device, event.reason)
         elif isinstance(event, Offered):
-            self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
+            self.rounds = event.offer.rounds
+            self._events.write("offer", **self._at(event.offer.at), live=event.live)
         elif isinstance(event, Invited):
-            self._events.write("invited", round=event.round_attempt.round, attempt=event.round_attempt.attempt)
-            _log.info("%s: invited to %s", self._device, event.round_attempt)
-        elif isinstance(event, RoundCommitted):
-            _log.info("%s: %s is trained", self._device, event.round_attempt)
-        elif isinstance(event, Receipted):
-            receipt = event.receipt
-            _log.info("%s: the update is %s %s", self._device, receipt.outcome.value, receipt.reason)
+            self._events.write("invited", **self._at(event.round_attempt))
+
+    def _at(self, attempt: RoundAttempt) -> dict[str, int]:
+        return {"round": attempt.round, "attempt": attempt.attempt, "rounds": self.rounds}
 
     def link(self, *, up: bool) -> None:
         """The link to the broker changed."""
-        self._events.write("link", up=up)
-        self._hellos, self._links = 0, self._links + up
-        if up:
-            _log.info("%s: connected%s", self._device, " again" if self._links > 1 else "")
-        else:
-            _log.warning("%s: the link to the broker is lost", self._device)
+        now = self._clock()
+        down_s = round(now - self._down_at, 1) if up and self._down_at is not None else None
+        self._events.write("link", up=up, down_s=down_s)
+        self._hellos, self._down_at = 0, None if up else now
 
     def hello(self) -> None:
         """Count a hello; after several without an answer, report it, because a person should look for the reason."""
@@ -112,21 +130,26 @@ class EventReporter:
                 "missing in the broker's access list; `fedcg doctor` looks for the reason once the agent is stopped"
             )
             self._events.write("link_problem", detail=detail)
-            _log.warning("%s: %s", self._device, detail)
 
     def failed(self, report: Failed) -> None:
         """A round is declined because it can't be trained here."""
-        attempt, reason = report.round_attempt, report.reason.value
-        self._events.write(
-            "round_failed", round=attempt.round, attempt=attempt.attempt, reason=reason, detail=report.detail
-        )
-        _log.warning("%s declines %s (%s): %s", self._device, attempt, reason, report.detail)
+        self.progress = None
+        at = self._at(report.round_attempt)
+        self._events.write("round_failed", **at, reason=report.reason.value, detail=report.detail)
+
+    def noted(self, report: Noted) -> None:
+        """Take over an event that the training process has written."""
+        event = dict(report.event)
+        if event["event"] in ("phase_started", "progress"):
+            self.progress = _progress_of(event)
+        if event["event"] in ("phase_started", "committed"):
+            event["rounds"] = self.rounds
+        log_event(event)
 
     def died(self, report: Exited) -> None:
         """Report that the training process has ended."""
+        self.progress = None
         self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code, reason=report.reason)
-        cause = report.reason or "code -9 is mostly a lack of memory"
-        _log.warning("%s: the training process ended with code %s (%s)", self._device, report.exit_code, cause)
 
     @contextmanager
     def recording_errors(self, refused: str, failed: str = "a download") -> Iterator[None]:
@@ -141,25 +164,17 @@ class EventReporter:
     def disk_failed(self, what: str, error: OSError) -> None:
         """Report that the disk failed during an action."""
         detail = f"{what}: {error}. {advice_for(error, self._store)}"
-        _log.error("%s: %s", self._device, detail)
         self._events.write("agent_error", detail=detail)
 
     def damage(self, problem: str) -> None:
         """Report that something in the private store is damaged."""
         self.refuse("store", IntegrityError(problem))
-        _log.error("%s: %s", self._store, problem)
 
     def refuse(self, what: str, error: Exception) -> None:
         """Count something received or stored that is not used."""
         self.refusals.note(what, error)
 
     def _report_cohort(self, verdict: CohortVerdict) -> None:
-        if verdict is CohortVerdict.DIFFERENT and self._cohort is not CohortVerdict.DIFFERENT:
-            _log.warning(
-                "%s: other devices have another cohort secret, so private networks start apart and merge badly; compare "
-                "`fedcg cohort status` on all devices",
-                self._device,
-            )
         if verdict is not self._cohort:
             self._cohort = verdict
             self._events.write("cohort", others=verdict.value)

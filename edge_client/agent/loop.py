@@ -34,6 +34,7 @@ from edge_client.session.events import (
     RoundFailed,
     SendHello,
     Sending,
+    Stopping,
     Tick,
     TrainerDied,
     TrainerReady,
@@ -43,15 +44,16 @@ from edge_client.session.state import SessionState, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from edge_client.training.messages import Committed, Failed, Ready, TrainerReport
+from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerReport
 from edge_client.training.trainer_handle import TrainerHandle
 from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer
 from edge_client.transfer.https_client import https_carrier
 from edge_client.transfer.mqtt_carrier import MqttCarrier
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import COORDINATOR, ArtifactRef, Heartbeat, Need
+from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Heartbeat, Need, RoundAttempt
 from fedcg.wire.messages.topics import Topics
+from fedcg.wire.parts import ReportField
 from fedcg.wire.transfer.chunk_window import Ranges
 from fedcg.wire.transfer.chunks import Chunk, chunk_bytes_for
 from fedcg.wire.transport.transport import Delivery, Transport
@@ -59,6 +61,7 @@ from fedcg.worker_process import Exited
 
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
+PROGRESS_S = 5.0
 WITHHELD = "withheld"  # outcome of an update that its owner forbade after it was made
 _log = logging.getLogger(__name__)
 
@@ -109,7 +112,8 @@ class Agent:
         )
         self._link = CoordinatorLink(config.federation, config.device, keys.signing, transport, self._trust, handshake)
         self._beat_at = float("-inf")
-        self._reporter = EventReporter(config.device, store.root, events)
+        self._beat_phase: tuple[RoundAttempt, str] | None = None
+        self._reporter = EventReporter(store.root, events, clock)
         https = https_carrier(config, self._put, events)
         mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)
         carrier: ArtifactCarrier = mqtt if https is None else https
@@ -147,6 +151,7 @@ class Agent:
             self._transport.start(self._on_delivery, lambda up: self._put(LinkChanged(up)))
             while not self._stopping and not (until_finished and self._executor.outcome is not None):
                 self._turn()
+            self._handle(Stopping())
         finally:
             self._transfer.stop_sending()
             self._link.status(online=False)
@@ -295,17 +300,25 @@ class Agent:
         if isinstance(report, Ready):
             self._handle(TrainerReady())
         elif isinstance(report, Committed):
+            self._reporter.progress = None
             self._handle(
                 RoundCommitted(report.round_attempt)
             )  # before the steps that can fail: the disk, the size of chunks
             self._prune()
         elif isinstance(report, Failed):
             self._reporter.failed(report)
+            self._executor.why[report.reason] = report.detail
             self._handle(RoundFailed(report.round_attempt, report.reason))
         elif isinstance(report, Chosen):
+            self._reporter.progress = None
             self._handle(report)
+        elif isinstance(report, Noted):
+            self._reporter.noted(report)
         elif isinstance(report, Exited):
             self._reporter.died(report)
+            self._executor.why[DeclineReason.TRAINING_FAILED] = (
+                f"the training process ended with code {report.exit_code}"
+            )
             try:
                 self._adopt_commit()  # it may have died between its commit and its report
             finally:
@@ -325,12 +338,18 @@ class Agent:
         self._store.prune_artifacts({target.aggregate.id for target in targets if target is not None})
 
     def _beat(self) -> None:
-        """Send a heartbeat at its interval: a will is lost when a broker dies with this device."""
-        now = self._clock()
-        if self._link.has_session and now - self._beat_at >= self._config.broker.keepalive_s:
-            self._beat_at = now
-            own = self._config
-            self._link.send(Heartbeat(federation=own.federation, sender=own.device, recipient=COORDINATOR))
+        """Send a heartbeat at its interval, since a will is lost when a broker dies with this device; and how far training is."""
+        now, own = self._clock(), self._config
+        done = self._reporter.progress if ReportField.HEALTH in own.policy.allow_report else None
+        phase = None if done is None else (done.at, done.phase)
+        every_s = own.broker.keepalive_s if done is None else min(PROGRESS_S, own.broker.keepalive_s)
+        if not self._link.has_session or (now - self._beat_at < every_s and phase == self._beat_phase):
+            return
+        self._beat_at, self._beat_phase = now, phase
+        about = self._state.addressed() if done is None else self._state.addressed(done.at)
+        if done is not None:
+            about |= {"phase": done.phase, "step": done.step, "steps": done.steps}
+        self._link.send(Heartbeat(**about))
 
     def _restored(self) -> SessionState:
         generation, problems = self._store.generations.current()

@@ -10,20 +10,19 @@ from types import FrameType
 from edge_client.agent.event_reporter import LinkProblems
 from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig
-from edge_client.identity.credentials import settle_pair
 from edge_client.identity.keys import load_keys, mqtt_config
-from edge_client.identity.renewal import Renewer
+from edge_client.identity.renewal import Renewer, settle
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import trainer_process
 from fedcg.event_log import EventLog
+from fedcg.log.settings import LogSettings
 from fedcg.wire.transport.mqtt import MqttTransport
 
 STORE_WAIT_S = 5.0  # a predecessor that was just killed may still hold the locks for a moment
-_log = logging.getLogger(__name__)
 
 
-def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
+def run_agent(config: AgentConfig, log: LogSettings, *, until_finished: bool) -> int:
     """Run a device's agent in this process until SIGTERM, SIGINT, or the federation's end.
 
     Returns:
@@ -35,15 +34,17 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
     """
     keys = load_keys(config)
     if config.tls is not None:
-        settle_pair(config.tls.cert, config.tls.key)
+        settle(config.tls)
     store = PrivateStore.open(config.store, config.federation, config.device)
     with store.locked("lock", wait_s=STORE_WAIT_S):
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):
             pass  # the trainer of a killed agent is gone: no other process changes the store any more
         events = EventLog(config.store / "events.jsonl", time.time)
         logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
-        transport = MqttTransport(mqtt_config(config), offline_will(config.federation, config.device, keys.signing))
-        agent = Agent(config, store, keys, transport, lambda deliver: trainer_process(config, deliver), events)
+        transport = MqttTransport(
+            mqtt_config(config, keys), offline_will(config.federation, config.device, keys.signing)
+        )
+        agent = Agent(config, store, keys, transport, lambda deliver: trainer_process(config, log, deliver), events)
         renewer = Renewer(config, keys.signing, events, transport.reconnect)
 
         def end(number: int, frame: FrameType | None) -> None:

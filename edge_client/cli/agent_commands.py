@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import sys
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,14 +12,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from edge_client.cli.enrol_commands import leave_command, renew_command
+from edge_client.cli.enrol_commands import join_command, leave_command, renew_command
+from edge_client.cli.logs import logs_command
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from edge_client.cli.units import unit_command
 from fedcg.errors import FAILED
+from fedcg.json_output import print_data
+from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
 app.command("unit")(unit_command)
+app.command("join")(join_command)
+app.command("logs")(logs_command)
 app.command("renew")(renew_command)
 app.command("leave")(leave_command)
 _STYLES = {"ok": None, "warning": "yellow", "failed": "red"}
@@ -33,24 +36,29 @@ def run_command(
     until_finished: Annotated[
         bool, typer.Option("--until-finished", help="exit once the federation is over and the model is exported")
     ] = False,
+    form: LogFormOption = LogForm.CONSOLE,
+    level: LogLevelOption = LogLevel.INFO,
     as_json: JsonOption = False,
 ) -> None:
-    """Take part in the federation until SIGTERM or Ctrl-C.
+    """Take part in the federation until SIGTERM or Ctrl-C. SIGUSR1 toggles the log level `debug`.
 
     Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
     """
     from edge_client.agent.run import run_agent
+    from fedcg.log.output import set_up_log, toggle_debug_on_signal
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log = LogSettings(form, level)
+    set_up_log(log)
+    toggle_debug_on_signal(log)
     settings = read_config(config)
     if as_json:
-        print(json.dumps({"event": "agent", "device": settings.device, "store": str(settings.store)}), flush=True)
+        print_data({"event": "agent", "device": settings.device, "store": str(settings.store)})
     else:
         place = f"{settings.broker.host}:{settings.broker.port}"
         print(f"agent {settings.device} of {settings.federation}, broker {place}, store {settings.store}", flush=True)
-    code = run_agent(settings, until_finished=until_finished)
+    code = run_agent(settings, log, until_finished=until_finished)
     if as_json:
-        print(json.dumps({"event": "ended", "device": settings.device, "exit_code": code}), flush=True)
+        print_data({"event": "ended", "device": settings.device, "exit_code": code})
     raise typer.Exit(code)
 
 
@@ -61,7 +69,7 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 
     status = read_status(read_config(config))
     if as_json:
-        print(json.dumps(status))
+        print_data(status)
         return
     for name, value in status.items():
         _print(f"{name.replace('_', ' '):<20} {'-' if value is None or value == '' else value}")
@@ -83,7 +91,7 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
         findings = (Finding("configuration", "failed", str(error), f"correct {config}"),)
     is_sound = all(finding.state != "failed" for finding in findings)
     if as_json:
-        print(json.dumps({"ok": is_sound, "findings": [asdict(finding) for finding in findings]}))
+        print_data({"sound": is_sound, "findings": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
             _print(f"{finding.state:<8} {finding.check:<14} {finding.detail}", _STYLES[finding.state])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from fedcg.errors import BadInputError
+from fedcg.json_output import print_data
 
 if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
@@ -33,7 +33,7 @@ def create_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     code = create(store)
     mark = mark_in(store, federation)
     if as_json:
-        typer.echo(json.dumps({"code": code, "mark": mark}))
+        print_data({"code": code, "mark": mark})
         return
     typer.echo(f"Code of this cohort, shown this once:\n\n  {code}\n")
     typer.echo("On every other device, before its first round:  fedcg cohort join --config AGENT.TOML")
@@ -62,7 +62,7 @@ def join_command(
     joined = join(store, code)
     mark = mark_in(store, federation)
     if as_json:
-        typer.echo(json.dumps({"joined": joined, "mark": mark}))
+        print_data({"joined": joined, "mark": mark})
     else:
         typer.echo(f"{'Joined' if joined else 'This device had joined before'}; mark {mark}")
 
@@ -78,7 +78,7 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     store, federation = _store_of(config)
     mark = mark_in(store, federation)
     if as_json:
-        typer.echo(json.dumps({"mark": mark}))
+        print_data({"mark": mark})
     elif mark is not None:
         typer.echo(f"mark {mark}")
     else:

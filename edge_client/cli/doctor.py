@@ -192,7 +192,7 @@ def _coordinator(config: AgentConfig, now: datetime) -> Result:
         with TemporaryDirectory() as empty:
             store, keys = PrivateStore(config.store if is_made else Path(empty)), load_keys(config)
             with store.locked():
-                transport = MqttTransport(mqtt_config(config))
+                transport = MqttTransport(mqtt_config(config, keys))
                 converse(config, keys, store, transport, Purpose.GREET, ANSWER_TIMEOUT_S)
     except (EdgeError, WireError, OSError) as error:
         advice = f"ask the operator: `fedcg device show {config.device}`, and that the broker has read its access list"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from fedcg.errors import BAD_INPUT, BadInputError
+from fedcg.json_output import print_data
 
 STDIN = "-"
 
@@ -36,7 +36,7 @@ def enrol_command(
 ) -> None:
     """Make this box a device of a federation, in one step; its keys are made here and never leave it.
 
-    Exit codes: 0 enrolled; 1 refused, or no answer; 2 bad input. Run again after a lost answer, it goes on.
+    Exit codes: 0 enrolled; 1 failed; 2 bad input; 3 no answer in time; 4 refused, or not connected. Run again after a lost answer, it goes on.
     """
     from edge_client.identity.enrol import enrol
     from fedcg.provision.agent_config import DATA
@@ -54,7 +54,7 @@ def enrol_command(
     until = enrolled.certificate.not_valid_after_utc
     if as_json:
         about = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
-        typer.echo(json.dumps({**about, "certificate_expires": until.isoformat()}))
+        print_data({**about, "certificate_expires": until.isoformat()})
         return
     advice = "" if data is not None else f"Set [data] root in {enrolled.config}. "
     typer.echo(
@@ -63,10 +63,37 @@ def enrol_command(
     )
 
 
+def join_command(
+    federation: Annotated[str, typer.Option("--federation", help="The other federation of the same coordinator.")],
+    out: Annotated[Path, typer.Option("--out", "--dir", help="A new folder, for agent.toml and the private store.")],
+    data: Annotated[str, typer.Option("--data", help="This box's images for it (docs/data.md), or dataset:NAME.")],
+    config: ConfigOption = Path("agent.toml"),
+    as_json: JsonOption = False,
+) -> None:
+    """Take part in a second federation with this device's identity; each federation has an agent of its own.
+
+    Exit codes: 0 written; 1 failed; 2 bad input. The training processes take turns on this device.
+    """
+    from edge_client.identity.join import join
+
+    if not data.startswith("dataset:") and not Path(data).exists():
+        raise BadInputError(f"--data {data}: there is no such file or folder")
+    where = data if data.startswith("dataset:") else str(Path(data).absolute())
+    settings = read_config(config)
+    written = join(settings, config.read_text(encoding="utf-8"), federation, out, where)
+    if as_json:
+        print_data({"device": settings.device, "federation": federation, "config": str(written)})
+        return
+    typer.echo(
+        f"{settings.device} can take part in {federation} beside {settings.federation}, with the same keys and certificates.\n"
+        f"Next: fedcg doctor --config {written}, then fedcg agent run --config {written}"
+    )
+
+
 def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """Renew this device's certificate now; the agent does it by itself in the last third of its life.
 
-    Exit codes: 0 renewed; 1 refused, or no answer; 2 the configuration is wrong. A running agent goes on meanwhile.
+    Exit codes: 0 renewed; 1 failed; 2 the configuration is wrong; 3 no answer in time; 4 refused, or not connected. A running agent goes on meanwhile.
     """
     from edge_client.identity.keys import load_keys
     from edge_client.identity.renewal import renew
@@ -75,7 +102,7 @@ def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption
     certificate = renew(settings, load_keys(settings).signing)
     until = certificate.not_valid_after_utc
     if as_json:
-        typer.echo(json.dumps({"device": settings.device, "certificate_expires": until.isoformat()}))
+        print_data({"device": settings.device, "certificate_expires": until.isoformat()})
         return
     typer.echo(f"The certificate of {settings.device} is valid until {until:%Y-%m-%d %H:%M} UTC.")
 
@@ -98,7 +125,7 @@ def leave_command(
 ) -> None:
     """Leave the federation for good: inform the coordinator, so that no round waits, and with --erase remove the private data.
 
-    The images and agent.toml stay. Exit codes: 0 left; 1 the coordinator did not confirm or an agent still runs, and
+    The images and agent.toml stay. Exit codes: 0 left; 3 the coordinator did not confirm; 1 an agent still runs, and
     nothing was erased; 2 the configuration is wrong, or the question was not answered with yes.
     """
     from edge_client.identity.leave import leave
@@ -109,7 +136,7 @@ def leave_command(
     left = leave(settings, erase=erase, notify=not without_coordinator, timeout_s=timeout_s)
     if as_json:
         erased = [str(path) for path in left.erased]
-        typer.echo(json.dumps({"device": settings.device, "confirmed": left.confirmed, "erased": erased}))
+        print_data({"device": settings.device, "confirmed": left.confirmed, "erased": erased})
         return
     outcome = "the coordinator confirmed" if left.confirmed else "the coordinator was not informed"
     gone = "".join(f"\n  erased {path}" for path in left.erased)

@@ -16,6 +16,10 @@ from export.model.versions import Slots
 from fedcg.event_log import EventValue, read_events
 
 Status = dict[str, EventValue]
+WAITS = "waits until another federation's training on this device is done"
+ENDS_OF_TRAINING = frozenset(
+    {"agent_started", "committed", "round_failed", "trainer_died", "finalised", "finalise_failed"}
+)
 _SHOWN = {  # one field of these events is shown unchanged
     "link": ("last_link", "up"),
     "link_problem": ("link_problem", "detail"),
@@ -87,7 +91,6 @@ def _state(store: PrivateStore) -> Status:
 def _latest(path: Path) -> Status:
     found: Status = {}
     refused: dict[str, int] = {}
-    why: dict[EventValue, EventValue] = {}
     for event in read_events(path):
         name, about = str(event.get("event")), f"round {event.get('round')}, attempt {event.get('attempt')}"
         if name == "agent_started":
@@ -95,17 +98,17 @@ def _latest(path: Path) -> Status:
             found |= {"last_link": None, "link_problem": None, "last_welcomed": None}
         elif name == "refused" and isinstance(count := event.get("count"), int):
             refused[str(event.get("reason"))] = count
-        elif name == "refused" and event.get("what") == "spec":
-            why[event.get("reason")] = event.get("detail")
-        elif name == "round_failed":
-            why[about] = event.get("detail")
         elif name == "declined":
-            code = event.get("reason")
-            found["last_declined"] = f"{about}: {code}: {why.get(about) or why.get(code) or ''}".rstrip(": ")
+            found["last_declined"] = f"{about}: {event.get('reason')}: {event.get('detail', '')}".rstrip(": ")
+        elif name == "phase_started":
+            phase = event.get("phase")
+            found["training"] = WAITS if phase == "wait" else f"{about}: {phase}"
         elif name == "trainer_died":
             found["last_trainer_death"] = f"exit code {event.get('exit_code')} {event.get('reason')}".strip()
         elif name in ("link", "welcomed"):
             found["link_problem"] = None
+        if name in ENDS_OF_TRAINING:
+            found["training"] = None
         if name in _SHOWN:
             key, field = _SHOWN[name]
             found[key] = event.get(field)

@@ -11,7 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import BaseModel, ValidationError
 
-from edge_client.errors import EnrolError
+from edge_client.errors import EnrolError, LateAnswerError, NotAcceptedError
 from fedcg.wire.clocks import explain_dates
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.enrolment_messages import (
@@ -47,7 +47,7 @@ def fetch_authority(url: str, digest: str) -> x509.Certificate:
     except MalformedError as error:
         raise EnrolError(f"{url} does not show an authority (status {status}): is this the enrolment URL?") from error
     if found != digest:
-        raise EnrolError(
+        raise NotAcceptedError(
             f"{url} belongs to another authority than the token's (key {found[:16]}..., expected {digest[:16]}...). The "
             "secret was not sent. Either the URL is wrong, or somebody is in between: ask the operator"
         )
@@ -72,7 +72,7 @@ def ask(url: str, path: str, request: BaseModel, answer: type[AnswerT], context:
     status, body = _exchange(url, "POST", path, request.model_dump_json().encode(), context)
     try:
         if status != http.client.OK:
-            raise EnrolError(f"the coordinator refused: {Refusal.model_validate_json(body).error}")
+            raise NotAcceptedError(f"the coordinator refused: {Refusal.model_validate_json(body).error}")
         return answer.model_validate_json(body)
     except ValidationError as error:
         raise EnrolError(f"{url}{path} answered {status} with something that is not of this protocol") from error
@@ -92,9 +92,13 @@ def _exchange(url: str, method: str, path: str, body: bytes | None, context: ssl
         status, data = response.status, response.read(MAX_BODY_BYTES + 1)
     except ssl.SSLCertVerificationError as error:
         cause = explain_dates(error) or f"{error.verify_message}. Check the URL; else somebody is in between"
-        raise EnrolError(f"{url} is not what the authority vouches for: {cause}. Nothing secret was sent") from error
+        raise NotAcceptedError(
+            f"{url} is not what the authority vouches for: {cause}. Nothing secret was sent"
+        ) from error
+    except TimeoutError as error:
+        raise LateAnswerError(f"no answer from {url}: {_cause(error)}") from error
     except (OSError, http.client.HTTPException) as error:
-        raise EnrolError(f"no answer from {url}: {_cause(error)}") from error
+        raise NotAcceptedError(f"no answer from {url}: {_cause(error)}") from error
     finally:
         connection.close()
     if len(data) > MAX_BODY_BYTES:

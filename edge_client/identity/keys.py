@@ -8,7 +8,7 @@ from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ def load_keys(config: AgentConfig) -> AgentKeys:
     return AgentKeys(signing, coordinator)
 
 
-def mqtt_config(config: AgentConfig) -> MqttConfig:
-    """How to reach the broker."""
+def mqtt_config(config: AgentConfig, keys: AgentKeys | None = None) -> MqttConfig:
+    """How to reach the broker: with keys as the agent, without as another connection of the same device."""
     tls = None if config.tls is None else TlsFiles(config.tls.ca, config.tls.cert, config.tls.key)
     return MqttConfig(
         host=config.broker.host,
         port=config.broker.port,
         identity=config.device,
+        connection="" if keys is None else connection_name(config.federation, keys.signing.public.raw),
         tls=tls,
         insecure=config.broker.insecure,
         protocol=config.broker.protocol,

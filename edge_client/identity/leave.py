@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_client.config import AgentConfig
-from edge_client.errors import EnrolError, NoAnswerError, StoreFormatError
+from edge_client.errors import EnrolError, LateAnswerError, NoAnswerError, StoreFormatError
 from edge_client.identity.conversation import converse
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.messaging.coordinator_link import offline_will
@@ -61,11 +61,11 @@ def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -
 def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:
     keys = load_keys(config)
     will = offline_will(config.federation, config.device, keys.signing)
-    transport = MqttTransport(mqtt_config(config), will)
+    transport = MqttTransport(mqtt_config(config, keys), will)
     try:
         converse(config, keys, store, transport, Purpose.LEAVE, timeout_s)
     except NoAnswerError as error:
-        raise EnrolError(
+        raise LateAnswerError(
             f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, let the operator "
             f"run `fedcg device revoke {config.device}`, or use --without-coordinator"
         ) from error

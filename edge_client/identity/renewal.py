@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import random
 import ssl
 import threading
@@ -35,11 +34,18 @@ LOOK_AGAIN = timedelta(hours=6)
 """Longest time between two checks: a device's clock may jump."""
 TRY_AGAIN = timedelta(hours=1)
 TRIES_PER_LIFE = 50
-_log = logging.getLogger(__name__)
 
 
-def renew(config: AgentConfig, signing: SigningKey) -> x509.Certificate:
+def renew(config: AgentConfig, signing: SigningKey, due_at: datetime | None = None) -> x509.Certificate:
     """Get the next certificate, with a new key, and put both in place of the current pair.
+
+    Args:
+        config: of the device.
+        signing: its message key.
+        due_at: do it only if the certificate is due then: the agent of another federation may have renewed it a moment ago.
+
+    Returns:
+        The certificate that is in place now.
 
     Raises:
         EnrolError: its message names the next step; the current pair stays.
@@ -51,6 +57,8 @@ def renew(config: AgentConfig, signing: SigningKey) -> x509.Certificate:
         )
     with _alone(config.tls):
         settle_pair(config.tls.cert, config.tls.key)
+        if due_at is not None and not is_due(current := read_certificate(config.tls.cert), due_at):
+            return current
         authority = read_certificate(config.tls.ca)
         context = trusting(authority)
         try:
@@ -69,6 +77,13 @@ def renew(config: AgentConfig, signing: SigningKey) -> x509.Certificate:
     return certificate
 
 
+def settle(tls: TlsSection) -> None:
+    """Finish, or undo, a replacement of certificate and key that was interrupted; one that is under way is waited for."""
+    if any(tls.cert.parent.glob("*.next")):
+        with _alone(tls):
+            settle_pair(tls.cert, tls.key)
+
+
 class Renewer:
     """Renews in time, beside a running agent, on a thread of its own.
 
@@ -76,7 +91,7 @@ class Renewer:
         config: of the device.
         signing: its message key.
         events: the event log.
-        renewed: called after every renewal; must only enqueue.
+        renewed: called after every renewal, also one by the agent of another federation; must only enqueue.
         clock: the current time, aware.
     """
 
@@ -94,6 +109,7 @@ class Renewer:
         self._renewed = renewed
         self._clock = clock
         self._stopping = threading.Event()
+        self._serial: int | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -120,15 +136,18 @@ class Renewer:
     def _look(self, tls: TlsSection) -> timedelta:
         """Renew when it is due; returns how long to wait before the next check."""
         certificate = read_certificate(tls.cert)
+        if self._serial is None:
+            self._serial = certificate.serial_number
         if is_due(certificate, self._clock()):
-            certificate = renew(self._config, self._signing)
+            certificate = renew(self._config, self._signing, self._clock())
+        if certificate.serial_number != self._serial:
+            self._serial = certificate.serial_number
             self._events.write("certificate_renewed", until=certificate.not_valid_after_utc.timestamp())
             self._renewed()
         due_at = certificate.not_valid_after_utc - life_of(certificate) * RENEW_AT
         return max(timedelta(seconds=1), min(LOOK_AGAIN, due_at - self._clock()))
 
     def _failed(self, tls: TlsSection, error: Exception) -> timedelta:
-        _log.warning("the certificate of %s was not renewed: %s", self._config.device, error)
         self._events.write("renewal_failed", detail=str(error))
         try:
             return min(TRY_AGAIN, life_of(read_certificate(tls.cert)) / TRIES_PER_LIFE)

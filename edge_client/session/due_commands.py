@@ -77,7 +77,7 @@ def _advance_trainer(state: SessionState, now: float) -> Step:
 
 def _advance_round(state: SessionState, now: float) -> Step:
     offer, round_attempt = state.offer, state.offered
-    if offer is None or round_attempt is None or not _is_asked(state, round_attempt):
+    if offer is None or round_attempt is None or not is_asked(state, round_attempt):
         return state, ()
     if state.bound_spec not in (None, offer.spec.id):
         return decline(state, round_attempt, DeclineReason.SPEC_REFUSED)
@@ -163,12 +163,12 @@ def _downloads(state: SessionState) -> tuple[Wanted, ...]:
     round_attempt = state.offered
     if state.offer is None or round_attempt is None:
         return ()
-    asked = _is_asked(state, round_attempt)
+    asked = is_asked(state, round_attempt)
     spec = Wanted("spec", state.offer.spec, 0.0 if asked else None)
     return (spec, Wanted("aggregate", state.offer.aggregate, patience if asked else None))
 
 
-def _is_asked(state: SessionState, round_attempt: RoundAttempt) -> bool:
+def is_asked(state: SessionState, round_attempt: RoundAttempt) -> bool:
     """Whether this device should train this attempt: invited, not trained yet, not refused."""
     is_refused = state.declined is not None and state.declined[0] == round_attempt
     is_behind = state.committed is not None and round_attempt <= state.committed

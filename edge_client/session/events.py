@@ -174,6 +174,11 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Stopping:
+    """The agent is about to end: its owner stops it."""
+
+
+@dataclass(frozen=True)
 class Left:
     """The coordinator confirms that this device is no member any more."""
 
@@ -185,6 +190,7 @@ Event = (
     | CoordinatorSeen
     | Welcomed
     | HelloRefused
+    | Stopping
     | Left
     | Offered
     | Ended

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from edge_client.session.due_commands import Step, advance, decline
+from edge_client.session.due_commands import Step, advance, decline, is_asked
 from edge_client.session.events import (
     ArtifactLost,
     ArtifactStored,
@@ -39,6 +39,7 @@ from edge_client.session.events import (
     SendChunks,
     Sending,
     SpecChecked,
+    Stopping,
     Tick,
     TrainerDied,
     TrainerReady,
@@ -187,12 +188,24 @@ def _trainer_died(state: SessionState, event: TrainerDied, now: float) -> Step:
     # The first restart is at once; a process that keeps dying is restarted after longer and longer pauses.
     pause = 0.0 if deaths == 1 else min(TRAINER_BACKOFF_S * 2.0 ** (deaths - 2), TRAINER_BACKOFF_MAX_S)
     state = replace(state, trainer=Trainer.GONE, trainer_at=now + pause, job=None, deaths=deaths)
-    if job is None or deaths < TRAINER_DEATHS:
+    if deaths < TRAINER_DEATHS:
         return state, ()
     state = replace(state, deaths=0)
-    if isinstance(job, RoundAttempt):
-        return decline(state, job, DeclineReason.TRAINING_FAILED)
-    return replace(state, finalised=job, succeeded=False), ()
+    if isinstance(job, str):
+        return replace(state, finalised=job, succeeded=False), ()
+    promised = job or _promised(state)  # it may have died before it took the job
+    return (state, ()) if promised is None else decline(state, promised, DeclineReason.TRAINING_FAILED)
+
+
+def _promised(state: SessionState) -> RoundAttempt | None:
+    """The open round attempt that this device has accepted, and has not trained yet."""
+    offered = state.offered
+    return offered if offered is not None and offered == state.accepted and is_asked(state, offered) else None
+
+
+def _stopping(state: SessionState, event: Stopping, now: float) -> Step:
+    promised = _promised(state)
+    return (state, ()) if promised is None else decline(state, promised, DeclineReason.INTERRUPTED)
 
 
 def _round_committed(state: SessionState, event: RoundCommitted, now: float) -> Step:
@@ -227,6 +240,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     CoordinatorSeen: _coordinator_seen,
     Welcomed: _welcomed,
     HelloRefused: _hello_refused,
+    Stopping: _stopping,
     Left: _left,
     Offered: _offered,
     Ended: _ended,

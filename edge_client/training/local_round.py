@@ -216,7 +216,8 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     shadow = None if done.shadow is None else measure(spec, done.shadow.parts, done.data, common, work.place)
     figures = generator_figures(spec, personal, done.data.train, done.ctx.streams)
     health = Health(read_telemetry(work.store.root).condition.value)
-    report = done.result.report.model_copy(update={"accuracy": own.test, "health": health})
+    alone = None if shadow is None else shadow.test
+    report = done.result.report.model_copy(update={"accuracy": own.test, "health": health, "shadow": alone})
     facts = UpdateFacts(
         device=work.config.device,
         round=attempt.round,
@@ -258,7 +259,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         accuracy_personal=own.test,
         accuracy_common_personal=own.common,
         accuracy_val=own.val,
-        accuracy_local=None if shadow is None else shadow.test,
+        accuracy_local=alone,
         accuracy_common_local=None if shadow is None else shadow.common,
         best_round=int(scores["best.round"]),
         loss=report.loss,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge_client.session.events import ChooseModel, Chosen, TrainRound
+from fedcg.event_log import EventValue
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.worker_process import Exited
 
@@ -37,5 +38,12 @@ class Working:
     """Sign of life of the child while it works; ends at the handle."""
 
 
+@dataclass(frozen=True)
+class Noted:
+    """Report: an event that the process has written into the event log; the agent's log and status have it too."""
+
+    event: dict[str, EventValue]
+
+
 TrainerCommand = TrainRound | ChooseModel
-TrainerReport = Ready | Committed | Failed | Chosen | Exited
+TrainerReport = Ready | Committed | Failed | Chosen | Noted | Exited

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -19,30 +22,32 @@ from edge_client.session.events import ChooseModel, Chosen, TrainRound
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData
 from edge_client.training.local_round import Workplace, train_round
-from edge_client.training.messages import Committed, Failed, Ready, TrainerCommand, TrainerReport, Working
+from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerCommand, TrainerReport, Working
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
+from edge_client.training.turns import turn
 from export.errors import ExportError
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
+from fedcg.learning.data.image_folder import IMAGE_SUFFIXES
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.wire.errors import CodecError, WireError
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.messages import NO_ATTEMPT, DeclineReason, RoundAttempt
 from fedcg.worker_process import requests_of
 
 LOCK_WAIT_S = 30.0
 WORKING_EVERY_S = 1.0
-SKIPPED_NAMED = 20  # in the event log; their number is always there
+_SUFFIXES = "|".join(map(re.escape, IMAGE_SUFFIXES))
 _log = logging.getLogger(__name__)
 
 
 def trainer_main(connection: Connection, config: AgentConfig) -> None:
     """Carry out the agent's commands until the agent is gone; an unfinished round leaves nothing behind."""
     store = PrivateStore.open(config.store, config.federation, config.device)
-    events = EventLog(config.store / "events.jsonl", time.time)
+    events = EventLog(config.store / "events.jsonl", time.time, watch=lambda event: connection.send(Noted(event)))
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
         trainer = Trainer(config, store, events, SignsOfLife(connection))
         connection.send(Ready(os.getpid()))
@@ -99,13 +104,28 @@ class Trainer:
         self._work = Workplace(config, store, data, events, place, plan.threads, plan.batch_scale, working=working)
 
     def _report_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
-        named = [f"{image.file}: {image.reason}" for image in skipped[:SKIPPED_NAMED]]
-        self._events.write("images_skipped", count=len(skipped), images=named)
-        _log.warning("%d image(s) can't be read and are left out; the first: %s", len(skipped), named[0])
+        self._events.write("images_skipped", count=len(skipped))
 
     def do(self, command: TrainerCommand) -> TrainerReport:
-        """Carry out one command; a failure becomes a report and leaves the state as it was before."""
-        return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
+        """Carry out one command in this device's turn; a failure becomes a report and leaves the state as it was before."""
+        attempt = command.round_attempt if isinstance(command, TrainRound) else NO_ATTEMPT
+        try:
+            with self._turn(attempt):
+                return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
+        except OSError as error:  # of the lock: errors of the work are reports
+            if isinstance(command, TrainRound):
+                return Failed(attempt, DeclineReason.TRAINING_FAILED, self._explain(error))
+            self._events.write("finalise_failed", detail=self._explain(error))
+            return Chosen(command.aggregate, succeeded=False)
+
+    def _turn(self, attempt: RoundAttempt) -> AbstractContextManager[None]:
+        where = {"round": attempt.round, "attempt": attempt.attempt, "pid": os.getpid()}
+        lock, working = self._work.config.training_lock, self._work.working
+
+        def waits() -> None:
+            self._events.write("phase_started", phase="wait", **where)
+
+        return turn(lock, waits, working)
 
     def _train(self, command: TrainRound) -> TrainerReport:
         if self._obstacle is not None:
@@ -127,15 +147,16 @@ class Trainer:
         if not (isinstance(report, Committed) and export.enabled and export.each_best):
             return
         try:
-            export_best(self._work)
+            with self._turn(report.round_attempt):
+                export_best(self._work)
         # A full disk, too, must not end the process: the next round tries again.
         except (ExportError, LearningError, OSError) as error:
-            self._events.write("export_failed", round=report.round_attempt.round, detail=str(error))
-            _log.warning("the model of round %d is not exported: %s", report.round_attempt.round, error)
+            self._events.write("export_failed", round=report.round_attempt.round, detail=self._explain(error))
 
     def _explain(self, error: Exception) -> str:
         advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
-        return f"{str(error) or type(error).__name__}{advice}"
+        data = self._work.config.data
+        return without_image_names(f"{str(error) or type(error).__name__}{advice}", data.root, data.common_test)
 
     def _give_up(self, command: TrainRound, error: Exception) -> None:
         """End the process: in this one every further call of the GPU fails. The agent starts another."""
@@ -149,10 +170,18 @@ class Trainer:
         except (EdgeError, WireError, ExportError, LearningError, OSError) as error:
             detail = self._explain(error)
             self._events.write("finalise_failed", detail=detail)
-            _log.error("the personal model can't be chosen or exported: %s", detail)
             return Chosen(command.aggregate, succeeded=False)
         self._events.write("finalised", **{name: outcome[name] for name in outcome if name != "format"})
         return Chosen(command.aggregate, succeeded=True)
+
+
+def without_image_names(text: str, *roots: Path | None) -> str:
+    """A text for the logs, where every image below one of these folders is replaced by the folder: its name may be private."""
+    for root in (str(one) for one in roots if one is not None):
+        text = re.sub(
+            rf"{re.escape(root)}/.*({_SUFFIXES})", f"an image in {root}", text, flags=re.IGNORECASE | re.DOTALL
+        )
+    return text
 
 
 def reason_for(error: Exception) -> DeclineReason:

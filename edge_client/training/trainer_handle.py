@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
 from edge_client.config import AgentConfig
 from edge_client.training.messages import TrainerCommand, TrainerReport, Working
+from fedcg.log.output import set_up_log
+from fedcg.log.settings import LogSettings
 from fedcg.worker_process import WorkerProcess
 
 
@@ -26,19 +26,19 @@ class TrainerHandle(Protocol):
         """End the process, if it runs; work that it had not committed is repeated later."""
 
 
-def trainer_process(config: AgentConfig, deliver: Callable[[TrainerReport], None]) -> WorkerProcess:
+def trainer_process(config: AgentConfig, log: LogSettings, deliver: Callable[[TrainerReport], None]) -> WorkerProcess:
     """The process that trains for a device; `deliver` gets its reports on a thread and must only enqueue."""
 
     def deliver_reports(report: TrainerReport | Working) -> None:
         if not isinstance(report, Working):
             deliver(report)
 
-    return WorkerProcess("fedcg-trainer", run_child, (config,), config.training.stall_s, deliver_reports)
+    return WorkerProcess("fedcg-trainer", run_child, (config, log), config.training.stall_s, deliver_reports)
 
 
-def run_child(connection: Connection, config: AgentConfig) -> None:
+def run_child(connection: Connection, config: AgentConfig, log: LogSettings) -> None:
     """Entry point of the child: load torch and work."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    set_up_log(log)
     from edge_client.training.trainer_child import trainer_main
 
     trainer_main(connection, config)

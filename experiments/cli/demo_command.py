@@ -21,6 +21,7 @@ from experiments.settings.cli_options import (
     options_of,
 )
 from experiments.settings.options import DEMO_PUBLIC_IMAGES, Setting, parse_params
+from fedcg.json_output import print_data
 
 if TYPE_CHECKING:
     from experiments.demo.run_folder import Run
@@ -72,7 +73,7 @@ def demo_command(values: Values, _typed: frozenset[str]) -> None:
     if options.record is not None:
         write_record(summary, run.root, options.record)
     if options.as_json:
-        typer.echo(json.dumps(summary))
+        print_data(summary)
     else:
         _show(summary, run.root, console)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -38,6 +37,7 @@ from experiments.simulation.batch import (
     save_batch,
 )
 from experiments.simulation.run_slots import Lanes, default_workers, open_lanes, open_ray_lanes
+from fedcg.json_output import print_data
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import plan_from_mapping
 
@@ -223,7 +223,7 @@ def _run(batch: Batch, folder: Path, options: SimulateOptions) -> None:
         raise typer.Exit(130) from None
     if options.as_json:
         failures = [{"run": run.name, "reason": run.reason} for run in failed]
-        typer.echo(json.dumps({"runs": records, "failures": failures}))
+        print_data({"runs": records, "failures": failures})
     elif records:
         Console().print(table(records))
     console.print(f"records, tables and curves: {folder}", markup=False, highlight=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +27,7 @@ from experiments.papers.sheets import (
     traffic_sheet,
 )
 from experiments.papers.traffic import traffic
+from fedcg.json_output import print_data
 
 _WIDTH = 160
 
@@ -54,7 +54,7 @@ def tables_command(
     chosen = None if paper is None else find_presets(paper)
     folder = read_folder(runs)
     if as_json:
-        typer.echo(json.dumps(_everything(folder, chosen)))
+        print_data(_everything(folder, chosen))
         return
     if list_missing:
         sheets = [missing_sheet(missing_runs(folder.runs, chosen))]

@@ -17,9 +17,10 @@ from typing import Any
 from rich.console import Console
 
 from coordinator.broker.access_lists import publish_access
-from coordinator.cli.opening import create_home, open_federation
+from coordinator.cli.opening import create_home
 from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
+from coordinator.operations.create_federation import open_federation
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from experiments.data.deal import client_names
@@ -147,7 +148,7 @@ class Demo:
 
     def _provision(self, home: Home, source: Source) -> None:
         """Open the federation and make every device's bundle."""
-        with contextlib.closing(Store(home.database)) as store:
+        with contextlib.closing(Store.of(home)) as store:
             open_federation(home, store, plan_from_mapping(self._run.setting.plan(source)))
             enrol(home, store, self._clients, self._run.root / "devices", time.time())
             publish_access(home)
@@ -184,7 +185,7 @@ class Demo:
     def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:
         """What the demo's devices may upload and report: the defaults and what the spec requires; more than the defaults is printed."""
         home = Home(self._run.home)
-        with contextlib.closing(Store(home.database)) as store:
+        with contextlib.closing(Store.of(home)) as store:
             spec = FederationSpec.parse((home.artifacts / store.federations()[0].spec).read_bytes())
         parts, fields = frozenset(spec.upload) - DEFAULT_ALLOW_UPLOAD, spec.required_report - DEFAULT_ALLOW_REPORT
         for key, more in (("allow_upload", parts), ("allow_report", fields)):

@@ -18,7 +18,7 @@ from experiments.data.open import open_source
 from experiments.data.partition_shares import Partition
 from experiments.data.source import DIGITS, Source
 from experiments.errors import OptionError
-from fedcg.learning.spec import CropPixels, ImageForm, NetworkChoice, ParameterValue, check_crop
+from fedcg.learning.spec import DEFAULT_MIN_COHORT, CropPixels, ImageForm, NetworkChoice, ParameterValue, check_crop
 
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"
@@ -157,6 +157,7 @@ class Setting(BaseModel):
             "augment_flip": self.flip,
             "augment_crop": self.crop,
             "min_clients": self.clients,
+            "min_cohort": min(self.clients, DEFAULT_MIN_COHORT),
             "image": self.image_form(source.image_form(self.image_size).mode).model_dump(mode="json"),
             "network": {
                 "split": self.network,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import signal
 import sys
@@ -18,6 +17,7 @@ from export.errors import ExportError, ServingError
 from export.model.versions import Slots, Version
 from fedcg.errors import BAD_INPUT
 from fedcg.imaging import MAX_PIXELS
+from fedcg.json_output import print_data
 
 if TYPE_CHECKING:
     from export.model.manifest import Verification
@@ -113,7 +113,7 @@ def infer_command(
             "results": [one.as_json() for one in results],
             "errors": [{"file": one.file, "error": one.reason} for one in failures],
         }
-        typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+        print_data(document)
     elif as_csv:
         typer.echo(csv_text(results, top), nl=False)
     else:
@@ -155,7 +155,7 @@ def serve_command(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
     settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=_accept(signed_by))
-    raise typer.Exit(serve(settings, lambda line: typer.echo(json.dumps({"message": line}) if as_json else line)))
+    raise typer.Exit(serve(settings, lambda line: print_data({"message": line}) if as_json else typer.echo(line)))
 
 
 @infer_app.command("serve-mqtt")
@@ -221,7 +221,7 @@ def list_versions(root: Root, as_json: AsJson = False) -> None:
         raise ExportError(f"{root}: no model is installed there")
     rows = [_version_row(version) for version in versions]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print_data(rows)
         return
     for row in rows:
         star = "*" if row["current"] else " "
@@ -276,7 +276,7 @@ def verify_versions(
         if not as_json:
             typer.echo(f"{name}  as its manifest says; {_accuracies(verification)}")
     if as_json:
-        typer.echo(json.dumps([{"version": name, "error": fault} for name, fault in faults.items()]))
+        print_data([{"version": name, "error": fault} for name, fault in faults.items()])
     if any(faults.values()):
         raise typer.Exit(BAD_INPUT)
 
@@ -299,7 +299,10 @@ def use_version(
 
 
 def _in_use(model: Path, *, as_json: bool) -> None:
-    typer.echo(json.dumps({"model": str(model)}) if as_json else f"in use: {model}")
+    if as_json:
+        print_data({"model": str(model)})
+    else:
+        typer.echo(f"in use: {model}")
 
 
 @model_app.command("rollback")
@@ -346,7 +349,7 @@ def export_command(
     checked = read_manifest(directory).verification
     if as_json:
         document = {"model": str(directory), "verification": checked.model_dump(mode="json")}
-        typer.echo(json.dumps(document, indent=2))
+        print_data(document)
         return
     accuracy = f", accuracy {checked.accuracy_onnx:.1%}" if checked.accuracy_onnx is not None else ""
     typer.echo(

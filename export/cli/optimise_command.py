@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from export.cli.infer_commands import AsJson, Root, Threads, model_app
 from export.model.manifest import Manifest, read_all
 from export.model.signature import MANIFEST_NAME
 from export.model.versions import Slots
+from fedcg.json_output import print_data
 
 if TYPE_CHECKING:
     from export.build.variants import HeldOut
@@ -61,7 +61,7 @@ def optimise_command(
     if as_json:
         tried = [one.model_dump(mode="json") for one in manifest.variants]
         chosen = {"model": str(directory), "installed": is_new, "serves": manifest.serves}
-        typer.echo(json.dumps({**chosen, "providers": providers, "variants": tried}, indent=2))
+        print_data({**chosen, "providers": providers, "variants": tried})
         return
     typer.echo(f"  by {in_words(providers)}")
     for one in manifest.variants:

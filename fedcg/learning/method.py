@@ -32,6 +32,9 @@ else:
 
 Progress = Callable[[str, int, int], None]
 Precision = Literal["f32", "bf16"]
+Combination = Literal["mean", "median", "trimmed"]
+"""How the clients' numbers become one: weighted by examples, or by a statistic that a minority does not move far."""
+Ensemble = Literal["sum", "standardised", "median", "trimmed"]
 
 
 class DivergedError(Exception):
@@ -68,6 +71,39 @@ class TrainingParams(BaseModel):
         return False
 
 
+class AveragedParams(TrainingParams):
+    """Parameters of methods whose server averages the clients' weights."""
+
+    average: Combination = Field(
+        default="mean",
+        # Specs that leave these fields out keep the digest that they had before the fields existed.
+        exclude_if=lambda average: average == "mean",
+        description="of the clients' weights: mean by examples, or median or trimmed mean of every number, each client once",
+    )
+
+
+class StudentParams(TrainingParams):
+    """Parameters of methods whose server trains by steps."""
+
+    server_flat_steps: int = Field(
+        default=0,
+        ge=0,
+        exclude_if=lambda steps: steps == 0,
+        description="end the server's training when the mean loss of so many steps is less than 1 % below the best; 0: never",
+    )
+
+
+class TaughtParams(AveragedParams, StudentParams):
+    """Parameters of methods whose server distils an ensemble of the clients' models."""
+
+    ensemble: Ensemble = Field(
+        default="sum",
+        exclude_if=lambda ensemble: ensemble == "sum",
+        description="of the teachers' outputs: weighted sum of logits; the same with every teacher scaled alike (standardised); "
+        "median or trimmed mean of log-probabilities, each teacher once",
+    )
+
+
 def silent(phase: str, step: int, steps: int) -> None:
     """A progress callback that does nothing."""
 
@@ -83,6 +119,7 @@ class RoundContext:
         public: unlabelled images, [N, C, H, W] uint8, that the server half may use; None where there are none.
         precision: of training steps; "bf16" for CUDA devices (see `precision`).
         graphs: whether training steps on a CUDA device may run as CUDA graphs.
+        most_rows: rows that go through a teacher at once, where memory is short; None: as many as are fast. Other last digits.
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
     """
 
@@ -96,6 +133,7 @@ class RoundContext:
     public: torch.Tensor | None = None
     precision: Precision = "f32"
     graphs: bool = True
+    most_rows: int | None = None
 
 
 @dataclass(frozen=True)

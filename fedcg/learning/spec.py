@@ -9,7 +9,8 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from typing_extensions import Self
 
 from fedcg.imaging import ImageForm as ImageForm
 from fedcg.wire.parts import (
@@ -24,6 +25,7 @@ from fedcg.wire.parts import (
 
 # Fields that weigh a client in the merge; accuracy, loss and health are only for people.
 _WEIGHING = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
+DEFAULT_MIN_COHORT = 3
 ParameterValue = bool | int | float | str | None
 CropPixels = Annotated[int, Field(ge=0, le=64)]
 _FederationId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -141,7 +143,53 @@ class FederationSpec(_Frozen):
         return spec
 
 
-class FederationPlan(_Frozen):
+class RoundPolicy(_Frozen):
+    """How an operator wants the rounds of a federation to go; can be changed while it runs."""
+
+    rounds: Annotated[_Rounds, Field(description="rounds until the federation is over")]
+    min_clients: Annotated[int, Field(ge=1, description="a round opens and closes with at least so many")] = 3
+    min_cohort: Annotated[int, Field(ge=1, description="no aggregate of fewer clients is ever published")] = (
+        DEFAULT_MIN_COHORT
+    )
+    fraction: Annotated[float, Field(gt=0, le=1, description="share of the devices there whose updates are wanted")] = (
+        1.0
+    )
+    max_clients: Annotated[int | None, Field(ge=1, description="at most so many updates are wanted")] = None
+    over_selection: Annotated[
+        float, Field(ge=0, le=4, description="invite so many more, as a share; a round closes with the wanted updates")
+    ] = 0.0
+    deadline_s: Annotated[
+        float, Field(gt=0, description="seconds that a round collects, from when the quorum has accepted")
+    ] = 3600.0
+    max_attempts: Annotated[int, Field(ge=1, description="tries of one round before the federation is paused")] = 3
+    late: Annotated[
+        Literal["drop", "next"],
+        Field(description="an update that comes when its round has closed: dropped, or a teacher of the next round"),
+    ] = "drop"
+    late_decay: Annotated[
+        float, Field(gt=0, le=1, description="share of its examples that a late update counts for in the next round")
+    ] = 0.5
+    require_cohort: Annotated[
+        bool, Field(description="devices without the cohort secret of most others are not invited")
+    ] = False
+    stop_patience: Annotated[
+        int | None, Field(ge=1, description="end after so many rounds without a better mean validation accuracy")
+    ] = None
+    stop_gain: Annotated[float, Field(ge=0, le=100, description="points of accuracy that count as better")] = 0.1
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> Self:
+        if self.min_clients < self.min_cohort:
+            raise ValueError(
+                f"min_clients = {self.min_clients} is below min_cohort = {self.min_cohort}: an aggregate of so few clients shows "
+                f"each of them; set min_cohort = {self.min_clients} to allow it, or raise min_clients"
+            )
+        if self.max_clients is not None and self.max_clients < self.min_clients:
+            raise ValueError(f"max_clients = {self.max_clients} is below min_clients = {self.min_clients}")
+        return self
+
+
+class FederationPlan(RoundPolicy):
     """What an operator writes to open a federation (TOML); the coordinator completes it to a `FederationSpec`.
 
     Attributes:
@@ -154,17 +202,11 @@ class FederationPlan(_Frozen):
     network: NetworkChoice = NetworkChoice()
     method: Annotated[_MethodName, Field(description="`fedcg method list`")]
     params: Annotated[dict[str, ParameterValue], Field(description="of the method: `fedcg method show NAME`")] = {}
-    rounds: Annotated[_Rounds, Field(description="rounds until the federation is over")]
     seed: Annotated[_Seed, Field(description="initial weights of the shared parts follow from it")] = 0
     augment_flip: Annotated[bool, Field(description="mirror half of the training images at random")] = False
     augment_crop: Annotated[CropPixels, Field(description="random windows of images padded by so many pixels")] = 0
     codec: Annotated[UpdateCodec, Field(description="how updates are coded")] = DEFAULT_UPDATE_CODEC
     aggregate_codec: Annotated[AggregateCodec, Field(description="how aggregates are coded")] = DEFAULT_AGGREGATE_CODEC
-    min_clients: Annotated[int, Field(ge=1, description="a round opens and closes with at least so many")] = 3
-    deadline_s: Annotated[
-        float, Field(gt=0, description="seconds that a round collects, from when the quorum has accepted")
-    ] = 3600.0
-    max_attempts: Annotated[int, Field(ge=1, description="tries of one round before the federation is paused")] = 3
 
     _crop_fits = field_validator("augment_crop")(_within_image)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fedcg.errors import BAD_INPUT, FedcgError
+from fedcg.errors import BAD_INPUT, NOT_CONNECTED, FedcgError
 
 
 class WireError(FedcgError):
@@ -122,3 +122,4 @@ class TransportError(WireError):
     """The link or the broker refused."""
 
     reason = "transport"
+    exit_code = NOT_CONNECTED

@@ -29,6 +29,7 @@ class ReportField(str, Enum):
     LOSS = "loss"
     HEALTH = "health"
     LABEL_COUNTS = "label_counts"
+    SHADOW = "shadow"
 
 
 class Health(str, Enum):
@@ -45,6 +46,8 @@ DEFAULT_ALLOW_UPLOAD: frozenset[Part] = frozenset({Part.GENERATOR, Part.CLASSIFI
 DEFAULT_ALLOW_REPORT: frozenset[ReportField] = frozenset(
     {ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH}
 )
+VOLUNTARY_REPORT: frozenset[ReportField] = frozenset({ReportField.SHADOW})
+"""Fields that no spec asks for: a device reports them where its owner allows it."""
 
 TensorDtype = Literal["float32", "int64"]
 
@@ -75,7 +78,11 @@ PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
 
 
 class Report(BaseModel):
-    """The report of a device about a local round; every field is optional, absent means not reported."""
+    """The report of a device about a local round; every field is optional, absent means not reported.
+
+    Attributes:
+        accuracy: of the personal model on the device's own test images; `shadow` that of the local-only baseline on the same ones.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -84,6 +91,8 @@ class Report(BaseModel):
     loss: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     health: Health | None = None
     label_counts: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=100_000)] | None = None
+    # Later than the others: left out where it is absent, so that artifacts of before it keep their bytes.
+    shadow: Annotated[float | None, Field(ge=0.0, le=1.0, exclude_if=lambda value: value is None)] = None
 
     def fields(self) -> frozenset[ReportField]:
         """The fields that this report actually carries."""

@@ -1,4 +1,4 @@
-"""Who may connect, publish and read: every named case on a Mosquitto with what `fedcg deploy mosquitto` writes.
+"""Who may connect, publish and read: every named case on a Mosquitto with the folder of `fedcg deploy mosquitto`.
 
 Each refusal stands beside the same thing done rightly, on the same broker, so that none of them passes because nothing works.
 """
@@ -247,5 +247,8 @@ def test_a_will_in_anothers_name_is_not_published_and_ones_own_is(scene: Scene) 
 
 
 def test_the_access_list_has_a_section_per_device_and_none_for_a_revoked_one(plant: Plant) -> None:
-    users = [line for line in (plant.root / "deployed" / "acl").read_text().splitlines() if line.startswith("user ")]
-    assert users == ["user coordinator", "user observer", "user a", "user b"]  # c is revoked
+    assert plant.folder is not None
+    users = [line for line in (plant.folder / "acl").read_text().splitlines() if line.startswith("user ")]
+    assert users == [
+        f"user {name}" for name in ("lists-writer", "lists-reader", "coordinator", "observer", "a", "b")
+    ]  # c is revoked

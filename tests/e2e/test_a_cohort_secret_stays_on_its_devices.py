@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import data_of
 from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -23,7 +23,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, 
     for device in stack.devices:
         (stack.store(device) / "secrets" / "cohort.key").unlink()
     config = {device: str(stack.config(device)) for device in stack.devices}
-    code = json.loads(stack.command("cohort", "create", "--config", config["site-1"], "--json"))["code"]
+    code = data_of(stack.command("cohort", "create", "--config", config["site-1"], "--json"))["code"]
     carried = stack.root / "carried"
     carried.write_text(code)
     stack.command("cohort", "join", "--config", config["site-2"], "--code-file", str(carried))
@@ -56,7 +56,7 @@ def test_the_secret_is_in_no_frame_log_or_file_outside_its_devices_secrets(finis
     held = {path: path.read_bytes() for path in searched}
     found = [str(path) for path, content in held.items() for text in spellings(secret, code) if text in content]
     assert found == []
-    mark = json.loads(stack.command("cohort", "status", "--config", str(stack.config("site-2")), "--json"))["mark"]
+    mark = data_of(stack.command("cohort", "status", "--config", str(stack.config("site-2")), "--json"))["mark"]
     frames = held[stack.root / "wire" / "frames.bin"]
     assert mark.encode() in frames, "a hello with the mark was recorded, so the search had something to search"
 

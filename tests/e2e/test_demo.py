@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import data_of
 from tests.support.stack import wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
@@ -57,7 +58,7 @@ def test_every_client_has_a_model_that_classifies_its_test_images(demo: Path) ->
         images = sorted((demo / "data" / client["id"] / "test").glob("*/*.png"))
         done = _fedcg("infer", "--model", str(Path(client["onnx_model"]).parent), *map(str, images), "--json", cwd=demo)
         assert done.returncode == 0, done.stderr
-        predictions = json.loads(done.stdout)["results"]
+        predictions = data_of(done.stdout)["results"]
         right = sum(entry["class"] == path.parent.name for entry, path in zip(predictions, images, strict=True))
         assert right / len(images) == pytest.approx(client["accuracy_onnx"])
 

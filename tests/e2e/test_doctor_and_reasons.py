@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import data_of
 from tests.support.stack import Stack, write_images
 
 pytestmark = [pytest.mark.slow, pytest.mark.broker, pytest.mark.timeout(240)]
@@ -32,9 +32,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def status(stack: Stack, device: str = DEVICE) -> dict[str, Any]:
-    shown: dict[str, Any] = json.loads(
-        stack.command("agent", "status", "--config", str(stack.config(device)), "--json")
-    )
+    shown: dict[str, Any] = data_of(stack.command("agent", "status", "--config", str(stack.config(device)), "--json"))
     return shown
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.signing import VerifyKey
+from tests.support.commands import data_of
 from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
@@ -25,7 +26,7 @@ def has_followed(serial: int) -> Any:
 
 
 def rotate(stack: Stack) -> str:
-    return str(json.loads(stack.command("coordinator", "rotate-key", "--dir", str(stack.home), "--json"))["key"])
+    return str(data_of(stack.command("coordinator", "rotate-key", "--dir", str(stack.home), "--json"))["key"])
 
 
 @pytest.fixture

@@ -71,7 +71,13 @@ def test_only_the_allowed_parts_and_fields_are_seen_by_the_observer(recorded: St
     record = json.loads((recorded.root / "wire" / "wire.json").read_text())
     updates = [entry for entry in record["artifacts"] if entry["kind"] == "update"]
     assert {part for entry in updates for part in entry["parts"]} == {"classifier", "generator"}
-    assert {field for entry in updates for field in entry["report"]} <= {"examples", "accuracy", "loss", "health"}
+    assert {field for entry in updates for field in entry["report"]} <= {
+        "examples",
+        "accuracy",
+        "loss",
+        "health",
+        "shadow",
+    }
 
 
 @pytest.mark.parametrize("coding", ["f32", "f16", "i8_delta"])

@@ -6,7 +6,6 @@ Name the interpreter in PYTHON310 where it is not on PATH.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ import pytest
 import tomllib
 
 from export import load
+from tests.support.commands import data_of
 from tests.support.learning.export_models import encoded, picture
 from tests.support.serving import PNG, install_versions, serving
 
@@ -122,7 +122,7 @@ def test_a_model_is_classified_optimised_and_served_as_here(python: Path, tmp_pa
     best = load(tmp_path / "models").classify(content)[0]
     fedcg = (str(python.parent / "fedcg"),)
     output = _run(*fedcg, "infer", tmp_path / "image.png", "--model", tmp_path / "models", "--json")
-    assert json.loads(output)["results"][0]["class"] == best.label
+    assert data_of(output)["results"][0]["class"] == best.label
     with serving(tmp_path / "models", command=fedcg) as server:
         answer = server.ask("/predict", content, PNG).document["results"][0]
         assert answer["class"] == best.label
@@ -132,5 +132,5 @@ def test_a_model_is_classified_optimised_and_served_as_here(python: Path, tmp_pa
     for number in range(4):
         (images / f"{number}.png").write_bytes(content)
     tried = _run(*fedcg, "model", "optimise", tmp_path / "models", "--images", images.parent, "--json")
-    names = [one["name"] for one in json.loads(tried)["variants"] if one["latency_ms"]]
+    names = [one["name"] for one in data_of(tried)["variants"] if one["latency_ms"]]
     assert names == ["fp32", "ort", "fp16", "int8"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from fedcg.wire.messages.enrolment_messages import load_certificate
+from tests.support.commands import data_of
 from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
@@ -27,7 +27,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def devices(stack: Stack) -> dict[str, dict[str, Any]]:
-    listed = json.loads(stack.command("device", "list", "--dir", str(stack.home), "--json"))
+    listed = data_of(stack.command("device", "list", "--dir", str(stack.home), "--json"))
     return {device["id"]: device for device in listed}
 
 
@@ -45,7 +45,7 @@ def test_a_new_box_takes_the_place_of_one_that_still_runs_and_that_one_is_cut_of
     new = stack.enrol_device("site-1", "--replaces", "site-1", folder=stack.root / "new" / "site-1")
     stack.wait_event("site-1", lambda event: event["event"] == "link" and not event["up"], "the old box loses its link")
     stack.wait_event("coordinator", lambda event: event["event"] == "departed", "its key counts no more")
-    shown = json.loads(stack.command("device", "show", "site-1", "--dir", str(stack.home), "--json"))
+    shown = data_of(stack.command("device", "show", "site-1", "--dir", str(stack.home), "--json"))
     assert shown["state"] == "enrolled"
     assert shown["public_key"] != old_key
     revoked = {entry["serial"] for entry in shown["certificates"] if entry["revoked_at"] is not None}
@@ -77,7 +77,7 @@ def test_a_box_that_leaves_is_no_member_any_more_and_nothing_private_stays_on_it
     stack.running["site-2"].terminate()
     assert stack.running.pop("site-2").wait(timeout=30) == 0
 
-    answer = json.loads(stack.command("agent", "leave", "--config", config, "--erase", "--yes", "--json"))
+    answer = data_of(stack.command("agent", "leave", "--config", config, "--erase", "--yes", "--json"))
     assert answer["confirmed"] is True
     assert {path.name for path in box.iterdir() if path.is_file()} == {"agent.toml"}
     assert not (box / "store").exists()

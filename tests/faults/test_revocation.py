@@ -14,8 +14,9 @@ from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.members.revocation import evict, revoke
 from coordinator.storage.store import Store
 from fedcg.wire.transport.mqtt import MqttTransport
-from tests.support.broker.broker_plant import TOPICS, Plant, open_plant
+from tests.support.broker.broker_plant import FEDERATION, TOPICS, Plant, open_plant
 from tests.support.broker.brokers import Client
+from tests.support.coordinator.homes import message_key
 from tests.support.waiting import free_port, wait_until
 
 WITHIN_S = 60.0
@@ -109,11 +110,11 @@ def test_the_session_of_a_replaced_box_is_ended_although_the_new_one_has_its_nam
     coordinator, old = plant.connect("coordinator"), plant.connect("a")
     exchange(coordinator, old, "a", b"before")
     wait_until(lambda: arrived(coordinator, old, "a", b"before"), "it works")
-    assert evict(plant.home, "a")
+    assert evict(plant.home, "a", message_key(plant.home, "a"), [FEDERATION])
     wait_until(lambda: False in old.links, "its session ends")
 
 
 def test_no_broker_means_no_session_to_end(tmp_path: Path) -> None:
     home = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(port=free_port())))
-    assert not evict(home, "a")
+    assert not evict(home, "a", "aa" * 32, [FEDERATION])
     assert list(home.root.glob("evict-*")) == []

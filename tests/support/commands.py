@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from typer.testing import CliRunner, Result
 
@@ -12,3 +14,10 @@ from fedcg.cli import fedcg
 def run_fedcg(*words: object, typed: str | None = None, environment: Mapping[str, str] | None = None) -> Result:
     """`fedcg` with these words: its exit code, what it printed on stdout and stderr."""
     return CliRunner().invoke(fedcg, [str(word) for word in words], input=typed, env=environment)
+
+
+def data_of(output: str | bytes) -> Any:
+    """The data in the one envelope that a command printed with `--json`; a failure of the command fails the test."""
+    envelope = json.loads(output.splitlines()[0])
+    assert envelope["ok"] is True, envelope
+    return envelope["data"]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tests.support.commands import data_of
 from tests.support.edge.toml_edit import set_values
 from tests.support.waiting import free_port, wait_until
 
@@ -61,12 +62,14 @@ class Stack:
     params: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 2
     broker: str = "mosquitto"
-    allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health")
+    allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health", "shadow")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     min_clients: int | None = None  # all devices when None
     enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
     certificate_days: float | None = None
     retry_s: float = 0.5  # after a failed attempt
+    storage: Mapping[str, str] = field(default_factory=dict)  # [storage] of the coordinator
+    home_name: str = "coordinator"
     https: tuple[str, ...] = ()  # devices whose artifacts travel over HTTPS
     carrier_port: int = field(default_factory=free_port)
     enrol_port: int = field(default_factory=free_port)
@@ -76,7 +79,7 @@ class Stack:
 
     @property
     def home(self) -> Path:
-        return self.root / "coordinator"
+        return self.root / self.home_name
 
     def store(self, device: str) -> Path:
         return self.root / "devices" / device / "store"
@@ -101,7 +104,8 @@ class Stack:
         if self.https:
             ports += ["--carrier-port", str(self.carrier_port)]
         self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
-        set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): self.retry_s})
+        storage = {("storage", name): value for name, value in self.storage.items()}
+        set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): self.retry_s, **storage})
         if self.certificate_days is not None:
             set_values(self.home / "coordinator.toml", {("enrolment", "certificate_days"): self.certificate_days})
         plan = self.root / "plan.toml"
@@ -127,7 +131,7 @@ class Stack:
         """Make a token and enrol a box with it, as an operator and a person at the box do; returns the box's folder."""
         made = self.command("token", "create", "--dir", str(self.home), "--json", *(wishes or ("--device", device)))
         out, data = folder or self.config(device).parent, self.root / "data" / device
-        self.command("enrol", "--token", json.loads(made)["token"], "--out", str(out), "--data", str(data))
+        self.command("enrol", "--token", data_of(made)["token"], "--out", str(out), "--data", str(data))
         self.adapt_config(device, data, out / "agent.toml")
         return out
 
@@ -216,7 +220,7 @@ class Stack:
         """What `fedcg doctor` finds on a device, by what it checked; its exit code says whether anything failed."""
         command = [sys.executable, "-m", "fedcg", "doctor", "--config", str(self.config(device)), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-        findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+        findings = {one["check"]: one for one in data_of(done.stdout)["findings"]}
         assert done.returncode == any(one["state"] == "failed" for one in findings.values()), findings
         assert done.stderr == ""
         return findings

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from fedcg.json_output import print_data
 from fedcg.wire.parts import DEFAULT_AGGREGATE_CODEC, DEFAULT_UPDATE_CODEC
 
 GENERATORS = ("mlp", "mlp_small", "mlp3", "conv_small")
@@ -43,7 +43,7 @@ def codec_command(
             "defaults": {"codec": DEFAULT_UPDATE_CODEC, "aggregate_codec": DEFAULT_AGGREGATE_CODEC},
             "cases": [asdict(case) for case in found],
         }
-        typer.echo(json.dumps(record, indent=1))
+        print_data(record)
         return
     for case in found:
         typer.echo(

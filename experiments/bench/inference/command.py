@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated
 
 import typer
+
+from fedcg.json_output import print_data
 
 
 def infer_command(
@@ -38,7 +39,7 @@ def infer_command(
     if as_json:
         record = bench_record("bench infer")
         record["versions"] |= {name: version(name) for name in ("fastapi", "uvicorn")}
-        typer.echo(json.dumps({**record, "setting": asdict(plan), **found}, indent=1))
+        print_data({**record, "setting": asdict(plan), **found})
         return
     for name, figures in found.items():
         for figure, value in figures.items():

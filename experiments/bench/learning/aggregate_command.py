@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from fedcg.json_output import print_data
 
 
 def aggregate_command(
@@ -44,7 +45,7 @@ def aggregate_command(
             "cases": [figures(one) for one in measured],
             "ratios": found,
         }
-        typer.echo(json.dumps(record, indent=1))
+        print_data(record)
         return
     for one in measured:
         typer.echo(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.record import bench_record
+from fedcg.json_output import print_data
 
 if TYPE_CHECKING:
     from experiments.bench.learning.steps import Steps
@@ -52,7 +53,7 @@ def round_command(
             "server_iterations": [plan.measured_iterations, plan.server_iterations],
         }
         record = {"setting": asdict(plan), "extrapolated": extrapolated if plan.is_extrapolated else None, **result}
-        typer.echo(json.dumps({**bench_record("bench round"), **record}, indent=1))
+        print_data({**bench_record("bench round"), **record})
         return
     _print_round(result)
     if plan.is_extrapolated:
@@ -106,7 +107,7 @@ def train_command(
     cases, on_gpu = measure(plan, announce), _on_gpu(plan, announce)
     if as_json:
         setting = {"split": split, "steps": plan.steps, "threads": threads, "repeats": plan.repeats}
-        typer.echo(json.dumps({**bench_record("bench train"), "setting": setting, "cases": cases, **on_gpu}, indent=1))
+        print_data({**bench_record("bench train"), "setting": setting, "cases": cases, **on_gpu})
         return
     for case in cases:
         typer.echo(

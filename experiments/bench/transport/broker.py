@@ -13,7 +13,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from coordinator.broker.mosquitto import ACL_NAME, write_config
+from coordinator.broker.broker_folder import write_folder
+from coordinator.broker.lists import Lists
+from coordinator.broker.mosquitto import write_config
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
@@ -87,10 +89,10 @@ def bench(devices: Sequence[str]) -> Iterator[Bench]:
         (port,) = free_ports(1)
         home = create_home(root / "home", CoordinatorConfig(broker=BrokerSettings(port=port)))
         made = Bench(home, root, devices)
-        acl = home.broker / ACL_NAME
-        acl.write_text(made.topics.mosquitto_acl(devices, []), encoding="utf-8")
-        acl.chmod(0o600)
-        command = [str(mosquitto.binary), "-c", str(write_config(home, home.broker))]
+        revocations = home.revocations.read_text(encoding="ascii")
+        lists = Lists(federations=(FEDERATION,), devices=tuple(devices), observers=(), revocations=revocations)
+        write_folder(home, home.broker, lists)
+        command = [str(mosquitto.binary), "-c", str(write_config(home.broker))]
         with (root / "mosquitto.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=mosquitto.environment())
         try:

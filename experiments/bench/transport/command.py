@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
+
+from fedcg.json_output import print_data
 
 
 def transport_command(
@@ -56,5 +57,7 @@ def transport_command(
             f"{one.mb_per_s(one.ours_s):.1f} MB/s, paho alone {one.mb_per_s(one.paho_s):.1f} (ratio {one.ratio:.2f})"
             for one in measured
         ]
-    for line in [json.dumps(record, indent=1)] if as_json else lines:
-        typer.echo(line)
+    if as_json:
+        print_data(record)
+    else:
+        typer.echo("\n".join(lines))

@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.worker_messages import Job, JobDone, Updates, WorkerEvent, WorkerReady, WorkerSettings
+from coordinator.aggregation.worker_messages import (
+    Assessed,
+    Job,
+    JobDone,
+    Updates,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
 from coordinator.errors import BrokerError
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
@@ -23,6 +31,7 @@ from coordinator.rounds.round_engine import Phase
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
+from coordinator.updates.figures import Figures
 from coordinator.updates.robustness import Distances
 from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, Bench, bench, device_name, expect, process_of
 from experiments.bench.transport.peers import run_devices
@@ -57,7 +66,7 @@ class NoWorker:
     """An aggregation worker that learns nothing: the aggregate of every round is the one it started from."""
 
     settings: WorkerSettings
-    notify: Callable[[WorkerReady | JobDone], None]
+    notify: Callable[[WorkerReady | Assessed | JobDone], None]
     job: Job | None = None
 
     def start(self) -> None:
@@ -70,6 +79,11 @@ class NoWorker:
 
     def add(self, client: str, artifact: str) -> None:
         """No teacher pass."""
+
+    def assess(self, updates: Mapping[str, str]) -> None:
+        """Nothing is measured."""
+        assert self.job is not None
+        self.notify(Assessed(self.job.round, self.job.attempt, dict.fromkeys(updates, Figures())))
 
     def finish(self, updates: Updates, limits: Distances) -> None:
         """Hand the base back."""
@@ -148,7 +162,7 @@ def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
 def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
     """The coordinator's process: serve until all rounds are over, and send how long each took."""
     home = made.home
-    store = Store(home.database)
+    store = Store.of(home)
     artifacts = ArtifactStore(home.artifacts)
     base = packed(spec, "base", kind="aggregate", round=0, attempt=0, client=COORDINATOR)
     clients = len(made.devices)

@@ -8,13 +8,14 @@ fixed): the largest is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from fedcg.learning.aggregation.exact_sum import ExactSum
-from fedcg.learning.method import Aggregate, ServerState, Spill, Update
+from fedcg.learning.aggregation.robust_statistics import WEIGHTS, combined, flat_weights, with_weights
+from fedcg.learning.method import Aggregate, Combination, ServerState, Spill, Update
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
@@ -151,35 +152,75 @@ def average_updates(updates: Mapping[str, Callable[[], Update]], parts: frozense
     return average.merged()
 
 
+def robust_rows(update: Update, parts: frozenset[Part], average: Combination) -> dict[str, torch.Tensor]:
+    """What an update spills for `robust_average`: nothing for a mean."""
+    return {} if average == "mean" else {WEIGHTS: flat_weights({part: update.parts[part] for part in parts})}
+
+
+def robust_average(merged: Merged, spill: Spill, average: Combination) -> Merged:
+    """A merge with the statistic of its clients' spilled weights in the place of their mean; integers stay."""
+    if average == "mean":
+        return merged
+    flat = combined(spill, merged.examples, WEIGHTS, average)
+    return replace(merged, parts=with_weights(merged.parts, flat))
+
+
 class AverageAggregator:
     """FedAvg's server half: the average by number of examples, of updates in any order.
 
     Args:
         parts: what to average.
-        spill: records who was added; holds no rows.
+        spill: records who was added; holds weights for another average than the mean.
+        average: of the weights.
     """
 
-    def __init__(self, parts: frozenset[Part], spill: Spill) -> None:
+    def __init__(self, parts: frozenset[Part], spill: Spill, average: Combination = "mean") -> None:
         self._parts = parts
         self._spill = spill
+        self._how = average
         self._average = RunningAverage(parts)
 
     @property
     def merged(self) -> Merged:
         """The average of the updates added so far, and what they reported."""
-        return self._average.merged()
+        return robust_average(self._average.merged(), self._spill, self._how)
 
     def add(self, update: Update) -> None:
         """Count an update."""
         self._average.add(update)
         if not self._spill.has(update.client):
-            self._spill.put(update.client, {"examples": torch.tensor(update.examples)})
+            rows = robust_rows(update, self._parts, self._how)
+            self._spill.put(update.client, {"examples": torch.tensor(update.examples), **rows})
 
     def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
         """The average of exactly these updates, those that were not added loaded in client-id order, one at a time."""
         if not self._average.clients <= updates.keys():
             self._average = RunningAverage(self._parts)
         for client in sorted(updates.keys() - self._average.clients):
-            self._average.add(updates[client]())
+            self.add(updates[client]())
         aggregate = Aggregate(self.merged.parts)
         return aggregate, ServerState(aggregate)
+
+
+class PartsAverage:
+    """In the place of a method's own server half where that can't run: the average, and the rest of the aggregate as it was.
+
+    Args:
+        shared: parts of the updates.
+        state: from before the round.
+        spill: as `AverageAggregator`'s.
+    """
+
+    def __init__(self, shared: frozenset[Part], state: ServerState, spill: Spill) -> None:
+        self._state = state
+        self._average = AverageAggregator(shared & state.aggregate.parts.keys(), spill)
+
+    def add(self, update: Update) -> None:
+        """Count an update."""
+        self._average.add(update)
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """The average of exactly these updates, beside the parts that no update holds."""
+        averaged = self._average.finish(updates)[0].parts
+        aggregate = replace(self._state.aggregate, parts={**self._state.aggregate.parts, **averaged})
+        return aggregate, replace(self._state, aggregate=aggregate)

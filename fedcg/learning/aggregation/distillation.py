@@ -6,6 +6,8 @@ arrives; the student loop then never touches a teacher. That is exact: a teacher
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import Merged, RunningAverage
+from fedcg.learning.aggregation.averaging import Merged, RunningAverage, robust_average, robust_rows
 from fedcg.learning.aggregation.exact_sum import ExactSum
 from fedcg.learning.aggregation.label_distribution import row_weights
-from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update, Weights
+from fedcg.learning.aggregation.robust_statistics import combined
+from fedcg.learning.method import (
+    Aggregate,
+    DivergedError,
+    RoundContext,
+    ServerState,
+    Spill,
+    TaughtParams,
+    Update,
+    Weights,
+)
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.seeds import Streams
@@ -29,16 +41,19 @@ from fedcg.wire.parts import Part
 
 SHARED = frozenset({Part.GENERATOR, Part.CLASSIFIER})
 _CHECK_STEPS = 200
+FLAT = 0.99
+"""A loss is flat when it is more than this share of the least one before it."""
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """Settings of a student loop."""
+    """Settings of a student loop; it ends early when `flat_steps` steps have not brought the mean loss down (0: never)."""
 
     iterations: int
     batch: int
     lr: float
     weight_decay: float
+    flat_steps: int = 0
 
     @property
     def rows(self) -> int:
@@ -107,7 +122,7 @@ def generator_blocks(teacher: Pair, bank: Bank, ctx: RoundContext) -> Iterator[t
     The blocks are always the same: how rows are put together shows in their last digits.
     """
     teacher.generator.eval()
-    for rows in slices(len(bank), frozen_rows(torch.device(ctx.device))):
+    for rows in slices(len(bank), ctx.most_rows or frozen_rows(torch.device(ctx.device))):
         yield rows, teacher.generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
 
 
@@ -176,12 +191,16 @@ def distil(
     with seeded_layers(ctx, "distil"):
         order = torch.arange(rows if by_index else 0, device=ctx.device)
         on_graph = by_index and ctx.graphs and on_cuda([order])
+        window, least = settings.flat_steps or _CHECK_STEPS, math.inf
         step_at = graphed(take_step, modules, [optimiser], settings.iterations) if on_graph else take_step
         for step, some in enumerate(slices(rows, settings.batch), start=1):
             meter.add(step_at(order[some] if on_graph else some))
-            if step % _CHECK_STEPS == 0:
-                meter.check()
-            ctx.progress("distil", step, settings.iterations)
+            mean = meter.check() if step % window == 0 else None
+            is_flat = settings.flat_steps > 0 and mean is not None and mean > FLAT * least
+            least = min(least, mean if mean is not None else least)
+            ctx.progress("distil", step, step if is_flat else settings.iterations)
+            if is_flat:
+                break
     meter.check()
 
 
@@ -248,36 +267,68 @@ class TaughtAverage:
     Args:
         parts: what to average.
         teach: an update's logits over the rows that the student will learn from; asked for once, then they are spilled.
-        spill: keeps the logits.
+        spill: keeps the logits, and for another average than the mean the weights.
+        params: how weights and logits are put together.
     """
 
-    def __init__(self, parts: frozenset[Part], teach: Callable[[Update], torch.Tensor], spill: Spill) -> None:
+    def __init__(
+        self, parts: frozenset[Part], teach: Callable[[Update], torch.Tensor], spill: Spill, params: TaughtParams
+    ) -> None:
         self._parts = parts
         self._teach = teach
         self._spill = spill
-        self._average, self._ensemble = RunningAverage(parts), Ensemble()
+        self._params = params
+        self._begin()
+
+    def _begin(self) -> None:
+        self._average, self._ensemble = RunningAverage(self._parts), Ensemble()
+        self._spreads: dict[str, float] = {}
 
     @property
     def merged(self) -> Merged:
         """The average of the updates added so far, and what they reported."""
-        return self._average.merged()
+        return robust_average(self._average.merged(), self._spill, self._params.average)
 
     def add(self, update: Update) -> None:
         """Count an update; a second time it counts for nothing."""
         if update.client in self._average.clients:
             return
         if not self._spill.has(update.client):
-            self._spill.put(update.client, {"logits": self._teach(update)})
-        self._ensemble.add(update.examples, self._spill.get(update.client)["logits"])
+            weights = robust_rows(update, self._parts, self._params.average)
+            self._spill.put(update.client, {"logits": self._teach(update), **weights})
+        logits = self._spill.get(update.client)["logits"]
+        if self._params.ensemble == "standardised":
+            spread = self._spreads[update.client] = _spread(logits)
+            logits = logits.to(torch.float64) / spread
+        self._ensemble.add(update.examples, logits)
         self._average.add(update)
 
     def settle(self, updates: Mapping[str, Callable[[], Update]]) -> torch.Tensor:
         """Count exactly these updates; the ensemble's logits. What was counted and has no part in this round is left out."""
         if not self._average.clients <= updates.keys():
-            self._average, self._ensemble = RunningAverage(self._parts), Ensemble()
+            self._begin()
         for client in sorted(updates.keys() - self._average.clients):
             self.add(updates[client]())
-        return self._ensemble.logits()
+        how = self._params.ensemble
+        if how == "sum":
+            return self._ensemble.logits()
+        if how == "standardised":
+            return self._ensemble.logits() * statistics.median_low(self._spreads.values())
+        robust = combined(self._spill, updates, "logits", how, lambda rows: rows.to(torch.float64).log_softmax(1))
+        return robust.to(torch.float32)
+
+
+def _spread(logits: torch.Tensor) -> float:
+    """The standard deviation of a teacher's logits about each row's mean; 1 where they are all alike.
+
+    Raises:
+        DivergedError: a logit is not finite.
+    """
+    centred = logits.to(torch.float64) - logits.to(torch.float64).mean(dim=1, keepdim=True)
+    spread = float(centred.square().mean().sqrt())
+    if not math.isfinite(spread):
+        raise DivergedError("a weight or an output of an update is not finite")
+    return spread or 1.0
 
 
 class EnsembleAggregator:
@@ -287,10 +338,12 @@ class EnsembleAggregator:
     Weights and logits are summed as updates arrive, so that after the last one nothing is left to do but the student's loop.
     """
 
-    def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill) -> None:
+    def __init__(
+        self, settings: Distillation, ctx: RoundContext, spill: Spill, params: TaughtParams = TaughtParams()
+    ) -> None:
         self._settings = settings
         self._ctx = ctx
-        self._taught = TaughtAverage(SHARED, self._teacher_pass, spill)
+        self._taught = TaughtAverage(SHARED, self._teacher_pass, spill, params)
 
     @cached_property
     def bank(self) -> Bank:

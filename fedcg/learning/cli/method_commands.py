@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedcg.json_output import print_data
 from fedcg.learning.registry import method_names
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ def list_methods(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """Names of all methods."""
-    print(json.dumps(method_names()) if as_json else "\n".join(method_names()))
+    if as_json:
+        print_data(method_names())
+    else:
+        print("\n".join(method_names()))
 
 
 @method_app.command("show")
@@ -42,7 +45,10 @@ def show_method(
         method = get_method(name)
     except UnknownMethodError as error:
         raise typer.BadParameter(str(error)) from error
-    print(json.dumps(_described(method), indent=2) if as_json else _as_text(method))
+    if as_json:
+        print_data(_described(method))
+    else:
+        print(_as_text(method))
 
 
 def _described(method: Method) -> dict[str, object]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedcg.json_output import print_data
 from fedcg.learning.split_names import BACKBONES, BUILT_IN, allow_here, registered
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def list_networks(
         "discriminators": sorted(DISCRIMINATORS),
     }
     if as_json:
-        typer.echo(json.dumps(names, indent=2))
+        print_data(names)
         return
     lines = [f"{kind}: {', '.join(names[kind])}" for kind in ("splits", "generators", "discriminators")]
     lines += [f"{name}@LAYER, with LAYER one of {', '.join(found)}" for name, found in layers.items()]
@@ -70,7 +70,10 @@ def show_network(
         sizes = sizes_of(_plan(network, image_size, channels, classes))
     except (LearningError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo(json.dumps({**network, **asdict(sizes)}, indent=2) if as_json else _as_text(name, sizes))
+    if as_json:
+        print_data({**network, **asdict(sizes)})
+    else:
+        typer.echo(_as_text(name, sizes))
 
 
 def _plan(network: dict[str, str | int], side: int, channels: int, classes: int) -> FederationPlan:

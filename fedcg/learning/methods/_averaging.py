@@ -20,6 +20,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
+    AveragedParams,
     ClientState,
     DivergedError,
     LabelCounts,
@@ -90,10 +91,17 @@ def averaging_method(
         init_client=partial(init_client_of, PERSONAL | downloads),
         local_round=half.round_of,
         init_server=partial(init_server_of, shared | downloads),
-        aggregator=aggregator or (lambda state, ctx, spill: AverageAggregator(shared, spill)),
+        aggregator=aggregator or partial(_average, params_type, shared),
         needs_public=needs_public,
         local_rounds=half.rounds_of if penalty_of is unpenalised else None,
     )
+
+
+def _average(
+    params_type: type[TrainingParams], shared: frozenset[Part], state: ServerState, ctx: RoundContext, spill: Spill
+) -> Aggregator:
+    params = params_type.model_validate(ctx.spec.params)
+    return AverageAggregator(shared, spill, params.average if isinstance(params, AveragedParams) else "mean")
 
 
 def init_client_of(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:

@@ -18,8 +18,9 @@ from functools import partial
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
+from typing_extensions import Self
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
@@ -35,7 +36,7 @@ from fedcg.learning.method import (
     RoundContext,
     ServerState,
     Spill,
-    TrainingParams,
+    TaughtParams,
 )
 from fedcg.learning.methods._averaging import init_client_of, init_server_of, local_result
 from fedcg.learning.networks import load_part
@@ -70,7 +71,7 @@ PRIVATE = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})
 _GAN_BETAS = (0.5, 0.999)
 
 
-class FedcgParams(TrainingParams):
+class FedcgParams(TaughtParams):
     """Parameters of FedCG; the defaults are the paper's, except for `diversity`: the paper gives no weight, 0.1 is ours."""
 
     gan_lr: float = Field(default=3e-4, gt=0, description="learning rate of generator and discriminator (eta_2)")
@@ -92,6 +93,14 @@ class FedcgParams(TrainingParams):
     exact_clients: int = Field(
         default=32, ge=1, description="crossed_kd: above, eq. 11 draws one client per batch and label"
     )
+
+    @model_validator(mode="after")
+    def _crossed_is_plain(self) -> Self:
+        if self.aggregation == "crossed_kd" and (self.average, self.ensemble) != ("mean", "sum"):
+            raise ValueError(
+                "average and ensemble have no effect with aggregation = crossed_kd: leave them out, or use kd"
+            )
+        return self
 
     @property
     def needs_label_counts(self) -> bool:
@@ -205,12 +214,14 @@ def gan_step(
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """Algorithm 2, or an aggregation that FedMD-CG compares it with."""
     params = FedcgParams.model_validate(ctx.spec.params)
-    settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
+    settings = Distillation(
+        params.server_iterations, params.server_batch, params.server_lr, params.weight_decay, params.server_flat_steps
+    )
     if params.aggregation == "average":
-        return AverageAggregator(SHARED, spill)
+        return AverageAggregator(SHARED, spill, params.average)
     if params.aggregation == "crossed_kd":
         return CrossedAggregator(settings, Crossing("auto", params.exact_clients, Divergence()), state, ctx, spill)
-    return EnsembleAggregator(settings, ctx, spill)
+    return EnsembleAggregator(settings, ctx, spill, params)
 
 
 METHOD = Method(

@@ -28,7 +28,7 @@ from fedcg.learning.method import (
     RoundContext,
     ServerState,
     Spill,
-    TrainingParams,
+    TaughtParams,
     Update,
     Weights,
 )
@@ -43,7 +43,7 @@ _TEACHER_ROWS = (
 )
 
 
-class FeddfParams(TrainingParams):
+class FeddfParams(TaughtParams):
     """Parameters of FedDF; iterations and batch are those of FedCG's comparison."""
 
     server_iterations: int = Field(default=2000, ge=1, description="student steps on the server")
@@ -78,11 +78,11 @@ class PublicEnsembleAggregator:
     Weights and logits are summed as updates arrive; after the last one only the student's loop is left.
     """
 
-    def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill) -> None:
+    def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill, params: TaughtParams) -> None:
         self._settings = settings
         self._ctx = ctx
         self._public = public_of(ctx)
-        self._taught = TaughtAverage(PERSONAL, self._teacher_logits, spill)
+        self._taught = TaughtAverage(PERSONAL, self._teacher_logits, spill, params)
 
     @cached_property
     def _batches(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +118,7 @@ class PublicEnsembleAggregator:
     def _teacher_logits(self, update: Update) -> torch.Tensor:
         extractor, classifier = (net.eval() for net in self._load(update.parts))
         used, logits = self._batches[0], []
-        for some in used.split(_TEACHER_ROWS):
+        for some in used.split(self._ctx.most_rows or _TEACHER_ROWS):
             images = normalise(self._public[some].to(self._ctx.device), self._ctx.spec.image)
             logits.append(classifier(extractor(images)).cpu())
             self._ctx.progress("teacher", sum(map(len, logits)), len(used))
@@ -138,8 +138,10 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
         DataError: there are no public images.
     """
     params = FeddfParams.model_validate(ctx.spec.params)
-    settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
-    return PublicEnsembleAggregator(settings, ctx, spill)
+    settings = Distillation(
+        params.server_iterations, params.server_batch, params.server_lr, params.weight_decay, params.server_flat_steps
+    )
+    return PublicEnsembleAggregator(settings, ctx, spill, params)
 
 
 METHOD = averaging_method(

@@ -38,11 +38,12 @@ from fedcg.learning.aggregation.distillation import Bank, Distillation, Rows, di
 from fedcg.learning.aggregation.label_distribution import label_probabilities
 from fedcg.learning.method import (
     Aggregate,
+    AveragedParams,
     LabelCounts,
     RoundContext,
     ServerState,
     Spill,
-    TrainingParams,
+    StudentParams,
     Update,
     Weights,
 )
@@ -55,7 +56,7 @@ from fedcg.wire.parts import Part
 SHARED = frozenset({Part.CLASSIFIER})
 
 
-class FedgenParams(TrainingParams):
+class FedgenParams(AveragedParams, StudentParams):
     """Parameters of FedGen; the published comparison gives every term the weight 1."""
 
     replay: float = Field(default=1.0, ge=0, description="weight of the classifier's loss on generated features")
@@ -131,7 +132,7 @@ class GeneratorAggregator:
     def __init__(self, state: ServerState, ctx: RoundContext, spill: Spill) -> None:
         self._generator = state.aggregate.parts[Part.GENERATOR]
         self._ctx = ctx
-        self._average = AverageAggregator(SHARED, spill)
+        self._average = AverageAggregator(SHARED, spill, FedgenParams.model_validate(ctx.spec.params).average)
 
     def add(self, update: Update) -> None:
         """Count the classifier in the average; it judges while the generator trains."""
@@ -160,7 +161,13 @@ class GeneratorAggregator:
 
     def _train(self, jury: Jury, merged: Merged) -> Weights:
         ctx, params = self._ctx, FedgenParams.model_validate(self._ctx.spec.params)
-        settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
+        settings = Distillation(
+            params.server_iterations,
+            params.server_batch,
+            params.server_lr,
+            params.weight_decay,
+            params.server_flat_steps,
+        )
         generator = load_part(ctx.spec, Part.GENERATOR, self._generator, ctx.device)
         bank = self._bank(settings, merged)
         noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)

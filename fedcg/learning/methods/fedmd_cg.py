@@ -39,7 +39,7 @@ from fedcg.learning.method import (
     RoundContext,
     ServerState,
     Spill,
-    TrainingParams,
+    StudentParams,
     Update,
     Weights,
 )
@@ -70,7 +70,7 @@ _PARTS = SHARED | PRIVATE
 _LEAST_SCALE = 1e-3  # keeps the normalised diversity finite for a class with one image or dead features
 
 
-class FedmdCgParams(TrainingParams):
+class FedmdCgParams(StudentParams):
     """Parameters of FedMD-CG; the weights λ are the paper's (all 1)."""
 
     generator_lr: float = Field(default=3e-4, gt=0, description="learning rate of the local generator")
@@ -266,7 +266,9 @@ class _WithLabels:
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """Algorithm 1 lines 19-24 (`crossed_kd`), or one of the simpler aggregations that the paper compares with."""
     params = FedmdCgParams.model_validate(ctx.spec.params)
-    settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
+    settings = Distillation(
+        params.server_iterations, params.server_batch, params.server_lr, params.weight_decay, params.server_flat_steps
+    )
     if params.aggregation == "crossed_kd":
         crossing = Crossing(params.bank, params.exact_clients, divergence_of(params))
         return CrossedAggregator(settings, crossing, state, ctx, spill)

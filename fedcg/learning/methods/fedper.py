@@ -6,10 +6,10 @@ are trained together in every local step. A device takes part only when its `all
 
 from __future__ import annotations
 
-from fedcg.learning.method import TrainingParams
+from fedcg.learning.method import AveragedParams
 from fedcg.learning.methods._averaging import averaging_method
 from fedcg.wire.parts import Part
 
 METHOD = averaging_method(
-    "fedper", "FedPer: extractor averaged by data size, private classifier", TrainingParams, frozenset({Part.EXTRACTOR})
+    "fedper", "FedPer: extractor averaged by data size, private classifier", AveragedParams, frozenset({Part.EXTRACTOR})
 )

@@ -13,13 +13,13 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.method import RoundContext, TrainingParams
+from fedcg.learning.method import AveragedParams, RoundContext
 from fedcg.learning.methods._averaging import PERSONAL, averaging_method
 from fedcg.learning.training.training_loop import Block, Penalty, PenaltyMaker
 from fedcg.wire.parts import Part
 
 
-class FedproxParams(TrainingParams):
+class FedproxParams(AveragedParams):
     """Parameters of FedProx."""
 
     mu: float = Field(default=0.01, ge=0, description="weight of the proximal term; the paper tried 0.001 to 1")

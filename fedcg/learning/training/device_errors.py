@@ -16,6 +16,13 @@ def is_sticky(error: BaseException) -> bool:
     return any(mark in str(error) for mark in _STICKY)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the machine or of its accelerator; torch's own allocator on the CPU raises a RuntimeError."""
+    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 def is_of_this_machine(error: BaseException) -> bool:
     """Whether an error is the machine's (memory, disk) rather than that of the numbers it was given."""
-    return isinstance(error, OSError | MemoryError | torch.cuda.OutOfMemoryError)
+    return isinstance(error, OSError) or is_out_of_memory(error)

@@ -79,6 +79,7 @@ class DeclineReason(str, Enum):
     SPEC_REFUSED = "spec_refused"
     TRAINING_FAILED = "training_failed"
     DIVERGED = "diverged"
+    INTERRUPTED = "interrupted"
 
 
 class CohortVerdict(str, Enum):
@@ -213,10 +214,23 @@ class Hello(_Message):
         return self
 
 
+TrainingPhase = Literal["wait", "load", "classify", "generate", "shadow-classify", "evaluate", "train"]
+"""What a training process does; a closed set, so that free text can never leave a device. `train`: a step of any other name."""
+Steps = Annotated[int, Field(ge=0, le=1 << 31)]
+
+
 class Heartbeat(_Message):
-    """The device is online; sent when its heartbeat interval passed without another message."""
+    """The device is online; sent when its heartbeat interval passed without another message, and more often while it trains.
+
+    Attributes:
+        phase: what it does for `round` and `attempt`, where its owner allows `health`; None when it does not train.
+        step, steps: how far the phase is.
+    """
 
     kind: Literal["heartbeat"] = "heartbeat"
+    phase: TrainingPhase | None = None
+    step: Steps = 0
+    steps: Steps = 0
 
 
 class Welcome(_Message):

@@ -13,6 +13,13 @@ from enum import Enum
 from fedcg.wire.messages.messages import COORDINATOR
 
 OBSERVER = "observer"
+LISTS_WRITER = "lists-writer"
+LISTS_READER = "lists-reader"
+"""The identities at the two ends of the broker's lists of devices: the coordinator's side, and the program beside the broker."""
+LISTS = "fedcg/lists/1/wanted"
+"""Retained: the lists of devices that the broker has to apply."""
+LISTS_APPLIED = "fedcg/lists/1/applied"
+"""Which lists the program beside the broker has applied."""
 _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _ANY = "+"
 
@@ -36,6 +43,7 @@ class Role(str, Enum):
 
     COORDINATOR = "coordinator"
     OBSERVER = "observer"
+    LISTS = "lists"
     DEVICE = "device"
 
 
@@ -48,11 +56,13 @@ _OF_DEVICES = {kind.value: kind for kind in FROM_DEVICE + TO_DEVICE}
 _WRITES: dict[Role, tuple[TopicKind, ...]] = {
     Role.COORDINATOR: BROADCASTS + TO_DEVICE,
     Role.OBSERVER: (),
+    Role.LISTS: (),
     Role.DEVICE: FROM_DEVICE,
 }
 _READS: dict[Role, tuple[TopicKind, ...]] = {
     Role.COORDINATOR: BROADCASTS + FROM_DEVICE,
     Role.OBSERVER: tuple(TopicKind),
+    Role.LISTS: (),
     Role.DEVICE: BROADCASTS + TO_DEVICE,
 }
 
@@ -68,13 +78,21 @@ class ParsedTopic:
 def role_of(identity: str) -> Role:
     """The role of an identity (a certificate's common name).
 
-    "coordinator" and names that are or start with "observer" are reserved, so no device can have them.
+    "coordinator", the two ends of the lists, and names that are or start with "observer" are reserved, so no device can have them.
     """
     if identity == COORDINATOR:
         return Role.COORDINATOR
     if identity == OBSERVER or identity.startswith(f"{OBSERVER}-"):
         return Role.OBSERVER
+    if identity in (LISTS_WRITER, LISTS_READER):
+        return Role.LISTS
     return Role.DEVICE
+
+
+def lists_acl() -> str:
+    """The sections of Mosquitto's access list by which it gets its lists, whatever federations there are."""
+    ends = ((LISTS_WRITER, LISTS, LISTS_APPLIED), (LISTS_READER, LISTS_APPLIED, LISTS))
+    return "\n".join(f"user {own}\ntopic write {written}\ntopic read {read}\n" for own, written, read in ends)
 
 
 def check_device_id(identity: str) -> str:

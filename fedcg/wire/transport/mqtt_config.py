@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import socket
 import ssl
@@ -67,7 +68,8 @@ class MqttConfig:
     """A broker and this client's identity on it.
 
     Attributes:
-        identity: MQTT client id; over TLS the certificate's common name must be the same.
+        identity: over TLS the certificate's common name must be the same.
+        federation: sets the connections of one identity apart, one per federation; "" for its only one.
         tls: mutual TLS; None only with `insecure` and a loopback host.
         protocol: "auto" tries MQTT 5 first and falls back to 3.1.1 when the broker refuses it.
         queue_max, queue_max_bytes: bound on the messages that wait to be sent or acknowledged.
@@ -75,6 +77,7 @@ class MqttConfig:
             smallest limit among the known brokers is 128 KB.
         max_packet: largest packet in bytes whatever the broker announces, for services that take less than they announce.
         max_inbound: largest packet in bytes that is taken from the broker; a larger one ends the link before it is read.
+        connection: sets the connections of one identity apart (`connection_name`).
         in_flight: QoS 1 publishes sent and not acknowledged at most; fewer when the broker announces so.
     """
 
@@ -92,6 +95,7 @@ class MqttConfig:
     max_packet: int = PROTOCOL_MAX_PACKET
     max_inbound: int = MAX_INBOUND
     in_flight: int = IN_FLIGHT
+    connection: str = ""
 
     def __post_init__(self) -> None:
         if self.tls is None and not (self.insecure and is_loopback(self.host)):
@@ -102,9 +106,27 @@ class MqttConfig:
             raise ValueError("insecure=True contradicts the TLS files; leave one of them out")
 
     @property
+    def client_id(self) -> str:
+        """The MQTT client id; the part before the dot is the identity."""
+        return f"{self.identity}.{self.connection}" if self.connection else self.identity
+
+    @property
     def address(self) -> str:
         """Host and port for messages to people."""
         return f"{self.host}:{self.port}"
+
+
+def connection_name(federation: str, secret: bytes) -> str:
+    """The name of an identity's connection for a federation: the same at every start, and unknown to all without the secret.
+
+    A broker ends the session of a client id that connects again, whoever does. Nobody but the identity itself and the
+    coordinator can do that to a client id that nobody else can guess.
+
+    Args:
+        federation: that the connection serves.
+        secret: known to the identity and, for a device, to the coordinator: the device's public message key.
+    """
+    return hashlib.sha256(b"fedcg/1 client id\0" + federation.encode() + b"\0" + secret).hexdigest()[:32]
 
 
 def explain_failure(config: MqttConfig, error: OSError) -> str:

@@ -45,7 +45,7 @@ class MqttLink(paho.Client):
         self._is_5 = protocol == "5"
         super().__init__(
             CallbackAPIVersion.VERSION2,
-            client_id=config.identity,
+            client_id=config.client_id,
             clean_session=None if self._is_5 else True,
             protocol=MQTTProtocolVersion.MQTTv5 if self._is_5 else MQTTProtocolVersion.MQTTv311,
             reconnect_on_failure=False,

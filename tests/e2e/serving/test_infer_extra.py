@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from export.model.preprocess import load_image
 from export.model.runtime import Model
+from tests.support.commands import data_of
 from tests.support.learning.export_models import CLASSES, install_model, write_images
 from tests.support.serving import serving
 
@@ -81,7 +81,7 @@ def test_a_box_with_only_the_infer_extra_classifies_images_as_the_trained_model_
     box: Box, model_root: Path
 ) -> None:
     images = write_images(box.home / "images")
-    document = json.loads(box.fedcg("infer", "--model", model_root, "--json", "--top", "3", box.home / "images").stdout)
+    document = data_of(box.fedcg("infer", "--model", model_root, "--json", "--top", "3", box.home / "images").stdout)
     model = Model.load(model_root)
     rows = model.predict([load_image(file, model.manifest.image) for file in images.files])
     here = dict(zip(map(str, images.files), rows, strict=True))
@@ -131,7 +131,7 @@ def test_serving_over_mqtt_needs_no_other_extra(box: Box, model_root: Path) -> N
 def test_with_the_serve_extra_it_answers_over_http_without_torch_installed(tmp_path: Path, model_root: Path) -> None:
     serving_box = _installed(tmp_path, "serve")
     [file, *_] = write_images(tmp_path / "images").files
-    wanted = json.loads(serving_box.fedcg("infer", "--model", model_root, "--json", file).stdout)["results"][0]
+    wanted = data_of(serving_box.fedcg("infer", "--model", model_root, "--json", file).stdout)["results"][0]
     with serving(model_root, command=(str(serving_box.python.parent / "fedcg"),)) as server:
         answer = server.ask("/predict", file.read_bytes(), {"Content-Type": "image/jpeg"})
         code, _ = server.stop()

@@ -79,7 +79,8 @@ class Coordinator:
     def api(self, path: str = "/healthz", host: str = HOST) -> int:
         connection = http.client.HTTPConnection(HOST, self.ports["api"], timeout=20)
         try:
-            connection.request("GET", path, headers={"Host": host})
+            token = self.home.api_token.read_text().strip() if self.home.api_token.exists() else ""
+            connection.request("GET", path, headers={"Host": host, "Authorization": f"Bearer {token}"})
             return connection.getresponse().status
         finally:
             connection.close()
@@ -210,7 +211,7 @@ def test_the_operators_interface_refuses_another_hosts_name(coordinator: Coordin
     port = coordinator.ports["api"]
     own = [HOST, f"{HOST}:{port}", "localhost", "[::1]:1"]
     assert [coordinator.api(host=name) for name in own] == [200] * 4
-    assert [coordinator.api("/api/v1/federation", name) for name in ("evil.example", f"evil.example:{port}")] == [
+    assert [coordinator.api("/api/v1/federations/tiny", name) for name in ("evil.example", f"evil.example:{port}")] == [
         400
     ] * 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +18,10 @@ from coordinator.pki.authority import CA_NAME, credential_of
 from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 from fedcg.wire.transport.transport import Will
 from tests.support.broker.brokers import Client
-from tests.support.coordinator.homes import add_federation, bundle
+from tests.support.coordinator.homes import add_federation, bundle, message_key
 from tests.support.waiting import free_port, wait_until
 
 FEDERATION = "casting"
@@ -35,10 +34,16 @@ SUBSCRIBED = {
 
 @dataclass
 class Plant:
-    """The home, its broker, and connections to it."""
+    """The home, its broker, and connections to it.
+
+    Attributes:
+        folder: what the broker runs from, when that is not the home.
+    """
 
     root: Path
     home: Home
+    folder: Path | None = None
+    broker: subprocess.Popen[bytes] | None = None
     clients: list[Client] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -67,7 +72,15 @@ class Plant:
         kind: type[MqttTransport] = MqttTransport,
     ) -> Client:
         """A client that subscribes to these topics, with its own certificate or the one of `shown`; not started."""
-        config = MqttConfig("127.0.0.1", self.port, name, tls=self.tls(shown or name), protocol="3.1.1")
+        connection = "" if shown or not bundle(self.home, name).exists() else message_key(self.home, name)
+        config = MqttConfig(
+            "127.0.0.1",
+            self.port,
+            name,
+            tls=self.tls(shown or name),
+            protocol="3.1.1",
+            connection=connection and connection_name(FEDERATION, bytes.fromhex(connection)),
+        )
         made = Client(kind(config, will))
         for topic in topics:
             made.transport.subscribe(topic)
@@ -106,6 +119,18 @@ class Plant:
         for process in reversed(self.processes):
             end(process)
 
+    def start_broker(self) -> None:
+        folder = self.folder or self.home.root
+        self.broker = self.start_python("broker", "fedcg", "broker", "run", "--dir", str(folder))
+        broker = self.broker
+        wait_until(lambda: "ready" in self.log("broker") or broker.poll() is not None, "the broker is ready", 30)
+        assert broker.poll() is None, self.log("broker")
+
+    def end_broker(self) -> None:
+        if self.broker is not None:
+            end(self.broker)
+            self.broker = None
+
     def command(self, *arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "fedcg", *arguments, "--dir", str(self.home.root)],
@@ -126,36 +151,24 @@ def open_plant(
 
     Args:
         root: an empty folder.
-        kind: "run" for the Mosquitto of `fedcg broker run`, "deployed" for one that runs what `fedcg deploy mosquitto` wrote.
+        kind: "run" for the broker in the coordinator's directory, "deployed" for one in a folder of `fedcg deploy mosquitto`, moved.
         devices: that have a bundle.
         federation: its id.
         options: of the federation, see `add_federation`.
     """
-    found = find_mosquitto()
-    assert found is not None, "mark the test with `broker`"
-    home = create_home(
-        root / "home", CoordinatorConfig(broker=BrokerSettings(port=free_port())), observers=("observer",)
-    )
+    assert find_mosquitto() is not None, "mark the test with `broker`"
+    config = CoordinatorConfig(broker=BrokerSettings(port=free_port()))
+    home = create_home(root / "home", config, observers=("observer",))
     add_federation(home, federation, devices, **options)
     made = Plant(root, home)
     try:
         if kind == "deployed":
-            made.command("deploy", "mosquitto", "--out", str(root / "deployed"))
-            configured = ("-c", str(root / "deployed" / "mosquitto.conf"))
-            broker = made.start("broker", str(found.binary), *configured, environment=found.environment())
-            wait_until(lambda: listens(made.port) or broker.poll() is not None, "mosquitto listens")
-        else:
-            broker = made.fedcg("broker", "broker", "run")
-            wait_until(lambda: "ready" in made.log("broker") or broker.poll() is not None, "the broker is ready", 30)
-        assert broker.poll() is None, made.log("broker")
+            made.command("deploy", "mosquitto", "--out", str(root / "written"))
+            made.folder = (root / "written").rename(root / "moved")
+        made.start_broker()
         yield made
     finally:
         made.close()
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -80,7 +80,6 @@ class RunningMosquitto:
             f"keyfile {server.key}",
             "require_certificate true",
             "use_identity_as_username true",
-            "use_username_as_clientid true",
             "tls_version tlsv1.3",
             f"acl_file {acl}",
             *self.limits.lines(),

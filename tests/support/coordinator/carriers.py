@@ -19,6 +19,7 @@ from coordinator.service.service import Service
 from fedcg.listening import Caps, Connections
 from fedcg.wire.server_role import ServerRole
 from tests.support.broker.brokers import HOST, Pki
+from tests.support.coordinator.federations import hosting
 
 
 @asynccontextmanager
@@ -26,7 +27,7 @@ async def carrying(
     pki: Path, port: int, service: Service, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[None]:
     """Serve boxes on a loopback port."""
-    application = create_carrier_app(service, clock)
+    application = create_carrier_app(hosting(service, service._context.artifacts), clock)
     tls = server_context(pki, credential_of(pki, "carrier"), ssl.CERT_REQUIRED)
     with listening("carrier", CarrierSettings(port=port), HOST, Connections(Caps(64, 32))) as listener:
         assert listener is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from typing import Any
@@ -40,3 +41,11 @@ class DrivenWorker:
             except queue.Empty:
                 continue
         return next(event for event in self.events if isinstance(event, kinds))
+
+    def drain(self, seconds: float) -> None:
+        """Go on for a while."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.worker.tick()
+            with contextlib.suppress(queue.Empty):
+                self.events += self.worker.follow(self._replies.get(timeout=min(left, 0.05)))

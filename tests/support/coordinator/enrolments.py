@@ -17,7 +17,7 @@ from typing import Any, final
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.http.enrolment_api import create_enrolment_app
-from coordinator.http.rate_limits import ALL, PER_ADDRESS, FailureLimits, Rate
+from coordinator.http.refusals import ALL, PER_ADDRESS, FailureLimits, Rate
 from coordinator.http.tls_listeners import listening, serving
 from coordinator.members.admission import Admission
 from coordinator.members.tokens import create_token
@@ -97,7 +97,7 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate
         events=EventLog(home.events_file, time.time),
         clock=desk.clock,
         publish=desk.publish,
-        evict=desk.evicted.append,
+        evict=lambda device, key: desk.evicted.append(device),
     )
     limits = FailureLimits(time.monotonic, per_address, everybody)
     device_limits = FailureLimits(time.monotonic, per_address, everybody)

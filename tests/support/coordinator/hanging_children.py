@@ -10,7 +10,9 @@ from multiprocessing.connection import Connection
 from typing import cast
 
 from coordinator.aggregation.worker_messages import (
+    AVERAGE,
     AddUpdate,
+    AssessJob,
     FinishJob,
     Job,
     JobDone,
@@ -23,13 +25,14 @@ from coordinator.aggregation.worker_messages import (
 )
 from edge_client.config import AgentConfig
 from edge_client.training.messages import Committed, Ready, Working
+from fedcg.log.settings import LogSettings
 from fedcg.worker_process import requests_of
 
 STALL_S = 1.0
 THREADS_FILE = "threads.txt"
 
 
-def work_slowly_then_idle(connection: Connection, _config: AgentConfig) -> None:
+def work_slowly_then_idle(connection: Connection, _config: AgentConfig, _log: LogSettings) -> None:
     connection.send(Ready(os.getpid()))
     for command in requests_of(connection):  # with nothing to do it may be silent for ever
         idle = threading.Event()
@@ -103,7 +106,7 @@ def break_the_card_once(connection: Connection, settings: WorkerSettings) -> Non
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             self._send(JobDone(1, 1, "9" * 64, 1, "8" * 64))
 
-        def serve(self, request: AddUpdate | FinishJob) -> None:
+        def serve(self, request: AddUpdate | AssessJob | FinishJob) -> None:
             """Nothing more: the job is done."""
 
     real.JobRunner = Runner  # type: ignore[misc]
@@ -133,3 +136,16 @@ def fail_the_job_and_answer_nothing_more(connection: Connection, settings: Worke
             connection.send(UpdateFailed(request.round, request.attempt, ",".join(asked), ""))
         else:
             asked.append(request.client)
+
+
+def die_over_the_merge_until_it_averages(connection: Connection, _settings: WorkerSettings) -> None:
+    """Killed by SIGKILL over every merge with a distillation, as by a kernel that is out of memory."""
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    job: Job | None = None
+    for request in requests_of(connection):
+        if isinstance(request, Job):
+            job = request
+        elif isinstance(request, FinishJob) and job is not None:
+            if job.ease < AVERAGE:
+                os.kill(os.getpid(), signal.SIGKILL)
+            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64, job.ease))

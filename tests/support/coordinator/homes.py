@@ -39,6 +39,14 @@ def bundle(home: Home, device: str) -> Path:
     return home.root.parent / "bundles" / device
 
 
+def message_key(home: Home, device: str) -> str:
+    """The public message key of a device, in hex."""
+    with closing(Store(home.database)) as store:
+        known = store.device(device)
+    assert known is not None
+    return known.public_key
+
+
 def call(*words: object) -> tuple[int, str]:
     """Run a `fedcg` command in this process; returns its exit code and output."""
     done = run_fedcg(*words)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing_extensions import Self
 
 from coordinator.aggregation.worker_messages import Job, JobDone, UpdateAdded, Updates, WorkerSettings
 from coordinator.config import RoundSettings
-from coordinator.http.app import Beside
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
@@ -27,7 +26,7 @@ from coordinator.updates.robustness import Distances
 from experiments.bench.transport.rounds import NoWorker
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore, Remote
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.messages.topics import Topics
@@ -87,6 +86,7 @@ class World:
     public_data: Path | None = None
     keep_rounds: int = 10
     pacing: RoundSettings = field(default_factory=lambda: RoundSettings(gather_s=0.0, retry_s=0.0))
+    remote: Remote | None = None
 
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
@@ -94,7 +94,7 @@ class World:
         self.signing_identity = SigningIdentity(self.key)
         self.root.mkdir(parents=True, exist_ok=True)
         self.store = Store(self.root / "database.sqlite")
-        self.artifacts = ArtifactStore(self.root / "artifacts")
+        self.artifacts = ArtifactStore(self.root / "artifacts", self.remote)
         self.base = self.base or aggregate_bytes(self.spec, 0, 0, seed=1)
         self.base_id = self.artifacts.put(self.base)
         federation = FederationRecord(
@@ -164,6 +164,9 @@ class World:
     def _rules(self, identity: str, action: str, topic: str) -> bool:
         topics = Topics(self.spec.federation)
         return topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
+
+
+Beside = Callable[[Service], AbstractAsyncContextManager[None]]
 
 
 class RunningService:

@@ -30,7 +30,7 @@ from fedcg.wire.messages.messages import (
     RoundAttempt,
 )
 from fedcg.wire.messages.signing import SigningKey
-from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from tests.support.scripted_coordinator import ScriptedCoordinator
 
@@ -156,7 +156,7 @@ def make_config(
         store=root / "store",
         broker=BrokerSection(host="127.0.0.1", insecure=True),
         data=DataSection(root=root / "data"),
-        policy=policy or PolicySection(),
+        policy=policy or PolicySection(allow_report=DEFAULT_ALLOW_REPORT | (VOLUNTARY_REPORT if shadow else set())),
         training=TrainingSection(shadow=shadow, device="cpu", threads=1),
         export=ExportSection(enabled=export, variants=False),
     )

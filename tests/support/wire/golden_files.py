@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import insert
 
 from coordinator.rounds.records import (
     AggregateRecord,
@@ -22,6 +23,7 @@ from coordinator.rounds.records import (
     TokenRecord,
     UpdateRecord,
 )
+from coordinator.storage import schema
 from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.store import Store
 from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
@@ -96,7 +98,7 @@ def messages() -> tuple[AnyMessage, ...]:
         KeyChain(**everyone, links=(make_link(FEDERATION, 1, 2, COORDINATOR_KEY, NEW_KEY.public),)),
         DeviceStatus(**hello, online=False),
         Hello(**hello, nonce="0" * 32, versions=(PROTOCOL_VERSION,), agent="0.1.0", cohort="1" * 32, heartbeat_s=30),
-        Heartbeat(**up),
+        Heartbeat(**up, phase="classify", step=30, steps=120),
         Welcome(
             **greeting,
             version=PROTOCOL_VERSION,
@@ -178,7 +180,13 @@ def fill_database(path: Path) -> None:
     store.weigh(key, {"line-1": 12, "line-2": 9})
     store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
     store.open_attempt(("casting", 2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
-    store.add_key_link("casting", make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public), 40.0)
+    store.add_key_links({"casting": make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public)}, 40.0)
+    api_token = {"id": "0" * 16, "name": "line lead", "role": "viewer", "secret_hash": "f" * 64, "created_at": 2.0}
+    seen = {"federation": "casting", "device": "line-1", "at": 3.0, "online": True}
+    answer = {"key": "k", "token": "0" * 16, "request_hash": "a" * 64, "status": 200, "body": "{}", "created_at": 4.0}
+    with store._engine.begin() as connection:
+        for table, values in ((schema.api_tokens, api_token), (schema.presence, seen), (schema.idempotency, answer)):
+            connection.execute(insert(table).values(**values))
     store.close()
 
 

@@ -187,7 +187,7 @@ def run_agent(root: Path, device: str) -> int:
     store = PrivateStore.open(config.store, FEDERATION, device)
     spec = Plan.load(root).spec()
     with store.locked("lock", wait_s=5.0):
-        transport = MqttTransport(mqtt_config(config), offline_will(FEDERATION, device, keys.signing))
+        transport = MqttTransport(mqtt_config(config, keys), offline_will(FEDERATION, device, keys.signing))
         events = EventLog(config.store / "events.jsonl", time.time)
         agent = Agent(config, store, keys, transport, lambda deliver: UntaughtTrainer(store, spec, deliver), events)
         return agent.run(until_finished=True)

@@ -7,23 +7,19 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path, PurePosixPath
-from string import Template
 from typing import Any, cast
 
 import pytest
 import tomllib
 from ruamel.yaml import YAML
 
-from coordinator.broker.mosquitto import QueueLimits
 from edge_client.cli.units import (
     AGENT_UNIT,
     DEFAULT_EXECUTABLE,
     render_agent_unit,
 )
 from fedcg.learning.spec import plan_from_mapping
-from fedcg.wire.messages.topics import Topics
 from tests.support.commands import run_fedcg
 
 REPOSITORY = Path(__file__).parents[3]
@@ -139,7 +135,7 @@ def test_the_images_install_extras_that_exist_and_every_package_of_the_distribut
     packages = {name.rstrip("*") for name in project()["tool"]["setuptools"]["packages"]["find"]["include"]}
     for name in ("agent", "coordinator"):
         text = (DEPLOY / "docker" / f"{name}.Dockerfile").read_text()
-        (wanted,) = re.findall(r"'\.\[([a-z,]+)\]'", text)
+        (wanted,) = re.findall(r"'\.\[([a-z0-9,]+)\]'", text)
         assert set(wanted.split(",")) <= set(extras)
         sent = (DEPLOY / "docker" / f"{name}.Dockerfile.dockerignore").read_text().splitlines()
         assert {f"!{package}" for package in packages} | {"!pyproject.toml", "!constraints.txt"} <= set(sent)
@@ -191,33 +187,6 @@ def test_agents_get_their_own_bundle_and_images_read_only_and_share_nothing() ->
         assert [volume.split(":")[1] for volume in writable] == ["/var/lib/fedcg"]
 
 
-def test_the_broker_sees_of_the_coordinator_only_certificates_and_the_access_list() -> None:
+def test_the_broker_sees_of_the_coordinator_only_the_folder_that_was_deployed_for_it() -> None:
     sources = [volume.split(":")[0] for volume in compose()["services"]["broker"]["volumes"]]
-    assert "./state/home" not in sources
-    assert not any("signing" in source or source.endswith(("ca.key", "secret")) for source in sources)
-
-
-def test_the_example_access_list_is_what_the_topics_give() -> None:
-    expected = Topics("casting").mosquitto_acl(["a", "b", "c"], ["observer"])
-    assert (DEPLOY / "mosquitto" / "acl.example").read_text() == expected
-
-
-def test_the_brokers_configuration_is_what_its_template_gives() -> None:
-    """So what tests/contract tries with the template's configuration holds for this one, but for the folders."""
-    template = files("coordinator.broker").joinpath("mosquitto.conf.template").read_text(encoding="utf-8")
-    rendered = Template(template).substitute(
-        listener="8883",
-        ca="/etc/mosquitto/fedcg/tls/ca.pem",
-        certificate="/etc/mosquitto/fedcg/tls/broker.pem",
-        key="/etc/mosquitto/fedcg/tls/broker.key",
-        acl="/etc/mosquitto/fedcg/acl/acl",
-        crl="/etc/mosquitto/fedcg/acl/crl.pem",
-        persistence="/var/lib/fedcg-broker",
-        limits="\n".join(QueueLimits().lines()),
-        extra="",
-    )
-    own, given = (
-        [line for line in text.splitlines() if line and not line.startswith("#")]
-        for text in ((DEPLOY / "mosquitto" / "mosquitto.conf").read_text(), rendered)
-    )
-    assert own == given
+    assert sources == ["./state/broker"]

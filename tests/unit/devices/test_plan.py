@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import GIB, MIB, DeviceKind, DeviceProfile, Gpu, Trainable, plan_training
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
 
@@ -114,7 +113,7 @@ def run_profile(*arguments: str) -> str:
 
 
 def test_the_profile_command_prints_json_with_the_plan() -> None:
-    told = json.loads(run_profile("--json", "--root", str(TREES / "jetson-orin-nano-8gb")))
+    told = data_of(run_profile("--json", "--root", str(TREES / "jetson-orin-nano-8gb")))
     assert told["profile"]["kind"] == "jetson"
     assert told["profile"]["gpu"]["compute_capability"] == [8, 7]
     assert told["plan"]["device"] == "cuda"
@@ -129,7 +128,7 @@ def test_the_profile_command_says_unavailable_for_what_the_box_does_not_tell(tmp
 def test_the_profile_command_says_why_a_box_cannot_train() -> None:
     shown = run_profile("--root", str(TREES / "jetson-nano"))
     assert "no, Jetson Nano" in shown
-    assert json.loads(run_profile("--json", "--root", str(TREES / "jetson-nano")))["plan"] is None
+    assert data_of(run_profile("--json", "--root", str(TREES / "jetson-nano")))["plan"] is None
 
 
 def test_detection_imports_no_torch() -> None:

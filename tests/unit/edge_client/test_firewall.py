@@ -19,13 +19,13 @@ from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.messages import DeclineReason
-from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Health, Part, Report, ReportField, TensorLayout
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, VOLUNTARY_REPORT, Health, Part, Report, ReportField, TensorLayout
 from tests.support.edge.world import DEVICE, LAYOUTS, toy_parts, toy_spec
 
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 FACTS = UpdateFacts(DEVICE, 3, 2, {"torch": "2.13.0"}, {"threads": "1"})
 BASE_ID = "b" * 64
-REPORT = Report(examples=12, accuracy=0.5, loss=0.7, health=Health.OK, label_counts=(4, 4, 4))
+REPORT = Report(examples=12, accuracy=0.5, loss=0.7, health=Health.OK, label_counts=(4, 4, 4), shadow=0.4)
 EVERYTHING = PolicySection(allow_upload=frozenset(Part), allow_report=frozenset(ReportField))
 Parts = dict[Part, dict[str, Array]]
 
@@ -199,7 +199,7 @@ def test_nothing_leaves_that_is_not_asked_for_and_allowed(
     assert {name.split("/")[0] for name in seen.tensors} == {part.value for part in offered & asked & allowed}
     header = unpack(data, {part: layouts[part] for part in asked}).header
     assert header.report is not None
-    assert header.report.fields() == told & wanted & permitted
+    assert header.report.fields() == told & (wanted | VOLUNTARY_REPORT) & permitted
 
 
 def test_an_update_is_coded_after_it_was_checked_and_against_the_aggregate_of_the_round() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from fedcg.cli import app, main
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import picture
 from tests.support.serving import install_versions
 
@@ -23,6 +22,22 @@ NO_DATA_OUT = {
     ("agent", "unit"): "prints a systemd unit",
     ("audit", "observe"): "writes wire.json",
     ("infer", "serve-mqtt"): "prints nothing; its state is the retained status",
+}
+
+
+FEDERATION = {
+    "create",
+    "plan",
+    "list",
+    "show",
+    "start",
+    "pause",
+    "resume",
+    "stop",
+    "set",
+    "extend",
+    "continue",
+    "watch",
 }
 
 
@@ -68,7 +83,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment
     )
     offered = [set(line.split()) for line in done.stdout.splitlines()]
-    assert offered == [{"federation"}, {"create", "plan", "show", "resume"}, {"--dir", "--json", "--help"}], done.stderr
+    assert offered == [{"federation"}, FEDERATION, {"--dir", "--url", "--json", "--help"}], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -92,15 +107,15 @@ def test_a_model_is_found_in_a_device_s_private_store_or_folder(tmp_path: Path) 
     picture(1).save(tmp_path / "image.png")
     for place in (box, box / "store", box / "store" / "models"):
         told = run_fedcg("infer", str(tmp_path / "image.png"), "--model", str(place), "--json")
-        assert json.loads(told.stdout)["model"] == str(box / "store" / "models" / "0002"), told.output
+        assert data_of(told.stdout)["model"] == str(box / "store" / "models" / "0002"), told.output
     listed = run_fedcg("model", "list", str(box / "store"), "--json")
-    assert [row["version"] for row in json.loads(listed.stdout)] == ["0001", "0002"]
-    checked = json.loads(run_fedcg("model", "verify", str(box), "--json").stdout)
+    assert [row["version"] for row in data_of(listed.stdout)] == ["0001", "0002"]
+    checked = data_of(run_fedcg("model", "verify", str(box), "--json").stdout)
     assert checked == [{"version": "0001", "error": None}, {"version": "0002", "error": None}]
     back = run_fedcg("model", "rollback", str(box), "--json")
-    assert json.loads(back.stdout) == {"model": str(box / "store" / "models" / "0001")}
+    assert data_of(back.stdout) == {"model": str(box / "store" / "models" / "0001")}
     used = run_fedcg("model", "use", str(box), "0002", "--json")
-    assert json.loads(used.stdout) == {"model": str(box / "store" / "models" / "0002")}
+    assert data_of(used.stdout) == {"model": str(box / "store" / "models" / "0002")}
 
 
 def test_the_operator_s_commands_tell_scripts_what_they_did(tmp_path: Path) -> None:
@@ -109,6 +124,6 @@ def test_the_operator_s_commands_tell_scripts_what_they_did(tmp_path: Path) -> N
     try:
         assert run_fedcg("coordinator", "init", "--dir", str(home)).exit_code == 0
         wrote = run_fedcg("deploy", "mosquitto", "--dir", str(home), "--out", str(folder / "m"), "--json")
-        assert json.loads(wrote.stdout)["dir"] == str(folder / "m"), wrote.output
+        assert data_of(wrote.stdout)["dir"] == str(folder / "m"), wrote.output
     finally:
         shutil.rmtree(folder)

@@ -24,7 +24,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from coordinator.cli.create_federation import InitialArtifacts, make_artifacts, read_plan
+from coordinator.operations.create_federation import InitialArtifacts, make_artifacts, read_plan
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header, unpack
@@ -176,3 +176,15 @@ def test_progress_is_reported_at_the_first_step_then_sparsely_and_at_the_last() 
 def test_the_coordinators_own_process_loads_no_torch() -> None:
     code = "import sys, coordinator.cli.run, coordinator.cli.coordinator_commands, coordinator.broker.access_lists; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_stopped_worker_stays_stopped_until_it_is_started_again(tmp_path: Path) -> None:
+    with driven(tmp_path) as worker:
+        first = worker.until(WorkerReady).pid
+        worker.worker.stop()
+        assert not Path(f"/proc/{first}").exists()
+        worker.drain(1.0)
+        assert not any(isinstance(event, WorkerDied) for event in worker.events)
+        worker.events.clear()
+        worker.worker.start()
+        assert worker.until(WorkerReady).pid != first

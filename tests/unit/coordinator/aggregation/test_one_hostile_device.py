@@ -25,8 +25,8 @@ from coordinator.aggregation.worker_messages import (
     WorkerDied,
     WorkerSettings,
 )
-from coordinator.cli.create_federation import InitialArtifacts
 from coordinator.config import RoundSettings
+from coordinator.operations.create_federation import InitialArtifacts
 from coordinator.updates.robustness import Distances
 from coordinator.updates.validation import unpack_update
 from fedcg.learning.spec import FederationSpec

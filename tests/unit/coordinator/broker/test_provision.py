@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import signal
+import os
 import stat
 import subprocess
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -14,12 +13,15 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from pydantic import ValidationError
 
-from coordinator.broker import deployed_mosquitto as own_broker
+from coordinator.broker.access_lists import NOT_APPLIED, refresh_access
+from coordinator.broker.lists import access_list
 from coordinator.broker.mosquitto import QueueLimits, write_config
 from coordinator.cli.opening import create_home
 from coordinator.config import (
     AggregationSettings,
+    ApiSettings,
     BrokerSettings,
     CoordinatorConfig,
     EnrolmentSettings,
@@ -35,8 +37,11 @@ from coordinator.pki.authority import create_ca, credential_of, issue, observers
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.coordinator.toy_artifacts import tiny_spec
+
+AS_WHOEVER_RUNS_THIS = ["user root"] if os.geteuid() == 0 else []
 
 
 def mode(path: Path) -> int:
@@ -91,14 +96,13 @@ def with_federation(home: Home) -> None:
 
 
 @pytest.fixture
-def deployed(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a Mosquitto that somebody else runs, with a federation to serve."""
-    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
+def deployed(home: Home, tmp_path: Path) -> Path:
+    """The folder of a broker for another machine, with a federation to serve."""
     with_federation(home)
     folder = (tmp_path / "broker").resolve()
     code, output = call("deploy", "mosquitto", "--dir", home.root, "--out", folder)
     assert code == 0
-    assert f"mosquitto -c {folder / 'mosquitto.conf'}" in output
+    assert f"fedcg broker run --dir {folder}" in output
     return folder
 
 
@@ -173,21 +177,53 @@ def test_a_configuration_survives_writing_and_reading(tmp_path: Path, config: Co
     assert load_config(path) == config
 
 
-def test_the_http_interface_is_shown_to_no_network() -> None:
-    check_api_host("127.0.0.1")
-    with pytest.raises(ConfigError, match="no authentication"):
-        check_api_host("0.0.0.0")  # noqa: S104 - the address that must be refused
+def test_the_http_interface_is_shown_to_a_network_only_behind_tls() -> None:
+    everywhere = "0.0.0.0"  # noqa: S104 - the address that must be refused
+    for allowed in (
+        ApiSettings(),
+        ApiSettings(host=everywhere, certificate="api.pem", key="api.key"),
+        ApiSettings.model_validate({"host": everywhere, "proxy": "10.0.0.2"}),
+    ):
+        check_api_host(allowed)
+    with pytest.raises(ConfigError, match="in the clear"):
+        check_api_host(ApiSettings(host=everywhere))
+    with pytest.raises(ValidationError, match="name both"):
+        ApiSettings(certificate="api.pem")
 
 
-def test_mosquitto_is_configured_for_loopback_and_with_bounded_queues(home: Home) -> None:
-    lines = write_config(home, home.broker).read_text().splitlines()
-    assert {"listener 8883 127.0.0.1", *QueueLimits().lines()} <= set(lines)
+def test_mosquitto_is_configured_for_mutual_tls_bounded_queues_and_loopback_for_a_loopback_host(deployed: Path) -> None:
+    lines = write_config(deployed).read_text().splitlines()
+    for line in (
+        "allow_anonymous false",
+        "require_certificate true",
+        "use_identity_as_username true",
+        "tls_version tlsv1.3",
+        "listener 8883 127.0.0.1",
+        *QueueLimits().lines(),
+    ):
+        assert line in lines
+    assert [line for line in lines if line.startswith("user")] == AS_WHOEVER_RUNS_THIS
+
+
+def test_the_access_list_has_a_section_per_device_and_nothing_without_a_federation() -> None:
+    text = access_list(["casting"], ["b", "a"], ["observer"])
+    lists = ["user lists-writer", "user lists-reader"]
+    assert [line for line in text.splitlines() if line.startswith("user")] == [
+        *lists,
+        "user coordinator",
+        "user observer",
+        "user a",
+        "user b",
+    ]
+    alone = access_list([], ["a"], []).splitlines()
+    assert [line for line in alone if line.startswith("user")] == lists
+    assert all("fedcg/lists/" in line for line in alone if line.startswith("topic"))
 
 
 def test_init_refuses_a_directory_in_use_with_exit_code_2(tmp_path: Path) -> None:
     code, output = call("coordinator", "init", "--dir", tmp_path / "home", "--broker-port", 18884, "--json")
     assert code == 0
-    assert json.loads(output)["dir"] == str(tmp_path / "home")
+    assert data_of(output)["dir"] == str(tmp_path / "home")
     assert load_config(tmp_path / "home" / "coordinator.toml").broker.port == 18884
     code, output = call("coordinator", "init", "--dir", tmp_path / "home")
     assert code == 2
@@ -198,7 +234,7 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     with_federation(home)
     code, output = call("device", "add", "line4", "line5", "--dir", home.root, "--out", tmp_path / "out", "--json")
     assert code == 0
-    assert json.loads(output)["broker_reloaded"] is False
+    assert data_of(output)["broker_reloaded"] is False
     bundle = tmp_path / "out" / "line4"
     files = {str(path.relative_to(bundle)) for path in bundle.rglob("*") if path.is_file()}
     assert files == {"agent.toml", "coordinator.pub", "signing.key", "tls/ca.pem", "tls/device.key", "tls/device.pem"}
@@ -213,8 +249,9 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     store.close()
     assert keys["line4"] == SigningKey.load(bundle / "signing.key").public.hex
     assert not credential_of(home.pki, "line4").key.exists()
-    assert "user line4" in (home.broker / "acl").read_text()
-    assert json.loads(call("device", "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
+    with home.changing_members():
+        assert "line4" in refresh_access(home).devices
+    assert data_of(call("device", "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
     config = load_agent_config(bundle / "agent.toml", {})
     assert (config.federation, config.device) == ("casting", "line4")
     assert (config.broker.host, config.broker.port) == ("127.0.0.1", 8883)
@@ -229,6 +266,8 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
         (["Line4"], "lower-case"),
         (["coordinator"], "reserved"),
         (["observer-2"], "reserved"),
+        (["lists-writer"], "reserved"),
+        (["lists-reader"], "reserved"),
         (["x", "x"], "twice"),
         (["taken"], "already"),
         (["../up"], "lower-case"),
@@ -251,7 +290,7 @@ def test_a_device_needs_a_federation_to_join(home: Home, tmp_path: Path) -> None
     assert "federation create" in output
 
 
-def test_a_home_serves_one_federation_and_shows_where_it_stands(home: Home, tmp_path: Path) -> None:
+def test_a_home_has_several_federations_and_shows_where_each_stands(home: Home, tmp_path: Path) -> None:
     with_federation(home)
     plan = tmp_path / "plan.toml"
     plan.write_text(
@@ -259,15 +298,26 @@ def test_a_home_serves_one_federation_and_shows_where_it_stands(home: Home, tmp_
         '[image]\nmode = "L"\nheight = 28\nwidth = 28\nmean = [0.5]\nstd = [0.5]\n'
     )
     code, output = call("federation", "create", plan, "--dir", home.root)
+    assert code == 0, output
+    code, output = call("federation", "create", plan, "--dir", home.root)
     assert code == 2
-    assert "casting" in output
-    shown = json.loads(call("federation", "show", "--dir", home.root, "--json")[1])
-    assert (shown["federation"], shown["phase"], shown["round"]) == ("casting", "waiting", 1)
-    assert (shown["codec"], shown["aggregate_codec"]) == ("i8-delta", "f32")
-    assert "updates coded i8-delta, aggregates f32" in call("federation", "show", "--dir", home.root)[1]
+    assert "there is a federation 'second' already" in output
+    shown = data_of(call("federation", "list", "--dir", home.root, "--json")[1])
+    assert [(each["federation"], each["phase"], each["round"]) for each in shown] == [
+        ("casting", "waiting", 1),
+        ("second", "waiting", 1),
+    ]
+    assert (shown[0]["codec"], shown[0]["aggregate_codec"]) == ("i8-delta", "f32")
+    assert "updates coded i8-delta, aggregates f32" in call("federation", "show", "casting", "--dir", home.root)[1]
+    code, output = call("federation", "show", "--dir", home.root)
+    assert code == 2
+    assert "there are: casting, second" in output
 
 
-def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Home) -> None:
+def test_a_paused_federation_is_resumed_by_a_command_but_not_behind_a_coordinator_that_holds_the_directory(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.cli.client.STARTING_S", 0.0)
     with_federation(home)
     store = Store(home.database)
     store.add_device("a", "a" * 64, 1.0)
@@ -277,30 +327,96 @@ def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Hom
     assert store.round_state("casting").phase.value == "paused"
     with home.locked():
         code, output = call("federation", "resume", "--dir", home.root)
-        assert code == 2
-        assert "stop it first" in output
+        assert code == 4
+        assert "no connection to http://127.0.0.1:" in output
+        assert store.round_state("casting").phase.value == "paused"
     assert call("federation", "resume", "--dir", home.root)[0] == 0
     assert store.round_state("casting").phase.value == "waiting"
     store.close()
 
 
-def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(
+def test_the_folder_of_a_broker_elsewhere_holds_all_that_it_needs_and_not_the_authoritys_key(
     home: Home, deployed: Path, tmp_path: Path
 ) -> None:
-    shutil.copy(shutil.which("sleep") or "", tmp_path / "mosquitto")
-    broker = subprocess.Popen([tmp_path / "mosquitto", "600"])
-    try:
-        (deployed / "data" / "mosquitto.pid").write_text(f"{broker.pid}\n")
-        code, output = call("device", "add", "line4", "--dir", home.root, "--out", tmp_path / "out", "--json")
-        assert (code, json.loads(output)["broker_reloaded"]) == (0, True)
-        assert broker.wait(timeout=20) == -signal.SIGHUP  # a stand-in, which does not know what SIGHUP asks for
-    finally:
-        broker.kill()
-        broker.wait()
-    assert "user line4" in (deployed / "acl").read_text()
-    assert json.loads(call("device", "revoke", "line4", "--dir", home.root, "--json")[1])["broker_reloaded"] is False
-    assert "user line4" not in (deployed / "acl").read_text()
-    assert len(list(x509.load_pem_x509_crl((deployed / "crl.pem").read_bytes()))) == 1
+    held = {path.name: path.read_bytes() for path in deployed.iterdir()}
+    names = {
+        "ca.pem",
+        "broker.pem",
+        "broker.key",
+        "lists-reader.pem",
+        "lists-reader.key",
+        "crl.pem",
+        "acl",
+        "broker.json",
+    }
+    assert set(held) == names
+    authority = (home.pki / "ca.key").read_bytes()
+    for name, content in held.items():
+        assert authority not in content
+        assert bytes(tmp_path) not in content, f"{name} depends on a place"
+    assert mode(deployed) == 0o700
+    assert mode(deployed / "broker.key") == mode(deployed / "lists-reader.key") == 0o600
+    for name in ("broker", "lists-reader"):
+        certificate(deployed, name).verify_directly_issued_by(certificate(home.pki, "ca"))
+    x509.load_pem_x509_crl(held["crl.pem"])
+
+
+def test_the_configuration_follows_the_folder_to_another_place(deployed: Path, tmp_path: Path) -> None:
+    moved = deployed.rename(tmp_path / "elsewhere")
+    lines = write_config(moved).read_text().splitlines()
+    for name, value in (("acl_file", "acl"), ("crlfile", "crl.pem"), ("keyfile", "broker.key"), ("cafile", "ca.pem")):
+        assert f"{name} {moved / value}" in lines
+    assert (moved / "data").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "deploy mosquitto` writes one"),
+        ("{", "deploy mosquitto` again"),
+        ('{"version":2,"host":"h","port":1}', "update it"),
+    ],
+)
+def test_a_broker_is_run_in_a_folder_that_is_one(tmp_path: Path, content: str | None, why: str) -> None:
+    if content is not None:
+        (tmp_path / "broker.json").write_text(content)
+    code, output = call("broker", "run", "--dir", tmp_path)
+    assert code == 2
+    assert why in output
+
+
+@pytest.mark.parametrize(
+    ("host", "told"), [("broker.example", "to the machine broker.example"), ("localhost", "serves this machine only")]
+)
+def test_deploy_names_the_machine_that_the_folder_is_for(tmp_path: Path, host: str, told: str) -> None:
+    home = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(host=host)))
+    code, output = call("deploy", "mosquitto", "--dir", home.root, "--out", tmp_path / "out")
+    assert code == 0
+    assert told in output
+    assert f"fedcg broker run --dir {tmp_path / 'out'}" in output
+
+
+def test_a_brokers_machine_needs_no_more_than_the_extra_for_the_wire(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('sqlalchemy', 'torch', 'fastapi', 'uvicorn', 'starlette', 'PIL', 'onnxruntime'):\n"
+        "    sys.modules[name] = None\n"
+        "import coordinator.broker.list_follower\n"
+        f"sys.argv = ['fedcg', 'broker', 'run', '--dir', {str(tmp_path)!r}]\n"
+        "from fedcg.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "deploy mosquitto` writes one" in done.stderr
+
+
+def test_a_change_that_reaches_no_broker_is_reported_and_what_follows(
+    home: Home, deployed: Path, tmp_path: Path
+) -> None:
+    code, output = call("device", "add", "line4", "--dir", home.root, "--out", tmp_path / "out")
+    assert code == 0
+    assert NOT_APPLIED in output
 
 
 def test_a_device_may_have_the_name_of_a_server_without_touching_its_certificate(home: Home, tmp_path: Path) -> None:

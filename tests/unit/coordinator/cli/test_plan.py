@@ -12,9 +12,22 @@ from typer.testing import Result
 from fedcg.learning.spec import FederationPlan
 from tests.support.commands import run_fedcg
 
+DOCUMENT = Path(__file__).parents[4] / "docs" / "plan.md"
+
 
 def _run(*arguments: str) -> Result:
     return run_fedcg("federation", *arguments)
+
+
+def test_the_document_has_a_row_for_every_field() -> None:
+    schema = FederationPlan.model_json_schema()
+    tables = {
+        name: schema["$defs"][field["$ref"].rpartition("/")[2]]["properties"] if "$ref" in field else None
+        for name, field in schema["properties"].items()
+    }
+    names = [f"{name}.{inner}" if fields else name for name, fields in tables.items() for inner in (fields or [name])]
+    rows = [line.split("`")[1] for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted(names)
 
 
 def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp_path: Path) -> None:
@@ -22,7 +35,9 @@ def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp
     plan = tmp_path / "plan.toml"
     plan.write_text(re.sub(r"(?m)^# (\w+ = .*)$", r"\1", example))  # with what it only shows
     full, short = tomllib.loads(plan.read_text()), tomllib.loads(example)
-    assert set(full) == set(FederationPlan.model_fields)
+    assert set(full) == {
+        name for name, field in FederationPlan.model_fields.items() if field.is_required() or field.default is not None
+    }
     for table, fields in FederationPlan.model_json_schema()["$defs"].items():
         assert set(full[{"ImageForm": "image", "NetworkChoice": "network"}[table]]) == set(fields["properties"])
     del full["params"], short["params"]

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from coordinator.aggregation.worker import public_images
-from coordinator.cli.create_federation import make_artifacts, read_plan
 from coordinator.config import AggregationSettings, CoordinatorConfig
 from coordinator.errors import PlanError
+from coordinator.operations.create_federation import make_artifacts, read_plan
 from coordinator.paths import Home
 from fedcg.learning.data.public_images import read_public, spread
 from fedcg.learning.errors import DataError

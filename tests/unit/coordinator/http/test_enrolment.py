@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from coordinator.config import EnrolmentSettings
 from coordinator.errors import HomeError
 from coordinator.http import tls_listeners as listeners
-from coordinator.http.rate_limits import Rate
+from coordinator.http.refusals import Rate
 from coordinator.paths import Home
 from edge_client.config import load_config
 from edge_client.errors import EnrolError

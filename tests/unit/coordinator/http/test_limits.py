@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.http.rate_limits import FailureLimits, Rate
+from coordinator.http.refusals import FailureLimits, Rate
 from coordinator.token_buckets import MAX_KEYS
 
 

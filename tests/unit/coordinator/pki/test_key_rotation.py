@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
 from fedcg.wire.messages.messages import COORDINATOR, Offer, Receipt
 from fedcg.wire.messages.signing import SigningKey, open_envelope
 from fedcg.wire.messages.topics import Topics
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService
@@ -73,7 +72,7 @@ def test_killed_before_the_commit_the_old_key_counts_and_the_next_try_uses_the_s
         raise CutError
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "add_key_link", cut)
+        patched.setattr(store, "add_key_links", cut)
         with pytest.raises(CutError):
             rotate_key(home, store, 1.0)
     assert load_signing_identity(home, store).key.public == first.key.public
@@ -117,7 +116,7 @@ def test_the_command_tells_what_it_did_and_refuses_where_nobody_knows_the_key(
     home, store = opened
     result = run_fedcg("coordinator", "rotate-key", "--dir", str(home.root), "--json")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
+    told = data_of(result.stdout)
     assert (told["serial"], told["key"]) == (1, load_signing_identity(home, store).key.public.hex)
     empty = create_home(tmp_path / "empty", CoordinatorConfig())
     result = run_fedcg("coordinator", "rotate-key", "--dir", str(empty.root))

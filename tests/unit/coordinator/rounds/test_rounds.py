@@ -8,7 +8,17 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rounds.pacing import Accepted, Expected, LinkChanged, Policy
+from coordinator.rounds.pacing import (
+    Accepted,
+    Barred,
+    Expected,
+    Held,
+    LinkChanged,
+    Policy,
+    PolicyChanged,
+    Released,
+    Stopped,
+)
 from coordinator.rounds.round_commands import (
     Distil,
     FailAttempt,
@@ -194,10 +204,29 @@ events = st.one_of(
     st.builds(AggregateStored, st.integers(1, 2), st.integers(1, 3)),
     st.builds(AggregationFailed, st.integers(1, 2), st.integers(1, 3), st.just("x")),
 )
+policies = st.builds(
+    Policy,
+    rounds=st.integers(2, 3),
+    min_clients=st.integers(1, 3),
+    max_attempts=st.integers(1, 3),
+    deadline_s=st.sampled_from([50.0, 100.0]),
+    min_cohort=st.integers(1, 2),
+    fraction=st.sampled_from([0.3, 0.5, 1.0]),
+    max_clients=st.sampled_from([None, 2, 3]),
+    over_selection=st.sampled_from([0.0, 0.5]),
+    selection_key=st.binary(max_size=2),
+)
+steered = events | st.one_of(
+    st.builds(PolicyChanged, policies),
+    st.builds(Held, st.just("the operator holds it")),
+    st.just(Released()),
+    st.builds(Stopped, st.just("the operator ended it")),
+    st.builds(Barred, st.dictionaries(st.sampled_from(CLIENTS), st.just("disabled"))),
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(events, st.floats(0, 60)), max_size=60))
+@given(st.lists(st.tuples(steered, st.floats(0, 60)), max_size=60))
 def test_no_order_of_events_counts_twice_closes_twice_or_goes_back(script: list[tuple[Event, float]]) -> None:
     state, now = RoundState(POLICY), 0.0
     opened_attempts: list[tuple[int, int]] = []
@@ -211,16 +240,19 @@ def test_no_order_of_events_counts_twice_closes_twice_or_goes_back(script: list[
         if isinstance(event, UpdateStored) and before.is_open(event.at):
             stored.setdefault((event.round, event.attempt), set()).add(event.client)
         assert not state.updates & state.declined
+        quorum = state.policy.quorum
         assert state.updates | state.declined <= state.participants
         for command in commands:
             if isinstance(command, OpenAttempt):
                 opened_attempts.append((command.round, command.attempt))
                 invited[command.round, command.attempt] = command.participants
-                assert len(command.participants) >= POLICY.min_clients
+                assert len(command.participants) >= quorum
+                assert not command.participants & state.barred.keys()
+                assert not state.held
             elif isinstance(command, Distil):
                 key = (command.round, command.attempt)
                 distilled[key] += 1
-                assert len(command.clients) == len(set(command.clients)) >= POLICY.min_clients
+                assert len(command.clients) == len(set(command.clients)) >= quorum
                 assert set(command.clients) <= invited[key] & stored[key]
             elif isinstance(command, Invite):
                 assert command.client in invited[command.round, command.attempt]
@@ -229,14 +261,15 @@ def test_no_order_of_events_counts_twice_closes_twice_or_goes_back(script: list[
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(events, max_size=40))
+@given(st.lists(steered, max_size=40))
 def test_whatever_happened_devices_that_answer_bring_it_to_an_end(script: list[Event]) -> None:
     state = RoundState(POLICY)
     for event in script:
         state, _ = transition(state, event, 0.0)
-    state, _ = transition(state, LinkChanged(up=True), 0.0)
+    for event in (LinkChanged(up=True), Barred({}), Released()):
+        state, _ = transition(state, event, 0.0)
     for _ in range(20):
-        for client in ("a", "b"):
+        for client in CLIENTS:
             state, _ = transition(state, CameOnline(client), 0.0)
         for client in sorted(state.outstanding):
             state, _ = transition(state, UpdateStored(state.round, state.attempt, client), 0.0)

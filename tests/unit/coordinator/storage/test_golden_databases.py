@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import cast
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Column, MetaData, String, inspect, text
 
 from coordinator.errors import StoreError
 from coordinator.rounds.records import DeviceState
 from coordinator.rounds.round_engine import Phase
+from coordinator.storage import migrations
+from coordinator.storage.database import make_engine, open_database
 from coordinator.storage.migrations import SCHEMA_VERSION
+from coordinator.storage.schema import metadata
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome
+from tests.support.postgres import PASSWORD, Cluster
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "databases"
 VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
@@ -46,8 +55,34 @@ def foreign_keys(path: Path) -> set[tuple[object, ...]]:
     return found
 
 
+def differences(database: Path | URL) -> list[object]:
+    """What an automatic migration would change to bring the database to the tables that the queries use."""
+    engine = open_database(database)
+    with engine.connect() as connection:
+        # Alembic takes a default of '' in SQLite for a change; PostgreSQL's comparison covers the defaults of both.
+        options = {"compare_type": True, "compare_server_default": connection.dialect.name != "sqlite"}
+        found: list[object] = compare_metadata(MigrationContext.configure(connection, opts=options), metadata)
+    engine.dispose()
+    return found
+
+
+def test_a_column_without_its_revision_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = MetaData()
+    for table in metadata.sorted_tables:
+        table.to_metadata(changed)
+    changed.tables["devices"].append_column(Column("owner", String))
+    monkeypatch.setitem(globals(), "metadata", changed)
+    assert [change[0] for change in cast("list[tuple[str, ...]]", differences(tmp_path / "new.sqlite"))] == [
+        "add_column"
+    ]
+
+
 def test_every_version_has_its_golden_database() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == {f"version-{version}.sql" for version in VERSIONS}
+    scripts = ScriptDirectory(str(Path(migrations.__file__).parent))
+    assert [script.revision for script in reversed(list(scripts.walk_revisions()))] == [
+        str(number) for number in VERSIONS
+    ]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -89,6 +124,8 @@ def test_a_migrated_database_has_the_tables_of_a_new_one(version: int, tmp_path:
     Store(new).close()
     assert columns(path) == columns(new)
     assert foreign_keys(path) == foreign_keys(new)
+    assert differences(path) == []
+    assert differences(new) == []
 
 
 def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
@@ -103,10 +140,71 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) ->
     assert columns(path) == before
 
 
-def test_a_database_of_a_newer_program_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "newer",
+    [
+        f"PRAGMA user_version = {SCHEMA_VERSION + 1}",
+        f"CREATE TABLE alembic_version AS SELECT '{SCHEMA_VERSION + 1}' AS version_num",
+    ],
+)
+def test_a_database_of_a_newer_program_is_refused(newer: str, tmp_path: Path) -> None:
     path = tmp_path / "database.sqlite"
     connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.execute(newer)
+    connection.commit()
     connection.close()
     with pytest.raises(StoreError, match=f"up to version {SCHEMA_VERSION}"):
         Store(path)
+
+
+def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "database.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE alembic_version AS SELECT '1b2c3d' AS version_num")
+    connection.commit()
+    connection.close()
+    with pytest.raises(StoreError, match="of another program"):
+        Store(path)
+
+
+def test_a_new_postgresql_has_the_tables_that_the_queries_use(postgres: Cluster) -> None:
+    database = postgres.make_database()
+    for _ in range(2):
+        assert differences(database) == []
+
+
+def test_a_postgresql_of_an_earlier_version_is_brought_up_with_all_that_it_holds(postgres: Cluster) -> None:
+    database = postgres.make_database()
+    engine = make_engine(database)
+    with engine.begin() as connection:
+        migrations.upgrade(connection, 0, "4")
+        connection.execute(text("INSERT INTO leases VALUES (1, 7)"))
+    engine.dispose()
+    assert differences(database) == []
+    store = Store(database)
+    assert store.epoch() == 7
+    store.close()
+
+
+def test_a_migration_that_fails_leaves_postgresql_as_it_was(postgres: Cluster) -> None:
+    database = postgres.make_database()
+    engine = make_engine(database)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE api_tokens (x INTEGER)"))
+    with pytest.raises(StoreError, match=r"test_\w+ could not be brought from version 0 to"):
+        open_database(database)
+    with engine.connect() as connection:
+        assert inspect(connection).get_table_names() == ["api_tokens"]
+    engine.dispose()
+
+
+def test_a_postgresql_of_a_newer_program_is_refused_without_its_password(postgres: Cluster) -> None:
+    database = postgres.make_database()
+    open_database(database).dispose()
+    engine = make_engine(database)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = :newer"), {"newer": str(SCHEMA_VERSION + 1)})
+    engine.dispose()
+    with pytest.raises(StoreError, match=f"up to version {SCHEMA_VERSION}") as refused:
+        open_database(database)
+    assert PASSWORD not in str(refused.value)

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import URL
+from sqlalchemy import update as change
 
 from coordinator.errors import StoreError
 from coordinator.rounds.records import AggregateRecord, AttemptState, FederationRecord, ParticipantState, UpdateRecord
 from coordinator.rounds.round_commands import OpenAttempt
 from coordinator.rounds.round_engine import CameOnline, Phase, Tick, transition
+from coordinator.storage import schema
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome
+from tests.support.postgres import Cluster
 
 FEDERATION = FederationRecord("f", "fedcg", "5" * 64, 2, 2, 2, 100.0, 1, 1.0)
 KEY = ("f", 1, 1)
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Path | URL:
+    if request.param == "sqlite":
+        return tmp_path / "database.sqlite"
+    cluster: Cluster = request.getfixturevalue("postgres")
+    return cluster.make_database()
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store(tmp_path / "database.sqlite")
+def store(database: Path | URL) -> Iterator[Store]:
+    opened = Store(database)
     opened.add_federation(FEDERATION, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
     for device in ("a", "b", "c"):
         opened.add_device(device, device * 64, 1.0)
@@ -37,7 +50,11 @@ def open_attempt(store: Store, attempt: int = 1) -> None:
     store.open_attempt(("f", 1, attempt), "0" * 64, frozenset("abc"), 10.0, 110.0)
 
 
-def test_every_commit_reaches_the_disk(store: Store, tmp_path: Path) -> None:
+def test_every_commit_reaches_the_disk(store: Store, database: Path | URL) -> None:
+    if isinstance(database, URL):
+        with store._engine.connect() as connection:
+            assert connection.exec_driver_sql("SHOW synchronous_commit").scalar_one() == "on"
+        return
     with store._engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
@@ -110,7 +127,7 @@ def test_a_failed_attempt_that_does_not_count_moves_the_first_that_does_and_the_
         assert (state.phase, state.attempt, state.first_attempt) == (Phase.WAITING, attempt + 1, attempt + 1)
     open_attempt(store, attempt=4)
     store.fail_attempt(("f", 1, 4), "declined", 30.0, 4)
-    state = replace(store.round_state("f"), policy=replace(FEDERATION.policy, gather_s=0.0, retry_s=10.0))
+    state = replace(store.round_state("f"), policy=replace(FEDERATION.round_policy, gather_s=0.0, retry_s=10.0))
     for client in ("a", "b"):
         state, _ = transition(state, CameOnline(client), 31.0)
     assert transition(state, Tick(), 39.9)[1] == ()
@@ -130,3 +147,31 @@ def test_a_client_that_was_rejected_or_declined_stays_so_when_it_accepts_again(s
     store.answer(KEY, "a", ParticipantState.ACCEPTED)
     found = next(person for person in store.participants(KEY) if person.client == "a")
     assert (found.state, found.reason) == (ParticipantState.DECLINED, "its classifier holds NaN")
+
+
+def test_an_update_that_meets_the_end_of_collecting_is_in_the_merge_or_not_stored(store: Store) -> None:
+    open_attempt(store)
+    with ThreadPoolExecutor(1) as pool:
+        with store._engine.begin() as ending:
+            ending.execute(change(schema.attempts).values(state=AttemptState.DISTILLING.value))
+            ended = pool.submit(store.end_update, update("a"))
+            assert not wait([ended], timeout=0.3).done  # until the end of collecting is known
+        assert ended.result() is None
+    assert store.updates(KEY) == []
+
+
+def test_updates_and_the_end_of_collecting_in_any_order_agree_on_what_is_merged(store: Store) -> None:
+    for attempt in range(1, 11):
+        open_attempt(store, attempt)
+        with ThreadPoolExecutor(4) as pool:
+            ends = [pool.submit(store.end_update, update(client, attempt=attempt)) for client in "abc"]
+            merged = pool.submit(store.start_distilling, ("f", 1, attempt), 5.0)
+        stored = [end.result() for end in ends]
+        assert {item.client for item in stored if item is not None} == {item.client for item in merged.result()}
+
+
+def test_what_a_device_may_send_can_be_stored(store: Store) -> None:
+    open_attempt(store)
+    store.answer(KEY, "a", ParticipantState.DECLINED, "no\0thing")
+    assert store.participants(KEY)[0].reason == "nothing"
+    assert store.attempt(("f", 1 << 53, 1 << 53)) is None  # a manifest may name any round

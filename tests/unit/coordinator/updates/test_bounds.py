@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import random
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from coordinator.http.app import _ended
+from coordinator.http.app import _failed
 from coordinator.rounds.round_engine import UpdateStored
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
@@ -331,15 +330,7 @@ def test_an_offer_that_finds_the_queue_full_is_published_later(world: World, mon
 def test_a_service_that_a_full_disk_ended_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     codes: list[int] = []
 
-    async def full() -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    async def scenario() -> None:
-        work = asyncio.create_task(full())
-        await asyncio.wait([work])
-        _ended(codes.append, Path("/srv/home/artifacts"), work)
-
-    asyncio.run(scenario())
+    _failed(codes.append, Path("/srv/home/artifacts"), OSError(errno.ENOSPC, "no space left on device"))
     assert codes == [1]
     assert "goes on with the same attempt. Free space on, or repair, /srv/home/artifacts first: " in caplog.text
     assert "no space left on device" in caplog.text

@@ -10,12 +10,13 @@ import pytest
 from edge_client.config import PolicySection
 from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Failed
+from edge_client.training.messages import Failed, Noted
 from fedcg.wire.messages.messages import (
     Accept,
     Decline,
     DeclineReason,
     DeviceStatus,
+    Heartbeat,
     Hello,
     Manifest,
     Need,
@@ -212,6 +213,45 @@ def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_
     open_round(world, 1, attempt=2)
     world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "it is trained again")
     assert world.trainer.rounds()[-1] == RoundAttempt(1, 2)
+
+
+def test_an_agent_that_is_stopped_while_it_trains_declines_before_it_goes_offline(make_world: MakeWorld) -> None:
+    world = training(make_world)
+    world.agent.stop()
+    assert world.coordinator.wait(Decline).reason is DeclineReason.INTERRUPTED
+    assert not world.coordinator.wait(DeviceStatus).online
+    world.join()
+    (declined,) = world.events("declined")
+    assert declined["reason"] == "interrupted"
+
+
+def test_how_far_training_is_goes_to_the_coordinator_with_the_heartbeats(make_world: MakeWorld) -> None:
+    world = training(make_world)
+    where = {"round": 1, "attempt": 1, "pid": 7}
+    world.trainer.deliver(Noted({"event": "phase_started", "phase": "classify", **where}))
+    beat = world.coordinator.wait(Heartbeat)
+    while beat.phase is None:  # one that was on its way
+        beat = world.coordinator.wait(Heartbeat)
+    assert (beat.at, beat.phase, beat.step, beat.steps) == (RoundAttempt(1, 1), "classify", 0, 0)
+    strange = "the patient's name"
+    world.trainer.deliver(Noted({"event": "progress", "phase": strange, "step": 3, "steps": 9, **where}))
+    beat = world.coordinator.wait(Heartbeat)
+    assert (beat.phase, beat.step, beat.steps) == ("train", 3, 9)
+    world.trainer.work(world.trainer.commands[-1])
+    assert world.coordinator.wait(Heartbeat).phase is None
+
+
+def test_a_device_whose_owner_allows_no_health_report_says_nothing_of_its_training(make_world: MakeWorld) -> None:
+    world = make_world(policy=PolicySection(allow_report=frozenset({ReportField.EXAMPLES})), is_automatic=False)
+    world.spec = toy_spec(report=(ReportField.EXAMPLES,))
+    world.connect()
+    open_round(world)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    where = {"round": 1, "attempt": 1, "pid": 7}
+    world.trainer.deliver(Noted({"event": "progress", "phase": "classify", "step": 3, "steps": 9, **where}))
+    world.trainer.work(world.trainer.commands[-1])
+    world.coordinator.wait(Manifest)
+    assert all(message.phase is None for message in world.coordinator.heard if isinstance(message, Heartbeat))
 
 
 def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_told_of_it(make_world: MakeWorld) -> None:

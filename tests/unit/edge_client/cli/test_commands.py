@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import Pki, RunningMosquitto, acl_for
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.world import toy_generation, toy_spec
 
 NOW = datetime.now(timezone.utc)
@@ -79,13 +78,13 @@ def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device
     generation = store.generations.commit(toy_generation(toy_spec(), RoundAttempt(3, 2)))
     assert generation.outbox is not None
     with store.locked():
-        waiting = json.loads(run("status", "--config", str(device), "--json").stdout)
+        waiting = data_of(run("status", "--config", str(device), "--json").stdout)
     assert (waiting["round"], waiting["attempt"], waiting["running"]) == (3, 2, True)
     assert waiting["update_waiting"] == generation.outbox.artifact
     assert waiting["private_parts_start"] == "public spec seed"
     store.save_delivery(DeliveryRecord(generation.outbox.artifact, 3, 2, "accepted", ""))
     (store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
-    done = json.loads(run("status", "--config", str(device), "--json").stdout)
+    done = data_of(run("status", "--config", str(device), "--json").stdout)
     assert (done["update_waiting"], done["running"]) == (None, False)
     assert done["last_receipt"] == "round 3.2: accepted"
     assert done["private_parts_start"] == "cohort secret"
@@ -109,17 +108,17 @@ def test_the_doctor_finds_nothing_to_repair_on_a_sound_device_but_that_no_coordi
 def test_the_doctor_ends_with_code_1_and_says_what_to_do(device: Path) -> None:
     result = doctor("--config", str(device), "--json")
     assert result.exit_code == 1
-    told = json.loads(result.stdout)
+    told = data_of(result.stdout)
     failed = {finding["check"]: finding for finding in told["findings"] if finding["state"] == "failed"}
     assert set(failed) == {"broker"}
     assert "nobody listens" in failed["broker"]["detail"]
-    assert not told["ok"]
+    assert not told["sound"]
 
 
 def test_the_doctor_tells_of_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
     result = doctor("--config", str(tmp_path / "nowhere.toml"), "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["findings"][0]["check"] == "configuration"
+    assert data_of(result.stdout)["findings"][0]["check"] == "configuration"
 
 
 def test_the_doctor_notices_each_fault(device: Path) -> None:

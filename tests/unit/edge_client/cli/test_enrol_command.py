@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from typer.testing import Result
 
 from edge_client.config import load_config
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import Desk, open_home, running_desk
 
 
@@ -46,7 +45,7 @@ def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk,
         environment={"FEDCG_TOKEN": desk.token().text},
     )
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
+    told = data_of(done.stdout)
     assert (told["device"], told["config"]) == ("line-5", str(tmp_path / "box" / "agent.toml"))
     assert told["certificate_expires"].startswith("20")
     assert load_config(tmp_path / "box" / "agent.toml", {}).data.root.name == "dataset:parts"
@@ -74,7 +73,7 @@ def test_images_named_from_here_are_found_from_anywhere(
     assert load_config(tmp_path / "other" / "agent.toml", {}).data.root == tmp_path / "other" / "data"
 
 
-def test_a_damaged_token_is_bad_input_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:
+def test_a_damaged_token_is_bad_input_and_a_refusal_has_its_own_exit_code(desk: Desk, tmp_path: Path) -> None:
     token = desk.token("line-4")
     damaged = enrol("--token", token.text[:-3], "--out", tmp_path / "box")
     assert damaged.exit_code == 2
@@ -82,7 +81,7 @@ def test_a_damaged_token_is_bad_input_and_a_refusal_is_a_failure(desk: Desk, tmp
     assert not (tmp_path / "box").exists()
     assert enrol("--token", token.text, "--out", tmp_path / "box").exit_code == 0
     refused = enrol("--token", token.text, "--out", tmp_path / "other")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 4
     assert "used already" in refused.stderr
     assert token.secret.hex() not in refused.output
     unnamed = enrol("--token", desk.token().text, "--out", tmp_path / "third")
@@ -95,7 +94,7 @@ def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk,
     config = str(tmp_path / "box" / "agent.toml")
     done = run_fedcg("agent", "renew", "--config", config, "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["device"] == "line-4"
+    assert data_of(done.stdout)["device"] == "line-4"
     assert "is valid until" in run_fedcg("agent", "renew", "--config", config).stdout
     (tmp_path / "box" / "tls" / "device.key").unlink()
     broken = run_fedcg("agent", "renew", "--config", config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import MemoryTransport
 from fedcg.wire.transport.transport import Delivery
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import RunningService, World
@@ -171,12 +170,12 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
     assert files_of(tmp_path / "box") == before
     waited = time.monotonic()
     unheard = run_fedcg("agent", "leave", "--config", config, "--erase", "--yes", "--timeout-s", "1")
-    assert unheard.exit_code == 1
+    assert unheard.exit_code == 3
     assert "--without-coordinator" in unheard.output
     assert time.monotonic() - waited < 30
     done = run_fedcg("agent", *arguments, "--yes", "--json")
     assert done.exit_code == 0
-    told = json.loads(done.stdout)
+    told = data_of(done.stdout)
     assert (told["device"], told["confirmed"]) == ("line-4", False)
     assert str(enrolled.store) in told["erased"]
     again = run_fedcg("agent", *arguments, "--yes")

@@ -35,6 +35,7 @@ from edge_client.session.events import (
     SendHello,
     SpecChecked,
     StartTrainer,
+    Stopping,
     Tick,
     TrainerDied,
     TrainerReady,
@@ -247,6 +248,31 @@ def test_a_training_process_that_keeps_dying_is_given_ever_more_time_and_then_up
     assert reasons(commands) == [DeclineReason.TRAINING_FAILED]
 
 
+def test_a_training_process_that_never_comes_up_is_reported_as_a_failed_training_not_left_to_the_deadline() -> None:
+    fresh = SessionState(federation="shapes", device="site-1")
+    asked = (offer(1), Invited(RoundAttempt(1, 1)), ArtifactStored(SPEC.id), SpecChecked(SPEC.id, None))
+    state, commands = drive(fresh, Tick(), LinkChanged(up=True), Welcomed(epoch=1), *asked)
+    assert sent(commands) == ["accept"]
+    for death in range(TRAINER_DEATHS):
+        assert reasons(commands) == [], death
+        state, commands = drive(state, TrainerDied(), now=100.0 * death)
+        state, _ = drive(state, Tick(), now=100.0 * death + 50.0)
+    assert reasons(commands) == [DeclineReason.TRAINING_FAILED]
+
+
+def test_an_agent_that_is_stopped_declines_the_round_that_it_has_promised(training: SessionState) -> None:
+    _, commands = drive(training, Stopping())
+    assert reasons(commands) == [DeclineReason.INTERRUPTED]
+
+
+def test_an_agent_that_is_stopped_declines_nothing_that_it_has_trained_or_never_accepted(
+    ready: SessionState, training: SessionState
+) -> None:
+    delivering, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
+    for state in (ready, delivering):
+        assert sent(drive(state, Stopping())[1]) == []
+
+
 def test_the_end_is_finalised_once_and_done_only_when_the_outbox_is_empty(training: SessionState) -> None:
     state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)), ended())
     state, commands = drive(state, ArtifactStored(aggregate(9).id))
@@ -273,6 +299,7 @@ network_events: st.SearchStrategy[Event] = st.one_of(
     st.just(ArtifactStored(aggregate(9).id)),
     st.just(SpecChecked(SPEC.id, None)),
     st.just(DownloadSilent()),
+    st.just(Stopping()),
     st.just(TrainerReady()),
     attempts.map(lambda round_attempt: need(update(round_attempt.round, round_attempt.attempt).id)),
     st.builds(

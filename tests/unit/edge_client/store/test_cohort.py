@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from edge_client.store.cohort_secret import code_of, create, join, mark_of, secr
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
 from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
+from tests.support.commands import data_of
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, toy_generation, toy_spec, write_device
 
 SECRETS = st.binary(min_size=32, max_size=32)
@@ -116,13 +116,13 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(
     assert run("status", "--config", str(first)) == 1
     assert "no cohort secret" in capsys.readouterr().out
     assert run("create", "--config", str(first), "--json") == 0
-    made = json.loads(capsys.readouterr().out)
+    made = data_of(capsys.readouterr().out)
     code = tmp_path / "code"
     code.write_text(made["code"] + "\n")
     assert run("join", "--config", str(second), "--code-file", str(code)) == 0
     assert f"Joined; mark {made['mark']}" in capsys.readouterr().out
     assert run("status", "--config", str(second), "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"mark": made["mark"]}
+    assert data_of(capsys.readouterr().out) == {"mark": made["mark"]}
     assert run("create", "--config", str(first)) == 1
     assert "has a cohort secret already" in capsys.readouterr().err
     code.write_text("ABCD")

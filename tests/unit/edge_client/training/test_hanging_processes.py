@@ -23,6 +23,7 @@ from edge_client.session.events import TrainRound
 from edge_client.training.messages import Committed, Ready, TrainerReport
 from edge_client.training.trainer_handle import trainer_process
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
+from fedcg.log.settings import LogSettings
 from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.coordinator import hanging_children
 from tests.support.coordinator.driven_worker import DrivenWorker
@@ -54,7 +55,8 @@ def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
     monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.work_slowly_then_idle)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
     training = TrainingSection(device="cpu", threads=1, stall_s=STALL_S)
-    process = trainer_process(make_config(tmp_path).model_copy(update={"training": training}), reports.put)
+    config = make_config(tmp_path).model_copy(update={"training": training})
+    process = trainer_process(config, LogSettings(), reports.put)
     try:
         pid = process.start()
         assert reports.get(timeout=30) == Ready(pid)

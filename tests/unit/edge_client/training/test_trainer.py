@@ -23,7 +23,7 @@ from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays
-from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
+from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
@@ -72,7 +72,11 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
     alone = Site(tmp_path / "c", real_spec("local"))
     for site in (with_shadow, without, alone):
         site.trainer().do(site.round())
-    assert with_shadow.update() == without.update()
+    sent, reference = (read_header(each.update()) for each in (with_shadow, without))
+    assert sent.report is not None
+    assert sent.report.shadow == with_shadow.events("committed")[0]["accuracy_local"] is not None
+    assert sent.model_copy(update={"report": sent.report.model_copy(update={"shadow": None})}) == reference
+    assert with_shadow.update().endswith(without.update()[-1000:])
     assert set(without.state().slots) == {"personal", "best"}
     assert without.events("committed")[0]["accuracy_local"] is None
     shadow, only = with_shadow.state().slots["shadow"], alone.state().slots["personal"]
@@ -268,7 +272,8 @@ def test_a_changed_file_of_the_snapshot_fails_the_attempt_and_the_next_takes_a_n
     victim.write_bytes((site.root / "data" / "test" / CLASSES[1] / "2-000.png").read_bytes())
     report = site.declined()
     assert report.reason is DeclineReason.NO_DATA
-    assert victim.name in report.detail
+    assert "changed since this round was accepted" in report.detail
+    assert victim.name not in report.detail
     assert site.trainer().do(site.round(1, 2)) == Committed(RoundAttempt(1, 2))
 
 
@@ -292,8 +297,10 @@ def test_a_training_process_dies_with_its_agent(slow_site: Site) -> None:
     code = (
         "import pickle, sys\nfrom edge_client.training.trainer_handle import trainer_process\n"
         "config, command = pickle.loads(sys.stdin.buffer.read())\n"
-        "import queue; reports = queue.SimpleQueue(); process = trainer_process(config, reports.put)\n"
-        "print(process.start(), flush=True); reports.get(); process.send(command); reports.get()\n"
+        "from fedcg.log.settings import LogSettings\n"
+        "import queue; reports = queue.SimpleQueue(); process = trainer_process(config, LogSettings(), reports.put)\n"
+        "print(process.start(), flush=True); reports.get(); process.send(command)\n"
+        "while True: reports.get()\n"
     )
     import pickle
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from experiments.bench.inference.load import Load, ask
+from tests.support.commands import data_of
 
 FEDCG = [sys.executable, "-m", "fedcg", "bench", "infer"]
 
@@ -57,7 +57,7 @@ def test_callers_count_what_was_answered_with_200_and_what_was_not() -> None:
 @pytest.mark.slow
 def test_the_quick_measurement_gives_every_figure_and_loses_no_request() -> None:
     run = subprocess.run([*FEDCG, "--quick", "--json"], capture_output=True, check=True, timeout=200)
-    record = json.loads(run.stdout)
+    record = data_of(run.stdout)
     assert (record["kind"], record["format"], set(record["setting"])) == (
         "bench infer",
         1,

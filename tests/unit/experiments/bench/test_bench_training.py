@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ from experiments.bench.learning.round import RoundPlan, _whole
 from experiments.bench.learning.steps import STAGES
 from experiments.bench.learning.training import Setting, Stage, median_seconds, work_of
 from fedcg.learning.spec import NetworkChoice
+from tests.support.commands import data_of
 
 FEDCG = [sys.executable, "-m", "fedcg"]
 
@@ -84,7 +84,7 @@ def test_a_graph_launches_fewer_kernels_than_its_step() -> None:
 def test_the_quick_measurements_print_their_ratios_as_json() -> None:
     one_thread = ["--threads", "1", "--quick", "--json"]
     run = subprocess.run([*FEDCG, "bench", "round", "--processes", "1", *one_thread], capture_output=True, check=True)
-    record = json.loads(run.stdout)
+    record = data_of(run.stdout)
     assert record["extrapolated"] == {"epochs": [1, 20], "server_iterations": [5, 2000]}
     for name in ("equal_maths", "joint_pass", "compact"):
         assert record[f"speedup_{name}"] == record[name]["speedup"]["round"] > 0
@@ -95,7 +95,7 @@ def test_the_quick_measurements_print_their_ratios_as_json() -> None:
         capture_output=True,
         check=True,
     )
-    cases = json.loads(run.stdout)["cases"]
+    cases = data_of(run.stdout)["cases"]
     assert [case["stage"] for case in cases] == ["classify", "gan", "student"]
 
 

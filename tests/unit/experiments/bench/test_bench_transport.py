@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
 import pytest
 
 from experiments.bench.transport.transfers import Case, Measured, as_json, filled
+from tests.support.commands import data_of
 
 
 def test_small_artifacts_come_from_as_many_sessions_as_fill_the_window() -> None:
@@ -32,8 +32,7 @@ def test_a_small_case_and_a_small_round_are_measured_over_mosquitto(mosquitto_fa
     command = [sys.executable, "-m", "fedcg", "bench", "transport", "--json", "--repeats", "1", "--size", "30000"]
     runs = (("--window", "4", "--megabytes", "1"), ("--sessions", "3", "--rounds", "1"))
     case, one_round = (
-        json.loads(subprocess.run([*command, *more], check=True, capture_output=True, timeout=120).stdout)
-        for more in runs
+        data_of(subprocess.run([*command, *more], check=True, capture_output=True, timeout=120).stdout) for more in runs
     )
     assert [(entry["size"], entry["window"], entry["sessions"]) for entry in case["cases"]] == [(30_000, 4, 4)]
     assert case["cases"][0]["ratio"] > 0

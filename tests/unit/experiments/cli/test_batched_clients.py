@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 
 
 def test_a_user_batches_clients_by_an_option(tmp_path: Path) -> None:
@@ -17,7 +16,7 @@ def test_a_user_batches_clients_by_an_option(tmp_path: Path) -> None:
     for option in ("--batched-clients", "--no-batched-clients"):
         done = run_fedcg("simulate", *base, str(tmp_path / option), option)
         assert done.exit_code == 0, done.output
-        (record,) = json.loads(done.stdout)["runs"]
+        (record,) = data_of(done.stdout)["runs"]
         assert record["setting"]["batched_clients"] is (option == "--batched-clients")
         curves.append([client["curve"]["loss"] for client in record["clients"]])
     assert curves[0] == [pytest.approx(loss, abs=1e-4) for loss in curves[1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from PIL import Image
 from typer.testing import Result
 
 from fedcg.learning.split_names import ALLOW_VARIABLE
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 
 ODD = {  # images of a class, and how they are stored, per domain
     "all": ({"a": 16, "b": 16, "c": 16}, "RGB"),
@@ -77,7 +76,7 @@ def test_odd_clients_take_part_as_far_as_they_can_and_the_record_says_what_was_w
     dealt = "--partition domains --clients 4 --image-size 16 --rounds 2 --test even --validation test-half"
     done = call(tmp_path, "--data", str(tmp_path / "odd"), *dealt.split(), "--method", method, *server)
     assert done.exit_code == 0, done.stderr
-    (record,) = json.loads(done.stdout)["runs"]
+    (record,) = data_of(done.stdout)["runs"]
     assert record["skipped"] == [{"file": "a/broken.png", "reason": record["skipped"][0]["reason"]}]
     assert "not an image" in record["skipped"][0]["reason"]
     counts = [client["label_counts"] for client in record["clients"]]
@@ -104,7 +103,7 @@ def test_the_papers_domains_load_as_they_are_published(name: str, tmp_path: Path
     chosen = f"--paper fedcg:table1:{name} --method fedsplit --seeds 0"
     done = call(tmp_path, *chosen.split(), "--data", str(tmp_path / name))
     assert done.exit_code == 0, done.stderr
-    (record,) = json.loads(done.stdout)["runs"]
+    (record,) = data_of(done.stdout)["runs"]
     assert record["partition"] == f"domains:{','.join(DOMAINS[name])}"
     # Digit5 brings its test part; of the others a half trains and a half is tested, one half of which chooses the round.
     half = 1 if name == "digit5" else 2

@@ -24,6 +24,7 @@ from experiments.papers.sheets import (
     traffic_sheet,
 )
 from experiments.papers.traffic import traffic
+from tests.support.commands import data_of
 from tests.support.learning.papers_cases import CIFAR, record, write
 
 W10 = "fedmd_cg:table1:cifar10-w10"
@@ -274,7 +275,7 @@ def test_the_command_prints_everything_as_json_without_torch(tmp_path: Path) -> 
     (folder / "torn.json").write_text("{")
     done = _tables("--runs", str(folder), "--paper", CIFAR, "--json")
     assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout)
+    content = data_of(done.stdout)
     (table,) = content["tables"]
     assert table["preset"]["name"] == CIFAR
     assert {order["verdict"]["judgement"] for order in table["orders"]} == set()

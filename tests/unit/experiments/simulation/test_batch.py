@@ -24,7 +24,7 @@ from experiments.simulation.batch import (
     save_batch,
 )
 from experiments.simulation.simulation_curves import mean_curve
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_without_tensorboard_nothing_is_begun(tmp_path: Path, monkeypatch: pytes
 def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None:
     first = call(tmp_path / "runs", "--method local --method fedavg --seeds 0,1 --json --no-shadow")
     assert first.exit_code == 0, first.output
-    shown = json.loads(first.stdout)
+    shown = data_of(first.stdout)
     assert [(run["method"], run["seed"]) for run in shown["runs"]] == [
         ("local", 0), ("fedavg", 0), ("local", 1), ("fedavg", 1)
     ]  # fmt: skip
@@ -156,9 +156,9 @@ def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((folder / "tensorboard").glob("*/events.out.tfevents.*"))) == 4
     again = call(folder, "--method local --method fedavg --seeds 0,1 --json --no-shadow")
-    assert json.loads(again.stdout) == {"runs": [], "failures": []}
+    assert data_of(again.stdout) == {"runs": [], "failures": []}
     forced = call(folder, "--method local --force --json --no-shadow --no-plot --no-tensorboard")
-    assert len(json.loads(forced.stdout)["runs"]) == 1
+    assert len(data_of(forced.stdout)["runs"]) == 1
     other = call(folder, "--method local --no-shadow --evaluate-every 2")
     assert other.exit_code == 2
     assert "another setting" in other.stderr
@@ -167,7 +167,7 @@ def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None
 def test_crops_reach_the_training_and_the_record(tmp_path: Path) -> None:
     text = "--method local --no-shadow --no-plot --no-tensorboard --json"
     plain, cropped = (
-        json.loads(call(tmp_path / f"crop-{pixels}", f"{text} --crop {pixels}").stdout)["runs"][0] for pixels in (0, 2)
+        data_of(call(tmp_path / f"crop-{pixels}", f"{text} --crop {pixels}").stdout)["runs"][0] for pixels in (0, 2)
     )
     assert (plain["setting"]["crop"], cropped["setting"]["crop"]) == (0, 2)
     losses = [[client["curve"]["loss"] for client in run["clients"]] for run in (plain, cropped)]
@@ -178,7 +178,7 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     text = "--method fedavg --method local --set fedavg.lr=1e18 --set fedavg.optimiser=sgd --json --no-plot --no-tensorboard"
     done = call(tmp_path / "runs", text)
     assert done.exit_code == 1
-    shown = json.loads(done.stdout)
+    shown = data_of(done.stdout)
     assert [run["method"] for run in shown["runs"]] == ["local"]
     assert [failure["run"] for failure in shown["failures"]] == ["digits-fedavg-seed0"]
     assert "RunError" in (tmp_path / "runs" / ".state" / "digits-fedavg-seed0.traceback.txt").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import AggregateCodec, Part, UpdateCodec
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.learning_cases import party_of, plan, same_parts
 
 
@@ -134,7 +133,7 @@ def test_the_record_shows_the_bytes_of_an_update_as_it_is_coded(tmp_path: Path) 
         more = f"--codec {codec} --aggregate-codec {down} --no-plot --no-tensorboard --json --out {tmp_path / codec}"
         done = run_fedcg("simulate", *f"{words} {more}".split())
         assert done.exit_code == 0, done.stderr
-        (runs[codec],) = json.loads(done.stdout)["runs"]
+        (runs[codec],) = data_of(done.stdout)["runs"]
     weights, exact, scales = 48000 + 10080 + 840, 120 + 84 + 10, 120 + 84 + 10  # LeNet-5's classifier
     assert runs["f32"]["bytes"] == {"up": 4 * (weights + exact), "down": 4 * (weights + exact), "up_artifact": None}
     sizes = runs["i8-delta"]["bytes"]

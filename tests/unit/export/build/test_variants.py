@@ -19,7 +19,7 @@ from export.model.manifest import Manifest, Variant, read_manifest
 from export.model.preprocess import load_image
 from export.model.runtime import Floats, Model
 from export.model.versions import Slots
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import (
     CLASSES,
     encoded,
@@ -212,7 +212,7 @@ def test_the_command_makes_a_new_version_that_can_be_rolled_back(folder: Path, t
     arguments = ["optimise", tmp_path, "--images", folder, "--threads", "1", "--budget", "100"]
     told = run_fedcg("model", *arguments, "--json")
     assert told.exit_code == 0, told.output
-    document = json.loads(told.stdout)
+    document = data_of(told.stdout)
     assert document["model"] == str(tmp_path / "0002")
     assert [one["name"] for one in document["variants"]] == ["fp32", "ort", "fp16", "int8", "trt_fp16"]
     assert document["providers"] == ["CPUExecutionProvider"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from export.model.preprocess import load_image
 from export.model.runtime import Model
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import TestImages, image_form, install_model, labels_by
 
 
@@ -63,7 +62,7 @@ def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(tmp_pa
     plain = Model.load(tmp_path / "plain", threads=1)
     agreement = (served.predict(pictures).argmax(axis=1) == plain.predict(pictures).argmax(axis=1)).mean()
     assert checks[manifest.serves].top1_agreement == agreement
-    [row] = json.loads(run_fedcg("model", "list", str(root), "--json").stdout)
+    [row] = data_of(run_fedcg("model", "list", str(root), "--json").stdout)
     assert row["verification"] == manifest.verification.model_dump(mode="json")
     told = run_fedcg("model", "verify", str(root)).stdout
     assert f"accuracy on {len(images.files)} held-out images: torch 100.0%, ONNX 100.0%, ort 100.0%" in told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import pty
 import subprocess
@@ -18,7 +17,7 @@ from export.model.classify import expand
 from export.model.preprocess import load_image
 from export.model.runtime import Model
 from fedcg.wire.parts import Part
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import CLASSES, LOADED_PROBE, TestImages, install_model, make_parts, make_spec
 
 
@@ -44,7 +43,7 @@ def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, i
 def test_infer_as_json_gives_classes_probabilities_and_the_model(slots_root: Path, images: TestImages) -> None:
     done = run_fedcg("infer", "--model", slots_root / "0001", "--json", "--top", "2", images.files[0])
     assert done.exit_code == 0
-    document = json.loads(done.stdout)
+    document = data_of(done.stdout)
     assert (document["federation"], document["round"], document["errors"]) == ("garden", 1, [])
     assert document["model"] == str(slots_root / "0001")
     [result] = document["results"]
@@ -63,9 +62,7 @@ def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestIma
     header, *rows = csv.reader(told.stdout.splitlines())
     assert header == ["file", "class_1", "probability_1", "class_2", "probability_2"]
     assert [row[0] for row in rows] == [str(odd), str(images.files[1])]
-    plain = json.loads(run_fedcg("infer", odd, "--model", slots_root, "--json", "--top", "2").stdout)["results"][0][
-        "top"
-    ]
+    plain = data_of(run_fedcg("infer", odd, "--model", slots_root, "--json", "--top", "2").stdout)["results"][0]["top"]
     assert rows[0][1::2] == [one["class"] for one in plain]
     assert [float(cell) for cell in rows[0][2::2]] == pytest.approx([one["probability"] for one in plain], abs=1e-6)
 
@@ -85,7 +82,7 @@ def test_bad_files_are_named_on_stderr_and_the_others_still_done(
         "infer", "--model", slots_root, "--json", images.files[0], tmp_path / "gone.png", text, images.files[1]
     )
     assert done.exit_code == 2
-    document = json.loads(done.stdout)
+    document = data_of(done.stdout)
     assert [one["file"] for one in document["results"]] == [str(images.files[0]), str(images.files[1])]
     assert [one["file"] for one in document["errors"]] == [str(tmp_path / "gone.png"), str(text)]
     assert f"{tmp_path / 'gone.png'}: no such file" in done.stderr
@@ -123,7 +120,7 @@ def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
     assert first.startswith("  0001  garden, round 1, accuracy ")
     assert second.startswith("* 0002  garden, round 2, accuracy ")
     assert run_fedcg("model", "use", slots_root, "0001").exit_code == 0
-    rows = json.loads(run_fedcg("model", "list", slots_root, "--json").stdout)
+    rows = data_of(run_fedcg("model", "list", slots_root, "--json").stdout)
     assert [(row["version"], row["current"], row["round"]) for row in rows] == [("0001", True, 1), ("0002", False, 2)]
     assert "0002" in run_fedcg("model", "rollback", slots_root).stdout
     again = run_fedcg("model", "rollback", slots_root)
@@ -171,7 +168,7 @@ def test_export_makes_a_verified_model_of_a_slot(checkpoint: tuple[Path, Path], 
     common = ("--spec", spec, "--weights", weights, "--out", out)
     done = run_fedcg("export", *common, "--slot", "best", "--images", folder, "--round", "3", "--json")
     assert done.exit_code == 0, done.stderr
-    document = json.loads(done.stdout)
+    document = data_of(done.stdout)
     assert document["verification"]["source"] == "files"
     manifest = Model.load(out).manifest
     assert (manifest.round, manifest.verification.images) == (3, 24)

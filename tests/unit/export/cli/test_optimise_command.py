@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from export.model.manifest import read_manifest
 from export.model.signature import required, signer_of
 from export.model.versions import Slots
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import install_model
 
 Clock = Callable[..., None]
@@ -45,12 +44,12 @@ def test_nothing_is_installed_or_pruned_when_no_form_is_faster(tmp_path: Path, f
 def test_the_form_in_use_is_not_installed_a_second_time(tmp_path: Path, folder: Path, clock: Clock) -> None:
     root = install_model(tmp_path).parent
     clock(fp16=10.0)
-    first = json.loads(_optimise(root, folder, "--json").stdout)
+    first = data_of(_optimise(root, folder, "--json").stdout)
     assert (first["model"], first["installed"], first["serves"]) == (str(root / "0002"), True, "fp16")
-    again = json.loads(_optimise(root, folder, "--json").stdout)
+    again = data_of(_optimise(root, folder, "--json").stdout)
     assert (again["model"], again["installed"], again["serves"]) == (str(root / "0002"), False, "fp16")
     clock()  # on another machine it does not pay any more
-    slower = json.loads(_optimise(root, folder, "--json").stdout)
+    slower = data_of(_optimise(root, folder, "--json").stdout)
     assert (slower["model"], slower["installed"], slower["serves"]) == (str(root / "0003"), True, "fp32")
 
 

@@ -19,7 +19,7 @@ from export.model.manifest import Takes, read_manifest, write_manifest
 from export.model.runtime import Model, Predictor
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import (
     image_form,
     install_model,
@@ -96,7 +96,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory, spec: FederationSpec, parts:
 def _answers(root: Path, folder: Path) -> list[dict[str, object]]:
     told = run_fedcg("infer", "--model", root, "--json", folder)
     assert told.exit_code == 0, told.output
-    results: list[dict[str, object]] = json.loads(told.stdout)["results"]
+    results: list[dict[str, object]] = data_of(told.stdout)["results"]
     return results
 
 

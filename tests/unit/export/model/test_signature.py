@@ -14,7 +14,7 @@ from export.model.manifest import read_manifest
 from export.model.runtime import Model
 from export.model.signature import required, sign_manifest, signer_of
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import install_model
 
 
@@ -33,7 +33,7 @@ def directory(tmp_path: Path, key: SigningKey) -> Path:
 def test_a_model_says_which_box_made_it(directory: Path, key: SigningKey) -> None:
     assert signer_of(directory) == key.public.hex
     read_manifest(directory, required(key.public.hex))
-    listed = json.loads(run_fedcg("model", "list", str(directory.parent), "--json").stdout)
+    listed = data_of(run_fedcg("model", "list", str(directory.parent), "--json").stdout)
     assert [row["signed_by"] for row in listed] == [key.public.hex]
 
 

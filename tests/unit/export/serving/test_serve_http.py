@@ -22,7 +22,7 @@ from export.model.preprocess import load_image
 from export.model.runtime import Model
 from export.serving.server import Settings, _bound
 from fedcg.listening import Caps, Connections
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import CLASSES, LOADED_PROBE, encoded, picture
 from tests.support.serving import JSON, PNG, Server, multipart, serving
 
@@ -58,7 +58,7 @@ def _infer(installed: Path, folder: Path, top: int, *contents: bytes) -> list[di
     words = ["--model", installed, "--json", "--top", top, *files]
     done = run_fedcg("infer", *words)
     assert done.exit_code == 0, done.output
-    return [{**result, "file": ""} for result in json.loads(done.stdout)["results"]]
+    return [{**result, "file": ""} for result in data_of(done.stdout)["results"]]
 
 
 def test_every_form_of_a_request_is_answered_as_infer_does(server: Server, installed: Path, tmp_path: Path) -> None:

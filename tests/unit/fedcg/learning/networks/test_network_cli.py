@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
 from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import ALLOW_VARIABLE
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
 
@@ -24,7 +23,7 @@ def output_of(*arguments: str) -> str:
 
 
 def test_the_list_has_every_split_cut_generator_and_discriminator() -> None:
-    names = json.loads(output_of("list", "--json"))
+    names = data_of(output_of("list", "--json"))
     assert {"lenet5", "lenet5_relu", "resnet18", "mobilenet_v3_small"} <= set(names["splits"])
     assert "resnet18@layer3" in names["cuts"]["resnet18"]
     assert (names["generators"], names["discriminators"]) == (sorted(GENERATORS), sorted(DISCRIMINATORS))
@@ -33,7 +32,7 @@ def test_the_list_has_every_split_cut_generator_and_discriminator() -> None:
 
 
 def test_show_gives_the_published_sizes_of_lenet_and_what_each_method_sends() -> None:
-    shown = json.loads(output_of("show", "lenet5", "--generator", "conv", "--json"))
+    shown = data_of(output_of("show", "lenet5", "--generator", "conv", "--json"))
     assert shown["feature_shape"] == [16, 5, 5]
     assert (shown["feature_range"], shown["smallest_side"]) == ("unit", 16)
     parts = shown["parts"]
@@ -77,7 +76,7 @@ def test_a_function_typed_by_a_person_is_shown_without_being_installed(
     monkeypatch.setenv(ALLOW_VARIABLE, "")
     code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     (tmp_path / "typed_networks.py").write_text(code)
-    shown = json.loads(
+    shown = data_of(
         output_of("show", "typed_networks:small_residual", "--channels", "1", "--image-size", "16", "--json")
     )
     assert shown["feature_shape"] == [8, 4, 4]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -18,6 +17,7 @@ from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
+from tests.support.commands import data_of
 from tests.support.learning.learning_cases import (
     NAMES,
     bright_images,
@@ -135,7 +135,7 @@ def test_methods_are_listed_without_importing_torch() -> None:
     *names, torch_loaded = command("list").split()
     assert {"fedcg", "fedmd_cg", "local"} <= set(names)
     assert torch_loaded == "False"
-    assert json.loads(command("list", "--json").splitlines()[0]) == names
+    assert data_of(command("list", "--json")) == names
     assert command("show", "--help").split()[-1] == "False"
 
 
@@ -143,6 +143,6 @@ def test_a_method_shows_its_parameters_and_what_leaves_the_box() -> None:
     text = command("show", "fedmd_cg")
     assert "stays on the box: extractor" in text
     assert "label counts" in text
-    shown = json.loads(command("show", "fedcg", "--json").rsplit("}", 1)[0] + "}")
+    shown = data_of(command("show", "fedcg", "--json"))
     assert shown["private"] == ["discriminator", "extractor"]
     assert shown["params"]["ramp_rounds"]["default"] == 50

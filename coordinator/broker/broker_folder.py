@@ -1,0 +1,79 @@
+"""The folder that `fedcg broker run` starts a Mosquitto from, on whichever machine it lies.
+
+It holds the authority's certificate without its key, the broker's certificate and key, those of the program that keeps the lists up to
+date, the lists as they were when the folder was written or last changed, and the address. No path in it depends on where it lies.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from coordinator.broker.lists import Lists
+from coordinator.config import Port
+from coordinator.errors import BrokerError
+from coordinator.paths import BROKER_NAME, CRL_NAME, Home
+from coordinator.pki.authority import CA_NAME, credential_of, issue, server_credential
+from fedcg.files import READABLE, replace_durably
+from fedcg.wire.messages.topics import LISTS_READER
+
+ACL_NAME = "acl"
+ADDRESS_NAME = "broker.json"
+DATA_NAME = "data"
+
+
+class Address(BaseModel):
+    """Where devices and the coordinator reach the broker; `broker.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: int = 1
+    host: str
+    port: Port
+
+
+def write_folder(home: Home, folder: Path, lists: Lists) -> None:
+    """Write all that a broker needs into a folder, or bring it up to date; what is in its `data` stays.
+
+    Raises:
+        BrokerError: the folder can't be written.
+    """
+    broker = home.config().broker
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+        server = server_credential(home.pki, BROKER_NAME, broker.host)
+        for source in (credential_of(home.pki, CA_NAME).certificate, server.certificate, server.key):
+            replace_durably(folder / source.name, source.read_bytes())
+        issue(home.pki, LISTS_READER, target=folder)
+        write_lists(folder, lists)
+        replace_durably(folder / ADDRESS_NAME, Address(host=broker.host, port=broker.port).model_dump_json(), READABLE)
+    except OSError as error:
+        raise BrokerError(f"{folder} can't be made a broker's folder: {error}") from error
+
+
+def write_lists(folder: Path, lists: Lists) -> None:
+    """Replace the lists, in this order: a revoked device must not come back."""
+    replace_durably(folder / CRL_NAME, lists.revocations)
+    replace_durably(folder / ACL_NAME, lists.access_list())
+
+
+def read_address(folder: Path) -> Address:
+    """The address of a folder's broker.
+
+    Raises:
+        BrokerError: it is no such folder, or one of another version.
+    """
+    path = folder / ADDRESS_NAME
+    try:
+        address = Address.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise BrokerError(
+            f"{folder} is neither a coordinator's directory nor a broker's folder; `fedcg deploy mosquitto` writes one"
+        ) from error
+    except (OSError, ValidationError) as error:
+        raise BrokerError(f"{path} can't be used; run `fedcg deploy mosquitto` again: {error}") from error
+    if address.version != 1:
+        raise BrokerError(f"{path} has version {address.version}, and this program reads version 1: update it")
+    return address

@@ -1,0 +1,236 @@
+"""The commands' way to a coordinator: the API of one that runs, else the same routes inside this process, over the directory.
+
+So a command has one path, whether a coordinator runs or not, and both refuse the same things in the same words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+from fastapi import FastAPI
+
+from coordinator.cli.shared_options import store_of
+from coordinator.errors import AccessError, CoordinatorError, HomeError, RequestError
+from coordinator.http.app import add_api
+from coordinator.members.api_tokens import ApiTokens, local_token
+from coordinator.operations.steering import nobody_follows
+from coordinator.paths import Home
+from coordinator.rounds.records import FederationRecord
+from coordinator.service.coordinator import Coordinator
+from coordinator.storage.object_store import artifacts_of
+from coordinator.storage.store import Store
+from fedcg.errors import FAILED, NoAnswerInTimeError
+from fedcg.event_log import EventLog
+
+API = "/api/v1"
+TOKEN_VARIABLE = "FEDCG_API_TOKEN"  # noqa: S105 - the name of a variable
+TIMEOUT_S = 120.0
+STARTING_S = 5.0
+"""A coordinator that holds its directory and does not listen yet is asked again for so long."""
+RETRY_S = 0.2
+REFUSED = (401, 403)
+
+
+class RequestFailedError(CoordinatorError):
+    """The running coordinator could not do what it was asked for; its log has the reason."""
+
+    exit_code = FAILED
+
+
+@dataclass(frozen=True)
+class Client:
+    """Makes requests of the API.
+
+    Attributes:
+        url: of the coordinator.
+        token: of the API.
+        application: in place of a connection, when no coordinator runs.
+        home: the directory, when it is of this machine.
+        verify: what a server's certificate is checked with.
+    """
+
+    url: str
+    token: str
+    application: FastAPI | None = None
+    home: Home | None = None
+    verify: ssl.SSLContext | bool = True
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a running coordinator answers."""
+        return self.application is None
+
+    def get(self, path: str, **query: object) -> Any:
+        """Read one thing.
+
+        Raises:
+            FedcgError: the request was refused or not answered; the class has the exit code.
+        """
+        return self._asked("GET", f"{API}{path}", query=query).json()
+
+    def all(self, path: str, **query: object) -> list[Any]:
+        """Read a whole list, page after page."""
+        answer = self._asked("GET", f"{API}{path}", query={"limit": 1000, **query})
+        found: list[Any] = answer.json()
+        while following := answer.links.get("next"):
+            answer = self._asked("GET", following["url"])
+            found += answer.json()
+        return found
+
+    def change(self, method: str, path: str, content: object = None) -> Any:
+        """Change something; when the connection breaks, the request is repeated once and counts once."""
+        return self._asked(method, f"{API}{path}", content=content, key=str(uuid.uuid4())).json()
+
+    def federation(self, named: str | None) -> str:
+        """The id of the federation that is meant; without a name, of the only one.
+
+        Raises:
+            RequestError: there are several, or none.
+        """
+        if named is not None:
+            return named
+        there = [known["federation"] for known in self.all("/federations")]
+        if len(there) != 1:
+            raise RequestError(f"name a federation; there are: {', '.join(there) or 'none'}")
+        return str(there[0])
+
+    def _asked(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: dict[str, object] | None = None,
+        content: object = None,
+        key: str | None = None,
+    ) -> httpx.Response:
+        wanted = {name: str(value) for name, value in (query or {}).items() if value not in (None, "")}
+        headers = {"Authorization": f"Bearer {self.token}", **({} if key is None else {"Idempotency-Key": key})}
+        request: dict[str, Any] = {"params": wanted or None, "headers": headers}
+        if content is not None:
+            request["json"] = content
+        with self._alone(method, path):
+            answer = self._sent(method, path, request)
+        if answer.status_code >= 400:
+            _refuse(answer)
+        return answer
+
+    def _alone(self, method: str, path: str) -> AbstractContextManager[None]:
+        """What steers a federation without a coordinator keeps one from starting until it is done."""
+        is_steering = method != "GET" and path.startswith(f"{API}/federations/")
+        return self.home.locked() if self.home is not None and not self.is_remote and is_steering else nullcontext()
+
+    def _sent(self, method: str, path: str, request: dict[str, Any]) -> httpx.Response:
+        end, broken = time.monotonic() + STARTING_S, 0
+        while True:
+            try:
+                return asyncio.run(self._send(method, path, request))
+            except httpx.ConnectError as error:  # noqa: PERF203 - a request takes far longer than the block
+                if self.home is None or time.monotonic() > end:
+                    raise AccessError(f"no connection to {self.url}: {error}. {self._advice()}") from error
+                time.sleep(RETRY_S)
+            except httpx.TimeoutException as error:
+                raise NoAnswerInTimeError(f"{self.url} gave no answer in {TIMEOUT_S:g} s") from error
+            except httpx.TransportError as error:
+                broken += 1
+                if broken > 1:
+                    raise AccessError(f"the connection to {self.url} broke: {error}. {self._advice()}") from error
+
+    def _advice(self) -> str:
+        where = (
+            "the address behind --url" if self.home is None else "the coordinator's log: it may be starting or ending"
+        )
+        return f"Look at {where}, and try again"
+
+    async def _send(self, method: str, path: str, request: dict[str, Any]) -> httpx.Response:
+        transport = None if self.application is None else httpx.ASGITransport(self.application)
+        own = self.home is not None  # a proxy of the environment has no part in a connection on this machine
+        async with httpx.AsyncClient(
+            base_url=self.url, transport=transport, timeout=TIMEOUT_S, verify=self.verify, trust_env=not own
+        ) as client:
+            return await client.request(method, path, **request)
+
+
+@contextmanager
+def client_of(directory: Path | None, url: str | None) -> Iterator[Client]:
+    """A client of a coordinator: the one at `url`, else the one that runs in the directory, else the directory itself.
+
+    Raises:
+        HomeError: neither is named, or there is no coordinator in the directory.
+        AccessError: `url` without a token in the environment.
+    """
+    if url is not None:
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        if not token and directory is None:
+            raise AccessError(
+                f"--url needs a token in the variable {TOKEN_VARIABLE}; `fedcg coordinator token create` makes one"
+            )
+        yield Client(url.rstrip("/"), token or _own_token(Home(directory or Path()).require()))
+        return
+    if directory is None:
+        raise HomeError(f"name the coordinator: --dir HOME on its machine, or --url with {TOKEN_VARIABLE}")
+    home = Home(directory).require()
+    if home.is_held:
+        api = home.config().api
+        yield Client(api.url, _own_token(home), home=home, verify=_trusting(home))
+        return
+    with store_of(directory) as (_, store):
+        yield Client(
+            "http://127.0.0.1",
+            local_token(home, ApiTokens(store.api)),
+            application=_application(home, store),
+            home=home,
+        )
+
+
+def _own_token(home: Home) -> str:
+    with store_of(home.root) as (_, store):
+        return local_token(home, ApiTokens(store.api))
+
+
+def _trusting(home: Home) -> ssl.SSLContext | bool:
+    certificate = home.config().api.certificate
+    if certificate is None:
+        return True
+    context = ssl.create_default_context(cafile=str(home.root / certificate))
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False  # this one certificate is trusted, whatever name it is for
+    return context
+
+
+def _application(home: Home, store: Store) -> FastAPI:
+    """The routes over a directory in which no coordinator runs."""
+
+    def no_context(record: FederationRecord) -> NoReturn:
+        raise AssertionError(f"{record.id} is not run by a command")
+
+    context_of: Any = no_context
+    events = EventLog(home.events_file, time.time)
+    application = FastAPI()
+    add_api(application, home, Coordinator(store, artifacts_of(home), events, context_of), nobody_follows)
+    return application
+
+
+def _refuse(answer: httpx.Response) -> NoReturn:
+    """Raise the error that an answer stands for."""
+    try:
+        problem = answer.json()
+        message = "\n  ".join([str(problem["detail"]), *map(str, problem.get("problems", ()))])
+    except (ValueError, KeyError, TypeError):
+        message = (
+            f"{answer.url} answered {answer.status_code} with something else than a problem; is this a coordinator?"
+        )
+    if answer.status_code in REFUSED:
+        raise AccessError(message)
+    if answer.status_code == 429 or answer.status_code >= 500:
+        raise RequestFailedError(message)
+    raise RequestError(message)

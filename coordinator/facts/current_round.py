@@ -1,0 +1,182 @@
+"""The round of a federation now: its quorum, its deadline, the phase of every client, and when it will probably end."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from coordinator.facts.known import Known
+from coordinator.rounds.records import (
+    AttemptRecord,
+    AttemptState,
+    FederationStatus,
+    ParticipantRecord,
+    ParticipantState,
+)
+from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.service.service import Service
+
+ESTIMATED_FROM = 5
+"""Closed rounds whose median duration is the estimate for the next ones."""
+
+
+class ClientPhase(str, Enum):
+    """What a client does, as far as the coordinator has received it; in the order of the views."""
+
+    DECLINED = "declined"
+    SILENT = "silent"
+    INVITED = "invited"
+    TRAINING = "training"
+    UPLOADING = "uploading"
+    DELIVERED = "delivered"
+
+
+@dataclass(frozen=True)
+class ClientNow:
+    """A client of the open attempt.
+
+    Attributes:
+        reason: why it declined, or why it is silent.
+        done: share of the phase of its training that it reported as done, in [0, 1]; None when it reports none.
+        ends_at: when that phase will end at the reported rate; unix time.
+    """
+
+    client: str
+    phase: ClientPhase
+    reason: str = ""
+    done: float | None = None
+    ends_at: float | None = None
+
+
+@dataclass(frozen=True)
+class CurrentRound:
+    """A federation now; times are unix times.
+
+    Attributes:
+        is_served: whether a coordinator runs it; without one, nobody is online.
+        quorum: updates without which a round can't close.
+        wanted: updates that close the attempt at once.
+        round_s: median duration of the last closed rounds; None before the first one.
+        round_ends_at, ends_at: when the open round, and the federation, end at that rate.
+        merge: phase, step and steps of the merge that runs.
+        enrolled: devices that may take part.
+        waits_for: what the next attempt waits for.
+    """
+
+    federation: str
+    status: str
+    phase: str
+    round: int
+    rounds: int
+    attempt: int
+    reason: str
+    is_served: bool
+    is_connected: bool
+    quorum: int
+    wanted: int
+    delivered: int
+    opened_at: float | None
+    deadline_at: float | None
+    round_s: float | None
+    round_ends_at: float | None
+    ends_at: float | None
+    online: int
+    enrolled: int
+    clients: list[ClientNow] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    merge: tuple[str, int, int] | None = None
+    waits_for: str = ""
+
+
+def current_round(known: Known, federation: str) -> CurrentRound:
+    """Where a federation stands.
+
+    Raises:
+        NotFoundError: there is none of that name.
+    """
+    record = known.federation(federation)
+    service, state = known.services.get(federation), known.state(federation)
+    attempts = known.store.attempts(federation)
+    is_open = state.phase in (Phase.COLLECTING, Phase.DISTILLING)
+    attempt = attempts[-1] if is_open and attempts else None
+    clients = [] if attempt is None else _clients(known, attempt, state, service)
+    round_s = typical_round_s(attempts)
+    enrolled = len(known.store.members())
+    left = state.policy.rounds - state.round + 1
+    begun = known.now if attempt is None else attempt.opened_at
+    is_over = state.phase is Phase.FINISHED or record.status is FederationStatus.STOPPED
+    is_moving = round_s is not None and not is_over and state.phase is not Phase.PAUSED
+    return CurrentRound(
+        federation=federation,
+        status=record.status.value,
+        phase=state.phase.value,
+        round=state.round,
+        rounds=state.policy.rounds,
+        attempt=state.attempt,
+        reason=state.reason or record.status_reason,
+        is_served=service is not None,
+        is_connected=service is not None and service.is_connected,
+        quorum=state.policy.quorum,
+        wanted=state.policy.wanted(len(state.participants)) if is_open else state.policy.quorum,
+        delivered=len(state.updates) if is_open else 0,
+        opened_at=None if attempt is None else attempt.opened_at,
+        deadline_at=state.deadline_at if state.phase is Phase.COLLECTING else None,
+        round_s=round_s,
+        round_ends_at=begun + round_s if round_s and is_moving and attempt is not None else None,
+        ends_at=max(known.now, begun + round_s * left) if round_s and is_moving else None,
+        online=len(state.online),
+        enrolled=enrolled,
+        clients=sorted(clients, key=lambda each: (list(ClientPhase).index(each.phase), each.client)),
+        counts={phase.value: sum(each.phase is phase for each in clients) for phase in ClientPhase},
+        merge=None if service is None else service.merging,
+        waits_for=_waits_for(state, service) if state.phase is Phase.WAITING and not is_over else "",
+    )
+
+
+def typical_round_s(attempts: list[AttemptRecord]) -> float | None:
+    """Median duration in seconds of the last closed attempts, from opening to aggregate; None before the first one."""
+    closed = [attempt for attempt in attempts if attempt.state is AttemptState.CLOSED and attempt.closed_at]
+    spans = [(attempt.closed_at or 0.0) - attempt.opened_at for attempt in closed[-ESTIMATED_FROM:]]
+    return statistics.median(spans) if spans else None
+
+
+def _waits_for(state: RoundState, service: Service | None) -> str:
+    if service is None:
+        return "no coordinator runs this federation"
+    if not service.is_connected:
+        return "the coordinator's link to the broker"
+    missing = state.policy.quorum - len(state.candidates)
+    if missing > 0:
+        return f"{missing} more device{'s' if missing > 1 else ''} (quorum {state.policy.quorum})"
+    return "further devices, or the pause after a failed attempt"
+
+
+def _clients(known: Known, attempt: AttemptRecord, state: RoundState, service: Service | None) -> list[ClientNow]:
+    key = (attempt.federation, attempt.round, attempt.attempt)
+    progress = {} if service is None else dict(getattr(service, "progress", {}))
+    return [_client(person, state, service, progress.get(person.client)) for person in known.store.participants(key)]
+
+
+def _client(person: ParticipantRecord, state: RoundState, service: Service | None, progress: Any) -> ClientNow:
+    client = person.client
+    if client in state.updates:
+        return ClientNow(client, ClientPhase.DELIVERED)
+    if person.state is ParticipantState.DECLINED or client in state.declined:
+        return ClientNow(client, ClientPhase.DECLINED, person.reason.replace("_", " "))
+    if service is not None and service.is_uploading(client):
+        return ClientNow(client, ClientPhase.UPLOADING)
+    if client not in state.online:
+        return ClientNow(client, ClientPhase.SILENT, "it has no session" if service else "no coordinator runs")
+    if person.state is not ParticipantState.ACCEPTED and client not in state.accepted:
+        return ClientNow(client, ClientPhase.INVITED)
+    if progress is None or not progress.steps:
+        return ClientNow(client, ClientPhase.TRAINING)
+    return ClientNow(
+        client,
+        ClientPhase.TRAINING,
+        str(progress.phase).replace("_", " "),
+        min(1.0, progress.step / progress.steps),
+        progress.ends_at,
+    )

@@ -1,0 +1,79 @@
+"""Where facts come from: the database, the specs, the event log, and the running services where there are any."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.errors import NotFoundError, StoreError
+from coordinator.paths import Home
+from coordinator.rounds.records import FederationRecord
+from coordinator.rounds.round_engine import RoundState
+from coordinator.service.coordinator import Coordinator
+from coordinator.service.service import Service
+from coordinator.storage.object_store import artifacts_of
+from coordinator.storage.store import Store
+from fedcg.learning.spec import FederationSpec
+
+
+@dataclass(frozen=True)
+class Known:
+    """What facts are made of, at one moment.
+
+    Attributes:
+        store: the database.
+        spec: gives the spec of a federation.
+        home: the coordinator's directory.
+        services: the running services by federation; empty where no coordinator runs.
+        now: unix time.
+    """
+
+    store: Store
+    spec: Callable[[FederationRecord], FederationSpec]
+    home: Path
+    services: Mapping[str, Service] = field(default_factory=dict)
+    now: float = field(default_factory=time.time)
+
+    @property
+    def events_file(self) -> Path:
+        """The event log."""
+        return Home(self.home).events_file
+
+    def federation(self, federation: str) -> FederationRecord:
+        """A federation of this coordinator.
+
+        Raises:
+            NotFoundError: there is none of that name; names those that there are.
+        """
+        try:
+            return self.store.federation(federation)
+        except StoreError as error:
+            there = ", ".join(record.id for record in self.store.federations()) or "none"
+            raise NotFoundError(f"there is no federation {federation!r}; there are: {there}") from error
+
+    def state(self, federation: str) -> RoundState:
+        """Where a federation stands: of its running service, else as stored, where nobody is online."""
+        service = self.services.get(federation)
+        return self.store.round_state(federation) if service is None else service.state
+
+
+def known_of(coordinator: Coordinator, home: Path) -> Known:
+    """What a running coordinator knows now."""
+    return Known(coordinator.store, coordinator.spec, home, coordinator.services)
+
+
+@contextmanager
+def known_at(home: Home) -> Iterator[Known]:
+    """What the files of a coordinator hold, while it may or may not run.
+
+    Raises:
+        StoreError: the database is of another version.
+    """
+    artifacts, store = artifacts_of(home), Store.of(home)
+    try:
+        yield Known(store, lambda record: FederationSpec.parse(artifacts.get(record.spec)), home.root)
+    finally:
+        store.close()

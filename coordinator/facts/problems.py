@@ -1,0 +1,220 @@
+"""Open problems, each with its remedy: for the page, `fedcg coordinator status --check`, the metrics and the webhook.
+
+Only what the coordinator really has: its own disk and links, the register, and what devices reported or answered. A device's clock is
+not among it; a device with a wrong clock fails in the TLS handshake, which `fedcg doctor` on the device explains.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from coordinator.facts.known import Known
+from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantState
+from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.service.service import Service
+from fedcg.wire.messages.messages import DeclineReason
+
+FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
+"""The coordinator's disk is nearly full below both."""
+CERTIFICATE_SHARE = 0.25
+"""A certificate with less than this share of its life left should have been renewed: agents renew in the last third."""
+RESTLESS_S, RESTLESS_SESSIONS = 600.0, 6
+"""So many new sessions of one device within this time: two machines with one identity end each other's sessions."""
+GONE_S = 3600.0
+"""A device that was online in a running federation and is away for longer is named."""
+
+REMEDIES = {
+    DeclineReason.NO_DATA.value: (
+        "no data",
+        "On the device: put images where [data] root in agent.toml names them; `fedcg doctor` shows what it finds.",
+    ),
+    DeclineReason.NOT_ELIGIBLE.value: (
+        "not eligible",
+        "On the device: `fedcg doctor` names the reason: disk, temperature, power, memory or the hours of its schedule.",
+    ),
+    DeclineReason.TRAINING_FAILED.value: (
+        "training failed",
+        "On the device: the last `round_failed` in its events.jsonl has the reason; `fedcg doctor` tries a short training.",
+    ),
+    DeclineReason.DIVERGED.value: (
+        "training diverged",
+        "Lower the learning rate in the plan, or look at the device's images: wrong labels, or a class without images.",
+    ),
+    DeclineReason.UPLOAD_NOT_ALLOWED.value: (
+        "upload not allowed",
+        "The device's owner does not allow a part that the method uploads: [policy] allow_upload in agent.toml.",
+    ),
+    DeclineReason.REPORT_NOT_ALLOWED.value: (
+        "report not allowed",
+        "The device's owner does not allow a report field that the method needs: [policy] allow_report in agent.toml.",
+    ),
+    DeclineReason.UNKNOWN_METHOD.value: ("unknown method", "Update the agent, or install the method's package there."),
+    DeclineReason.SPEC_REFUSED.value: (
+        "spec refused",
+        "On the device: its log names what it refuses in the spec; `fedcg doctor` shows its own bounds ([policy]).",
+    ),
+}
+HEALTH = {
+    "low_disk": "On the device: free some space; it declines rounds before its disk is full.",
+    "hot": "On the device: improve its cooling, or lower its power mode; it declines rounds above its limit.",
+    "low_power": "On the device: connect it to mains power.",
+    "degraded": "On the device: `fedcg doctor` names what works less well than it should.",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that a person should mend.
+
+    Attributes:
+        kind: a short fixed name, e.g. "link lost".
+        subject: the federation, the device, or "coordinator".
+        what: the fact.
+        remedy: what to do.
+        is_severe: rounds stand still because of it.
+        device: the device that it is about, if it is about one.
+    """
+
+    kind: str
+    subject: str
+    what: str
+    remedy: str
+    is_severe: bool = False
+    device: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the problem for as long as it is open."""
+        return f"{self.kind}: {self.subject}"
+
+
+def open_problems(known: Known) -> list[Problem]:
+    """All open problems, severe ones first."""
+    found = [*_of_coordinator(known), *_of_devices(known)]
+    for record in known.store.federations():
+        if record.status in (FederationStatus.RUNNING, FederationStatus.HELD):
+            found += _of_federation(known, record)
+    members = {device.id for device in known.store.members()}
+    unique = {each.key: each for each in found if each.device is None or each.device in members}
+    return sorted(unique.values(), key=lambda each: (not each.is_severe, each.kind, each.subject))
+
+
+def _of_devices(known: Known) -> Iterator[Problem]:
+    ends, sessions = known.store.overview.certificates(), known.store.presence.comings(known.now - RESTLESS_S)
+    for device in known.store.members():
+        validity = ends.get(device.id)
+        if validity is not None:
+            life = (validity.expires_at - known.now) / max(1.0, validity.expires_at - validity.issued_at)
+            yield from _of_certificate(device.id, life)
+        if (count := sessions.get(device.id, 0)) >= RESTLESS_SESSIONS:
+            yield Problem(
+                "two devices with one identity",
+                device.id,
+                f"{count} new sessions within {RESTLESS_S / 60:.0f} minutes: two machines may use this identity, or its link drops",
+                f"Stop the copy. If you can't tell which one is right: `fedcg device revoke {device.id}`, and enrol one anew.",
+                device=device.id,
+            )
+
+
+def _of_certificate(device: str, life: float) -> Iterator[Problem]:
+    """Of a device's certificate, with this share of its life left."""
+    if life <= 0:
+        yield Problem(
+            "certificate ended",
+            device,
+            "its certificate has ended: it can't connect",
+            f"`fedcg token create --replaces {device}`, then `fedcg enrol` on the device into a new folder.",
+            device=device,
+        )
+    elif life < CERTIFICATE_SHARE:
+        yield Problem(
+            "certificate near its end",
+            device,
+            f"{life:.0%} of its certificate's life is left, and the device did not renew it",
+            "On the device: `fedcg agent renew` prints the reason; its way to the enrolment listener may be closed.",
+            device=device,
+        )
+
+
+def _of_coordinator(known: Known) -> Iterator[Problem]:
+    disk = shutil.disk_usage(known.home)
+    if disk.free < FREE_BYTES and disk.free / disk.total < FREE_SHARE:
+        yield Problem(
+            "disk",
+            "coordinator",
+            f"{disk.free / 1024**2:.0f} MiB of {disk.total / 1024**3:.0f} GiB are free at {known.home}",
+            "Free some space, or lower keep_rounds under [storage] in coordinator.toml. Rounds wait; nothing is lost.",
+            is_severe=True,
+        )
+
+
+def _of_federation(known: Known, record: FederationRecord) -> Iterator[Problem]:
+    service, state = known.services.get(record.id), known.state(record.id)
+    if service is not None and not service.is_connected:
+        yield Problem(
+            "link lost",
+            record.id,
+            "the coordinator has no link to the broker; deadlines do not count meanwhile",
+            "Start the broker (`fedcg broker run`, or your own); [broker] host and port in coordinator.toml must name it.",
+            is_severe=True,
+        )
+    if state.phase is Phase.PAUSED and record.status is FederationStatus.RUNNING:
+        yield Problem(
+            "paused",
+            record.id,
+            state.reason,
+            f"Mend the cause that the reason names, then `fedcg federation resume {record.id}`.",
+            is_severe=True,
+        )
+    yield from _of_clients(known, record, state, service)
+
+
+def _of_clients(
+    known: Known, record: FederationRecord, state: RoundState, service: Service | None
+) -> Iterator[Problem]:
+    last = known.store.last_attempt(record.id)
+    people = [] if last is None else known.store.participants((record.id, last.round, last.attempt))
+    for person in people:
+        if person.state is ParticipantState.DECLINED:
+            kind, remedy = REMEDIES.get(
+                person.reason, ("update rejected", "The device's and the coordinator's log have the details.")
+            )
+            what = f"declined round {last.round if last else 0} of {record.id}: {person.reason.replace('_', ' ')}"
+            yield Problem(kind, f"{person.client} in {record.id}", what, remedy, device=person.client)
+    if service is None:
+        return
+    yield from _of_sessions(known, record, state, service)
+
+
+def _of_sessions(known: Known, record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:
+    missing = state.policy.quorum - len(state.candidates)
+    if state.phase is Phase.WAITING and missing > 0 and service.is_connected:
+        yield Problem(
+            "too few devices",
+            record.id,
+            f"{len(state.candidates)} of the {state.policy.quorum} devices that a round needs could take part",
+            "Start the agents that are offline, enable devices, or lower min_clients.",
+            is_severe=True,
+        )
+    outsiders = service.outsiders
+    if len(outsiders) < len(state.online):  # else no device has a secret, which is a choice and not a problem
+        for device, why in outsiders.items():
+            remedy = (
+                "On the device: `fedcg cohort join` with the code that `fedcg cohort create` printed on the first one."
+            )
+            yield Problem("cohort differs", f"{device} in {record.id}", why, remedy, device=device)
+    for device, change in known.store.presence.latest(record.id).items():
+        away = known.now - change.at
+        if not change.online and away > GONE_S and state.phase is not Phase.FINISHED:
+            what = f"offline for {away / 3600:.0f} h: {change.reason or 'no reason known'}"
+            remedy = (
+                "At the device: is it switched on, is the agent running (`fedcg agent status`), is the network there?"
+            )
+            yield Problem("device away", f"{device} in {record.id}", what, remedy, device=device)
+    for device, delivery in known.store.overview.last_deliveries(record.id).items():
+        health = delivery.report.get("health")
+        if health in HEALTH and device in state.online:
+            what = f"reported {str(health).replace('_', ' ')} with its update to round {delivery.round}"
+            yield Problem("device health", f"{device} in {record.id}", what, HEALTH[health], device=device)

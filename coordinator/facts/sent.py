@@ -1,0 +1,100 @@
+"""What left each device: the parts and fields that its updates held, how they were coded, and their bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from coordinator.facts.known import Known
+from coordinator.storage.overview_store import Delivery
+from fedcg.learning.spec import FederationSpec
+
+
+@dataclass(frozen=True)
+class PartSent:
+    """A part of the networks that updates hold: its tensors, numbers, and how the numbers are coded."""
+
+    part: str
+    tensors: int
+    numbers: int
+    codec: str
+
+
+@dataclass(frozen=True)
+class DeviceSent:
+    """What one device delivered.
+
+    Attributes:
+        updates: that were received in whole, whatever their outcome; `size` is their bytes.
+        last: the last one.
+        fields: the report fields that were in any update of `rounds`, or in the last one where these are not listed.
+        rounds: all of them, oldest first; only in full.
+    """
+
+    client: str
+    updates: int
+    size: int
+    last: Delivery
+    fields: list[str]
+    rounds: list[Delivery]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What left the devices of a federation.
+
+    Attributes:
+        parts: what every update holds; the coordinator rejects an update that holds anything else.
+        kept: parts of the networks that no update holds.
+        fields: report fields that the spec allows.
+    """
+
+    federation: str
+    method: str
+    parts: list[PartSent]
+    kept: list[str]
+    fields: list[str]
+    devices: list[DeviceSent]
+    size: int
+
+
+def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
+    """What the updates of a federation held; `in_full` with every single one.
+
+    Raises:
+        NotFoundError: there is no such federation.
+    """
+    record, overview = known.federation(federation), known.store.overview
+    spec = known.spec(record)
+    every: dict[str, list[Delivery]] = defaultdict(list)
+    for each in overview.deliveries(record.id) if in_full else ():
+        every[each.client].append(each)
+    volumes = overview.volumes(record.id)
+    devices = []
+    for client, last in sorted(overview.last_deliveries(record.id).items()):
+        updates, size = volumes[client]
+        devices.append(DeviceSent(client, updates, size, last, _fields(every[client] or [last]), every[client]))
+    return Sent(
+        record.id,
+        record.method,
+        _parts(spec),
+        sorted(part.value for part in spec.layouts if part not in spec.upload),
+        sorted(field.value for field in spec.report),
+        devices,
+        sum(size for _, size in volumes.values()),
+    )
+
+
+def _fields(deliveries: list[Delivery]) -> list[str]:
+    return sorted({name for each in deliveries for name, value in each.report.items() if value is not None})
+
+
+def _parts(spec: FederationSpec) -> list[PartSent]:
+    delta = spec.codec.endswith("-delta")
+    found = []
+    for part in spec.upload:
+        tensors = spec.layouts[part]
+        codec = spec.codec.removesuffix("-delta") if delta and part not in spec.with_base else spec.codec
+        found.append(PartSent(part.value, len(tensors), sum(math.prod(each.shape) for each in tensors), codec))
+    return found

@@ -1,0 +1,203 @@
+"""Who makes a request, and whether its role suffices: bearer tokens for programs, a signed cookie for the page.
+
+A route names the role that it needs: `identity: Annotated[Identity, Depends(require(Role.OPERATOR))]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+from urllib.parse import parse_qs
+
+from fastapi import Depends, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.security import HTTPBearer
+
+from coordinator.http.problems import ProblemError
+from coordinator.http.refusals import FailureLimits, Rate
+from coordinator.members.api_tokens import ApiTokens, Identity, Role
+from coordinator.token_buckets import Buckets
+
+__all__ = ["ACTION_HEADER", "COOKIE", "FORM_FIELD", "Access", "Identity", "Role", "require"]
+
+COOKIE = "fedcg_session"
+ACTION_HEADER = "X-FedCG"
+"""A request that changes something and is identified by the cookie has this header with the value 1, which no other site can add."""
+FORM_FIELD = "form_token"
+"""Or, for a form without script, this field with `Access.form_token`."""
+SESSION_S = 12 * 3600.0
+FORM_MEDIA = "application/x-www-form-urlencoded"
+MAX_FIELDS = 1000
+READING = ("GET", "HEAD", "OPTIONS")
+PER_TOKEN = Rate(200, 50.0)
+BEARER = HTTPBearer(auto_error=False, description="A token of `fedcg coordinator token create`.")
+
+
+class Access:
+    """Identifies requests.
+
+    Args:
+        tokens: the tokens of the API.
+        secret: signs the sessions of the page; sessions survive a restart with the same secret.
+        per_token: requests of one token.
+        clock: unix time, of sessions.
+        monotonic: seconds, of the limits.
+    """
+
+    def __init__(
+        self,
+        tokens: ApiTokens,
+        secret: bytes,
+        per_token: Rate = PER_TOKEN,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tokens = tokens
+        self._key = hmac.digest(secret, b"sessions of the coordinator's page", "sha256")
+        self._clock = clock
+        self._failures = FailureLimits(monotonic)
+        self._requests: Buckets[str] = Buckets(per_token.per_s, per_token.burst, monotonic)
+
+    async def identify(self, request: Request) -> Identity | None:
+        """Who makes a request; None when it shows nothing that is valid.
+
+        Raises:
+            ProblemError: 429, too many refused requests of its address, or requests of its token; 403, a change that is identified
+                by the cookie alone, which another site could have caused.
+        """
+        bearer = request.headers.get("Authorization", "")
+        session = request.cookies.get(COOKIE)
+        if not bearer and session is None:
+            return None
+        if bearer:
+            scheme, _, text = bearer.partition(" ")
+            identity = await run_in_threadpool(self.tokens.check, text.strip()) if scheme.lower() == "bearer" else None
+        else:
+            identity = await self._of_session(session or "")
+        if identity is None:
+            self._count_failure(request)
+            return None
+        if not self._requests.take(identity.token_id):
+            self._limit(self._requests.wait_s(identity.token_id), "requests")
+        if not bearer and request.method not in READING:
+            await self._check_own_page(request, session or "")
+        return identity
+
+    async def sign_in(self, text: str, request: Request) -> tuple[Identity, str]:
+        """Open a session of the page with a token.
+
+        Returns:
+            Who it is, and the value for `set_session`.
+
+        Raises:
+            ProblemError: 401, the token is not valid; 429, too many refused requests of the address.
+        """
+        identity = await run_in_threadpool(self.tokens.check, text.strip())
+        if identity is None:
+            self._count_failure(request)
+            raise ProblemError(401, "the token is not valid; `fedcg coordinator token create` makes one")
+        statement = f"{identity.token_id}.{int(self._clock() + SESSION_S)}.{secrets.token_hex(8)}"
+        return identity, f"{statement}.{self._signature('session', statement)}"
+
+    def form_token(self, request: Request) -> str:
+        """The value of the hidden field `FORM_FIELD` in the forms of a session."""
+        return self._signature("form", request.cookies.get(COOKIE, ""))
+
+    async def _of_session(self, value: str) -> Identity | None:
+        statement, _, signature = value.rpartition(".")
+        if not hmac.compare_digest(self._signature("session", statement).encode(), signature.encode()):
+            return None
+        token, expires_at, _ = statement.split(".")
+        if self._clock() >= int(expires_at):
+            return None
+        return await run_in_threadpool(self.tokens.of_session, token)
+
+    async def _check_own_page(self, request: Request, session: str) -> None:
+        if request.headers.get(ACTION_HEADER) == "1":
+            return
+        given = ""
+        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == FORM_MEDIA:
+            given = _form_field(await request.body(), FORM_FIELD)
+        if not hmac.compare_digest(self._signature("form", session).encode(), given.encode()):
+            raise ProblemError(
+                403, f"a change with the page's cookie needs the header `{ACTION_HEADER}: 1` or the form's own token"
+            )
+
+    def _count_failure(self, request: Request) -> None:
+        """Only failures are limited: a wrong token of one program locks no other one out at the same address."""
+        address = address_of(request)
+        self._limit(self._failures.wait_s(address), "refused requests")
+        self._failures.refused(address)
+
+    def _signature(self, purpose: str, statement: str) -> str:
+        return hmac.new(self._key, f"{purpose}\0{statement}".encode(), hashlib.sha256).hexdigest()
+
+    def _limit(self, wait_s: float, what: str) -> None:
+        if wait_s > 0:
+            seconds = int(wait_s) + 1
+            raise ProblemError(429, f"too many {what}; try again in {seconds} s", headers={"Retry-After": str(seconds)})
+
+
+def set_session(response: Response, value: str, *, secure: bool) -> None:
+    """Give the browser a session; `secure` where the page is reached over HTTPS."""
+    response.set_cookie(
+        COOKIE, value, max_age=int(SESSION_S), path="/", secure=secure, httponly=True, samesite="strict"
+    )
+
+
+def end_session(response: Response) -> None:
+    """Take the session from the browser."""
+    response.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
+
+
+def unauthorised() -> ProblemError:
+    """The answer to a request without a valid token or session."""
+    return ProblemError(
+        401,
+        "a valid token is needed, as `Authorization: Bearer fcga_...`; `fedcg coordinator token create` makes one",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def access_of(request: Request) -> Access:
+    """The access of the application that serves a request."""
+    access: Access = request.app.state.access
+    return access
+
+
+def address_of(request: Request) -> str:
+    """The address that a request comes from."""
+    return "unknown" if request.client is None else request.client.host
+
+
+def _form_field(body: bytes, name: str) -> str:
+    try:
+        return parse_qs(body.decode(errors="replace"), max_num_fields=MAX_FIELDS).get(name, [""])[0]
+    except ValueError as error:
+        raise ProblemError(400, f"a form has at most {MAX_FIELDS} fields") from error
+
+
+def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
+    """A dependency that gives the identity of a request, when its role includes `role`.
+
+    The dependency raises ProblemError: 401 without a valid token or session, 403 when its role is too low. The identity is in
+    `request.state.identity` too.
+    """
+
+    async def identified(request: Request, _: Annotated[Any, Depends(BEARER)]) -> Identity:
+        known: Identity | None = getattr(request.state, "identity", None)
+        identity = known or await access_of(request).identify(request)
+        if identity is None:
+            raise unauthorised()
+        request.state.identity = identity
+        if not identity.role.includes(role):
+            raise ProblemError(
+                403, f"this needs the role {role.value}; the token {identity.name!r} is a {identity.role.value}"
+            )
+        return identity
+
+    return identified

@@ -1,0 +1,88 @@
+"""Facts over HTTP: where a federation stands, open problems, the metrics, and the event log as Server-Sent Events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from starlette.datastructures import State
+
+from coordinator.facts.current_round import CurrentRound, current_round
+from coordinator.facts.events import EventFeed, Position
+from coordinator.facts.known import Known, known_of
+from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
+from coordinator.facts.problems import Problem, open_problems
+from coordinator.http.access import Role, require
+from coordinator.http.problems import ProblemError
+
+LOOK_EVERY_S = 0.5
+KEEP_ALIVE_S = 15.0
+RETRY_MS = 2000
+MAX_WATCHERS = 500
+"""Open event streams; each one looks at the size of the event log twice a second."""
+
+router = APIRouter(dependencies=[Depends(require(Role.VIEWER))])
+
+
+def _known(request: Request) -> Known:
+    return known_of(request.app.state.coordinator, request.app.state.home.root)
+
+
+Now = Annotated[Known, Depends(_known)]
+
+
+@router.get("/api/v1/federations/{federation}/now")
+def federation_now(federation: str, known: Now) -> CurrentRound:
+    """The open round: quorum, deadline, the phase of every client, and when it will probably end."""
+    return current_round(known, federation)
+
+
+@router.get("/api/v1/problems")
+def problems(known: Now) -> list[Problem]:
+    """Open problems, each with its remedy; severe ones first."""
+    return open_problems(known)
+
+
+@router.get("/metrics")
+def metrics(known: Now) -> Response:
+    """Metrics in the text format of Prometheus."""
+    return Response(metrics_text(known), media_type=CONTENT_TYPE)
+
+
+@router.get("/api/v1/events/stream", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
+async def event_stream(
+    request: Request, known: Now, last_event_id: Annotated[str, Header(max_length=64)] = ""
+) -> Response:
+    """The event log from now on, or from `Last-Event-ID` on: each event as it is written, with its position as id."""
+    state, feed = request.app.state, EventFeed(known.events_file)
+    if getattr(state, "watchers", 0) >= MAX_WATCHERS:
+        raise ProblemError(
+            503, f"{MAX_WATCHERS} event streams are open; close one first", headers={"Retry-After": "10"}
+        )
+    return EventSourceResponse(_followed(feed, Position.parse(last_event_id) or feed.end(), state))
+
+
+async def _followed(feed: EventFeed, position: Position, state: State) -> AsyncIterator[bytes]:
+    """The events after a position as they come, for as long as the reader stays."""
+    state.watchers = getattr(state, "watchers", 0) + 1
+    sent_at = time.monotonic()
+    try:
+        yield format_sse_event(comment="events from here on", id=str(position), retry=RETRY_MS)
+        while True:
+            found, position = feed.read(position)
+            if found:
+                lines = (format_sse_event(data_str=json.dumps(event), event="log", id=str(at)) for at, event in found)
+                yield b"".join(lines)
+                sent_at = time.monotonic()
+            else:
+                await asyncio.sleep(LOOK_EVERY_S)
+                if time.monotonic() - sent_at >= KEEP_ALIVE_S:
+                    yield KEEPALIVE_COMMENT
+                    sent_at = time.monotonic()
+    finally:
+        state.watchers -= 1

@@ -1,0 +1,138 @@
+"""Errors of the HTTP interface as `application/problem+json` (RFC 9457), whatever raised them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from coordinator.errors import (
+    ConfigError,
+    CoordinatorError,
+    EnrolmentError,
+    HomeError,
+    NotFoundError,
+    PlanError,
+    SteeringError,
+)
+
+MEDIA_TYPE = "application/problem+json"
+MAX_PROBLEMS = 100
+
+log = logging.getLogger(__name__)
+
+
+class Problem(BaseModel):
+    """What is wrong with a request, and what to do; `problems` has a line for each error of its content."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    problems: list[str] | None = None
+
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"description": phrase, "content": {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}}
+    for code, phrase in {
+        400: "The request can't be read",
+        401: "No valid token",
+        403: "The role is too low",
+        404: "There is no such thing",
+        409: "It can't be done now",
+        412: "It was changed meanwhile",
+        413: "The body is too large",
+        422: "The content is wrong",
+        429: "Too many requests",
+    }.items()
+}
+"""The answers that every route may give, for the OpenAPI document."""
+
+
+class ProblemError(Exception):
+    """A request that is refused.
+
+    Attributes:
+        status: of the answer.
+        detail: for the person who asked: what is wrong, and what to do.
+        problems: one line for each error of the content, when there are several.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self, status: int, detail: str, *, problems: Sequence[str] = (), headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.problems = tuple(problems)
+        self.headers = dict(headers or {})
+
+
+def problem(
+    status: int,
+    detail: str,
+    instance: str,
+    problems: Sequence[str] = (),
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """An answer that says what is wrong; `instance` is the path that was asked for."""
+    body: dict[str, Any] = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "instance": instance,
+    }
+    if problems:
+        body["problems"] = list(problems[:MAX_PROBLEMS])
+    return JSONResponse(body, status, dict(headers or {}), MEDIA_TYPE)
+
+
+def problem_of(error: CoordinatorError) -> ProblemError:
+    """The answer to a request that the coordinator itself refused."""
+    first, *more = str(error).split("\n  ")  # as `fedcg.config_file.listed` lays out several
+    if isinstance(error, NotFoundError):
+        return ProblemError(404, first)
+    if isinstance(error, PlanError):
+        return ProblemError(422, first, problems=more)
+    if isinstance(error, SteeringError):
+        return ProblemError(422 if more else 409, first, problems=more)
+    if isinstance(error, (EnrolmentError, ConfigError, HomeError)):
+        return ProblemError(409, first, problems=more)
+    log.error("a request failed: %s", error, exc_info=error)
+    return ProblemError(500, "the coordinator could not do it; its log has the reason")
+
+
+def answer_to(error: Exception, instance: str) -> Response:
+    """The answer to a request that ended with an error."""
+    if isinstance(error, CoordinatorError):
+        error = problem_of(error)
+    if isinstance(error, ProblemError):
+        return problem(error.status, error.detail, instance, error.problems, error.headers)
+    if isinstance(error, RequestValidationError):
+        found = [f"{'.'.join(str(step) for step in one['loc'])}: {one['msg']}" for one in error.errors()]
+        detail = "the request does not fit its schema; /openapi.json has it"
+        return problem(422, detail, instance, [line[:300] for line in found])
+    if isinstance(error, HTTPException):
+        return problem(error.status_code, str(error.detail), instance, headers=error.headers)
+    log.error("a request for %s failed", instance, exc_info=error)
+    return problem(500, "the coordinator could not do it; its log has the reason", instance)
+
+
+def answer_problems(application: FastAPI) -> None:
+    """Let an application answer every error with a problem."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return answer_to(error, request.url.path)
+
+    for kind in (ProblemError, CoordinatorError, RequestValidationError, HTTPException, Exception):
+        application.add_exception_handler(kind, answer)

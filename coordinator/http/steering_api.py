@@ -1,0 +1,256 @@
+"""The routes that change something: federations, devices, enrolment tokens, API tokens. The work is in `service.operations`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated
+
+import anyio.to_thread
+from fastapi import APIRouter, Body, Depends, Header, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from coordinator.http.access import Role, access_of, require
+from coordinator.http.changes import ChangeRoute
+from coordinator.http.operator_api import Running, policy_tag
+from coordinator.http.problems import PROBLEMS, ProblemError
+from coordinator.operations.create_federation import OperatorPlan
+from coordinator.operations.operations import Operations
+from coordinator.operations.steering import Steering
+from coordinator.operations.views import (
+    ApiTokenView,
+    DeviceView,
+    FederationView,
+    TokenView,
+    api_token_view,
+    device_view,
+    federation_view,
+    token_view,
+)
+from coordinator.rounds.records import DeviceRecord, FederationRecord
+from fedcg.learning.spec import RoundPolicy
+
+EXAMPLE_PLAN = {
+    "federation": "casting",
+    "classes": ["good", "crack", "pore"],
+    "method": "fedcg",
+    "rounds": 20,
+    "image": {"mode": "RGB", "height": 32, "width": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
+}
+
+
+class _Content(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class NewFederation(_Content):
+    """A federation to open.
+
+    Attributes:
+        plan: as docs/plan.md describes it.
+        held: create it only; `start` starts it.
+        continued_from: a federation whose last aggregate has the initial weights.
+    """
+
+    plan: Annotated[OperatorPlan, Field(examples=[EXAMPLE_PLAN])]
+    held: bool = False
+    continued_from: Annotated[str, Field(max_length=63)] | None = None
+
+
+class Reason(_Content):
+    """Why something is done; it stands in the log and on the page."""
+
+    reason: Annotated[str, Field(max_length=300, examples=["the line is being rebuilt"])] = ""
+
+
+class MoreRounds(_Content):
+    """How many rounds to add."""
+
+    rounds: Annotated[int, Field(ge=1, le=100_000, examples=[10])]
+
+
+class NewToken(_Content):
+    """An enrolment token to make; the fields are the options of `fedcg token create`."""
+
+    device: Annotated[str, Field(max_length=63, examples=["line-4"])] | None = None
+    replaces: Annotated[str, Field(max_length=63)] | None = None
+    hours: float = 24.0
+    url: Annotated[str, Field(max_length=300)] | None = None
+    federation: Annotated[str, Field(max_length=63)] | None = None
+
+
+class NewTokenView(BaseModel):
+    """A new enrolment token; `token` is shown this once."""
+
+    id: str
+    token: str
+    device: str | None
+    replaces: bool
+    url: str | None
+    expires_at: float
+
+
+class NewApiToken(_Content):
+    """An API token to make; without `days` it does not expire."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64, examples=["ann"])]
+    role: Role
+    days: Annotated[float, Field(gt=0, le=3650)] | None = None
+
+
+class NewApiTokenView(ApiTokenView):
+    """A new API token; `token` is shown this once."""
+
+    token: str
+
+
+class RevokedView(BaseModel):
+    """A device that was cut off; `broker_reloaded` is false where the lists still have to be brought to the broker."""
+
+    id: str
+    state: str
+    was_member: bool
+    certificates: int
+    broker_reloaded: bool
+
+
+def _operations(request: Request) -> Operations:
+    operations: Operations = request.app.state.operations
+    return operations
+
+
+Doing = Annotated[Operations, Depends(_operations)]
+router = APIRouter(
+    prefix="/api/v1",
+    route_class=ChangeRoute,
+    dependencies=[Depends(require(Role.OPERATOR))],
+    responses=PROBLEMS,
+    tags=["change"],
+)
+admin = APIRouter(
+    prefix="/api/v1",
+    route_class=ChangeRoute,
+    dependencies=[Depends(require(Role.ADMIN))],
+    responses=PROBLEMS,
+    tags=["change"],
+)
+
+
+@router.post("/federations", status_code=201)
+async def create_federation(
+    wanted: NewFederation, doing: Doing, running: Running, request: Request, response: Response
+) -> FederationView:
+    """Open a federation; it takes some seconds, one after the other."""
+    create = partial(doing.create_federation, wanted.plan, held=wanted.held, continued_from=wanted.continued_from)
+    record = await anyio.to_thread.run_sync(create, limiter=request.app.state.waiting)
+    response.headers["Location"] = f"/api/v1/federations/{record.id}"
+    return await anyio.to_thread.run_sync(federation_view, running, record)
+
+
+@router.post("/federations/{federation}/start")
+def start(federation: str, doing: Doing, running: Running) -> FederationView:
+    """Start a federation that was created and not started."""
+    return _steered(doing, running, lambda steering: steering.start(federation))
+
+
+@router.post("/federations/{federation}/pause")
+def pause(federation: str, doing: Doing, running: Running, why: Reason | None = None) -> FederationView:
+    """Open no further attempt; the open one ends as it would."""
+    return _steered(doing, running, lambda steering: steering.pause(federation, (why or Reason()).reason))
+
+
+@router.post("/federations/{federation}/resume")
+def resume(federation: str, doing: Doing, running: Running) -> FederationView:
+    """Let a federation go on that was paused, by an operator or after failed attempts."""
+    return _steered(doing, running, lambda steering: steering.resume(federation))
+
+
+@router.post("/federations/{federation}/stop")
+def stop(federation: str, doing: Doing, running: Running, why: Reason | None = None) -> FederationView:
+    """End a federation now; its devices keep the last aggregate."""
+    return _steered(doing, running, lambda steering: steering.stop(federation, (why or Reason()).reason))
+
+
+@router.post("/federations/{federation}/extend")
+def extend(federation: str, more: MoreRounds, doing: Doing, running: Running) -> FederationView:
+    """Add rounds, also to a federation that is over or was stopped."""
+    return _steered(doing, running, lambda steering: steering.extend(federation, more.rounds))
+
+
+@router.patch("/federations/{federation}/policy")
+def change_policy(
+    federation: str,
+    changes: Annotated[
+        dict[str, float | int | bool | None], Body(examples=[{"min_clients": 4, "deadline_s": 1800}], max_length=64)
+    ],
+    doing: Doing,
+    response: Response,
+    if_match: Annotated[str | None, Header()] = None,
+) -> RoundPolicy:
+    """Change fields of the policy; with If-Match only where it is still the one that was read."""
+
+    def check(policy: RoundPolicy) -> None:
+        if if_match is not None and if_match.strip() not in ("*", policy_tag(policy)):
+            raise ProblemError(412, f"the policy of {federation} was changed meanwhile; read it again")
+
+    policy = doing.change_policy(federation, changes, check).operator_policy
+    response.headers["ETag"] = policy_tag(policy)
+    return policy
+
+
+@router.post("/devices/{device}/disable")
+def disable(device: str, doing: Doing, running: Running, why: Reason | None = None) -> DeviceView:
+    """Invite a device no more until it is enabled; it stays enrolled."""
+    return _device(doing, running, lambda steering: steering.disable(device, (why or Reason()).reason))
+
+
+@router.post("/devices/{device}/enable")
+def enable(device: str, doing: Doing, running: Running) -> DeviceView:
+    """Invite a disabled device again."""
+    return _device(doing, running, lambda steering: steering.enable(device))
+
+
+@router.post("/devices/{device}/revoke")
+async def revoke(device: str, doing: Doing, request: Request, why: Reason | None = None) -> RevokedView:
+    """Cut a device off: certificates, keys, and the session that it may have. It can't be undone."""
+    cut_off = partial(doing.revoke_device, device, (why or Reason()).reason)
+    done = await anyio.to_thread.run_sync(cut_off, limiter=request.app.state.waiting)
+    return RevokedView(id=device, state="revoked", **asdict(done))
+
+
+@router.post("/enrolment-tokens", status_code=201)
+def create_enrolment_token(wanted: NewToken, doing: Doing) -> NewTokenView:
+    """Make a one-time token with which a device enrols; it is shown this once."""
+    made = asdict(doing.create_enrolment_token(**wanted.model_dump()))
+    return NewTokenView(token=made.pop("text"), **made)
+
+
+@router.delete("/enrolment-tokens/{token}")
+def revoke_enrolment_token(token: str, doing: Doing) -> TokenView:
+    """Make a token that was not used yet unusable."""
+    doing.revoke_enrolment_token(token)
+    revoked = doing.store.register.token(token)
+    assert revoked is not None
+    return token_view(revoked)
+
+
+@admin.post("/api-tokens", status_code=201)
+def create_api_token(wanted: NewApiToken, request: Request) -> NewApiTokenView:
+    """Make a token of this API; it is shown this once."""
+    made = access_of(request).tokens.create(wanted.name, wanted.role, wanted.days)
+    return NewApiTokenView(token=made.text, **api_token_view(made.record).model_dump())
+
+
+@admin.delete("/api-tokens/{token}")
+def revoke_api_token(token: str, request: Request) -> ApiTokenView:
+    """Make a token of this API unusable, with every session that was opened with it."""
+    return api_token_view(access_of(request).tokens.revoke(token))
+
+
+def _steered(doing: Operations, running: Running, change: Callable[[Steering], FederationRecord]) -> FederationView:
+    return federation_view(running, doing.steer(change))
+
+
+def _device(doing: Operations, running: Running, change: Callable[[Steering], DeviceRecord]) -> DeviceView:
+    return device_view(running, doing.steer(change))

@@ -1,0 +1,158 @@
+"""Tokens with which people and programs use the coordinator's API: made and shown once, kept as salted hashes. No HTTP here."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from coordinator.errors import NotFoundError, SteeringError
+from coordinator.paths import Home
+from coordinator.storage.api_store import ApiStore, ApiTokenRecord
+from fedcg.files import replace_durably
+
+SECRET_BYTES = 32
+SALT_BYTES = 16
+MAX_DAYS = 3650.0
+DAY_S = 86_400.0
+LOCAL_NAME = "local"
+_TEXT = re.compile(r"fcga_(?P<id>[0-9a-f]{16})_(?P<secret>[0-9a-f]{64})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
+_NO_HASH = f"{'0' * 32}${'0' * 64}"
+
+
+class Role(str, Enum):
+    """What the bearer of a token may do; each role may do all that the one before it may."""
+
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    ADMIN = "admin"
+
+    def includes(self, other: Role) -> bool:
+        """Whether this role may do what `other` may."""
+        order = list(Role)
+        return order.index(self) >= order.index(other)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who makes a request: the name and the role of its token, and the token's id."""
+
+    name: str
+    role: Role
+    token_id: str
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token that was made just now; `text` is shown once and stored nowhere."""
+
+    text: str
+    record: ApiTokenRecord
+
+
+class ApiTokens:
+    """Makes, checks and revokes tokens of the API. Blocks; thread-safe.
+
+    Args:
+        store: where they are kept.
+        clock: unix time.
+    """
+
+    def __init__(self, store: ApiStore, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+
+    def create(self, name: str, role: Role, days: float | None = None) -> NewToken:
+        """Make a token.
+
+        Args:
+            name: of the person or program that gets it; it stands in the audit log.
+            role: what it allows.
+            days: after which it expires; None for never.
+
+        Raises:
+            SteeringError: a name or a number of days that can't be.
+        """
+        if not _NAME.fullmatch(name):
+            raise SteeringError(f"name {name[:80]!r}: use 1 to 64 letters, digits, spaces and . _ @ -")
+        if days is not None and not 0 < days <= MAX_DAYS:
+            raise SteeringError(f"days = {days:g}: choose more than 0 and at most {MAX_DAYS:g}")
+        now, token, secret = self._clock(), secrets.token_hex(8), secrets.token_hex(SECRET_BYTES)
+        expires_at = None if days is None else now + days * DAY_S
+        kept = _hash(secrets.token_hex(SALT_BYTES), secret)
+        record = ApiTokenRecord(token, name, role.value, kept, now, expires_at)
+        self._store.add_token(record)
+        return NewToken(f"fcga_{token}_{secret}", record)
+
+    def list(self) -> list[ApiTokenRecord]:
+        """All tokens, oldest first."""
+        return self._store.tokens()
+
+    def revoke(self, token: str) -> ApiTokenRecord:
+        """Make a token unusable at once, and every session that was opened with it. Repeating it changes nothing.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        self._store.revoke_token(token, self._clock())
+        known = self._store.token(token)
+        if known is None:
+            raise NotFoundError(f"there is no API token {token[:80]!r}; `fedcg coordinator token list` shows their ids")
+        return known
+
+    def check(self, text: str) -> Identity | None:
+        """Whose token this is; None for one that is unknown, wrong, expired or revoked. Takes as long for each of them."""
+        found = _TEXT.fullmatch(text)
+        record = None if found is None else self._store.token(found["id"])
+        salt, _, _ = (kept := _NO_HASH if record is None else record.secret_hash).partition("$")
+        is_right = hmac.compare_digest(_hash(salt, "" if found is None else found["secret"]), kept)
+        return self._identity(record) if is_right else None
+
+    def of_session(self, token: str) -> Identity | None:
+        """Whose session this is, by the id of the token that opened it; None when that is no longer valid."""
+        return self._identity(self._store.token(token))
+
+    def _identity(self, record: ApiTokenRecord | None) -> Identity | None:
+        now = self._clock()
+        if record is None or not record.is_valid(now):
+            return None
+        self._store.used_token(record, now)
+        return Identity(record.name, Role(record.role), record.id)
+
+
+def local_token(home: Home, tokens: ApiTokens) -> str:
+    """The token of the commands on the coordinator's machine, in HOME/api.token (0600); made anew where it is missing or not valid.
+
+    Call it without `home.changing_members` held.
+    """
+    text = _valid_text(home, tokens)
+    if text is not None:
+        return text
+    with home.changing_members():  # two commands may find it missing at once
+        text = _valid_text(home, tokens)
+        if text is not None:
+            return text
+        for known in tokens.list():
+            if known.name == LOCAL_NAME and known.revoked_at is None:
+                tokens.revoke(known.id)  # its text is lost
+        made = tokens.create(LOCAL_NAME, Role.ADMIN)
+        replace_durably(home.api_token, f"{made.text}\n")
+    return made.text
+
+
+def _valid_text(home: Home, tokens: ApiTokens) -> str | None:
+    if not home.api_token.is_file():
+        return None
+    text = home.api_token.read_text(encoding="utf-8").strip()
+    return None if tokens.check(text) is None else text
+
+
+def _hash(salt: str, secret: str) -> str:
+    # 256 random bits can't be guessed from their hash: a slow hash would only help an attacker who floods the API
+    return f"{salt}${hashlib.sha256(f'{salt}{secret}'.encode()).hexdigest()}"

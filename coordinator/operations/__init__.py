@@ -1,0 +1,1 @@
+"""What operators change and look at, for API, page and commands alike: one class of operations, and views of records."""

@@ -1,0 +1,235 @@
+"""Opens a federation: completes the operator's plan to a spec and makes the initial aggregate. A process of its own, with torch.
+
+`make_artifacts` (torch-free) starts the process; `python -m coordinator.operations.create_federation` is the process: a request as JSON in, ids out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ValidationError, field_validator
+
+from coordinator.broker.access_lists import publish_access
+from coordinator.errors import PlanError
+from coordinator.paths import Home
+from coordinator.pki.signing_keys import links_for
+from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus
+from coordinator.storage.object_store import artifacts_of
+from coordinator.storage.store import Store
+from fedcg.config_file import listed, problems_of, read_toml
+from fedcg.learning.registry import method_names
+from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.parts import Part
+
+if TYPE_CHECKING:
+    from fedcg.learning.method import Weights
+
+BAD_PLAN = 3
+
+
+@dataclass(frozen=True)
+class InitialArtifacts:
+    """Artifact ids of a new federation, and the size of its initial aggregate."""
+
+    spec: str
+    aggregate: str
+    aggregate_bytes: int
+    server_state: str
+
+
+class OperatorPlan(FederationPlan):
+    """A plan whose method exists."""
+
+    @field_validator("method")
+    @classmethod
+    def _method_is_known(cls, name: str) -> str:
+        if name not in method_names():
+            raise ValueError(f"there is no method {name!r}; there are {', '.join(method_names())}")
+        return name
+
+
+def example_plan() -> str:
+    """A plan with comments, to start from."""
+    return files("coordinator.operations").joinpath("plan.toml.template").read_text(encoding="utf-8")
+
+
+def read_plan(path: Path) -> FederationPlan:
+    """Read an operator's plan.
+
+    Raises:
+        PlanError: not TOML, or values that are wrong; names every one.
+    """
+    return read_toml(path, OperatorPlan, PlanError)
+
+
+class _Request(BaseModel):
+    plan: FederationPlan
+    artifacts: Path
+    public_data: Path | None
+    public_images: int
+    start: tuple[str, str] | None
+
+
+def make_artifacts(
+    plan: FederationPlan,
+    artifacts: Path,
+    public_data: Path | None = None,
+    public_images: int = 1,
+    start: tuple[str, str] | None = None,
+) -> InitialArtifacts:
+    """Complete the plan and store spec, initial aggregate and initial server state.
+
+    Args:
+        plan: the operator's plan.
+        artifacts: directory of the artifact store.
+        public_data: unlabelled images; a method that needs some is refused without them.
+        public_images: at most so many are read.
+        start: the artifact ids of another federation's spec and aggregate whose weights are the initial ones.
+
+    Raises:
+        PlanError: the method or the networks refuse the plan.
+    """
+    request = _Request(
+        plan=plan, artifacts=artifacts, public_data=public_data, public_images=public_images, start=start
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "coordinator.operations.create_federation"],
+        input=request.model_dump_json(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        errors = done.stderr.strip()
+        reason = errors if done.returncode == BAD_PLAN else errors.rpartition("\n")[2] or "no reason given"
+        raise PlanError(f"the plan can't be completed: {reason}")
+    return InitialArtifacts(**json.loads(done.stdout))
+
+
+def _make(request: _Request) -> InitialArtifacts:
+    import torch
+
+    from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
+    from fedcg.learning.data.public_images import read_public
+    from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+    from fedcg.learning.registry import get_method
+    from fedcg.learning.seeds import spec_root
+
+    torch.set_num_threads(1)
+    plan, store, public_data = request.plan, ArtifactStore(request.artifacts), request.public_data
+    spec = complete_spec(plan)
+    method = get_method(spec.method)
+    if method.needs_public:
+        if public_data is None:
+            raise PlanError(
+                f"method {spec.method} distils on unlabelled public images: name a folder or an .npz file as "
+                "aggregation.public_data in coordinator.toml"
+            )
+        read_public(public_data, spec.image, request.public_images)
+    parts = initial_parts(spec, spec_root(spec.seed))
+    if request.start is not None:
+        parts |= _last_weights(spec, store, *request.start)
+    state = method.init_server(spec, parts)
+    check_parts(state.aggregate.parts, spec, method)
+    packed = pack_aggregate(spec, state.aggregate, round_number=0, attempt=0, base=None, device="cpu")
+    return InitialArtifacts(
+        spec=store.put(spec.canonical()),
+        aggregate=store.put(packed),
+        aggregate_bytes=len(packed),
+        server_state=store.put(encode_extras(state)),
+    )
+
+
+def _last_weights(spec: FederationSpec, store: ArtifactStore, other: str, aggregate: str) -> dict[Part, Weights]:
+    """The weights in another federation's aggregate, where this federation's networks have the same tensors."""
+    from coordinator.aggregation.server_state import unpack_aggregate
+    from fedcg.learning.registry import get_method
+
+    known = FederationSpec.parse(store.get(other))
+    for part in known.upload:
+        if spec.layouts.get(part) != known.layouts[part]:
+            raise PlanError(
+                f"the {part.value} of {known.federation} has other tensors than that of the plan; continue with the same "
+                "classes, image form and networks"
+            )
+    return dict(unpack_aggregate(store.get(aggregate), known, get_method(known.method)).parts)
+
+
+def open_federation(
+    home: Home, store: Store, plan: FederationPlan, *, held: bool = False, continued_from: str | None = None
+) -> FederationRecord:
+    """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `home.changing_members` held.
+
+    Args:
+        home: the coordinator's directory.
+        store: its database.
+        plan: the operator's plan.
+        held: create it only; `Steering.start` starts it.
+        continued_from: a federation whose last aggregate has the initial weights.
+
+    Raises:
+        PlanError: there is a federation of that name, or the method or the networks refuse the plan.
+        StoreError: there is no federation `continued_from`.
+    """
+    if plan.federation in [record.id for record in store.federations()]:
+        raise PlanError(f"there is a federation {plan.federation!r} already; choose another name")
+    config, start = home.config(), None
+    if continued_from is not None:
+        start = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)
+        for artifact in start:
+            artifacts_of(home).local(artifact)  # the process that makes the new artifacts reads the directory
+    made = make_artifacts(plan, home.artifacts, home.public_data(config), config.aggregation.public_images, start)
+    artifacts = artifacts_of(home)
+    for artifact in (made.spec, made.aggregate, made.server_state):
+        artifacts.keep(artifact)
+    now = time.time()
+    record = FederationRecord(
+        id=plan.federation,
+        method=plan.method,
+        spec=made.spec,
+        rounds=plan.rounds,
+        min_clients=plan.min_clients,
+        max_attempts=plan.max_attempts,
+        deadline_s=plan.deadline_s,
+        first_attempt=1,
+        created_at=now,
+        status=FederationStatus.CREATED if held else FederationStatus.RUNNING,
+        policy=plan.model_dump_json(include=set(RoundPolicy.model_fields)),
+        continued_from=continued_from,
+    )
+    initial = AggregateRecord(plan.federation, 0, 0, made.aggregate, made.aggregate_bytes, made.server_state, now)
+    store.add_federation(record, initial, links_for(home, store, record.id), now)
+    publish_access(home)
+    return record
+
+
+def main() -> int:
+    """The process: a plan on standard input, the ids on standard output."""
+    from fedcg.learning.errors import LearningError
+
+    request = _Request.model_validate_json(sys.stdin.read())
+    try:
+        made = _make(request)
+    except ValidationError as error:
+        from fedcg.learning.registry import get_method
+
+        params = get_method(request.plan.method).params_type
+        sys.stderr.write(listed("[params]", problems_of(params, error)))
+        return BAD_PLAN
+    except (ValueError, LearningError, PlanError) as error:
+        sys.stderr.write(f"{error}\n")
+        return BAD_PLAN
+    sys.stdout.write(json.dumps(asdict(made)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""All that operators can do with a coordinator, in one place: the API, the page and the commands without a coordinator call it.
+
+Blocks; from any thread. Changes are made one after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from coordinator.errors import NotFoundError, PlanError
+from coordinator.members.revocation import Revoked, revoke
+from coordinator.members.tokens import create_token, revoke_token
+from coordinator.operations.create_federation import OperatorPlan, open_federation
+from coordinator.operations.steering import Follow, Steering
+from coordinator.paths import Home
+from coordinator.rounds.records import DeviceRecord, FederationRecord, FederationStatus, TokenRecord
+from coordinator.storage.store import Store
+from fedcg.config_file import listed, problems_of
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationPlan, RoundPolicy
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class MadeToken:
+    """A new enrolment token; `text` is shown once."""
+
+    id: str
+    text: str
+    device: str | None
+    replaces: bool
+    url: str | None
+    expires_at: float
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What an operator can change.
+
+    Attributes:
+        home: the coordinator's directory.
+        store: its database.
+        events: the event log.
+        follow: of the running coordinator, or one that does nothing.
+        clock: unix time.
+    """
+
+    home: Home
+    store: Store
+    events: EventLog
+    follow: Follow
+    clock: Callable[[], float] = time.time
+    _changing: threading.Lock = field(default_factory=threading.Lock)
+
+    def steer(self, change: Callable[[Steering], ResultT]) -> ResultT:
+        """Make a change of `Steering`.
+
+        Raises:
+            SteeringError: it can't be made now.
+        """
+        with self._changing:
+            return change(Steering(self.store, self.events, self.follow, self.clock))
+
+    def change_policy(
+        self, federation: str, changes: Mapping[str, Any], check: Callable[[RoundPolicy], None] = lambda policy: None
+    ) -> FederationRecord:
+        """Change fields of a policy, when `check` lets the present one pass.
+
+        Raises:
+            SteeringError: a field or a value that can't be; names all of them.
+        """
+
+        def changed(steering: Steering) -> FederationRecord:
+            check(self.federation(federation).operator_policy)
+            return steering.change_policy(federation, changes)
+
+        return self.steer(changed)
+
+    def create_federation(
+        self, plan: FederationPlan, *, held: bool = False, continued_from: str | None = None
+    ) -> FederationRecord:
+        """Open a federation, and start it unless it is `held`. Takes seconds: a process with torch makes the first weights.
+
+        Args:
+            plan: the operator's plan.
+            held: create it only.
+            continued_from: a federation whose last aggregate has the initial weights.
+
+        Raises:
+            PlanError: the name is taken, or the method or the networks refuse the plan.
+            NotFoundError: there is no federation `continued_from`.
+        """
+        if continued_from is not None:
+            self.federation(continued_from)
+        with self.home.changing_members():
+            record = open_federation(self.home, self.store, plan, held=held, continued_from=continued_from)
+        self.events.write("federation_created", federation=record.id, held=held, continued_from=continued_from)
+        if record.status is FederationStatus.RUNNING:
+            self.follow(record.id)
+        return record
+
+    def federation(self, federation: str) -> FederationRecord:
+        """One federation.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        records = self.store.federations()
+        found = next((record for record in records if record.id == federation), None)
+        if found is None:
+            there = ", ".join(record.id for record in records) or "none"
+            raise NotFoundError(f"there is no federation {federation[:80]!r}; there are: {there}")
+        return found
+
+    def device(self, device: str) -> DeviceRecord:
+        """One device, whatever its state.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        found = self.store.device(device)
+        if found is None:
+            raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
+        return found
+
+    def revoke_device(self, device: str, reason: str = "") -> Revoked:
+        """Cut a device off: certificates, keys and the session that it may have. Repeating it repeats the steps that failed.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        self.device(device)
+        done = revoke(self.home, self.store, device, reason, self.clock())
+        self.events.write(
+            "device_revoked",
+            client=device,
+            reason=reason,
+            certificates=done.certificates,
+            reloaded=done.broker_reloaded,
+        )
+        return done
+
+    def create_enrolment_token(
+        self,
+        *,
+        device: str | None = None,
+        replaces: str | None = None,
+        hours: float = 24.0,
+        url: str | None = None,
+        federation: str | None = None,
+    ) -> MadeToken:
+        """Make a one-time token with which a device enrols; for the arguments see `members.tokens.create_token`.
+
+        Raises:
+            EnrolmentError: nothing listens for it, or the device can't be enrolled or replaced.
+        """
+        now = self.clock()
+        made = create_token(
+            self.home, self.store, now, device=device, replaces=replaces, hours=hours, url=url, federation=federation
+        )
+        expires_at = now + hours * 3600
+        self.events.write("token_created", token=made.id, client=made.device or "", until=expires_at)
+        return MadeToken(made.id, made.text, made.device, replaces is not None, made.url, expires_at)
+
+    def revoke_enrolment_token(self, token: str) -> TokenRecord:
+        """Make a token that was not used yet unusable.
+
+        Raises:
+            NotFoundError: there is none of that id.
+            EnrolmentError: it was used already.
+        """
+        if self.store.register.token(token) is None:
+            raise NotFoundError(f"there is no token {token[:80]!r}; `fedcg token list` shows their ids")
+        revoked = revoke_token(self.store, token, self.clock())
+        self.events.write("token_revoked", token=token)
+        return revoked
+
+
+def plan_of(values: Mapping[str, Any]) -> FederationPlan:
+    """A plan from the values of its fields.
+
+    Raises:
+        PlanError: values that are wrong; names every one.
+    """
+    try:
+        return OperatorPlan.model_validate(dict(values))
+    except ValidationError as error:
+        raise PlanError(listed("the plan", problems_of(OperatorPlan, error))) from error

@@ -1,0 +1,199 @@
+"""What operators change: the life and the policy of federations, and which devices are invited.
+
+Every change is one transaction in the database; a running coordinator follows it at once, one that starts later finds it there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from coordinator.errors import NotFoundError, SteeringError, StoreError
+from coordinator.rounds.records import DeviceRecord, DeviceState, FederationRecord, FederationStatus
+from coordinator.rounds.round_engine import Phase
+from coordinator.storage.store import Store
+from fedcg.config_file import listed, problems_of
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import RoundPolicy
+
+BY_OPERATOR = "held by an operator; `fedcg federation resume` lets it go on"
+STOPPED = "stopped by an operator"
+
+
+class Follow(Protocol):
+    """Brings a running coordinator's service of a federation to what the database holds."""
+
+    def __call__(self, federation: str, *, resume: bool = False) -> None:
+        """Do so; `resume` lets a federation go on that paused after failed attempts."""
+
+
+def nobody_follows(federation: str, *, resume: bool = False) -> None:
+    """Do nothing: no coordinator runs, and one that starts later finds the change in the database."""
+
+
+class Steering:
+    """Changes federations and devices on behalf of an operator.
+
+    Args:
+        store: the database.
+        events: the event log.
+        follow: of the running coordinator.
+        clock: unix time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        events: EventLog,
+        follow: Follow = nobody_follows,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._events = events
+        self._follow = follow
+        self._clock = clock
+
+    def start(self, federation: str) -> FederationRecord:
+        """Start a federation that was created and not started.
+
+        Raises:
+            SteeringError: it was started already.
+        """
+        record = self._federation(federation)
+        if record.status is not FederationStatus.CREATED:
+            raise SteeringError(f"{federation} was started already; it is {record.status.value}")
+        return self._change(record, FederationStatus.RUNNING)
+
+    def pause(self, federation: str, reason: str = "") -> FederationRecord:
+        """Let the open attempt end as it would, and open no other one.
+
+        Raises:
+            SteeringError: it is not running.
+        """
+        record = self._federation(federation)
+        if record.status is FederationStatus.HELD:
+            return record
+        self._require_life(record)
+        return self._change(record, FederationStatus.HELD, reason or BY_OPERATOR)
+
+    def resume(self, federation: str) -> FederationRecord:
+        """Let a federation go on that an operator paused, or that paused after failed attempts; these are counted anew.
+
+        Raises:
+            SteeringError: it is not running.
+        """
+        record = self._federation(federation)
+        self._require_life(record)
+        self._store.resume(federation)
+        return self._change(record, FederationStatus.RUNNING, resume=True)
+
+    def stop(self, federation: str, reason: str = "") -> FederationRecord:
+        """End a federation now: its devices keep the last aggregate; an open attempt fails.
+
+        Raises:
+            SteeringError: it was never started.
+        """
+        record = self._federation(federation)
+        if record.status is FederationStatus.STOPPED:
+            return record
+        self._require_life(record)
+        return self._change(record, FederationStatus.STOPPED, reason or STOPPED)
+
+    def change_policy(self, federation: str, changes: Mapping[str, Any]) -> FederationRecord:
+        """Change fields of the policy; the open attempt goes on by the new one.
+
+        Raises:
+            SteeringError: a field or a value that can't be; names all of them.
+        """
+        record = self._federation(federation)
+        policy = _changed(record, changes)
+        state = self._store.round_state(federation)
+        least = state.round if state.phase in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED) else state.round - 1
+        if policy.rounds < least:
+            raise SteeringError(
+                f"rounds = {policy.rounds}: {federation} is in round {least} already; stop it to end it earlier"
+            )
+        self._store.set_policy(federation, policy.model_dump_json())
+        self._events.write("policy_changed", federation=federation, changed=sorted(changes))
+        return self._followed(federation)
+
+    def extend(self, federation: str, rounds: int) -> FederationRecord:
+        """Add rounds to a federation, also to one that is over or was stopped: it goes on from its last aggregate.
+
+        Raises:
+            SteeringError: fewer than one, or it was never started.
+        """
+        record = self._federation(federation)
+        if rounds < 1:
+            raise SteeringError(f"rounds = {rounds}: add at least 1")
+        if record.status is not FederationStatus.STOPPED:
+            return self.change_policy(federation, {"rounds": record.operator_policy.rounds + rounds})
+        closed = self._store.aggregates(federation)[-1].round
+        policy = _changed(record, {"rounds": closed + rounds})
+        self._store.set_policy(federation, policy.model_dump_json())
+        return self._change(record, FederationStatus.RUNNING)
+
+    def disable(self, device: str, reason: str = "") -> DeviceRecord:
+        """Invite a device no more until it is enabled; it stays enrolled. Repeating it changes nothing.
+
+        Raises:
+            SteeringError: there is no such member.
+        """
+        return self._device(device, self._clock(), reason)
+
+    def enable(self, device: str) -> DeviceRecord:
+        """Invite a disabled device again. Repeating it changes nothing.
+
+        Raises:
+            SteeringError: there is no such member.
+        """
+        return self._device(device, None, "")
+
+    def _federation(self, federation: str) -> FederationRecord:
+        try:
+            return self._store.federation(federation)
+        except StoreError as error:
+            there = ", ".join(record.id for record in self._store.federations()) or "none"
+            raise NotFoundError(f"there is no federation {federation!r}; there are: {there}") from error
+
+    def _require_life(self, record: FederationRecord) -> None:
+        if record.status is FederationStatus.CREATED:
+            raise SteeringError(f"{record.id} was not started yet; `fedcg federation start {record.id}` does")
+        if record.status is FederationStatus.STOPPED:
+            raise SteeringError(
+                f"{record.id} was stopped ({record.status_reason}); `fedcg federation extend` gives it more rounds"
+            )
+
+    def _change(
+        self, record: FederationRecord, status: FederationStatus, reason: str = "", *, resume: bool = False
+    ) -> FederationRecord:
+        self._store.set_status(record.id, status, reason)
+        self._events.write("steered", federation=record.id, status=status.value, reason=reason)
+        return self._followed(record.id, resume=resume)
+
+    def _followed(self, federation: str, *, resume: bool = False) -> FederationRecord:
+        self._follow(federation, resume=resume)
+        return self._store.federation(federation)
+
+    def _device(self, device: str, at: float | None, reason: str) -> DeviceRecord:
+        known = self._store.device(device)
+        if known is None or known.state is not DeviceState.ENROLLED:
+            raise NotFoundError(f"there is no enrolled device {device!r}; `fedcg device list` has all")
+        if (known.disabled_at is None) != (at is None):
+            self._store.disable(device, at, reason)
+            name = "device_enabled" if at is None else "device_disabled"
+            self._events.write(name, client=device, reason=reason)
+            for record in self._store.federations():
+                self._follow(record.id)
+        return self._store.device(device) or known
+
+
+def _changed(record: FederationRecord, changes: Mapping[str, Any]) -> RoundPolicy:
+    """The policy of a federation with other values, checked."""
+    try:
+        return RoundPolicy.model_validate({**record.operator_policy.model_dump(), **changes})
+    except ValidationError as error:
+        raise SteeringError(listed(f"policy of {record.id}", problems_of(RoundPolicy, error))) from error

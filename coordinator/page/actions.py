@@ -1,0 +1,145 @@
+"""The forms: every one calls the operations that the API and the commands call, and leads to the page that shows the change."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import anyio.to_thread
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import HTMLResponse
+
+from coordinator.errors import EnrolmentError, PlanError, SteeringError
+from coordinator.http.access import Role, access_of, end_session, set_session
+from coordinator.http.problems import ProblemError
+from coordinator.operations.create_federation import read_plan
+from coordinator.operations.operations import Operations
+from coordinator.page.pages import Asked, enrolment_values
+from coordinator.page.views import FormRoute, PageRoute, form_of, own_path, plain_page, see_other
+
+HOURS = ("1", "24", "168")
+Fields = Annotated[dict[str, str], Depends(form_of)]
+sessions = APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
+router = APIRouter(route_class=FormRoute, include_in_schema=False, default_response_class=HTMLResponse)
+
+
+@sessions.get("/login")
+def login_form(to: str = "/") -> Response:
+    """The form for a token."""
+    return plain_page("login.html", to=own_path(to), problem="")
+
+
+@sessions.post("/login")
+async def login(request: Request, fields: Fields) -> Response:
+    """Open a session with a token of the API."""
+    to = own_path(fields.get("to", "/"))
+    try:
+        _, session = await access_of(request).sign_in(fields.get("token", ""), request)
+    except ProblemError as error:
+        return plain_page("login.html", error.status, to=to, problem=error.detail)
+    answer = see_other(to)
+    set_session(answer, session, secure=request.url.scheme == "https")
+    return answer
+
+
+@sessions.post("/logout")
+async def logout(view: Asked) -> Response:
+    """End the session."""
+    answer = see_other("/login")
+    end_session(answer)
+    return answer
+
+
+@router.post("/enrolment")
+def make_token(view: Asked, fields: Fields) -> Response:
+    """Make an enrolment token and show it, once."""
+    view.require(Role.OPERATOR)
+    hours = fields.get("hours", "24")
+    if hours not in HOURS:
+        raise EnrolmentError(f"hours = {hours!r}: choose one of {', '.join(HOURS)}")
+    made = _operations(view.request).create_enrolment_token(
+        device=fields.get("device") or None, hours=float(hours), federation=fields.get("federation") or None
+    )
+    return view.render("enrolment.html", **enrolment_values(view), made=made)
+
+
+@router.post("/enrolment/{token}/delete")
+def delete_token(token: str, view: Asked) -> Response:
+    """Make a token unusable."""
+    view.require(Role.OPERATOR)
+    _operations(view.request).revoke_enrolment_token(token)
+    return see_other("/enrolment")
+
+
+@router.post("/devices/{device}/{action}")
+def change_device(device: str, action: str, view: Asked, fields: Fields) -> Response:
+    """Disable or enable a device."""
+    view.require(Role.OPERATOR)
+    if action == "disable":
+        _operations(view.request).steer(lambda steering: steering.disable(device, fields.get("reason", "")))
+    elif action == "enable":
+        _operations(view.request).steer(lambda steering: steering.enable(device))
+    else:
+        raise SteeringError(f"a device is enabled or disabled, not {action!r}")
+    view.changed()
+    return see_other(f"/devices/{device}")
+
+
+@router.post("/federations/new")
+async def create_federation(request: Request, view: Asked, fields: Fields) -> Response:
+    """Create a federation from a plan, and start it where that was chosen."""
+    view.require(Role.OPERATOR)
+    text, held = fields.get("plan", ""), fields.get("start") != "yes"
+
+    def create() -> Response:
+        try:
+            federation = _created(_operations(request), text, held=held)
+        except PlanError as error:
+            problems = [line.strip() for line in str(error).split("\n") if line.strip()]
+            return view.render("new_federation.html", status=422, plan=text, problems=problems)
+        view.changed()
+        return see_other(f"/f/{federation}")
+
+    return await anyio.to_thread.run_sync(create, limiter=request.app.state.waiting)
+
+
+@router.post("/federations/{federation}/{action}")
+def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
+    """Start, pause, resume, stop or extend a federation."""
+    view.require(Role.OPERATOR)
+    operations, reason = _operations(view.request), fields.get("reason", "")
+    if action == "extend":
+        rounds = fields.get("rounds", "")
+        if not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
+            raise SteeringError(f"rounds = {rounds!r}: write how many rounds to add, as a whole number")
+        operations.steer(lambda steering: steering.extend(federation, int(rounds)))
+    elif action == "pause":
+        operations.steer(lambda steering: steering.pause(federation, reason))
+    elif action == "stop":
+        operations.steer(lambda steering: steering.stop(federation, reason))
+    elif action == "start":
+        operations.steer(lambda steering: steering.start(federation))
+    elif action == "resume":
+        operations.steer(lambda steering: steering.resume(federation))
+    else:
+        raise SteeringError(f"{action!r} is not a change of a federation: start, pause, resume, stop, extend")
+    view.changed()
+    return see_other("/federations")
+
+
+def _created(operations: Operations, text: str, *, held: bool) -> str:
+    """Create a federation from the text of a plan; returns its id."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.toml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            plan = read_plan(path)
+        except PlanError as error:
+            raise PlanError(str(error).replace(str(path), "the plan")) from error
+    return operations.create_federation(plan, held=held).id
+
+
+def _operations(request: Request) -> Operations:
+    operations: Operations = request.app.state.operations
+    return operations

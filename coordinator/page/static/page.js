@@ -1,0 +1,100 @@
+"use strict";
+// The page works without this script. With it: data stay current, countdowns run, charts are drawn, light and dark switch.
+const root = document.documentElement;
+const theme = localStorage.getItem("fedcg-theme");
+if (theme) root.dataset.theme = theme;
+
+const REFRESH_MS = 2000; // at most one refresh in two seconds, however many events come
+const IDLE_MS = 15000; // figures that no event changes, such as free disk
+let lastRefresh = Date.now(), planned = 0, isLost = false;
+
+function live() { return document.getElementById("live"); }
+
+function refresh() {
+  planned = 0;
+  lastRefresh = Date.now();
+  if (live() && window.htmx && !document.hidden) htmx.trigger(live(), "refresh");
+}
+
+function refreshSoon() {
+  if (!planned) planned = setTimeout(refresh, Math.max(50, lastRefresh + REFRESH_MS - Date.now()));
+}
+
+function showLink(lost) {
+  const note = document.getElementById("link-state");
+  if (!note || lost === isLost) return;
+  isLost = lost;
+  if (lost) note.querySelector("b").textContent = new Date(lastRefresh).toLocaleTimeString();
+  note.hidden = !lost;
+}
+
+function span(seconds) {
+  for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) if (seconds >= size) return `${Math.round(seconds / size)} ${unit}`;
+  return `${Math.round(seconds)} s`;
+}
+
+function countdown(seconds) {
+  if (seconds < 1) return "now";
+  if (seconds >= 3600) return `in ${span(seconds)}`;
+  const minutes = Math.floor(seconds / 60), rest = Math.floor(seconds % 60);
+  return minutes ? `in ${minutes} min ${rest} s` : `in ${rest} s`;
+}
+
+function tick() {
+  const now = Date.now() / 1000;
+  for (const each of document.querySelectorAll("time[data-until]")) each.textContent = countdown(each.dataset.until - now);
+  for (const each of document.querySelectorAll("time[data-ago]")) each.textContent = `${span(Math.max(0, now - each.dataset.ago))} ago`;
+  for (const each of document.querySelectorAll("time[data-at]")) each.textContent = new Date(each.dataset.at * 1000).toLocaleString();
+  if (Date.now() - lastRefresh > IDLE_MS) refreshSoon();
+}
+
+function colour(name) { return getComputedStyle(root).getPropertyValue(name).trim(); }
+
+function draw() {
+  if (!window.uPlot) return;
+  for (const box of document.querySelectorAll(".plot[data-chart]")) {
+    const key = box.dataset.chart + root.dataset.theme + box.clientWidth;
+    if (box.dataset.drawn === key && box.firstChild) continue;
+    box.dataset.drawn = key;
+    const { x, series } = JSON.parse(box.dataset.chart);
+    const shown = series.filter((each) => each.values.some((value) => value !== null));
+    box.replaceChildren();
+    if (!x.length || !shown.length) {
+      box.append(Object.assign(document.createElement("p"), { className: "empty-line", textContent: "No device reported this yet." }));
+      continue;
+    }
+    const ink = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") }, font: "12px system-ui" };
+    const percent = (_, value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
+    new uPlot({
+      width: box.clientWidth, height: 220, scales: { x: { time: false }, y: { range: (_, low, high) => [Math.max(0, low - 0.03), Math.min(1, high + 0.03)] } }, cursor: { y: false }, legend: { live: false },
+      axes: [{ ...ink, values: (_, values) => values.map((value) => (Number.isInteger(value) ? value : "")) }, { ...ink, size: 56, values: (_, values) => values.map((value) => `${Math.round(100 * value)} %`) }],
+      series: [{ label: "round" }, ...shown.map((each, index) => ({ label: each.label, stroke: colour(index ? "--soft" : "--main"), width: 2, dash: index ? [6, 4] : [], points: { show: x.length < 30, size: 6 }, value: percent }))],
+    }, [x, ...shown.map((each) => each.values)], box);
+  }
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  tick();
+  setInterval(tick, 1000);
+  if (!live()) return;
+  document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+  const source = new EventSource("/api/v1/events/stream");
+  source.addEventListener("log", refreshSoon);
+  source.addEventListener("open", () => { if (isLost) refreshSoon(); showLink(false); });
+  source.addEventListener("error", () => showLink(true));
+  addEventListener("pagehide", () => source.close());
+});
+addEventListener("load", draw);
+addEventListener("resize", draw);
+document.addEventListener("visibilitychange", () => { if (!document.hidden) refreshSoon(); });
+document.addEventListener("htmx:after:swap", () => { tick(); draw(); });
+document.addEventListener("htmx:response:error", (event) => { if (event.detail?.ctx?.response?.status === 401) location.href = "/login?to=" + encodeURIComponent(location.pathname + location.search); });
+document.addEventListener("click", (event) => {
+  const copy = event.target.closest("[data-copy]");
+  if (copy) navigator.clipboard?.writeText(document.querySelector(copy.dataset.copy).textContent).then(() => { copy.textContent = "Copied"; });
+  if (!event.target.closest("[data-theme-switch]")) return;
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = isDark ? "light" : "dark";
+  localStorage.setItem("fedcg-theme", root.dataset.theme);
+  draw();
+});

@@ -1,0 +1,206 @@
+"""What every route of the page shares: who asks, the facts, rendering, errors as pages, and the bounds of a form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, quote, urlsplit
+
+from fastapi import Request, Response
+from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.routing import APIRoute
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from coordinator.errors import CoordinatorError
+from coordinator.facts.known import Known, known_of
+from coordinator.facts.problems import open_problems
+from coordinator.facts.recent import Recent
+from coordinator.http.access import Identity, Role, access_of
+from coordinator.http.changes import Changes
+from coordinator.http.problems import MEDIA_TYPE, ProblemError, problem_of
+from coordinator.page.formats import add_formats
+from coordinator.service.coordinator import Coordinator
+
+FactsT = TypeVar("FactsT")
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("coordinator.page"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    add_formats(made)
+    made.globals["version"] = version("fedcg-edge")
+    return made
+
+
+@dataclass(frozen=True)
+class View:
+    """A request for a page.
+
+    Attributes:
+        request: of the browser.
+        identity: who asks.
+        known: what facts are made of, now.
+    """
+
+    request: Request
+    identity: Identity
+    known: Known
+
+    @property
+    def may_steer(self) -> bool:
+        """Whether the forms that change something are shown."""
+        return self.identity.role.includes(Role.OPERATOR)
+
+    def facts(self, function: Callable[..., FactsT], *arguments: Any) -> FactsT:
+        """Facts that are at most a second old."""
+        recent: Recent = self.request.app.state.recent
+        return recent.get((function.__qualname__, *arguments), lambda: function(self.known, *arguments))
+
+    def require(self, role: Role) -> None:
+        """Refuse a change that the identity may not make.
+
+        Raises:
+            ProblemError: 403.
+        """
+        if not self.identity.role.includes(role):
+            raise ProblemError(
+                403,
+                f"this needs the role {role.value}; the token {self.identity.name!r} is a {self.identity.role.value}",
+            )
+
+    def changed(self) -> None:
+        """Forget kept facts: the next page shows what was changed."""
+        recent: Recent = self.request.app.state.recent
+        recent.clear()
+
+    def render(self, template: str, *, federation: str | None = None, status: int = 200, **values: Any) -> HTMLResponse:
+        """A page.
+
+        Args:
+            template: its name.
+            federation: the one that the page is about, for the navigation.
+            status: of the answer.
+            values: for the template.
+        """
+        federations = self.facts(_federations)
+        path = self.request.url.path
+        chosen = federation or (federations[0][0] if federations else None)
+        values |= {
+            "view": self,
+            "federations": federations,
+            "federation": chosen,
+            "problem_count": len(self.facts(open_problems)),
+            "url": path + (f"?{self.request.url.query}" if self.request.url.query else ""),
+            "path": path,
+            "form_token": access_of(self.request).form_token(self.request),
+            "now": self.known.now,
+        }
+        return HTMLResponse(_environment().get_template(template).render(values), status)
+
+
+def _federations(known: Known) -> list[tuple[str, str]]:
+    """Id and phase of every federation: running ones first, then the newest."""
+    found = []
+    for record in known.store.federations()[::-1]:
+        status = record.status.value
+        found.append((record.id, known.state(record.id).phase.value if status == "running" else status))
+    order = ("collecting", "distilling", "waiting", "paused", "held", "created", "finished", "stopped")
+    return sorted(found, key=lambda each: order.index(each[1]))
+
+
+async def view_of(request: Request) -> View:
+    """The view of a request; a dependency.
+
+    Raises:
+        HTTPException: 303 to the login page, or 401 for a part of a page that is shown already.
+    """
+    identity = getattr(request.state, "identity", None) or await access_of(request).identify(request)
+    if identity is None:
+        if request.headers.get("HX-Request") or request.method != "GET":
+            raise HTTPException(401, "the session has ended; log in again")
+        to = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        raise HTTPException(303, "log in first", {"Location": f"/login?to={quote(to)}"})
+    request.state.identity = identity
+    coordinator: Coordinator = request.app.state.coordinator
+    return View(request, identity, known_of(coordinator, request.app.state.home.root))
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """The fields of a form; a dependency."""
+    found = parse_qs((await request.body()).decode(errors="replace"), keep_blank_values=True, max_num_fields=100)
+    return {name: values[0].strip() for name, values in found.items()}
+
+
+def plain_page(template: str, answer: int = 200, **values: Any) -> HTMLResponse:
+    """A page for somebody who may not be logged in: without navigation and facts."""
+    return HTMLResponse(_environment().get_template(template).render(values), answer)
+
+
+def see_other(path: str) -> RedirectResponse:
+    """After a change: the page that shows it."""
+    return RedirectResponse(path, 303)
+
+
+def own_path(text: str) -> str:
+    """A path of this page, or "/" where the text names another site."""
+    parts = urlsplit(text)
+    is_own = not parts.scheme and not parts.netloc and text.startswith("/") and not text.startswith(("//", "/\\"))
+    return text if is_own and text.isprintable() else "/"
+
+
+class PageRoute(APIRoute):
+    """A route whose errors are pages."""
+
+    def get_route_handler(self) -> Handler:
+        """The handler of a request."""
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except HTTPException as error:
+                if error.status_code == 303:
+                    return RedirectResponse((error.headers or {})["Location"], 303)
+                return _error_page(request, error.status_code, str(error.detail))
+            except RequestValidationError as error:
+                return _error_page(request, 422, "; ".join(str(each["msg"]) for each in error.errors())[:300])
+            except (ProblemError, CoordinatorError) as error:
+                found = problem_of(error) if isinstance(error, CoordinatorError) else error
+                return _error_page(request, found.status, found.detail, found.problems)
+
+        return guarded
+
+
+class FormRoute(PageRoute):
+    """A route that changes something: its requests are lines of the audit log, as those of the API are."""
+
+    def get_route_handler(self) -> Handler:
+        """The handler of a request."""
+        handle = super().get_route_handler()
+
+        async def audited(request: Request) -> Response:
+            changes: Changes = request.app.state.changes
+            response = await changes.make(request, handle)
+            if response.media_type != MEDIA_TYPE:
+                return response
+            if response.status_code == 401:
+                return see_other("/login")
+            return _error_page(request, response.status_code, json.loads(bytes(response.body))["detail"])
+
+        return audited
+
+
+def _error_page(request: Request, status: int, detail: str, problems: Any = ()) -> HTMLResponse:
+    return plain_page("error.html", status, status=status, detail=detail, problems=problems, path=request.url.path)

@@ -1,0 +1,107 @@
+"""Posts to `[page] webhook` when a problem opens or closes, and writes both into the event log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import urllib.request
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+
+from coordinator.facts.known import Known
+from coordinator.facts.problems import Problem, open_problems
+from fedcg.event_log import EventLog
+
+LOOK_EVERY_S = 10.0
+SETTLED_LOOKS = 2
+"""A problem opens when it is there in so many looks in a row, and closes when it is not: one that comes and goes is no news."""
+TIMEOUT_S = 5.0
+MAX_UNSENT = 100
+"""Messages that wait for a receiver that is away; the oldest ones are dropped."""
+
+log = logging.getLogger(__name__)
+
+
+class ProblemWatch:
+    """Finds which problems opened and closed between looks.
+
+    Args:
+        settled_looks: looks in a row that decide.
+    """
+
+    def __init__(self, settled_looks: int = SETTLED_LOOKS) -> None:
+        self._settled_looks = settled_looks
+        self._open: dict[str, Problem] = {}
+        self._looks: dict[str, int] = {}
+
+    def look(self, there: list[Problem]) -> tuple[list[Problem], list[Problem]]:
+        """Take the problems that are there now; returns those that opened and those that closed."""
+        now = {each.key: each for each in there}
+        self._looks = {
+            key: self._looks.get(key, 0) + 1 for key in now.keys() ^ self._open.keys()
+        }  # of keys that are about to change
+        settled = {key for key, looks in self._looks.items() if looks >= self._settled_looks}
+        opened = [now[key] for key in sorted(settled & now.keys())]
+        closed = [self._open[key] for key in sorted(settled - now.keys())]
+        for each in opened:
+            self._open[each.key] = each
+        for each in closed:
+            del self._open[each.key]
+        return opened, closed
+
+
+@asynccontextmanager
+async def watching(
+    known: Callable[[], Known], events: EventLog, url: str | None, every_s: float = LOOK_EVERY_S
+) -> AsyncIterator[None]:
+    """Look at the problems for as long as the context lasts.
+
+    Args:
+        known: gives what facts are made of.
+        events: the event log.
+        url: where to post; None for nowhere.
+        every_s: seconds between two looks.
+    """
+    watch = ProblemWatch()
+    unsent: deque[dict[str, object]] = deque(maxlen=MAX_UNSENT)
+
+    def look() -> None:
+        opened, closed = watch.look(open_problems(known()))
+        for name, problems in (("problem_opened", opened), ("problem_closed", closed)):
+            for each in problems:
+                events.write(name, kind=each.kind, subject=each.subject, what=each.what)
+                unsent.append({"event": name, **asdict(each)})
+        while url is not None and unsent and _is_posted(url, unsent[0]):
+            unsent.popleft()
+
+    async def repeat() -> None:
+        while True:
+            try:
+                await asyncio.to_thread(look)
+            except Exception:  # a view must not end the coordinator; the next look tries again
+                log.exception("the open problems could not be worked out")
+            await asyncio.sleep(every_s)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def _is_posted(url: str, values: dict[str, object]) -> bool:
+    """Post an object; False where the receiver did not take it, and the next look tries again."""
+    request = urllib.request.Request(  # noqa: S310 - the configuration allows http and https only
+        url, json.dumps(values).encode(), {"Content-Type": "application/json", "User-Agent": "fedcg-edge"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S):  # noqa: S310 - as above
+            return True
+    except OSError as error:
+        log.warning("the webhook %s did not take %s: %s", url, values["event"], error)
+        return False

@@ -1,0 +1,62 @@
+"""How far the devices' training is, by their heartbeats; in memory only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.rounds.round_engine import RoundState
+from fedcg.wire.messages.messages import Heartbeat, OfAttempt
+
+
+@dataclass(frozen=True)
+class DeviceProgress(OfAttempt):
+    """How far a device is, by its last heartbeat; times are unix seconds.
+
+    Attributes:
+        phase: what its training process does.
+        step, steps: how far the phase is.
+        since: when the phase was reported first.
+        reported_at: when the last heartbeat came.
+        ends_at: predicted end of the phase at the rate so far; None before the second report of it.
+    """
+
+    phase: str
+    step: int
+    steps: int
+    since: float
+    reported_at: float
+    ends_at: float | None
+
+
+class ProgressBoard:
+    """Keeps the last progress of each device."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, DeviceProgress] = {}
+        self._first_steps: dict[str, int] = {}
+
+    def of(self, state: RoundState) -> dict[str, DeviceProgress]:
+        """The progress of the clients that are online and work on the open attempt; from any thread."""
+        latest, working = dict(self._latest), state.outstanding & state.online
+        return {device: one for device, one in latest.items() if device in working and state.is_open(one.at)}
+
+    def note(self, device: str, beat: Heartbeat, now: float) -> None:
+        """Take a heartbeat; one without a phase ends what was known."""
+        if beat.phase is None:
+            self.forget(device)
+            return
+        about = (beat.round, beat.attempt, beat.phase)
+        before = self._latest.get(device)
+        if before is None or (before.round, before.attempt, before.phase) != about or beat.step < before.step:
+            self._first_steps[device], since = beat.step, now
+        else:
+            since = before.since
+        done = beat.step - self._first_steps[device]
+        left = max(0, beat.steps - beat.step)
+        ends_at = now + left * (now - since) / done if done > 0 else None
+        self._latest[device] = DeviceProgress(*about, beat.step, beat.steps, since, now, ends_at)
+
+    def forget(self, device: str) -> None:
+        """Drop what is known of a device: it delivered, declined or is gone."""
+        self._latest.pop(device, None)
+        self._first_steps.pop(device, None)

@@ -1,0 +1,95 @@
+"""Curves of each federation as event files for TensorBoard. Only the optional package knows their form."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coordinator.errors import ConfigError
+from coordinator.rounds.records import UpdateRecord
+from coordinator.storage.store import Store
+from fedcg.wire.messages.messages import Outcome
+
+if TYPE_CHECKING:
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+_log = logging.getLogger(__name__)
+_REPORTED = ("accuracy", "loss")
+
+
+class RoundCurves:
+    """Writes the figures of every round that closes: accuracies and losses that clients report, bytes, updates.
+
+    Args:
+        directory: gets a folder for each federation.
+        store: the database.
+
+    Raises:
+        ConfigError: the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, directory: Path, store: Store) -> None:
+        if find_spec("tensorboard") is None:
+            raise ConfigError(
+                "[tensorboard] directory in coordinator.toml needs the Python package 'tensorboard': install it with "
+                "pip install 'fedcg-edge[tensorboard]', or leave the setting out"
+            )
+        self._directory = directory
+        self._store = store
+        self._writers: dict[str, EventFileWriter] = {}
+
+    def follow(self, event: Mapping[str, Any]) -> None:
+        """Take an event of the event log; a disk that refuses the file costs the curve, not the round."""
+        federation = event.get("federation")
+        if event.get("event") != "aggregate_stored" or not isinstance(federation, str):
+            return
+        updates = self._store.updates((federation, event["round"], event["attempt"]))
+        try:
+            self._write(federation, event["round"], event["t"], figures_of(updates, event["size"]))
+        except OSError as error:
+            _log.warning("the curves of round %d are not written to %s: %s", event["round"], self._directory, error)
+
+    def close(self) -> None:
+        """End all files."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _write(self, federation: str, round_number: int, moment: float, figures: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        writer = self._writers.get(federation)
+        if writer is None:
+            writer = self._writers[federation] = EventFileWriter(str(self._directory / federation))
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
+        writer.add_event(Event(wall_time=moment, step=round_number, summary=Summary(value=values)))
+        writer.flush()
+
+
+def figures_of(updates: list[UpdateRecord], aggregate_bytes: int) -> dict[str, float]:
+    """The figures of a round by their tags.
+
+    Args:
+        updates: how each client's update ended; only accepted ones count.
+        aggregate_bytes: size of the aggregate.
+    """
+    accepted = [update for update in updates if update.outcome is Outcome.ACCEPTED]
+    reports = {update.client: json.loads(update.report or "{}") for update in accepted}
+    figures = {
+        "updates/accepted": float(len(accepted)),
+        "updates/rejected": float(sum(update.outcome is Outcome.REJECTED for update in updates)),
+        "bytes/up": float(sum(update.size for update in accepted)),
+        "bytes/aggregate": float(aggregate_bytes),
+    }
+    for name in _REPORTED:
+        known = {client: report[name] for client, report in reports.items() if report.get(name) is not None}
+        figures |= {f"{name}/{client}": float(value) for client, value in sorted(known.items())}
+        if known:
+            figures[f"{name}/mean"] = statistics.fmean(known.values())
+    return figures

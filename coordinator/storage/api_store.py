@@ -1,0 +1,102 @@
+"""Queries about the operators' API: its tokens, and the answers to repeated requests. Part of the store, with the same rules."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from sqlalchemy import delete, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+
+from coordinator.storage import schema
+
+USED_EVERY_S = 60.0
+"""The time of a token's last use is stored at most once in so many seconds."""
+
+
+@dataclass(frozen=True)
+class ApiTokenRecord:
+    """A token of the API as the coordinator stores it; times are unix times.
+
+    Attributes:
+        role: a value of `Role`.
+        secret_hash: salt and sha256 of salt and secret, both in hex, with a `$` between.
+        expires_at: None for a token that does not expire.
+    """
+
+    id: str
+    name: str
+    role: str
+    secret_hash: str
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    last_used_at: float | None = None
+
+    def is_valid(self, now: float) -> bool:
+        """Whether it was not revoked and has not expired."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """The answer to a change that named an Idempotency-Key.
+
+    Attributes:
+        key: as the request named it.
+        token: id of the token that made the request; keys of different tokens have nothing to do with each other.
+        request_hash: sha256 of method, path and body.
+        status: of the answer.
+        body: of the answer, text.
+    """
+
+    key: str
+    token: str
+    request_hash: str
+    status: int
+    body: str
+    created_at: float
+
+
+class ApiStore(schema.Queries):
+    """Tokens of the API, and answers to repeated requests, in the coordinator's database."""
+
+    def add_token(self, token: ApiTokenRecord) -> None:
+        """Store a new token."""
+        self._write(insert(schema.api_tokens).values(**asdict(token)))
+
+    def tokens(self) -> list[ApiTokenRecord]:
+        """All tokens, oldest first."""
+        table = schema.api_tokens
+        return self._all(ApiTokenRecord, select(table).order_by(table.c.created_at, table.c.id))
+
+    def token(self, token: str) -> ApiTokenRecord | None:
+        """One token."""
+        return self._one(ApiTokenRecord, select(schema.api_tokens).where(schema.api_tokens.c.id == token))
+
+    def revoke_token(self, token: str, now: float) -> None:
+        """Make a token unusable; one that was revoked before keeps its time."""
+        table = schema.api_tokens
+        self._write(update(table).where(table.c.id == token, table.c.revoked_at.is_(None)).values(revoked_at=now))
+
+    def used_token(self, token: ApiTokenRecord, now: float) -> None:
+        """Store that a token was used, unless that was stored less than a minute ago."""
+        if token.last_used_at is not None and now - token.last_used_at < USED_EVERY_S:
+            return
+        table, before = schema.api_tokens, now - USED_EVERY_S
+        is_due = or_(table.c.last_used_at.is_(None), table.c.last_used_at <= before)
+        self._write(update(table).where(table.c.id == token.id, is_due).values(last_used_at=now))
+
+    def answer(self, token: str, key: str) -> StoredAnswer | None:
+        """The stored answer to a token's earlier request with this key."""
+        table = schema.idempotency
+        return self._one(StoredAnswer, select(table).where(table.c.token == token, table.c.key == key))
+
+    def add_answer(self, answer: StoredAnswer, keep_s: float) -> None:
+        """Store an answer, and delete those that are older than `keep_s`; an earlier answer to the same key stays."""
+        table = schema.idempotency
+        with self._engine.begin() as connection:
+            connection.execute(delete(table).where(table.c.created_at < answer.created_at - keep_s))
+        try:
+            self._write(insert(table).values(**asdict(answer)))
+        except IntegrityError:
+            return

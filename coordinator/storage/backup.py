@@ -1,0 +1,286 @@
+"""Backup and restore of a coordinator: database, artifacts that are kept, keys and configuration, in one encrypted file.
+
+The file is a tar stream: `backup.json`, the tables as lines of JSON, the files of the home, the artifacts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from sqlalchemy import Connection, Engine, column, func, insert, inspect, select, table, text
+from sqlalchemy.exc import DBAPIError
+
+from coordinator.errors import StoreError
+from coordinator.paths import Home
+from coordinator.storage import schema
+from coordinator.storage.database import database_of, make_engine, name_of, open_database, unusable
+from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
+from coordinator.storage.object_store import artifacts_of
+from coordinator.storage.sealed_file import SealedReader, SealingWriter
+from fedcg.files import PRIVATE, READABLE, file_sha256, fsync_path, replace_durably
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.messages.messages import Outcome
+
+ROWS = 500
+EPOCH_STEP = 1_000_000
+"""Added to the epoch by a restore: more than the coordinator can have been started since the backup."""
+HOME_FILES = ("coordinator.toml", "coordinator.secret", "signing*.key", "pki/*")
+FILE_ENTRY = re.compile(
+    r"home/(coordinator\.toml|coordinator\.secret|signing(-\d{1,9})?\.key|pki/[A-Za-z0-9][\w.-]{0,120})"
+)
+TABLE_ENTRY = re.compile(r"tables/(\d{4})-([a-z_]{1,40})-\d{6}\.jsonl")
+ARTIFACT_ENTRY = re.compile(r"artifacts/([0-9a-f]{64})")
+MAX_SMALL_BYTES = 64 << 20  # of an entry that is read into memory: ROWS rows, or a file of the home
+
+
+class BackupFacts(BaseModel):
+    """`backup.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    schema_version: int
+    made_at: float
+    artifacts: int
+
+
+def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
+    """Write a backup; the coordinator may run meanwhile.
+
+    Args:
+        home: the coordinator's.
+        target: the file; must not exist.
+        passphrase: encrypts it.
+
+    Raises:
+        StoreError: the file exists, or rounds were closed and pruned faster than their artifacts could be read.
+        OSError: the disk of the file is full.
+    """
+    if target.exists():
+        raise StoreError(f"{target} exists already; name another file")
+    engine = open_database(database_of(home))
+    temporary = target.with_name(f".{target.name}.new")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
+            sealed = SealingWriter(file, passphrase)
+            with tarfile.open(fileobj=sealed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+                facts = _write_all(archive, home, engine)
+            sealed.finish()
+        fsync_path(temporary)
+        temporary.rename(target)
+        fsync_path(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+        engine.dispose()
+    return facts
+
+
+def read_backup(source: Path, home: Home, passphrase: str, configure: Callable[[Home], None]) -> int:
+    """Write a backup's content into an empty home and an empty database; checks all of the file before.
+
+    Args:
+        source: the file.
+        home: its directory is missing or empty.
+        passphrase: with which the file was encrypted.
+        configure: changes coordinator.toml, once it is there and before the database is opened.
+
+    Returns:
+        The epoch from which the restored coordinator goes on.
+
+    Raises:
+        StoreError: a wrong passphrase, a damaged file, a directory or a database that is not empty; nothing was written.
+    """
+    if home.root.exists() and (not home.root.is_dir() or any(home.root.iterdir())):
+        raise StoreError(f"{home.root} is not an empty directory; choose another one for the restored coordinator")
+    facts = _checked(source, passphrase)
+    home.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    home.root.chmod(0o700)
+    try:
+        return _restore(source, home, passphrase, configure, facts)
+    except BaseException:
+        for path in home.root.iterdir():  # the database's transaction was rolled back
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
+
+
+def _restore(source: Path, home: Home, passphrase: str, configure: Callable[[Home], None], facts: BackupFacts) -> int:
+    home.pki.mkdir(mode=0o700)
+    for entry, content in _entries(source, passphrase):
+        if FILE_ENTRY.fullmatch(entry.name):
+            mode = READABLE if entry.mode & 0o004 else PRIVATE
+            replace_durably(home.root / entry.name.removeprefix("home/"), _small(content, entry.name), mode)
+    configure(home)
+    home.make_folders()
+    artifacts, database = artifacts_of(home), database_of(home)
+    engine = make_engine(database)
+    try:
+        with engine.begin() as connection:
+            epoch = _restore_rows(connection, source, passphrase, facts, name_of(database))
+            for entry, content in _entries(source, passphrase):
+                if found := ARTIFACT_ENTRY.fullmatch(entry.name):
+                    _take_artifact(artifacts, found.group(1), content)
+    except DBAPIError as error:
+        raise unusable(database, error) from error
+    finally:
+        engine.dispose()
+    open_database(database).dispose()
+    return epoch
+
+
+# Writing
+
+
+def _write_all(archive: tarfile.TarFile, home: Home, engine: Engine) -> BackupFacts:
+    with engine.connect() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execution_options(isolation_level="REPEATABLE READ")
+        connection.exec_driver_sql("BEGIN" if engine.dialect.name == "sqlite" else "SELECT 1")
+        kept, needed = _kept_artifacts(connection, home.config().storage.keep_rounds)
+        facts = BackupFacts(schema_version=SCHEMA_VERSION, made_at=time.time(), artifacts=len(kept))
+        _add(archive, "backup.json", facts.model_dump_json().encode())
+        for number, source in enumerate(schema.metadata.sorted_tables):
+            rows = connection.execute(select(source).execution_options(yield_per=ROWS)).mappings()
+            for part, page in enumerate(rows.partitions(ROWS)):
+                lines = "".join(f"{json.dumps(dict(row))}\n" for row in page)
+                _add(archive, f"tables/{number:04}-{source.name}-{part:06}.jsonl", lines.encode())
+    for pattern in HOME_FILES:
+        for path in sorted(home.root.glob(pattern)):
+            archive.add(path, f"home/{path.relative_to(home.root)}", filter=_anonymous)
+    artifacts = artifacts_of(home)
+    for artifact in sorted(kept):
+        if not _add_artifact(archive, artifacts, artifact) and artifact in needed:
+            raise StoreError("rounds were closed while their artifacts were read; make the backup again")
+    return facts
+
+
+def _add_artifact(archive: tarfile.TarFile, artifacts: ArtifactStore, artifact: str) -> bool:
+    """Whether it was there: pruning deletes those of old rounds meanwhile."""
+    try:
+        archive.add(artifacts.local(artifact), f"artifacts/{artifact}", filter=_anonymous)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _kept_artifacts(connection: Connection, keep_rounds: int) -> tuple[set[str], set[str]]:
+    """The artifacts that pruning leaves, and those among them without which the open round can't go on."""
+    kept: set[str] = set()
+    needed: set[str] = set()
+    updates, aggregates, federations = schema.updates.c, schema.aggregates.c, schema.federations.c
+    for federation, spec in connection.execute(select(federations.id, federations.spec)).all():
+        last = connection.execute(
+            select(func.max(aggregates.round)).where(aggregates.federation == federation)
+        ).scalar_one()
+        for first, found in ((last - keep_rounds, kept), (last, needed)):
+            merged = (aggregates.federation == federation, aggregates.round >= first)
+            made = select(aggregates.artifact, aggregates.server_state).where(*merged)
+            sent = select(updates.artifact).where(updates.federation == federation, updates.round > first)
+            found.add(spec)
+            found.update(name for row in connection.execute(made) for name in row)
+            found.update(connection.execute(sent.where(updates.outcome == Outcome.ACCEPTED.value)).scalars())
+    return kept, needed
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(data)
+    archive.addfile(entry, BytesIO(data))
+
+
+def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without the names of accounts of this machine."""
+    entry.uname = entry.gname = ""
+    entry.uid = entry.gid = 0
+    return entry
+
+
+# Reading
+
+
+def _entries(source: Path, passphrase: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
+    with source.open("rb") as file:
+        reader = SealedReader(file, passphrase, str(source))
+        try:
+            with tarfile.open(fileobj=reader, mode="r|") as archive:
+                for entry in archive:
+                    content = archive.extractfile(entry) if entry.isreg() else None
+                    if content is None:
+                        raise StoreError(f"{source} holds {entry.name!r}, which is no file of a backup")
+                    yield entry, content
+        except tarfile.TarError as error:
+            raise StoreError(f"{source} can't be read: {error}") from error
+        reader.read()  # to the last frame, which shows that nothing is missing
+
+
+def _checked(source: Path, passphrase: str) -> BackupFacts:
+    """Read the whole file, and check each name in it."""
+    facts: BackupFacts | None = None
+    for number, (entry, content) in enumerate(_entries(source, passphrase)):
+        name = entry.name
+        if number == 0 and name == "backup.json":
+            try:
+                facts = BackupFacts.model_validate_json(_small(content, name))
+            except ValidationError as error:
+                raise StoreError(f"{source} is a backup of another version of this program") from error
+        elif not any(kind.fullmatch(name) for kind in (FILE_ENTRY, TABLE_ENTRY, ARTIFACT_ENTRY)):
+            raise StoreError(f"{source} holds {name!r}, which is no file of a backup")
+    if facts is None:
+        raise StoreError(f"{source} does not begin as a backup does")
+    if not 1 <= facts.schema_version <= SCHEMA_VERSION:
+        raise StoreError(
+            f"{source} has schema version {facts.schema_version}; this program reads up to version {SCHEMA_VERSION}. Use the "
+            "program that wrote it"
+        )
+    return facts
+
+
+def _small(content: IO[bytes], name: str) -> bytes:
+    data = content.read(MAX_SMALL_BYTES + 1)
+    if len(data) > MAX_SMALL_BYTES:
+        raise StoreError(f"{name} in the backup has more than {MAX_SMALL_BYTES} bytes")
+    return data
+
+
+def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: BackupFacts, name: str) -> int:
+    """Make the tables of the backup's version and fill them; returns the new epoch."""
+    if inspect(connection).get_table_names():
+        raise StoreError(f"{name} is not empty; name another database for the restored coordinator")
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    upgrade(connection, 0, str(facts.schema_version))
+    for entry, content in _entries(source, passphrase):
+        if (found := TABLE_ENTRY.fullmatch(entry.name)) is None:
+            continue
+        rows: list[dict[str, Any]] = [json.loads(line) for line in _small(content, entry.name).splitlines()]
+        filled = table(found.group(2), *(column(field) for field in rows[0]))
+        connection.execute(insert(filled), rows)
+    epoch = int(connection.execute(text("SELECT coalesce(max(epoch), 0) FROM leases")).scalar_one()) + EPOCH_STEP
+    connection.execute(text("DELETE FROM leases"))
+    connection.execute(text("INSERT INTO leases (id, epoch) VALUES (1, :epoch)"), {"epoch": epoch})
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(f"PRAGMA user_version = {facts.schema_version}")
+    return epoch
+
+
+def _take_artifact(artifacts: ArtifactStore, artifact: str, content: IO[bytes]) -> None:
+    received = artifacts.root / f".restored-{artifact}"
+    with received.open("wb") as file:
+        _copy(content, file)
+    if file_sha256(received) != artifact:
+        received.unlink()
+        raise StoreError(f"artifact {artifact} in the backup is damaged")
+    artifacts.adopt(received, artifact)
+
+
+def _copy(content: IO[bytes], file: BinaryIO) -> None:
+    while piece := content.read(1 << 20):
+        file.write(piece)

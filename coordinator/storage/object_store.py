@@ -1,0 +1,162 @@
+"""Artifacts in S3, or a store that has its interface: the durable copy behind the coordinator's directory of artifacts.
+
+Uploads and downloads repeat until the store answers; `problem` says meanwhile why nothing moves. The credentials, the region and
+the endpoint of another store than Amazon's come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, …) or the machine's role.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from coordinator.errors import StoreError
+from coordinator.paths import Home
+from fedcg.files import file_sha256
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 10.0
+PIECE_BYTES = 1 << 20
+ResultT = TypeVar("ResultT")
+
+log = logging.getLogger(__name__)
+
+
+def artifacts_of(home: Home, *, waits: bool = False) -> ArtifactStore:
+    """The artifacts of a coordinator, as its configuration names their place.
+
+    Args:
+        home: the coordinator's.
+        waits: repeat what the store does not answer, instead of raising StoreError.
+
+    Raises:
+        StoreError: the library for S3 is not installed.
+    """
+    url = home.config().storage.artifacts
+    if url is None:
+        return ArtifactStore(home.artifacts)
+    remote = ObjectStore(url)
+    if not waits:
+        remote.stop_waiting()
+    return ArtifactStore(home.artifacts, remote)
+
+
+class ObjectStore:
+    """One prefix of a bucket, `url`; every artifact is an object named by its sha256.
+
+    Attributes:
+        problem: why the store can't be used now; empty while it can.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.problem = ""
+        self._url = url
+        self._store = _open(url)
+        self._stopped = threading.Event()
+
+    def stop_waiting(self) -> None:
+        """From now on an operation that the store does not answer raises StoreError at once."""
+        self._stopped.set()
+
+    def upload(self, artifact: str, file: Path) -> None:
+        """Store a file durably.
+
+        Raises:
+            StoreError: the store can't be used, after `stop_waiting`.
+        """
+        import obstore
+
+        self._until_answered(f"{artifact} can't be stored", lambda: obstore.put(self._store, artifact, file))
+
+    def download(self, artifact: str, file: Path) -> None:
+        """Write an artifact to a file and check it.
+
+        Raises:
+            FileNotFoundError: it is not in the store.
+            IntegrityError: its content does not have the sha256 in its name.
+            StoreError: the store can't be used, after `stop_waiting`.
+        """
+        self._until_answered(f"{artifact} can't be read", lambda: self._read(artifact, file))
+        if file_sha256(file) != artifact:
+            raise IntegrityError(
+                f"{self._url}/{artifact} is damaged: its content does not have the sha256 it is named by"
+            )
+
+    def delete(self, artifacts: Collection[str]) -> None:
+        """Delete those of the artifacts that are there; what the store does not delete now goes after the next start."""
+        import obstore
+
+        def work() -> None:
+            found = {str(item["path"]).rpartition("/")[2] for page in obstore.list(self._store) for item in page}
+            if gone := sorted(found & set(artifacts)):
+                obstore.delete(self._store, gone)
+
+        try:
+            work()
+        except (obstore.exceptions.BaseError, FileNotFoundError) as error:
+            log.warning("%s: %d old artifacts are not deleted yet: %s", self._url, len(artifacts), _first_line(error))
+
+    def _read(self, artifact: str, file: Path) -> None:
+        import obstore
+
+        with file.open("wb") as target:
+            for piece in obstore.get(self._store, artifact).stream(min_chunk_size=PIECE_BYTES):
+                target.write(piece)
+
+    def _until_answered(self, what: str, work: Callable[[], ResultT]) -> ResultT:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            result, reason = self._attempt(work)
+            if reason is None:
+                if self.problem:
+                    log.warning("the artifact store %s can be used again", self._url)
+                self.problem = ""
+                return cast("ResultT", result)
+            if not self.problem:
+                log.error(
+                    "%s: %s. Rounds wait; check [storage] artifacts, the network and the credentials", what, reason
+                )
+            self.problem = reason
+            if self._stopped.wait(pause_s):
+                raise StoreError(f"{what}: {reason}")
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _attempt(self, work: Callable[[], ResultT]) -> tuple[ResultT | None, str | None]:
+        """The result, or why there is none; FileNotFoundError is raised where the store answers that it has no such object."""
+        import obstore
+
+        try:
+            return work(), None
+        except (obstore.exceptions.BaseError, FileNotFoundError) as error:
+            if "NoSuchBucket" in str(error):
+                return None, f"there is no bucket for the artifact store {self._url}"
+            if isinstance(error, (obstore.exceptions.NotFoundError, FileNotFoundError)):
+                raise FileNotFoundError(_first_line(error)) from error
+            return None, f"the artifact store {self._url} can't be used: {_first_line(error)}"
+
+
+def _open(url: str) -> S3Store:
+    try:
+        from obstore.store import S3Store
+    except ModuleNotFoundError as error:
+        raise StoreError("artifacts in S3 need obstore: pip install 'fedcg-edge[s3]'") from error
+    allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
+    # Repeating is done above, where it is visible.
+    return S3Store.from_url(
+        url,
+        client_options={"connect_timeout": "5s", "timeout": "60s", "allow_http": allow_http},
+        retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=10)},
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

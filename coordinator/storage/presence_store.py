@@ -1,0 +1,100 @@
+"""Queries about presence: when each device came and went. Part of the store: same database, same rules."""
+
+from __future__ import annotations
+
+from pydantic.dataclasses import dataclass
+from sqlalchemy import delete, func, insert, select
+from sqlalchemy.exc import IntegrityError
+
+from coordinator.storage import schema
+
+KEEP_S = 90 * 86_400.0
+"""Changes older than this are deleted, but never the last one of a device."""
+
+
+@dataclass(frozen=True)
+class PresenceRecord:
+    """A device came or went; `at` is unix time."""
+
+    federation: str
+    device: str
+    at: float
+    online: bool
+    reason: str = ""
+
+
+class Presence(schema.Queries):
+    """The changes of presence in the coordinator's database."""
+
+    def note(self, change: PresenceRecord) -> None:
+        """Store a change; of two within one tick of the clock the first one stays."""
+        try:
+            self._write(
+                insert(schema.presence).values(
+                    federation=change.federation,
+                    device=change.device,
+                    at=change.at,
+                    online=change.online,
+                    reason=change.reason[:300],
+                )
+            )
+        except IntegrityError:
+            return
+
+    def changes(self, device: str, since: float, limit: int = 1000) -> list[PresenceRecord]:
+        """The last changes of a device after a time, oldest first."""
+        table = schema.presence
+        query = select(table).where(table.c.device == device, table.c.at >= since).order_by(table.c.at.desc())
+        return self._all(PresenceRecord, query.limit(limit))[::-1]
+
+    def before(self, device: str, at: float) -> list[PresenceRecord]:
+        """The last change of a device before a time, in each federation."""
+        table = schema.presence
+        newest = select(func.max(table.c.at)).where(table.c.device == device, table.c.at < at)
+        recent = newest.group_by(table.c.federation)
+        return self._all(
+            PresenceRecord, select(table).where(table.c.device == device, table.c.at.in_(recent)).order_by(table.c.at)
+        )
+
+    def latest(self, federation: str) -> dict[str, PresenceRecord]:
+        """The last change of every device in a federation."""
+        table = schema.presence
+        newest = (
+            select(table.c.device, func.max(table.c.at).label("at"))
+            .where(table.c.federation == federation)
+            .group_by(table.c.device)
+            .subquery()
+        )
+        query = select(table).join(newest, (table.c.device == newest.c.device) & (table.c.at == newest.c.at))
+        found = self._all(PresenceRecord, query.where(table.c.federation == federation))
+        return {change.device: change for change in found}
+
+    def comings(self, since: float) -> dict[str, int]:
+        """How often each device came online in some federation after a time; the most restless federation counts."""
+        table = schema.presence
+        query = (
+            select(table.c.device, table.c.federation, func.count().label("comings"))
+            .where(table.c.at >= since, table.c.online)
+            .group_by(table.c.device, table.c.federation)
+        )
+        with self._engine.connect() as connection:
+            rows = connection.execute(query).all()
+        counted: dict[str, int] = {}
+        for device, _, comings in rows:
+            counted[device] = max(counted.get(device, 0), comings)
+        return counted
+
+    def prune(self, federation: str, before: float) -> None:
+        """Delete changes before a time; the last change of each device stays."""
+        table = schema.presence
+        last = {device: change.at for device, change in self.latest(federation).items() if change.at < before}
+        with self._engine.begin() as connection:
+            for device, at in last.items():
+                connection.execute(
+                    delete(table).where(table.c.federation == federation, table.c.device == device, table.c.at < at)
+                )
+            connection.execute(
+                delete(table).where(
+                    table.c.federation == federation, table.c.at < before, table.c.device.not_in(list(last))
+                )
+            )

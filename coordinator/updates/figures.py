@@ -1,0 +1,196 @@
+"""What an update does, as figures beside those of its cohort, and what the operator's policy does about an odd one.
+
+Torch-free arithmetic on values; the aggregation worker measures, `round_driver` acts. docs/security.md has the figures of honest and
+of hostile updates.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.config import Action, RobustnessSettings
+from coordinator.updates.robustness import MIN_MEDIAN, Distances, given_weights, medians_of
+from fedcg.wire.artifacts.tensors import Array, PartArrays
+from fedcg.wire.parts import Part
+
+SKETCH_NUMBERS = 4096
+"""Length of a sketch: a cosine of two sketches is off by about 1 / sqrt(4096), 0.016."""
+OPPOSITE = -0.1
+"""A step whose median cosine to the others is below this undoes what they do; honest ones stayed above -0.04, also where clients have
+two classes each."""
+TELLING = 0.5
+"""A share is compared with the cohort's median only where that is at least this: clients with few classes, and an untrained base, give
+low shares that mean nothing."""
+_STATISTICS = ("running_mean", "running_var")  # of batch norm: they follow the data, not a gradient
+
+OUTPUT = "output"
+"""The classifier's last matrix by itself: weights whose classes were exchanged differ from honest ones there alone."""
+
+Sketches = Mapping[str, NDArray[np.float64]]
+"""By the name of a part, or `OUTPUT`."""
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What is measured of one update alone.
+
+    Attributes:
+        distances: L2 distance of each part from the round's base.
+        sketches: of each part that has a base, its step from there in `SKETCH_NUMBERS` numbers.
+        consistency: share of its generator's features that its own classifier gives the asked class, in [0, 1]; None without a
+            generator.
+        agreement: share of them that its classifier and the round's base give the same class, in [0, 1].
+    """
+
+    distances: Distances
+    sketches: Sketches
+    consistency: float | None = None
+    agreement: float | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One update beside the others of its attempt; None where there is nothing to measure, or too few to compare with.
+
+    Attributes:
+        norm: its distance from the base in medians of the attempt, of the part in which it is farthest.
+        direction: the median cosine of its step to each other step, in [-1, 1], of the part in which that is farthest below the
+            attempt's median; `typical_direction` is that median.
+        consistency, agreement: as in `Behaviour`; `typical_consistency` and `typical_agreement` are the attempt's medians.
+    """
+
+    norm: float | None = None
+    direction: float | None = None
+    typical_direction: float | None = None
+    consistency: float | None = None
+    agreement: float | None = None
+    typical_consistency: float | None = None
+    typical_agreement: float | None = None
+
+    def as_json(self) -> dict[str, float]:
+        """The figures that there are, rounded to four digits."""
+        return {name: round(value, 4) for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a policy does about an update: the strictest action of all that apply, and their reasons."""
+
+    action: Action | None = None
+    reasons: tuple[str, ...] = ()
+
+
+def sketches_of(parts: PartArrays, base: PartArrays, seed: int) -> dict[str, NDArray[np.float64]]:
+    """The step of each part from the base, shortened so that cosines of steps stay what they are, up to a few hundredths.
+
+    Every number is added, with a random sign, to a random one of `SKETCH_NUMBERS` sums.
+
+    Args:
+        parts: of the update, decoded; those that the base lacks have no step.
+        base: the aggregate that the round started from.
+        seed: of the signs and the sums; the same for all updates of an attempt, and secret, so that no device can build a step
+            whose sketch is another's.
+    """
+    found: dict[str, NDArray[np.float64]] = {}
+    for part, origin in sorted(base.items()):
+        weights = {name: array for name, array in parts.get(part, {}).items() if _is_weight(name, array)}
+        groups = {part.value: list(weights)}
+        if part is Part.CLASSIFIER:
+            groups[OUTPUT] = [name for name, array in weights.items() if array.ndim >= 2][-1:]
+        for group, names in groups.items():
+            steps = [np.subtract(weights[name], origin[name], dtype=np.float64).ravel() for name in names]
+            if steps:
+                found[group] = _sketch(np.concatenate(steps), np.random.default_rng([seed, len(found)]))
+    return found
+
+
+def figures_of(updates: Mapping[str, Behaviour], *, has_trained_base: bool) -> dict[str, Figures]:
+    """Each update's figures beside those of the attempt's others.
+
+    Args:
+        updates: by client; all that are to be merged.
+        has_trained_base: whether the round's base is the result of a merge; an untrained classifier agrees with no one.
+    """
+    medians = medians_of([each.distances for each in updates.values()])
+    consistency = _median(each.consistency for each in updates.values())
+    agreement = _median(each.agreement for each in updates.values()) if has_trained_base else None
+    directions = _directions({client: each.sketches for client, each in updates.items()})
+    found = {}
+    for client, each in updates.items():
+        farthest = max((each.distances[part] / median for part, median in medians.items() if median > 0), default=None)
+        cosine, typical = directions.get(client, (None, None))
+        found[client] = Figures(farthest, cosine, typical, each.consistency, each.agreement, consistency, agreement)
+    return found
+
+
+def verdict_of(figures: Figures, settings: RobustnessSettings) -> Verdict:
+    """What the operator's policies do about an update."""
+    found: list[tuple[Action, str]] = []
+    if figures.norm is not None and figures.norm > settings.norm.bound:
+        found.append((settings.norm.action, f"its step is {figures.norm:.3g} times as long as the median"))
+    if figures.direction is not None and figures.typical_direction is not None:
+        least = max(OPPOSITE, figures.typical_direction - settings.direction.bound)
+        if figures.direction < least:
+            odd = f"its step points away from the others' (cosine {figures.direction:.2f}, median {figures.typical_direction:.2f})"
+            found.append((settings.direction.action, odd))
+    for name, share, typical, policy in (
+        ("its classifier recognises", figures.consistency, figures.typical_consistency, settings.consistency),
+        ("the last aggregate agrees on", figures.agreement, figures.typical_agreement, settings.agreement),
+    ):
+        if share is not None and typical is not None and typical >= TELLING and share < policy.bound * typical:
+            found.append((policy.action, f"{name} {share:.0%} of its generated features (median {typical:.0%})"))
+    if not found:
+        return Verdict()
+    return Verdict(max((action for action, _ in found), key=_SEVERITY.index), tuple(reason for _, reason in found))
+
+
+def merge_weights(
+    reported: Mapping[str, int], verdicts: Mapping[str, Verdict], settings: RobustnessSettings
+) -> dict[str, int]:
+    """How many examples each client counts for in a merge (`given_weights`); without those in quarantine."""
+    kept = {client: count for client, count in reported.items() if verdicts[client].action != "quarantine"}
+    weights = given_weights(kept, settings)
+    lighter = {client for client in kept if verdicts[client].action == "down-weight"}
+    return weights | {client: max(1, round(settings.down_weight * weights[client])) for client in lighter}
+
+
+_SEVERITY: tuple[Action, ...] = ("warn", "down-weight", "quarantine")
+
+
+def _is_weight(name: str, array: Array) -> bool:
+    return array.dtype.kind == "f" and name.rpartition(".")[2] not in _STATISTICS
+
+
+def _sketch(step: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.float64]:
+    places = random.integers(2 * SKETCH_NUMBERS, size=len(step))
+    sums = np.bincount(places, weights=step, minlength=2 * SKETCH_NUMBERS)
+    return np.asarray(sums[:SKETCH_NUMBERS] - sums[SKETCH_NUMBERS:])
+
+
+def _median(shares: Iterable[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return statistics.median_low(known) if len(known) >= MIN_MEDIAN else None
+
+
+def _directions(sketches: Mapping[str, Sketches]) -> dict[str, tuple[float, float]]:
+    """By client, (its median cosine to the other steps, the clients' median of that) where it is farthest below; {} for a few clients."""
+    clients = sorted(sketches)
+    found: dict[str, tuple[float, float]] = {}
+    if len(clients) < MIN_MEDIAN:
+        return found
+    for group in sorted(set.intersection(*(set(each) for each in sketches.values()))):
+        steps = np.stack([sketches[client][group] for client in clients])
+        steps /= np.maximum(np.linalg.norm(steps, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+        cosines = steps @ steps.T
+        own = [float(np.median(np.delete(row, number))) for number, row in enumerate(cosines)]
+        typical = statistics.median_low(own)
+        for client, cosine in zip(clients, own, strict=True):
+            known = found.get(client)
+            if known is None or cosine - typical < known[0] - known[1]:
+                found[client] = (cosine, typical)
+    return found

@@ -1,0 +1,132 @@
+"""Decides which updates of a closed collection are merged, with which weights and how far from the base, by the operator's settings.
+
+A function of the database, the settings and the worker's figures: a coordinator that was killed decides the same again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coordinator.config import RobustnessSettings
+from coordinator.rounds.records import UpdateRecord
+from coordinator.storage.store import Key, Store
+from coordinator.updates.figures import Figures, Verdict, merge_weights, verdict_of
+from coordinator.updates.robustness import Distances, limits_of, medians_of, over
+from coordinator.updates.track_record import typical_distances
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import RoundPolicy
+from fedcg.wire.messages.messages import Outcome
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is merged.
+
+    Attributes:
+        updates: (client, artifact, weight) each.
+        limits: how far from the base an update may be.
+        quarantined: of the attempt's own updates those that are not merged, and why.
+    """
+
+    updates: tuple[tuple[str, str, int], ...]
+    limits: Distances
+    quarantined: Mapping[str, str]
+
+    def too_few(self, left: int, needed: int) -> str:
+        """Why the attempt fails with so many of its own updates left, or ""."""
+        if left >= needed:
+            return ""
+        odd = ", ".join(f"{client} ({reason})" for client, reason in self.quarantined.items())
+        return f"in quarantine: {odd or 'none'}; {left} updates are left, and {needed} are needed"
+
+
+class Screening:
+    """Chooses for one federation.
+
+    Args:
+        store: the database.
+        federation: its id.
+        settings: of the coordinator.
+        events: the event log.
+    """
+
+    def __init__(self, store: Store, federation: str, settings: RobustnessSettings, events: EventLog) -> None:
+        self._store = store
+        self._federation = federation
+        self._settings = settings
+        self._events = events
+
+    def limits(self, round_number: int) -> Distances:
+        """How far from the base an update of a round may be; empty when the round before it gives no measure."""
+        typical = typical_distances(self._store, self._federation, round_number - 1)
+        return limits_of(typical, self._settings.clip_medians)
+
+    def artifacts(self, key: Key, policy: RoundPolicy) -> dict[str, str]:
+        """The artifacts of the updates that may be merged, by client."""
+        return {client: update.artifact for client, update in self._candidates(key, policy).items()}
+
+    def _candidates(self, key: Key, policy: RoundPolicy) -> dict[str, UpdateRecord]:
+        """The updates that may be merged, by client: the attempt's own, and late ones of the round before where they are kept."""
+        own = {update.client: update for update in self._store.updates(key) if update.outcome is Outcome.ACCEPTED}
+        before = self._store.aggregate(self._federation, key[1] - 1)
+        if policy.late == "drop" or before is None:
+            return own
+        late = self._store.updates((self._federation, before.round, before.attempt))
+        return {update.client: update for update in late if update.is_kept_late} | own
+
+    def choose(self, key: Key, figures: Mapping[str, Figures], policy: RoundPolicy) -> Choice:
+        """Judge the candidates by their figures, store figures and weights, and write what is odd into the event log."""
+        updates = self._candidates(key, policy)
+        late = {client for client, update in updates.items() if (update.round, update.attempt) != key[1:]}
+        verdicts = {client: verdict_of(figures[client], self._settings) for client in updates}
+        where = {"round": key[1], "attempt": key[2]}
+        weights = self._weights(where, {client: each.examples for client, each in updates.items()}, verdicts)
+        weights |= {client: max(1, round(policy.late_decay * weights[client])) for client in late & weights.keys()}
+        own = updates.keys() - late
+        stored = {client: _stored(figures[client], verdicts[client]) for client in own}
+        self._store.weigh(key, {client: weights.get(client, 0) for client in own}, stored)
+        for client in sorted(late & weights.keys()):
+            self._events.write(
+                "late_merged", **where, client=client, weight=weights[client], of_round=updates[client].round
+            )
+        limits = self._limits_among(where, {client: updates[client] for client in weights})
+        return Choice(
+            tuple((client, updates[client].artifact, weight) for client, weight in sorted(weights.items())),
+            limits,
+            {client: "; ".join(verdicts[client].reasons) for client in sorted(own - weights.keys())},
+        )
+
+    def _weights(
+        self, where: dict[str, int], reported: Mapping[str, int], verdicts: Mapping[str, Verdict]
+    ) -> dict[str, int]:
+        weights = merge_weights(reported, verdicts, self._settings)
+        for client, verdict in sorted(verdicts.items()):
+            if verdict.action is not None:
+                reason = "; ".join(verdict.reasons)
+                log.warning(
+                    "the update of %s to round %d is odd (%s): %s", client, where["round"], verdict.action, reason
+                )
+                self._events.write("update_odd", **where, client=client, action=verdict.action, reason=reason)
+        for client, weight in sorted(weights.items()):
+            if weight != reported[client]:
+                self._events.write("weight_capped", **where, client=client, reported=reported[client], given=weight)
+        return weights
+
+    def _limits_among(self, where: dict[str, int], updates: Mapping[str, UpdateRecord]) -> Distances:
+        known = self.limits(where["round"])
+        distances = {client: update.distance_of for client, update in updates.items()}
+        limits = known or limits_of(medians_of(list(distances.values())), self._settings.clip_medians)
+        shares = {client: over(row, limits) for client, row in distances.items()}
+        for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
+            self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
+        return limits if any(shares.values()) else known
+
+
+def _stored(figures: Figures, verdict: Verdict) -> str:
+    judged = {} if verdict.action is None else {"action": verdict.action, "reasons": list(verdict.reasons)}
+    return json.dumps({**figures.as_json(), **judged})

@@ -1,0 +1,79 @@
+"""`fedcg agent logs`: the events of a device as sentences, or as they were written."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_client.cli.shared_options import ConfigOption, read_config
+from fedcg.errors import BadInputError
+from fedcg.event_log import EventValue, follow_events, read_events
+from fedcg.log.sentences import DEBUG, sentence_of
+
+FOLLOW_EVERY_S = 0.5
+_SPAN = re.compile(r"(\d{1,6})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error"}
+Event = dict[str, EventValue]
+
+
+def logs_command(
+    config: ConfigOption = Path("agent.toml"),
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines as they come.")] = False,
+    since: Annotated[
+        str | None, typer.Option("--since", help="10m, 2h, 3d, or a time such as 2026-11-22T08:00 (UTC).")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also lines of level debug.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The events with all their fields, one object a line.")
+    ] = False,
+) -> None:
+    """Print what this device did, from its event log; the agent may run meanwhile.
+
+    Exit codes: 0 printed; 2 there is no event log, or --since is no time.
+    """
+    store = read_config(config).store
+    path = store / "events.jsonl"
+    if not path.exists():
+        raise BadInputError(f"{path} is not there yet: `fedcg agent run` writes it")
+    first = 0.0 if since is None else _since(since, time.time())
+    for event in _events(path, follow=follow):
+        if isinstance(moment := event.get("t"), int | float) and moment >= first:
+            line = json.dumps(event) if as_json else _line(event, moment, verbose=verbose)
+            if line:
+                typer.echo(line)
+
+
+def _events(path: Path, *, follow: bool) -> Iterator[Event]:
+    yield from read_events(path.with_suffix(".old.jsonl"))
+    yield from follow_events(path, FOLLOW_EVERY_S) if follow else read_events(path)
+
+
+def _line(event: Event, moment: float, *, verbose: bool) -> str:
+    sentence = sentence_of(event)
+    if sentence is None or (sentence.level <= DEBUG and not verbose):
+        return ""
+    at = datetime.fromtimestamp(moment).astimezone()
+    return f"{at:%Y-%m-%d %H:%M:%S} [{_LEVELS[sentence.level]:<9}] {sentence.text}"
+
+
+def _since(text: str, now: float) -> float:
+    """The time that --since names, in unix seconds.
+
+    Raises:
+        BadInputError: it names none.
+    """
+    if span := _SPAN.fullmatch(text):
+        return now - int(span[1]) * _SECONDS[span[2]]
+    try:
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 reads no Z
+    except ValueError as error:
+        raise BadInputError(f"--since {text}: give 10m, 2h, 3d, or a time such as 2026-11-22T08:00") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()

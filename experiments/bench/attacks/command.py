@@ -1,0 +1,159 @@
+"""`fedcg bench attacks`: what one hostile client costs the others, with and without the coordinator's defence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from experiments.bench.attacks.attacked_run import Trainer
+
+HONEST, ABSENT = "all honest", "absent"
+
+
+def attacks_command(
+    data: Annotated[str, typer.Option(help="As for `fedcg simulate --data`.")] = "digits",
+    partition: Annotated[str, typer.Option(help="iid or dirichlet:OMEGA.")] = "iid",
+    method: Annotated[str, typer.Option(help="A method.")] = "fedcg",
+    clients: Annotated[int, typer.Option(min=4, help="Clients; the last one is hostile.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 4,
+    epochs: Annotated[int, typer.Option(min=1, help="Local epochs a round.")] = 4,
+    images: Annotated[int, typer.Option(min=10, help="Training images of a client, at most.")] = 200,
+    seed: Annotated[list[int] | None, typer.Option(min=0, help="A seed; again for more.  [default: 0, 1, 2]")] = None,
+    attack: Annotated[list[str] | None, typer.Option(help="An attack; again for more.  [default: all]")] = None,
+    defence: Annotated[
+        bool | None, typer.Option(help="Run the attacks with the defence alone, or without it alone.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value: a parameter of the method.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for one JSON file per seed; what is there is kept.")
+    ] = None,
+) -> None:
+    """Accuracy of the honest clients' downloaded models when the last client is hostile, without and with the defence.
+
+    Beside each attack stand the same federation with all clients honest, and without the last client.
+    """
+    import torch
+
+    from experiments.record import bench_record
+    from experiments.settings.options import parse_params
+
+    torch.set_num_threads(threads)
+    setting: dict[str, Any] = {
+        "data": data,
+        "partition": partition,
+        "method": method,
+        "clients": clients,
+        "rounds": rounds,
+        "local_epochs": epochs,
+        "images_per_client": images,
+        "params": dict(parse_params(set_ or ())),
+    }
+    records = []
+    for number in seed or (0, 1, 2):
+        path = (
+            None if out is None else out / f"{Path(data).name}-{partition.replace(':', '')}-{method}-seed{number}.json"
+        )
+        record = {
+            **bench_record("bench attacks"),
+            "setting": setting | {"data": Path(data).name, "seed": number},
+            "cases": [],
+        }
+        if path is not None and path.is_file():
+            record = json.loads(path.read_text(encoding="utf-8"))
+        _run_cases(record, setting | {"seed": number}, attack, defence, path)
+        records.append(record)
+    for line in table(records):
+        typer.echo(line)
+
+
+def _run_cases(
+    record: dict[str, Any], setting: Mapping[str, Any], chosen: list[str] | None, only: bool | None, path: Path | None
+) -> None:
+    """Run what the record lacks, and write it after every case."""
+    from coordinator.config import RobustnessSettings
+    from experiments.bench.attacks.attackers import ATTACKS
+    from fedcg.files import READABLE, replace_durably
+
+    unknown = sorted(set(chosen or ()) - ATTACKS.keys())
+    if unknown:
+        raise typer.BadParameter(
+            f"no attack {', '.join(unknown)}; there are {', '.join(ATTACKS)}", param_hint="--attack"
+        )
+    wanted = [(HONEST, False), (HONEST, True), (ABSENT, False)]
+    wanted += [(name, defended) for name in chosen or ATTACKS for defended in (True, False)]
+    wanted = [case for case in wanted if only is None or case[1] is only or case[0] == ABSENT]
+    done = {(case["attack"], case["defended"]) for case in record["cases"]}
+    trainer: Trainer | None = None
+    for name, defended in wanted:
+        if (name, defended) in done:
+            continue
+        from experiments.bench.attacks.attacked_run import attacked_run
+
+        trainer = trainer or _trainer(setting)
+        settings = RobustnessSettings() if defended else None
+        run = attacked_run(trainer, ATTACKS.get(name), settings, is_absent=name == ABSENT)
+        typer.echo(
+            f"seed {setting['seed']}, {name}, {'with' if defended else 'without'} the defence: {run.accuracy:.1f}",
+            err=True,
+        )
+        record["cases"].append({"attack": name, "defended": defended, **asdict(run)})
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(path, json.dumps(record, indent=1) + "\n", READABLE)
+
+
+def _trainer(setting: Mapping[str, Any]) -> Trainer:
+    from experiments.bench.attacks.attacked_run import Trainer
+    from experiments.data.client_datasets import build_cohort
+    from experiments.simulation.batch import RunSetting
+    from experiments.simulation.party_builder import party_of
+    from fedcg.learning.networks.initial_weights import complete_spec
+    from fedcg.learning.spec import plan_from_mapping
+
+    run = RunSetting(**setting, quick=True)
+    source = run.source()
+    spec = complete_spec(plan_from_mapping(dict(run.plan(source))))
+    return Trainer(party_of(run, spec, build_cohort(source, spec.image, run.deal())))
+
+
+def table(records: list[dict[str, Any]]) -> Iterator[str]:
+    """The records as lines of Markdown: per attack, the mean over seeds and each seed's accuracy in percent."""
+    yield "| the last client | without the defence | with it | merged with it |"
+    yield "|---|---|---|---|"
+    names = dict.fromkeys(case["attack"] for record in records for case in record["cases"])
+    for name in names:
+        cells = [_cell(records, name, defended=defended) for defended in (False, True)]
+        yield f"| {name} | {cells[0]} | {cells[1]} | {_merged(records, name)} |"
+
+
+def _cases(records: list[dict[str, Any]], name: str, *, defended: bool) -> list[dict[str, Any]]:
+    return [
+        case for record in records for case in record["cases"] if (case["attack"], case["defended"]) == (name, defended)
+    ]
+
+
+def _cell(records: list[dict[str, Any]], name: str, *, defended: bool) -> str:
+    found = [case["accuracy"] for case in _cases(records, name, defended=defended)]
+    return f"{fmean(found):.1f} ({' / '.join(f'{each:.1f}' for each in found)})" if found else ""
+
+
+def _merged(records: list[dict[str, Any]], name: str) -> str:
+    """In how many rounds the hostile client's update was merged, and how often an honest one was not."""
+    runs = [case["screened"] for case in _cases(records, name, defended=True)]
+    if not runs:
+        return ""
+    last = max(entry["client"] for entry in runs[0])
+    own = [entry for run in runs for entry in run if entry["client"] == last]
+    others = [entry for run in runs for entry in run if entry["client"] != last]
+    return (
+        f"{sum(entry['weight'] > 0 for entry in own)} of {len(own)}; "
+        f"honest {sum(entry['weight'] > 0 for entry in others)} of {len(others)}"
+    )

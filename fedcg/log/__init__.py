@@ -1,0 +1,1 @@
+"""The log of agent and coordinator: what its lines say about events, and how they are written."""

@@ -1,0 +1,76 @@
+"""The log of a long-running command on stderr: for people or as JSON lines, with a level that SIGUSR1 changes while it runs.
+
+Sentences about events come from `fedcg.log.sentences`; other lines are warnings and errors of single modules.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import MutableMapping
+from types import FrameType
+from typing import Any, TextIO
+
+import structlog
+
+from fedcg.event_log import FIELDS
+from fedcg.log.settings import LogForm, LogLevel, LogSettings
+
+
+def set_up_log(settings: LogSettings, stream: TextIO | None = None) -> None:
+    """Send the log of this process to a stream (default: stderr), in colour only where that is a terminal."""
+    stream = sys.stderr if stream is None else stream
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_formatter(settings.form, is_terminal=stream.isatty()))
+    root = logging.getLogger()
+    for earlier in root.handlers[:]:
+        root.removeHandler(earlier)
+    root.addHandler(handler)
+    root.setLevel(settings.level.value.upper())
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it names its dialect at every start
+
+
+def toggle_debug_on_signal(settings: LogSettings) -> None:
+    """Let SIGUSR1 switch between the level `debug` and the configured one (`info` where that is `debug`)."""
+    usual = LogLevel.INFO if settings.level is LogLevel.DEBUG else settings.level
+
+    def toggle(number: int, frame: FrameType | None) -> None:
+        root = logging.getLogger()
+        root.setLevel(usual.value.upper() if root.level == logging.DEBUG else logging.DEBUG)
+
+    signal.signal(signal.SIGUSR1, toggle)
+
+
+def _formatter(form: LogForm, *, is_terminal: bool) -> logging.Formatter:
+    first: list[Any] = [structlog.stdlib.add_log_level, structlog.stdlib.add_logger_name]
+    remove_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    if form is LogForm.JSON:
+        first += [structlog.processors.TimeStamper(key="t"), _add_fields]
+        last: list[Any] = [structlog.processors.format_exc_info, _message_apart, remove_meta]
+        last.append(structlog.processors.JSONRenderer())
+    else:
+        first.append(structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False))
+        plain = structlog.dev.plain_traceback  # others show local variables, which may hold images and keys
+        console = structlog.dev.ConsoleRenderer(colors=is_terminal, pad_event_to=0, exception_formatter=plain)
+        last = [remove_meta, _without_logger, console]
+    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=first, processors=last)
+
+
+def _add_fields(logger: object, name: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Add the fields of the event that a line is about; they win over those of the log."""
+    fields = getattr(line.get("_record"), FIELDS, {})
+    return {**line, "sentence": line["event"], **fields}
+
+
+def _message_apart(logger: object, name: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """`message` is the sentence; `event` is there where the line is about an event."""
+    sentence = line.pop("sentence")
+    if line["event"] == sentence:
+        del line["event"]
+    return {**line, "message": sentence}
+
+
+def _without_logger(logger: object, name: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    line.pop("logger", None)
+    return line

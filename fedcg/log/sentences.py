@@ -1,0 +1,289 @@
+"""Events of agent and coordinator as sentences for a person: the one place where a line of the console is worded.
+
+`fedcg.event_log` has the events with their fields. A sentence holds no more than its event does. Events that are not in the table
+have no sentence.
+"""
+
+from __future__ import annotations
+
+import logging
+import string
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
+Event = Mapping[str, Any]
+
+DECLINE_ADVICE = {
+    "upload_not_allowed": "the device's owner allows the part under [policy] allow_upload in agent.toml, or the device leaves",
+    "report_not_allowed": "the device's owner allows the field under [policy] allow_report in agent.toml, or the device leaves",
+    "not_eligible": "nothing, if it has trained this round already; otherwise run `fedcg doctor` on the device",
+    "no_data": "run `fedcg doctor` on the device: its images are missing, too few or can't be read",
+    "unknown_method": "bring the program on the device up to date",
+    "spec_refused": "`fedcg agent status` on the device names the cause",
+    "training_failed": "`fedcg agent status` on the device names the cause: memory, disk or private store",
+    "diverged": "look at the device's images; where several devices diverge, lower the learning rate of the plan",
+    "interrupted": "nothing: its agent was stopped, and takes part again when it runs",
+}
+"""What a person does about a device that declines, by its reason."""
+
+NORMAL_REFUSALS = frozenset({"replayed", "older_epoch", "other_session"})
+"""Reasons of refusals that every restart of a coordinator or a device causes."""
+
+
+class Sentence(NamedTuple):
+    """A sentence and its level, one of the numbers of `logging`."""
+
+    level: int
+    text: str
+
+
+def sentence_of(event: Event) -> Sentence | None:
+    """The sentence of an event, or None.
+
+    Args:
+        event: its fields, with its name under `event`.
+    """
+    line = _LINES.get(str(event.get("event")))
+    if line is None:
+        return None
+    found = line(event) if callable(line) else line
+    if found is None:
+        return None
+    level, template = found
+    text = _FORMATTER.vformat(template, (), {**event, "at": _at(event)})
+    federation = event.get("federation")
+    is_prefixed = isinstance(federation, str) and event.get("event") != "agent_started"
+    return Sentence(level, f"{federation}: {text}" if is_prefixed else text)
+
+
+class _Formatter(string.Formatter):
+    """Templates over events: a missing field is empty; `!b` is a size, `!p` a share, `!t` a time."""
+
+    def get_value(self, key: int | str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        value = kwargs.get(str(key))
+        return "" if value is None else value
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        if conversion in _CONVERSIONS:
+            return _CONVERSIONS[conversion](value) if isinstance(value, int | float) else str(value)
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return str(super().format_field(value, format_spec)) if value != "" else ""
+
+
+def _size(count: float) -> str:
+    for unit, scale in (("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+_CONVERSIONS: dict[str | None, Callable[[float], str]] = {
+    "b": _size,
+    "p": lambda share: f"{share:.1%}",
+    "t": lambda seconds: f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M} UTC",
+}
+_FORMATTER = _Formatter()
+
+
+def _at(event: Event) -> str:
+    """The round of an event; the attempt is named from the second one on."""
+    rounds, attempt = event.get("rounds"), event.get("attempt")
+    of = f" of {rounds}" if rounds else ""
+    return f"round {event.get('round')}{of}" + (
+        f", attempt {attempt}" if isinstance(attempt, int) and attempt > 1 else ""
+    )
+
+
+Line = tuple[int, str]
+
+
+def _link(event: Event) -> Line:
+    if not event.get("up"):
+        return WARNING, "the link to the broker is lost; it is tried again until it is back"
+    down_s = event.get("down_s")
+    if down_s is None:
+        return INFO, "connected to the broker"
+    return INFO, f"the link to the broker is back after {down_s:.0f} s"
+
+
+def _declined(event: Event) -> Line:
+    who = "{client} declined" if event.get("client") else "declined"
+    detail = ": {detail}" if event.get("detail") else ""
+    advice = DECLINE_ADVICE.get(str(event.get("reason")))
+    return WARNING, f"{{at}}: {who} ({{reason}}){detail}" + (f". What to do: {advice}" if advice else "")
+
+
+def _accepted(event: Event) -> Line:
+    return DEBUG, "{at}: {client} takes part" if event.get("client") else "{at}: takes part"
+
+
+def _committed(event: Event) -> Line:
+    alone = " (trained alone: {accuracy_local!p})" if event.get("accuracy_local") is not None else ""
+    accuracy = f", accuracy {{accuracy_personal!p}}{alone}" if event.get("accuracy_personal") is not None else ""
+    return INFO, f"{{at}}: trained in {{seconds:.1f}} s{accuracy}"
+
+
+def _receipt(event: Event) -> Line:
+    outcome = event.get("outcome")
+    if outcome in ("accepted", "duplicate"):
+        return INFO, "{at}: the update is accepted"
+    if outcome == "conflict":
+        advice = (
+            "another update of this device came first: a copy of it, or of its private store, takes part too. Stop one of them, or "
+            "enrol it anew with a token and a store of its own"
+        )
+        return WARNING, f"{{at}}: the update is a conflict: {advice}"
+    return WARNING, "{at}: the update is {outcome}: {reason}"
+
+
+def _update_refused(event: Event) -> Line:
+    if event.get("outcome") == "conflict":
+        advice = "two devices seem to use its private store: stop one, or give it an identity of its own with `fedcg token create`"
+        return WARNING, f"{{at}}: a second, different update of {{client}} does not count; {advice}"
+    return WARNING, "{at}: the update of {client} is {outcome}: {reason}"
+
+
+def _finished(event: Event) -> Line:
+    if "succeeded" in event:
+        return (INFO, "{summary}") if event["succeeded"] else (ERROR, "{summary}")
+    return INFO, "finished after round {round}: the final aggregate is {aggregate:.12}" + (
+        " ({reason})" if event.get("reason") else ""
+    )
+
+
+def _refused(event: Event) -> Line:
+    if event.get("what") == "store":
+        return ERROR, "the private store is damaged: {detail}"
+    if event.get("what") == "spec":
+        return DEBUG, "the spec is refused: {detail}"  # the decline that follows has the reason
+    level = DEBUG if event.get("reason") in NORMAL_REFUSALS else WARNING
+    return level, "refused {what} ({count} so far): {detail}" if event.get("count") else "refused {what}: {detail}"
+
+
+def _phase_started(event: Event) -> Line:
+    if event.get("phase") == "wait":
+        return INFO, "waits until another federation's training on this device is done"
+    return DEBUG, "{at}: {phase} begins" + (" ({client})" if event.get("client") else "")
+
+
+def _artifact_stored(event: Event) -> Line:
+    what = "aggregate" if event.get("what") == "aggregate" else "spec"
+    return INFO if what == "aggregate" else DEBUG, f"{{at}}: {what} received ({{bytes!b}} in {{seconds:.1f}} s)"
+
+
+def _certificate_renewed(event: Event) -> Line:
+    who = "of {client}" if event.get("client") else "of this device"
+    return INFO, f"the certificate {who} is renewed, until {{until!t}}"
+
+
+def _cohort(event: Event) -> Line | None:
+    if event.get("others") != "different":
+        return None
+    advice = "private networks start apart and merge badly; compare `fedcg cohort status` on all devices"
+    return WARNING, f"other devices have another cohort secret: {advice}"
+
+
+def _trainer_died(event: Event) -> Line:
+    cause = "{reason}" if event.get("reason") else "code -9 is mostly a lack of memory"
+    return WARNING, f"the training process ended with code {{exit_code}} ({cause}); it is started again"
+
+
+def _attempt_opened(event: Event) -> Line:
+    return INFO, f"{{at}} opened ({len(event.get('participants') or ())} devices invited)"
+
+
+def _artifact_store(event: Event) -> Line:
+    if event.get("reachable"):
+        return INFO, "the store of artifacts answers again"
+    return WARNING, "{reason}; rounds wait until it answers"
+
+
+def _distilling(event: Event) -> Line:
+    return INFO, f"{{at}}: {len(event.get('clients') or ())} updates are merged"
+
+
+def _carrier(event: Event) -> Line:
+    return (INFO, "HTTPS carrier, {way}: works") if event.get("works") else (WARNING, "HTTPS carrier, {way}: {detail}")
+
+
+_LINES: dict[str, Line | Callable[[Event], Line | None]] = {
+    # of both sides
+    "link": _link,
+    "accepted": _accepted,
+    "declined": _declined,
+    "finished": _finished,
+    "refused": _refused,
+    "phase_started": _phase_started,
+    "certificate_renewed": _certificate_renewed,
+    # of the agent and its training process
+    "agent_started": (INFO, "agent of {device} started, federation {federation}"),
+    "agent_stopped": (INFO, "agent stopped"),
+    "agent_error": (ERROR, "{detail}"),
+    "link_problem": (WARNING, "{detail}"),
+    "welcomed": (INFO, "joined: the coordinator answered"),
+    "coordinator_key": (INFO, "the coordinator's message key was replaced, now number {serial}"),
+    "cohort": _cohort,
+    "offer": (DEBUG, "{at} is open"),
+    "invited": (INFO, "{at}: invited"),
+    "artifact_stored": _artifact_stored,
+    "trainer_started": (DEBUG, "the training process is started ({pid})"),
+    "trainer_died": _trainer_died,
+    "gpu_failed": (ERROR, "{at}: the GPU failed, and the training process starts again: {detail}"),
+    "images_skipped": (WARNING, "{count} images can't be read and are left out; `fedcg doctor` names them"),
+    "committed": _committed,
+    "round_failed": (DEBUG, "{at} can't be trained ({reason}): {detail}"),
+    "sending": (INFO, "{at}: the update is being sent ({bytes!b})"),
+    "receipt": _receipt,
+    "exported": (INFO, "{at}: model exported"),
+    "export_failed": (WARNING, "the model of {at} is not exported: {detail}"),
+    "finalised": (DEBUG, "personal model chosen: {candidate}"),
+    "finalise_failed": (ERROR, "the personal model can't be chosen or exported: {detail}"),
+    "renewal_failed": (WARNING, "the certificate is not renewed: {detail}"),
+    "carrier": _carrier,
+    # of the coordinator
+    "started": (INFO, "the coordinator runs (epoch {epoch})"),
+    "stopped": (INFO, "the coordinator stopped"),
+    "resumed": (DEBUG, "goes on: {phase}, round {round}"),
+    "steered": (INFO, "{status}: {reason}"),
+    "federation_created": (INFO, "created"),
+    "device_disabled": (INFO, "{client} is not invited until it is enabled: {reason}"),
+    "device_enabled": (INFO, "{client} is invited again"),
+    "artifact_store": _artifact_store,
+    "policy_changed": (INFO, "the policy was changed"),
+    "online": (INFO, "{client} joined"),
+    "offline": (WARNING, "{client} is offline: {reason}"),
+    "device_enrolled": (INFO, "{client} is enrolled"),
+    "device_revoked": (INFO, "{client} is revoked: {reason}"),
+    "departed": (INFO, "{client} is no member any more"),
+    "left": (INFO, "{client} has left"),
+    "enrolment_refused": (WARNING, "an enrolment from {address} is refused: {reason}"),
+    "renewal_refused": (WARNING, "a renewal from {address} is refused: {reason}"),
+    "attempt_opened": _attempt_opened,
+    "attempt_resumed": (INFO, "{at} goes on after a restart"),
+    "attempt_failed": (WARNING, "{at} failed: {reason}"),
+    "deadline_moved": (WARNING, "{at} goes on: {reason}"),
+    "paused": (ERROR, "paused: {reason}"),
+    "update_stored": (INFO, "{at}: the update of {client} is accepted ({size!b} in {seconds:.1f} s)"),
+    "update_refused": _update_refused,
+    "update_rejected": (ERROR, "{at}: the update of {client} can't be merged: {reason}"),
+    "left_out": (ERROR, "{client} is left out of the next rounds: {reason}"),
+    "let_in": (INFO, "{client} is invited again"),
+    "weight_capped": (WARNING, "{at}: {client} reports {reported} examples and counts for {given}"),
+    "update_clipped": (WARNING, "{at}: the {part} of {client} is too far from the base and scaled to {kept!p}"),
+    "update_odd": (WARNING, "{at}: the update of {client} is unlike the others ({action}): {reason}"),
+    "late_merged": (INFO, "{at}: a late update of {client} is merged too"),
+    "merge_eased": (WARNING, "{at}: the merge goes on with less memory: {reason}"),
+    "distilling": _distilling,
+    "aggregate_stored": (INFO, "{at}: aggregate stored ({size!b})"),
+    "worker_ready": (DEBUG, "the aggregation worker is ready ({pid}, {device})"),
+    "worker_died": (WARNING, "the aggregation worker ({pid}) ended and is started again. {reason}"),
+    "teacher_done": (DEBUG, "{at}: teacher pass of {client} done"),
+    "cohort_differs": (WARNING, "{client}: its cohort secret is not that of {unlike}: private networks start apart"),
+    "silenced": (WARNING, "{client} is silenced for {seconds:.0f} s: {reason}"),
+    "silence_ended": (INFO, "{client} may send again"),
+    "key_rotated": (INFO, "messages are signed with key number {serial}"),
+}

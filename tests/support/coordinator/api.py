@@ -1,0 +1,79 @@
+"""A coordinator's HTTP interface over a loopback socket, without a broker, and requests to it as a person or program makes them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from coordinator.http.app import create_app
+from coordinator.members.api_tokens import ApiTokens, Role
+from coordinator.paths import Home
+from coordinator.rounds.records import FederationRecord
+from coordinator.service.coordinator import Coordinator
+from coordinator.service.service_context import ServiceContext
+from coordinator.storage.store import Store
+from fedcg.event_log import EventLog
+from fedcg.listening import Caps, Connections, Listener, http_config
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from tests.support.waiting import wait_until
+
+
+class Api:
+    """A running interface over the directory of a coordinator; with `coordinator`, over one that runs federations."""
+
+    def __init__(self, home: Home, store: Store, url: str, application: FastAPI) -> None:
+        self.home, self.store, self.url, self.application = home, store, url, application
+        self.tokens = ApiTokens(store.api)
+
+    def as_(self, role: Role | None, **headers: str) -> httpx.Client:
+        """A client with a token of this role, or without one."""
+        own = {} if role is None else {"Authorization": f"Bearer {self.tokens.create(role.value, role).text}"}
+        return httpx.Client(base_url=self.url, headers={**own, **headers}, timeout=60)
+
+
+@contextmanager
+def running_api(home: Home, coordinator: Coordinator | None = None, **settings: Any) -> Iterator[Api]:
+    """Serve the interface of a directory whose federations need no broker: none is started unless `coordinator` runs some."""
+
+    def no_context(record: FederationRecord) -> ServiceContext:
+        raise AssertionError(f"{record.id} was not to be started")
+
+    store = Store(home.database) if coordinator is None else coordinator.store
+    made = coordinator or _Still(
+        store, ArtifactStore(home.artifacts), EventLog(home.events_file, time.time), no_context
+    )
+
+    @asynccontextmanager
+    async def nothing(_: Coordinator) -> Any:
+        yield
+
+    def ended(code: int) -> None:
+        raise AssertionError(f"the interface asked to end with {code}")
+
+    application: FastAPI = create_app(home, made, ended, exit_when_finished=False, beside=nothing, **settings)
+    listener = Listener("api", "127.0.0.1", 0, Connections(Caps(64, 64)))
+    server = uvicorn.Server(http_config(application, listener, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started, "the interface listens")
+        yield Api(home, store, f"http://127.0.0.1:{listener.getsockname()[1]}", application)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        if coordinator is None:
+            store.close()
+
+
+class _Still(Coordinator):
+    """Runs no service, whatever is changed."""
+
+    def follow(self, federation: str, *, resume: bool = False) -> None:
+        """Do nothing."""

@@ -1,0 +1,120 @@
+"""A coordinator in this process: over running services, or with several federations of one database."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+from coordinator.operations.steering import Steering
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.service.coordinator import Coordinator, _Running
+from coordinator.service.service import Service
+from coordinator.service.service_context import ServiceContext
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.messages.messages import COORDINATOR, CoordinatorStatus
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from fedcg.wire.transport.transport import Delivery
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.toy_artifacts import aggregate_bytes
+from tests.support.coordinator.world import World
+
+
+def hosting(service: Service, artifacts: ArtifactStore) -> Coordinator:
+    """A coordinator whose one service runs already."""
+
+    def no_context(record: FederationRecord) -> ServiceContext:
+        raise AssertionError(f"{record.id} was not to be started")
+
+    made = Coordinator(service.store, artifacts, service.events, no_context)
+    federation = service.store.federations()[0].id
+    made._running[federation] = _Running(service, ThreadPoolExecutor(1), Future())
+    return made
+
+
+class _Follower(FakeDevice):
+    """A device that opens a new session when a coordinator of a higher epoch comes, as a real one does."""
+
+    epoch = 0
+
+    def _take(self, delivery: Delivery) -> None:
+        super()._take(delivery)
+        status = self.received[-1] if self.received else None
+        if isinstance(status, CoordinatorStatus) and status.online and status.epoch > self.epoch:
+            if self.epoch:
+                self.hello()
+            self.epoch = status.epoch
+
+
+class Federations:
+    """Federations in the database of a world, each with a broker and devices of its own; `names` are added to the world's one."""
+
+    def __init__(self, world: World, *names: str) -> None:
+        self.world = world
+        self.failures: list[BaseException] = []
+        self._brokers = {world.spec.federation: world.broker}
+        self._specs = {world.spec.federation: world.spec}
+        self.devices: dict[str, list[FakeDevice]] = {
+            world.spec.federation: [
+                _Follower(device.name, world.broker, world.spec, world.key, key=device.key)
+                for device in world.devices.values()
+            ]
+        }
+        for name in names:
+            self._add(name)
+        events = world.service_context().events
+        self.coordinator = Coordinator(world.store, world.artifacts, events, self._context)
+        self.steering = Steering(world.store, events, self.coordinator.follow)
+
+    def _add(self, name: str) -> None:
+        world = self.world
+        spec = world.spec.model_copy(update={"federation": name})
+        topics, broker = (
+            Topics(name),
+            MemoryBroker(
+                lambda identity, action, topic: (
+                    topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
+                )
+            ),
+        )
+        base = aggregate_bytes(spec, 0, 0, seed=1)
+        first = world.store.federation(world.spec.federation)
+        record = replace(
+            first,
+            id=name,
+            spec=world.artifacts.put(spec.canonical()),
+            created_at=2.0,
+            policy=json.dumps({"min_clients": world.min_clients, "min_cohort": 1}),
+        )
+        initial = AggregateRecord(name, 0, 0, world.artifacts.put(base), len(base), world.artifacts.put(b"state"), 2.0)
+        world.store.add_federation(record, initial)
+        self._brokers[name], self._specs[name] = broker, spec
+        self.devices[name] = [
+            _Follower(device.name, broker, spec, world.key, key=device.key) for device in world.devices.values()
+        ]
+
+    def _context(self, record: FederationRecord) -> ServiceContext:
+        context = self.world.service_context()
+        return replace(
+            context,
+            federation=record,
+            spec=self._specs[record.id],
+            connect=lambda will: MemoryTransport(self._brokers[record.id], COORDINATOR, will),
+            events=context.events.about(federation=record.id),
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the coordinator; its devices are started by the test."""
+        self.coordinator.start(self.failures.append)
+        try:
+            yield
+        finally:
+            self.coordinator.close()
+            for device in (device for devices in self.devices.values() for device in devices):
+                if hasattr(device, "transport"):
+                    device.stop()
+            assert not self.failures

@@ -1,0 +1,104 @@
+"""A PostgreSQL of one's own: a throw-away cluster on loopback, and a database in it for each test."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import URL, create_engine
+
+from tests.support.waiting import free_port
+
+PASSWORD = "s3cret-of-the-test-database"
+WHY_MISSING = "needs PostgreSQL's initdb and pg_ctl: apt-get install postgresql"
+
+
+def programs() -> Path | None:
+    """The folder of PostgreSQL's programs; Debian keeps them off PATH."""
+    found = shutil.which("pg_ctl")
+    if found is not None:
+        return Path(found).resolve().parent
+    return max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A server with the role `postgres`, whose password is `PASSWORD`."""
+
+    folder: Path
+    bin: Path
+    port: int
+
+    def url(self, database: str) -> URL:
+        return URL.create("postgresql+psycopg", "postgres", PASSWORD, "127.0.0.1", self.port, database)
+
+    def execute(self, statement: str) -> None:
+        engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.exec_driver_sql(statement)
+        engine.dispose()
+
+    def make_database(self) -> URL:
+        """A new, empty database."""
+        name = f"test_{secrets.token_hex(6)}"
+        self.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
+
+    def end_sessions(self, database: URL) -> None:
+        """Break every connection to a database, as a restart of the server does."""
+        self.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{database.database}'")  # noqa: S608
+
+    def start(self) -> None:
+        options = f"-c listen_addresses=127.0.0.1 -p {self.port} -c unix_socket_directories={self.folder} -c fsync=off"
+        self._run(
+            "pg_ctl", "-D", str(self.folder / "data"), "-l", str(self.folder / "log"), "-w", "-o", options, "start"
+        )
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "-D", str(self.folder / "data"), "-m", "immediate", "-w", "stop")
+
+    def initialise(self) -> None:
+        password = self.folder / "password"
+        password.write_text(PASSWORD)
+        if os.geteuid() == 0:
+            for path in (self.folder, password):
+                shutil.chown(path, "postgres")
+        self._run(
+            *("initdb", "-D", str(self.folder / "data"), "-U", "postgres", "-A", "scram-sha-256", "--no-sync"),
+            *("--pwfile", str(password), "-E", "UTF8", "--locale=C.UTF-8"),
+        )
+
+    def _run(self, program: str, *words: str) -> None:
+        as_user = ("runuser", "-u", "postgres", "--") if os.geteuid() == 0 else ()  # initdb and pg_ctl refuse root
+        done = subprocess.run(
+            [*as_user, str(self.bin / program), *words],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, f"{program}: {done.stderr}{done.stdout}"
+
+
+@contextmanager
+def running_cluster() -> Iterator[Cluster]:
+    """A cluster for as long as the block runs; `programs` must have found some."""
+    found = programs()
+    assert found is not None, WHY_MISSING
+    folder = Path(tempfile.mkdtemp(prefix="fedcg-postgres-"))
+    cluster = Cluster(folder, found, free_port())
+    try:
+        cluster.initialise()
+        cluster.start()
+        yield cluster
+        cluster.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

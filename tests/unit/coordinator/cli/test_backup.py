@@ -1,0 +1,225 @@
+"""`fedcg coordinator backup` and `restore`: everything comes back, elsewhere too, and a file that is not whole or not ours writes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from coordinator.broker.access_lists import refresh_access
+from coordinator.cli.opening import create_home
+from coordinator.config import CoordinatorConfig
+from coordinator.paths import Home
+from coordinator.rounds.records import UpdateRecord
+from coordinator.storage import backup, schema, sealed_file
+from coordinator.storage.database import PASSWORD_VARIABLE
+from coordinator.storage.store import Store
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.messages.messages import Outcome
+from tests.support.commands import data_of
+from tests.support.coordinator.homes import add_federation, call
+from tests.support.object_store import running_moto
+from tests.support.postgres import PASSWORD, Cluster
+
+PASSPHRASE = "correct horse battery"
+UPDATE = b"an update" * 300_000  # several frames
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_scrypt() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sealed_file, "SCRYPT_N", 1 << 10)
+        yield
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> tuple[object, ...]:
+    path = tmp_path / "passphrase"
+    path.write_text(f"{PASSPHRASE}\n")
+    return ("--passphrase-file", path)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """A coordinator with two devices, in the middle of round 1: one update is stored."""
+    made = create_home(tmp_path / "home", CoordinatorConfig())
+    add_federation(made, "f", ("a", "b"))
+    update = ArtifactStore(made.artifacts).put(UPDATE)
+    with closing(Store.of(made)) as store:
+        store.next_epoch()
+        base = store.aggregates("f")[0].artifact
+        store.open_attempt(("f", 1, 1), base, frozenset("ab"), 10.0, 110.0)
+        store.end_update(UpdateRecord("f", 1, 1, "a", update, len(UPDATE), Outcome.ACCEPTED, "", "{}", 11.0, 12.0))
+    refresh_access(made)
+    return made
+
+
+def content(home: Home) -> dict[str, object]:
+    """Everything that a restored coordinator needs, but the epoch."""
+    with closing(Store.of(home)) as store, store._engine.connect() as connection:
+        tables = {
+            source.name: sorted(map(repr, connection.execute(select(source)).all()))
+            for source in schema.metadata.sorted_tables
+            if source.name != "leases"
+        }
+    keys = {
+        str(path.relative_to(home.root)): (path.read_bytes(), path.stat().st_mode & 0o777)
+        for path in (*home.root.glob("*.key"), home.secret_file, *home.pki.iterdir())
+        if path != home.revocations
+    }
+    return {**tables, **keys}
+
+
+def epoch(home: Home) -> int:
+    with closing(Store.of(home)) as store:
+        return store.epoch()
+
+
+def backed_up(home: Home, words: tuple[object, ...]) -> Path:
+    file = home.root.parent / "backup"
+    code, output = call("coordinator", "backup", "--dir", home.root, file, *words, "--json")
+    assert code == 0, output
+    assert data_of(output)["bytes"] == file.stat().st_size
+    assert file.stat().st_mode & 0o777 == 0o600
+    return file
+
+
+def test_a_restored_coordinator_has_everything_and_a_higher_epoch(
+    home: Home, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    file = backed_up(home, words)
+    assert home.secret() not in file.read_bytes()
+    new = Home(tmp_path / "new")
+    code, output = call("coordinator", "restore", file, "--dir", new.root, *words)
+    assert code == 0, output
+    assert content(new) == content(home)
+    assert epoch(new) > epoch(home) + 1000
+    assert set(ArtifactStore(new.artifacts).ids()) == set(ArtifactStore(home.artifacts).ids())
+    assert ArtifactStore(new.artifacts).get(hashlib.sha256(UPDATE).hexdigest()) == UPDATE
+    assert new.revocations.exists()
+    assert new.config() == home.config()
+
+
+def test_a_backup_of_sqlite_and_a_directory_is_restored_to_postgresql_and_s3_and_back(
+    home: Home, tmp_path: Path, words: tuple[object, ...], postgres: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+    file = backed_up(home, words)
+    database = postgres.make_database().set(password=None).render_as_string()
+    elsewhere, back = Home(tmp_path / "elsewhere"), Home(tmp_path / "back")
+    with running_moto(monkeypatch) as moto:
+        places = ("--database", database, "--artifacts", moto.url)
+        code, output = call("coordinator", "restore", file, "--dir", elsewhere.root, *places, *words)
+        assert code == 0, output
+        assert content(elsewhere) == content(home)
+        assert moto.objects() == set(ArtifactStore(home.artifacts).ids())
+        code, output = call("coordinator", "restore", file, "--dir", tmp_path / "x", *places, *words)
+        assert (code, "is not empty" in output, list((tmp_path / "x").iterdir())) == (1, True, [])
+        second = tmp_path / "second"
+        assert call("coordinator", "backup", "--dir", elsewhere.root, second, *words)[0] == 0
+        places = ("--database", "sqlite", "--artifacts", "directory")
+        assert call("coordinator", "restore", second, "--dir", back.root, *places, *words)[0] == 0
+    assert content(back) == content(home)
+    assert set(ArtifactStore(back.artifacts).ids()) == set(ArtifactStore(home.artifacts).ids())
+    assert epoch(back) > epoch(elsewhere)
+
+
+def test_a_wrong_passphrase_and_a_file_that_is_not_whole_write_nothing(
+    home: Home, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    file = backed_up(home, words)
+    whole = file.read_bytes()
+    frame = sealed_file.FRAME_BYTES + sealed_file.TAG_BYTES
+    head = len(sealed_file.MAGIC) + sealed_file.SALT_BYTES
+    middle = head + frame + 100
+    damaged = {
+        "truncated in a frame": whole[:-1],
+        "truncated between frames": whole[: head + frame],
+        "a changed byte": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "frames in another order": whole[:head]
+        + whole[head + frame : head + 2 * frame]
+        + whole[head : head + frame]
+        + whole[head + 2 * frame :],
+        "something behind it": whole + b"\0",
+        "no backup": b"something else",
+        "empty": b"",
+    }
+    new = tmp_path / "new"
+    for why, data in damaged.items():
+        file.write_bytes(data)
+        code, output = call("coordinator", "restore", file, "--dir", new, *words)
+        assert (code, new.exists()) == (1, False), (why, output)
+        assert str(file) in output, why
+    file.write_bytes(whole)
+    (tmp_path / "wrong").write_text("another passphrase")
+    code, output = call("coordinator", "restore", file, "--dir", new, "--passphrase-file", tmp_path / "wrong")
+    assert (code, new.exists()) == (1, False)
+    assert "another passphrase was used for it" in output
+
+
+def test_what_is_there_already_is_not_overwritten(home: Home, words: tuple[object, ...]) -> None:
+    file = backed_up(home, words)
+    assert "exists already" in call("coordinator", "backup", "--dir", home.root, file, *words)[1]
+    before = content(home)
+    assert "is not an empty directory" in call("coordinator", "restore", file, "--dir", home.root, *words)[1]
+    assert content(home) == before
+
+
+def test_a_short_passphrase_and_a_missing_file_are_bad_input(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("1234567")
+    code, output = call(
+        "coordinator", "backup", "--dir", home.root, tmp_path / "b", "--passphrase-file", tmp_path / "short"
+    )
+    assert (code, "at least 8" in output) == (2, True)
+    code, output = call(
+        "coordinator", "backup", "--dir", home.root, tmp_path / "b", "--passphrase-file", tmp_path / "none"
+    )
+    assert (code, "can't be read" in output) == (2, True)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("place", ["sqlite", "postgresql"])
+def test_a_backup_is_a_snapshot_while_the_coordinator_writes(
+    place: str,
+    home: Home,
+    tmp_path: Path,
+    words: tuple[object, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Between two tables a round moves on; the backup holds the state before, in all tables."""
+    if place == "postgresql":
+        cluster: Cluster = request.getfixturevalue("postgres")
+        monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+        database = cluster.make_database().set(password=None).render_as_string()
+        file, home = backed_up(home, words), Home(tmp_path / "shared" / "home")
+        assert call("coordinator", "restore", file, "--dir", home.root, "--database", database, *words)[0] == 0
+    before = content(home)
+    added = backup._add
+
+    def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+        added(archive, name, data)
+        if "-attempts-" in name:
+            with closing(Store.of(home)) as store:
+                store.start_distilling(("f", 1, 1), 20.0)
+                store.weigh(("f", 1, 1), {"a": 5})
+
+    monkeypatch.setattr(backup, "_add", add)
+    file = backed_up(home, words)
+    assert content(home) != before
+    new = Home(tmp_path / "new")
+    code, output = call("coordinator", "restore", file, "--dir", new.root, "--database", "sqlite", *words)
+    assert code == 0, output
+    assert content(new) == before
+
+
+def test_a_backup_into_a_folder_that_is_not_there_ends_with_a_sentence(home: Home, words: tuple[object, ...]) -> None:
+    code, output = call("coordinator", "backup", "--dir", home.root, home.root.parent / "none" / "backup", *words)
+    assert code != 0
+    assert "none" in output
+    assert "Traceback" not in output

@@ -1,0 +1,190 @@
+"""The commands that steer: through the API of a running coordinator, over the network with a token, and without a coordinator."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cli.opening import create_home
+from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, EnrolmentSettings
+from coordinator.paths import Home
+from tests.support.broker.broker_plant import Plant
+from tests.support.commands import data_of, run_fedcg
+from tests.support.coordinator.homes import add_federation
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.waiting import free_port, wait_until
+
+SECOND = """
+federation = "second"
+classes = ["x", "y"]
+method = "fedavg"
+rounds = 1
+[image]
+mode = "L"
+height = 28
+width = 28
+mean = [0.5]
+std = [0.5]
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    config = CoordinatorConfig(
+        broker=BrokerSettings(port=free_port()),
+        api=ApiSettings(port=free_port()),
+        enrolment=EnrolmentSettings(port=free_port()),
+    )
+    made = create_home(tmp_path / "home", config)
+    add_federation(made, FEDERATION, ["a", "b"])
+    return made
+
+
+@pytest.fixture
+def coordinator(home: Home, processes: Plant) -> Iterator[Home]:
+    """Its home, while it runs in a process of its own."""
+    process = processes.fedcg("coordinator", "coordinator", "run")
+    wait_until(lambda: "http://" in processes.log("coordinator") or process.poll() is not None, "it listens")
+    assert process.poll() is None, processes.log("coordinator")
+    yield home
+    assert process.poll() is None, processes.log("coordinator")
+
+
+def ask(home: Home, *words: object) -> Any:
+    """The data of a command on the coordinator's machine."""
+    done = run_fedcg(*words, "--dir", home.root, "--json")
+    assert done.exit_code == 0, done.output
+    return data_of(done.stdout)
+
+
+def failure(*words: object, environment: dict[str, str] | None = None) -> tuple[int, dict[str, str]]:
+    """The exit code and the error of a command that fails."""
+    done = run_fedcg(*words, "--json", environment=environment)
+    envelope = json.loads(done.stdout.splitlines()[-1])
+    assert envelope["ok"] is False, done.output
+    assert set(envelope["error"]) == {"type", "message", "next"}
+    assert envelope["error"]["next"]
+    return done.exit_code, envelope["error"]
+
+
+def steered(home: Home) -> list[Any]:
+    """One of each change, and what it answers."""
+    return [
+        ask(home, "federation", "pause", "--reason", "the line is rebuilt")["status"],
+        ask(home, "federation", "show")["reason"],
+        ask(home, "federation", "resume")["status"],
+        ask(home, "federation", "set", FEDERATION, "rounds=40", "max_clients=2", "deadline_s=90.5")["policy"]["rounds"],
+        ask(home, "federation", "set", FEDERATION, "max_clients=none")["policy"]["max_clients"],
+        ask(home, "federation", "extend", "--rounds", "2")["rounds"],
+        ask(home, "device", "disable", "a", "--reason", "maintenance")["disabled_because"],
+        ask(home, "device", "enable", "a")["disabled_at"],
+        [device["id"] for device in ask(home, "device", "list", "--search", "b")],
+        ask(home, "device", "revoke", "b")["was_member"],
+        ask(home, "token", "revoke", ask(home, "token", "create", "--device", "c")["id"])["state"],
+        ask(home, "federation", "stop", "--reason", "enough")["reason"],
+        [one["status"] for one in ask(home, "federation", "list")],
+    ]
+
+
+OUTCOME = [
+    "held",
+    "the line is rebuilt",
+    "running",
+    40,
+    None,
+    42,
+    "maintenance",
+    None,
+    ["b"],
+    True,
+    "revoked",
+    "enough",
+    ["stopped"],
+]
+
+
+def test_commands_steer_a_running_coordinator_which_audits_them(coordinator: Home) -> None:
+    assert steered(coordinator) == OUTCOME
+    lines = [json.loads(line) for line in coordinator.audit_file.read_text().splitlines()]
+    assert {line["identity"] for line in lines} == {"local"}
+    assert "POST /api/v1/federations/tiny/pause" in {line["route"] for line in lines}
+    events = [json.loads(line) for line in coordinator.events_file.read_text().splitlines()]
+    assert "held" in {event.get("status") for event in events if event["event"] == "steered"}
+
+
+def test_the_same_commands_do_the_same_where_no_coordinator_runs(home: Home) -> None:
+    assert steered(home) == OUTCOME
+
+
+@pytest.mark.slow
+def test_a_federation_that_is_created_while_a_coordinator_runs_is_at_work_without_a_restart(
+    coordinator: Home, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(SECOND)
+    assert ask(coordinator, "federation", "create", plan, "--held")["epoch"] is None
+    assert ask(coordinator, "federation", "start", "second")["status"] == "running"
+    wait_until(lambda: ask(coordinator, "federation", "show", "second")["epoch"] is not None, "its service runs")
+    plan.write_text(SECOND.replace("second", "third"))
+    assert ask(coordinator, "federation", "continue", "second", plan)["continued_from"] == "second"
+    code, error = failure("federation", "create", plan, "--dir", coordinator.root)
+    assert (code, "already" in error["message"]) == (2, True)
+
+
+def test_over_the_network_a_token_allows_what_its_role_allows(coordinator: Home) -> None:
+    made = ask(coordinator, "coordinator", "token", "create", "--name", "ann", "--role", "viewer", "--days", "30")
+    assert made["token"] not in coordinator.database.read_bytes().decode("latin-1")
+    url, own = coordinator.config().api.url, {"FEDCG_API_TOKEN": made["token"]}
+    shown = run_fedcg("federation", "show", "--url", url, "--json", environment=own)
+    assert data_of(shown.stdout)["federation"] == FEDERATION
+    code, error = failure("federation", "stop", "--url", url, environment=own)
+    assert (code, "operator" in error["message"]) == (4, True)
+    ask(coordinator, "coordinator", "token", "revoke", made["id"])
+    code, error = failure("federation", "show", "--url", url, environment=own)
+    assert (code, error["type"]) == (4, "Access")
+    listed = run_fedcg("coordinator", "token", "list", "--dir", coordinator.root)
+    assert "ann\tviewer\trevoked" in listed.output
+    assert made["token"] not in listed.output
+
+
+def test_status_names_open_problems_and_check_makes_them_an_exit_code(coordinator: Home) -> None:
+    shown = run_fedcg("coordinator", "status", "--dir", coordinator.root, "--check", "--json")
+    status = data_of(shown.stdout)
+    assert (shown.exit_code, status["runs"]) == (1, True)
+    assert "link lost" in {problem["kind"] for problem in status["problems"]}  # no broker runs
+    assert all(problem["remedy"] for problem in status["problems"])
+    assert run_fedcg("coordinator", "status", "--dir", coordinator.root).exit_code == 0
+
+
+def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = {"FEDCG_API_TOKEN": f"fcga_{'0' * 16}_{'0' * 64}"}
+    assert failure("federation", "set", FEDERATION, "rounds", "--dir", home.root)[0] == 2
+    assert failure("federation", "set", FEDERATION, "rounds=0", "--dir", home.root)[0] == 2
+    assert failure("federation", "show", "nobody", "--dir", home.root)[0] == 2
+    assert failure("federation", "show", "--dir", home.root / "nowhere")[0] == 2
+    assert failure("federation", "shwo")[0] == 2
+    assert failure("federation", "show", "--url", "http://127.0.0.1:1")[0] == 4
+    assert failure("federation", "show", "--url", f"http://127.0.0.1:{free_port()}", environment=token)[0] == 4
+    monkeypatch.setattr("coordinator.cli.client.TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert failure("federation", "show", "--url", url, environment=token)[0] == 3
+    home.database.write_bytes(b"not a database" * 1000)
+    assert failure("federation", "show", "--dir", home.root)[0] == 1
+
+
+def test_a_command_without_a_coordinator_keeps_one_from_starting_only_while_it_steers(home: Home) -> None:
+    seen = []
+    with home.locked():
+        seen.append(home.is_held)
+    seen.append(home.is_held)
+    assert seen == [True, False]
+    ask(home, "federation", "pause")
+    with home.locked():  # a coordinator can start again
+        seen.append(home.is_held)
+    assert seen[-1]

@@ -1,0 +1,98 @@
+"""Who may use the HTTP interface: tokens, roles, sessions of the page, and limits; over real connections."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+
+import pytest
+
+from coordinator.http.access import ACTION_HEADER, COOKIE, FORM_FIELD, Access, Role
+from coordinator.http.refusals import PER_ADDRESS
+from coordinator.members.api_tokens import ApiTokens, local_token
+from coordinator.paths import Home
+from coordinator.storage.api_store import USED_EVERY_S
+from tests.support.coordinator.api import Api, running_api
+
+FEDERATIONS = "/api/v1/federations"
+
+
+@pytest.fixture
+def api(home: Home) -> Iterator[Api]:
+    with running_api(home) as running:
+        yield running
+
+
+def test_health_needs_no_token_and_everything_else_a_valid_one(api: Api) -> None:
+    with api.as_(None) as nobody, api.as_(Role.VIEWER) as viewer:
+        assert nobody.get("/healthz").status_code == 200
+        refused = nobody.get(FEDERATIONS)
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert refused.headers["content-type"] == "application/problem+json"
+        assert refused.json()["instance"] == FEDERATIONS
+        assert viewer.get(FEDERATIONS).status_code == 200
+        wrong = viewer.headers["authorization"][:-1] + "x"
+        assert viewer.get(FEDERATIONS, headers={"Authorization": wrong}).status_code == 401
+
+
+def test_a_token_is_kept_as_a_salted_hash_and_ends_with_its_days_or_when_it_is_revoked(api: Api) -> None:
+    now = 1000.0
+    tokens = ApiTokens(api.store.api, lambda: now)
+    made, other = tokens.create("ann", Role.OPERATOR, days=1), tokens.create("ann", Role.OPERATOR)
+    secret = made.text.rpartition("_")[2]
+    assert secret not in api.home.database.read_bytes().decode("latin-1")
+    assert made.record.secret_hash.partition("$")[0] != other.record.secret_hash.partition("$")[0]
+    assert tokens.check(made.text) is not None
+    now += 86_401
+    assert tokens.check(made.text) is None
+    assert tokens.check(other.text) is not None
+    tokens.revoke(other.record.id)
+    assert tokens.check(other.text) is None
+
+
+def test_the_last_use_of_a_token_is_stored_at_most_once_a_minute(api: Api) -> None:
+    now = 1000.0
+    tokens = ApiTokens(api.store.api, lambda: now)
+    made = tokens.create("ann", Role.VIEWER)
+    seen = []
+    for now in (1000.0, 1000.0 + USED_EVERY_S - 1, 1000.0 + USED_EVERY_S + 1):  # noqa: B007 - the clock reads it
+        tokens.check(made.text)
+        seen.append(next(token.last_used_at for token in tokens.list() if token.id == made.record.id))
+    assert seen == [1000.0, 1000.0, 1000.0 + USED_EVERY_S + 1]
+
+
+def test_the_local_token_is_private_stays_and_is_replaced_when_it_is_no_longer_valid(home: Home, api: Api) -> None:
+    first = local_token(home, api.tokens)
+    assert stat.S_IMODE(home.api_token.stat().st_mode) == 0o600
+    assert local_token(home, api.tokens) == first
+    home.api_token.unlink()
+    second = local_token(home, api.tokens)
+    assert api.tokens.check(first) is None
+    identity = api.tokens.check(second)
+    assert identity is not None
+    assert identity.role is Role.ADMIN
+
+
+def test_refused_tokens_of_an_address_are_limited_and_a_valid_one_still_works(api: Api) -> None:
+    with api.as_(None, Authorization="Bearer fcga_wrong") as stranger, api.as_(Role.VIEWER) as viewer:
+        codes = [stranger.get(FEDERATIONS).status_code for _ in range(PER_ADDRESS.burst + 3)]
+        assert codes[: PER_ADDRESS.burst] == [401] * PER_ADDRESS.burst
+        assert codes[-1] == 429
+        assert viewer.get(FEDERATIONS).status_code == 200
+
+
+@pytest.mark.parametrize("change", ["", "x", ".x.y"])
+def test_a_session_is_refused_when_a_byte_of_it_was_changed(home: Home, api: Api, change: str) -> None:
+    access = Access(api.tokens, home.secret())
+    made = api.tokens.create("ann", Role.VIEWER)
+    statement = f"{made.record.id}.99999999999.aa"
+    value = f"{statement}.{access._signature('session', statement)}"
+    with api.as_(None) as browser:
+        browser.cookies.set(COOKIE, f"{value}{change}")
+        assert browser.get(FEDERATIONS).status_code == (401 if change else 200)
+        api.tokens.revoke(made.record.id)
+        assert browser.get(FEDERATIONS).status_code == 401
+
+
+def test_names_of_the_cookie_protocol_stay_as_the_page_and_the_documentation_have_them() -> None:
+    assert (COOKIE, ACTION_HEADER, FORM_FIELD) == ("fedcg_session", "X-FedCG", "form_token")

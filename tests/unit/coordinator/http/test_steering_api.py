@@ -1,0 +1,302 @@
+"""Changes over HTTP: federations, devices and tokens, once per key, with an audit line; and the pages that are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from coordinator.http.access import COOKIE, FORM_FIELD, Access, Role
+from coordinator.http.guard import MAX_BODY_BYTES
+from coordinator.http.refusals import Rate
+from coordinator.operations.log_pages import read_page
+from coordinator.paths import Home
+from fedcg.event_log import EventLog
+from tests.support.coordinator.api import Api, running_api
+
+CASTING = "/api/v1/federations/casting"
+PLAN = {
+    "federation": "second",
+    "classes": ["x", "y"],
+    "method": "fedavg",
+    "rounds": 1,
+    "image": {"mode": "L", "height": 28, "width": 28, "mean": [0.5], "std": [0.5]},
+}
+
+
+@pytest.fixture
+def api(home: Home) -> Iterator[Api]:
+    with running_api(home) as running:
+        for number, name in enumerate(("a", "b", "c", "d", "e")):
+            running.store.add_device(name, f"{number:02x}" * 32, float(number))
+        yield running
+
+
+@pytest.fixture
+def operator(api: Api) -> Iterator[httpx.Client]:
+    with api.as_(Role.OPERATOR) as client:
+        yield client
+
+
+@pytest.fixture
+def admin(api: Api) -> Iterator[httpx.Client]:
+    with api.as_(Role.ADMIN) as client:
+        yield client
+
+
+def audited(home: Home) -> list[dict[str, object]]:
+    return [json.loads(line) for line in home.audit_file.read_text().splitlines()]
+
+
+def test_a_federation_is_created_held_started_paused_resumed_extended_and_stopped(
+    api: Api, operator: httpx.Client
+) -> None:
+    made = operator.post("/api/v1/federations", json={"plan": PLAN, "held": True, "continued_from": None})
+    assert (made.status_code, made.json()["status"]) == (201, "created"), made.text
+    second = made.headers["location"]
+    assert operator.get(second).json()["federation"] == "second"
+    seen = []
+    for action, content in (
+        ("start", None),
+        ("pause", {"reason": "the line is rebuilt"}),
+        ("resume", None),
+        ("extend", {"rounds": 4}),
+        ("stop", {"reason": "enough"}),
+    ):
+        view = operator.post(f"{second}/{action}", json=content)
+        assert view.status_code == 200, view.text
+        seen.append((view.json()["status"], view.json()["rounds"], view.json()["reason"]))
+    assert seen == [
+        ("running", 1, ""),
+        ("held", 1, "the line is rebuilt"),
+        ("running", 1, ""),
+        ("running", 5, ""),
+        ("stopped", 5, "enough"),
+    ]
+    again = operator.post("/api/v1/federations", json={"plan": PLAN})
+    assert (again.status_code, "already" in again.json()["detail"]) == (422, True)
+    assert api.store.federation("second").operator_policy.rounds == 5
+
+
+@pytest.mark.slow
+def test_a_federation_goes_on_from_the_last_weights_of_another(api: Api, operator: httpx.Client) -> None:
+    first = {**PLAN, "federation": "first"}
+    assert operator.post("/api/v1/federations", json={"plan": first, "held": True}).status_code == 201
+    wanted = {"plan": {**PLAN, "seed": 9}, "held": True, "continued_from": "first"}
+    made = operator.post("/api/v1/federations", json=wanted)
+    assert (made.status_code, made.json()["continued_from"]) == (201, "first"), made.text
+    other = operator.post("/api/v1/federations", json={**wanted, "continued_from": "nobody"})
+    assert (other.status_code, "casting" in other.json()["detail"]) == (404, True)
+
+
+def test_all_errors_of_a_plan_and_of_a_policy_come_at_once(operator: httpx.Client) -> None:
+    wrong = {**PLAN, "rounds": 0, "method": "nothing", "colour": "red"}
+    refused = operator.post("/api/v1/federations", json={"plan": wrong})
+    assert refused.status_code == 422
+    assert {line.split(":")[0] for line in refused.json()["problems"]} == {
+        "body.plan.rounds",
+        "body.plan.method",
+        "body.plan.colour",
+    }
+    policy = operator.patch(f"{CASTING}/policy", json={"rounds": -1, "fractoin": 0.5})
+    assert policy.status_code == 422
+    assert len(policy.json()["problems"]) == 2
+    assert "did you mean `fraction`" in policy.text
+
+
+def test_a_policy_is_changed_only_where_it_is_still_the_one_that_was_read(operator: httpx.Client) -> None:
+    read = operator.get(f"{CASTING}/policy")
+    tag = {"If-Match": read.headers["etag"]}
+    assert operator.get(f"{CASTING}/policy", headers={"If-None-Match": tag["If-Match"]}).status_code == 304
+    changed = operator.patch(f"{CASTING}/policy", json={"rounds": 40}, headers=tag)
+    assert (changed.status_code, changed.json()["rounds"]) == (200, 40)
+    refused = operator.patch(f"{CASTING}/policy", json={"rounds": 41}, headers=tag)
+    assert (refused.status_code, refused.headers["content-type"]) == (412, "application/problem+json")
+    assert operator.get(f"{CASTING}/policy").json()["rounds"] == 40
+    now = {"If-Match": changed.headers["etag"]}
+    assert operator.patch(f"{CASTING}/policy", json={"rounds": 41}, headers=now).status_code == 200
+
+
+def test_a_key_makes_a_change_once_and_is_refused_for_another_one(api: Api, operator: httpx.Client) -> None:
+    key = {"Idempotency-Key": "one"}
+    first = operator.post("/api/v1/enrolment-tokens", json={"device": "x"}, headers=key)
+    second = operator.post("/api/v1/enrolment-tokens", json={"device": "x"}, headers=key)
+    assert (first.status_code, second.status_code) == (201, 201)
+    assert first.json() == second.json()
+    assert "idempotency-replayed" not in first.headers
+    assert second.headers["idempotency-replayed"] == "true"
+    assert len(api.store.register.tokens()) == 1
+    other = operator.post("/api/v1/enrolment-tokens", json={"device": "y"}, headers=key)
+    assert (other.status_code, len(api.store.register.tokens())) == (409, 1)
+    with api.as_(Role.ADMIN) as another:  # keys of two tokens have nothing to do with each other
+        assert another.post("/api/v1/enrolment-tokens", json={"device": "z"}, headers=key).status_code == 201
+    assert first.json()["token"] not in api.home.database.read_bytes().decode("latin-1")
+
+
+def test_a_refused_change_has_the_same_answer_again_and_a_forbidden_one_is_tried_again(api: Api) -> None:
+    key = {"Idempotency-Key": "one"}
+    with api.as_(Role.OPERATOR) as operator:
+        answers = [operator.post("/api/v1/federations/nobody/stop", headers=key) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [404, 404]
+        assert answers[1].headers["content-type"] == "application/problem+json"
+        forbidden = [
+            operator.post("/api/v1/api-tokens", json={"name": "x", "role": "viewer"}, headers={"Idempotency-Key": "t"})
+            for _ in range(2)
+        ]
+        assert [("idempotency-replayed" in one.headers, one.status_code) for one in forbidden] == [(False, 403)] * 2
+
+
+def test_every_change_is_audited_with_who_what_and_outcome_and_without_secrets(api: Api, admin: httpx.Client) -> None:
+    made = admin.post("/api/v1/api-tokens", json={"name": "ann", "role": "viewer"}).json()
+    admin.post(f"{CASTING}/pause", json={"reason": "rebuilt"})
+    admin.post("/api/v1/federations/nobody/stop")
+    with api.as_(Role.VIEWER) as viewer:
+        viewer.post(f"{CASTING}/resume")
+        viewer.get(CASTING)
+    lines = audited(api.home)
+    assert [(line["identity"], line["route"], line["outcome"]) for line in lines] == [
+        ("admin", "POST /api/v1/api-tokens", 201),
+        ("admin", f"POST {CASTING}/pause", 200),
+        ("admin", "POST /api/v1/federations/nobody/stop", 404),
+        ("viewer", f"POST {CASTING}/resume", 403),
+    ]
+    assert json.loads(str(lines[1]["changed"])) == {"reason": "rebuilt"}
+    assert {line["address"] for line in lines} == {"127.0.0.1"}
+    assert made["token"] not in api.home.audit_file.read_text()
+    assert [line["route"] for line in admin.get("/api/v1/audit").json()["events"]] == [line["route"] for line in lines]
+
+
+@pytest.mark.parametrize("role", [Role.VIEWER, Role.OPERATOR, Role.ADMIN])
+def test_a_role_allows_its_routes_and_no_more(api: Api, role: Role) -> None:
+    with api.as_(role) as client:
+        allowed = [
+            client.get("/api/v1/devices").status_code == 200,
+            client.post(f"{CASTING}/pause").status_code == 200,
+            client.get("/api/v1/audit").status_code == 200,
+            client.post("/api/v1/api-tokens", json={"name": "x", "role": "viewer"}).status_code == 201,
+        ]
+    assert (
+        allowed
+        == {
+            Role.VIEWER: [True, False, False, False],
+            Role.OPERATOR: [True, True, False, False],
+            Role.ADMIN: [True, True, True, True],
+        }[role]
+    )
+
+
+def test_a_change_by_the_page_s_cookie_alone_could_come_from_another_site_and_is_refused(api: Api) -> None:
+    access = Access(api.tokens, api.home.secret())
+    made = api.tokens.create("ann", Role.OPERATOR)
+    statement = f"{made.record.id}.99999999999.aa"
+    value = f"{statement}.{access._signature('session', statement)}"
+    with api.as_(None) as browser:
+        browser.cookies.set(COOKIE, value)
+        assert browser.post(f"{CASTING}/pause").status_code == 403
+        assert browser.post(f"{CASTING}/pause", headers={"X-FedCG": "1"}).status_code == 200
+        form = {FORM_FIELD: access._signature("form", value)}
+        assert browser.post(f"{CASTING}/resume", data=form).status_code == 200
+        assert browser.post(f"{CASTING}/resume", data={FORM_FIELD: "0" * 64}).status_code == 403
+
+
+def test_devices_are_searched_sorted_and_come_in_pages_that_lose_none(api: Api, operator: httpx.Client) -> None:
+    api.store.saw_device("c", "1.0", 50.0)
+    api.store.saw_device("a", "1.0", 40.0)
+    found, path = [], "/api/v1/devices?limit=2&sort=last_seen_at"
+    while True:
+        page = operator.get(path)
+        found += [device["id"] for device in page.json()]
+        if "next" not in page.links:
+            break
+        path = page.links["next"]["url"]
+    assert found == ["a", "c", "b", "d", "e"]  # those that were never seen come last
+    assert [device["id"] for device in operator.get("/api/v1/devices?search=d").json()] == ["d"]
+    assert operator.get("/api/v1/devices?descending=true&limit=1").json()[0]["id"] == "e"
+    refused = operator.get("/api/v1/devices?cursor=bm9uZQ==")
+    assert (refused.status_code, refused.headers["content-type"]) == (422, "application/problem+json")
+
+
+def test_a_device_is_disabled_enabled_and_revoked(api: Api, operator: httpx.Client) -> None:
+    disabled = operator.post("/api/v1/devices/b/disable", json={"reason": "maintenance"}).json()
+    assert (disabled["disabled_because"], disabled["state"]) == ("maintenance", "enrolled")
+    assert operator.post("/api/v1/devices/b/enable").json()["disabled_at"] is None
+    assert operator.post("/api/v1/devices/b/revoke", json={"reason": "stolen"}).json()["was_member"] is True
+    assert operator.get("/api/v1/devices/b").json()["state"] == "revoked"
+    assert operator.post("/api/v1/devices/b/disable").status_code == 404
+    assert operator.get("/api/v1/devices/nobody").status_code == 404
+
+
+def test_events_are_filtered_and_read_backwards_or_on_from_a_cursor(api: Api, operator: httpx.Client) -> None:
+    log = EventLog(api.home.events_file, lambda: 1.0)
+    for number in range(7):
+        log.write("online" if number % 2 else "offline", client="a", number=number)
+    newest = operator.get("/api/v1/events?limit=3&event=online").json()
+    assert [event["number"] for event in newest["events"]] == [1, 3, 5]
+    last = operator.get("/api/v1/events?limit=3").json()
+    assert [event["number"] for event in last["events"]] == [4, 5, 6]
+    before = operator.get(f"/api/v1/events?limit=9&cursor={last['older']}").json()
+    assert ([event["number"] for event in before["events"]], before["older"]) == ([0, 1, 2, 3], None)
+    assert operator.get(f"/api/v1/events?after={last['newer']}").json()["events"] == []
+    log.write("online", client="b", number=7)
+    news = operator.get(f"/api/v1/events?after={last['newer']}").json()
+    assert [event["number"] for event in news["events"]] == [7]
+    assert operator.get("/api/v1/events?cursor=ff.0").status_code == 422
+
+
+def test_a_reader_of_a_log_goes_on_in_the_new_file_after_a_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    EventLog(path, lambda: 1.0).write("first")
+    page = read_page(path, 10, lambda _: True, before=None, after=None)
+    EventLog(path, lambda: 1.0).write("second")
+    path.replace(path.with_suffix(".old.jsonl"))
+    EventLog(path, lambda: 1.0).write("third")
+    rest = read_page(path, 10, lambda _: True, before=None, after=page.newer)
+    news = read_page(path, 10, lambda _: True, before=None, after=rest.newer)
+    assert [event["event"] for event in (*rest.events, *news.events)] == ["second", "third"]
+
+
+def test_a_body_above_its_bound_is_refused_whether_its_size_is_announced_or_not(operator: httpx.Client) -> None:
+    body = b" " * (MAX_BODY_BYTES + 1)
+    assert operator.post("/api/v1/federations", content=body).status_code == 413
+
+    def pieces() -> Iterator[bytes]:
+        yield from (body[at : at + 65_536] for at in range(0, len(body), 65_536))
+
+    assert operator.post("/api/v1/federations", content=pieces()).status_code == 413
+
+
+def test_every_answer_has_the_security_headers_and_no_other_site_may_read_it(operator: httpx.Client) -> None:
+    for path in ("/healthz", CASTING, "/nowhere", "/openapi.json"):
+        answer = operator.get(path, headers={"Origin": "https://evil.example"})
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert "access-control-allow-origin" not in answer.headers
+    preflight = operator.options(
+        CASTING, headers={"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    )
+    assert "access-control-allow-origin" not in preflight.headers
+    assert operator.get("/nowhere").headers["content-type"] == "application/problem+json"
+
+
+def test_too_many_requests_of_a_token_are_refused_with_the_time_to_wait(api: Api, operator: httpx.Client) -> None:
+    api.application.state.access = Access(api.tokens, api.home.secret(), per_token=Rate(5, 0.01))
+    answers = [operator.get(CASTING) for _ in range(7)]
+    assert [answer.status_code for answer in answers] == [200] * 5 + [429] * 2
+    assert 1 <= int(answers[-1].headers["retry-after"]) <= 101
+    with api.as_(Role.VIEWER) as other:
+        assert other.get(CASTING).status_code == 200
+
+
+def test_the_documentation_names_every_route(api: Api, operator: httpx.Client) -> None:
+    routes = {
+        f"`{method.upper()} {path}`"
+        for path, methods in operator.get("/openapi.json").json()["paths"].items()
+        for method in methods
+    }
+    documented = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
+    assert {route for route in routes if route not in documented} == set()

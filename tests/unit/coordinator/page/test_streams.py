@@ -1,0 +1,192 @@
+"""Events as they happen, over real HTTP; problems posted to a webhook; `fedcg federation watch`."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from coordinator.facts.known import Known
+from coordinator.facts.problems import Problem
+from coordinator.members.api_tokens import Role
+from coordinator.page.webhook import ProblemWatch, watching
+from coordinator.rounds.records import ParticipantState
+from tests.support.commands import run_fedcg
+from tests.support.coordinator.federations import Federations
+from tests.support.coordinator.pages import ServedPage, served
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import MakeWorld, World
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[ServedPage]:
+    spec = tiny_spec()
+    made = Federations(World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), min_clients=2))
+    with served(made) as running:
+        yield running
+    made.world.store.close()
+
+
+class Stream:
+    """An open event stream, read up to an event."""
+
+    def __init__(self, port: int, token: str, last_id: str = "") -> None:
+        self.link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        headers = {"Authorization": f"Bearer {token}", **({"Last-Event-ID": last_id} if last_id else {})}
+        self.link.request("GET", "/api/v1/events/stream", headers=headers)
+        self.answer = self.link.getresponse()
+        assert self.answer.getheader("Content-Type", "").startswith("text/event-stream")
+        self.last_id = ""
+
+    def until(self, name: str) -> list[str]:
+        """The names of the events up to this one."""
+        found: list[str] = []
+        while name not in found:
+            line = self.answer.readline().decode().strip()
+            if line.startswith("data: "):
+                found.append(json.loads(line[6:])["event"])
+            elif line.startswith("id: "):
+                self.last_id = line[4:]
+        self.answer.readline()
+        return found
+
+    def first_id(self) -> str:
+        while not self.last_id:
+            line = self.answer.readline().decode().strip()
+            self.last_id = line[4:] if line.startswith("id: ") else ""
+        return self.last_id
+
+    def close(self) -> None:
+        self.link.close()
+
+
+def test_a_stream_goes_on_from_the_last_event_that_its_reader_has(page: ServedPage) -> None:
+    token = page.token(Role.VIEWER)
+    with closing(Stream(page.port, token)) as stream:
+        before = stream.first_id()
+        page.made.steering.disable("a")
+        assert stream.until("device_disabled") == ["device_disabled"]
+    page.made.steering.enable("a")
+    page.made.steering.disable("b")
+    with closing(Stream(page.port, token, before)) as again:
+        found = again.until("device_enabled")
+        assert (found[0], found[-1]) == ("device_disabled", "device_enabled")
+        found = again.until("device_disabled")
+    with closing(Stream(page.port, token, "nonsense")) as fresh:
+        fresh.first_id()
+        page.made.steering.pause("tiny")
+        assert fresh.until("steered")[-1] == "steered"
+
+
+def test_a_stream_needs_a_token(page: ServedPage) -> None:
+    link = http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)
+    link.request("GET", "/api/v1/events/stream")
+    assert link.getresponse().status == 401
+    link.close()
+
+
+def test_a_problem_opens_and_closes_once_it_has_settled() -> None:
+    watch, one = ProblemWatch(settled_looks=2), Problem("link lost", "tiny", "no link", "start the broker")
+    assert watch.look([one]) == ([], [])
+    assert watch.look([]) == ([], [])
+    assert watch.look([one]) == ([], [])
+    assert watch.look([one]) == ([one], [])
+    assert watch.look([one]) == ([], [])
+    assert watch.look([]) == ([], [])
+    assert watch.look([]) == ([], [one])
+    assert watch.look([]) == ([], [])
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """Takes what is posted, the second time."""
+
+    posted: ClassVar[list[dict[str, object]]] = []
+    refused: ClassVar[list[int]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if not self.refused:
+            self.refused.append(1)
+            self.send_error(503)
+            return
+        self.posted.append(json.loads(body))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_webhook_gets_each_problem_that_opens_and_closes_also_after_it_was_away(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.store.saw_device("a", "1", 1.0)
+    receiver = HTTPServer(("127.0.0.1", 0), Receiver)
+    thread = threading.Thread(target=receiver.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{receiver.server_address[1]}/hook"
+    known = Known(world.store, lambda record: world.spec, world.root)
+    world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset({"a"}), 1.0, 2e9)
+    events = world.service_context().events
+
+    async def watch() -> None:
+        async with watching(lambda: known, events, url, every_s=0.02):
+            world.store.answer(("tiny", 1, 1), "a", ParticipantState.DECLINED, "no_data")
+            await asyncio.to_thread(wait_until, lambda: len(Receiver.posted) == 1, "it is posted")
+            world.store.answer(("tiny", 1, 1), "a", ParticipantState.INVITED)
+            await asyncio.to_thread(wait_until, lambda: len(Receiver.posted) == 2, "its end is posted")
+
+    try:
+        asyncio.run(watch())
+    finally:
+        receiver.shutdown()
+        receiver.server_close()
+        thread.join(10)
+    assert [(each["event"], each["kind"], each["device"]) for each in Receiver.posted] == [
+        ("problem_opened", "no data", "a"),
+        ("problem_closed", "no data", "a"),
+    ]
+    assert "put images where" in str(Receiver.posted[0]["remedy"])
+    assert len(Receiver.refused) == 1
+    assert [event["event"] for event in world.events()] == ["problem_opened", "problem_closed"]
+
+
+def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: ServedPage) -> None:
+    world = page.made.world
+    shown = run_fedcg("federation", "watch", "--dir", world.root, "--once", "--json")
+    assert shown.exit_code == 0, shown.output
+    facts = json.loads(shown.stdout)["data"]
+    assert (facts["federation"], facts["phase"], facts["enrolled"], facts["is_served"]) == ("tiny", "waiting", 2, False)
+    text = run_fedcg("federation", "watch", "tiny", "--dir", world.root, "--once").stdout
+    assert "tiny: waiting, round 1 of 2" in text
+    assert "no coordinator runs" in text
+    assert run_fedcg("federation", "watch", "none", "--dir", world.root).exit_code == 2
+
+
+def test_watch_follows_a_running_coordinator_until_the_federation_is_over(page: ServedPage) -> None:
+    world = page.made.world
+    config = world.root / "coordinator.toml"
+    config.write_text(config.read_text().replace("port = 8440", f"port = {page.port}"))
+    (world.root / "api.token").write_text(page.token(Role.VIEWER))
+    found: list[str] = []
+
+    def watch() -> None:
+        found.append(run_fedcg("federation", "watch", "--dir", world.root, "--json").stdout)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    for device in page.made.devices["tiny"]:
+        device.start()
+    watcher.join(60)
+    assert found, "the command did not end with the federation"
+    lines = [json.loads(line)["data"] for line in found[0].splitlines()]
+    assert all(line["is_served"] for line in lines)
+    assert lines[-1]["phase"] == "finished"

@@ -1,0 +1,99 @@
+"""How far devices are, by their heartbeats, and what becomes of a round whose device is stopped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from coordinator.config import RoundSettings
+from coordinator.operations.views import device_view
+from coordinator.rounds.records import ParticipantState
+from coordinator.rounds.round_engine import Phase
+from coordinator.service.progress import ProgressBoard
+from fedcg.wire.errors import MalformedError
+from fedcg.wire.messages.messages import Decline, DeclineReason, Heartbeat, Invite, decode
+from tests.support.coordinator.federations import hosting
+from tests.support.coordinator.world import MakeWorld, RunningService
+from tests.support.waiting import wait_until
+
+ABOUT: dict[str, Any] = {"federation": "tiny", "sender": "a", "recipient": "coordinator", "round": 1, "attempt": 1}
+
+
+def beat(step: int, phase: Any = "classify", steps: int = 100) -> Heartbeat:
+    return Heartbeat(**ABOUT, phase=phase, step=step, steps=steps)
+
+
+def test_the_end_of_a_phase_is_predicted_from_the_rate_since_its_first_report() -> None:
+    board = ProgressBoard()
+    times = []
+    for message, now in ((beat(10), 1000.0), (beat(30), 1005.0), (beat(0, "evaluate"), 1030.0)):
+        board.note("a", message, now)
+        times.append((board._latest["a"].since, board._latest["a"].ends_at))
+    # 70 steps are left, at 20 in 5 seconds
+    assert times == [(1000.0, None), (1000.0, 1005.0 + 70 / 4.0), (1030.0, None)]
+    board.note("a", Heartbeat(**ABOUT), 1031.0)
+    assert board._latest == {}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"phase": "my secret"}, {"step": -1}, {"steps": (1 << 31) + 1}, {"step": 1.5}, {"pace": 1}]
+)
+def test_a_heartbeat_holds_nothing_but_a_known_phase_and_bounded_numbers(wrong: dict[str, object]) -> None:
+    fields = beat(1).model_dump()
+    assert decode(json.dumps(fields).encode()) == beat(1)
+    with pytest.raises(MalformedError):
+        decode(json.dumps({**fields, **wrong}).encode())
+
+
+def test_the_api_shows_how_far_a_device_is_until_it_delivers(make_world: MakeWorld) -> None:
+    world = make_world()
+    with RunningService(world) as running:
+        for device in world.devices.values():
+            device.silent = True
+            device.start()
+        a = world.devices["a"]
+        wait_until(lambda: bool(a.of(Invite)), "a is invited")
+        a.tell(beat(10))
+        wait_until(lambda: "a" in running.service.progress, "its progress is known")
+        coordinator = hosting(running.service, world.artifacts)
+        views = {view.id: view for view in (device_view(coordinator, record) for record in world.store.devices())}
+        shown = asdict(views["a"].progress["tiny"])
+        assert (shown["phase"], shown["step"], shown["steps"], shown["round"]) == ("classify", 10, 100, 1)
+        assert views["b"].progress == {}
+        a.tell(Heartbeat(**{**ABOUT, "round": 2}, phase="classify", step=99, steps=100))  # of no open attempt
+        a.silent = False
+        a.act()
+        wait_until(lambda: "a" not in running.service.progress, "a delivers")
+
+
+def test_a_stopped_device_is_left_out_where_the_others_are_enough(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1, clients=("a", "b", "c"), min_clients=2, pacing=RoundSettings(gather_s=20.0))
+    with RunningService(world) as running:
+        world.devices["a"].decline = DeclineReason.INTERRUPTED
+        world.start_devices()
+        wait_until(lambda: running.service.state.phase is Phase.FINISHED, "the round ends without it")
+    kept = {one.client: (one.state, one.reason) for one in world.store.participants(("tiny", 1, 1))}
+    assert kept["a"] == (ParticipantState.DECLINED, "interrupted")
+
+
+def test_a_round_that_needs_a_stopped_device_waits_for_it_and_loses_nothing_of_the_others(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(rounds=1)
+    a, b = world.devices["a"], world.devices["b"]
+    with RunningService(world) as running:
+        a.silent = True
+        world.start_devices()
+        world.wait_event("accepted", 2)
+        world.wait_event("update_stored")
+        a.tell(Decline(**ABOUT, reason=DeclineReason.INTERRUPTED))
+        assert "waits until it is back" in world.wait_event("declined")["detail"]
+        world.broker.drop("a")
+        a.silent = False
+        world.broker.restore("a")
+        wait_until(lambda: running.service.state.phase is Phase.FINISHED, "the round ends with both")
+    assert world.events("attempt_failed") == []
+    assert len(b.trained) == 1

@@ -1,0 +1,112 @@
+"""Updates that behave unlike the others: what the operator sees, what is merged, and what a restart makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.aggregation.worker_messages import Assessed, JobDone, JobEased
+from coordinator.config import RoundSettings
+from coordinator.operations.views import round_view
+from coordinator.updates.figures import Figures
+from fedcg.wire.messages.messages import Outcome
+from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
+
+ALL_FIRST = RoundSettings(gather_s=600.0, retry_s=0.0)  # a round opens when all devices are online
+FINE, ODD = Figures(1.0, 0.6, 0.6, 0.9, 0.9), Figures(1.0, -0.5, 0.6, 0.1, 0.9, 0.9, 0.9)
+REASON = "its step points away from the others' (cosine -0.50, median 0.60)"
+
+
+class OddC(PlainWorker):
+    """Measures that c goes the other way."""
+
+    def assess(self, updates: Mapping[str, str]) -> None:
+        assert self.job is not None
+        self.asked.append(("assess", tuple(updates)))
+        figures = {client: ODD if client == "c" else FINE for client in updates}
+        self._reply(Assessed(self.job.round, self.job.attempt, figures))
+
+
+class Unmeasured(PlainWorker):
+    """Dies before it has measured."""
+
+    def assess(self, updates: Mapping[str, str]) -> None:
+        self.asked.append(("assess", tuple(updates)))
+
+
+def rounds_of(world: World) -> list[dict[str, Any]]:
+    """The rounds as the API shows them."""
+    attempts = world.store.attempts("tiny")
+    return [round_view(world.store, 1, attempts[:1]).model_dump(mode="json")]
+
+
+def merged(world: World) -> list[list[str]]:
+    asked = [item for worker in world.workers for item in worker.asked if item[0] == "finish"]
+    return [[client for client, *_ in updates] for _, updates in asked]
+
+
+def test_an_odd_update_is_receipted_and_shown_with_its_figures_and_not_merged(make_world: MakeWorld) -> None:
+    world = make_world(2, clients=("a", "b", "c", "d"), make_worker=OddC, pacing=ALL_FIRST)
+    with RunningService(world):
+        world.start_devices()
+        world.wait_event("finished")
+        first = rounds_of(world)[0]["attempts"][0]["updates"]
+    assert merged(world) == [["a", "b", "d"]] * 2
+    assert [receipt.outcome for receipt in world.devices["c"].receipts()] == [Outcome.ACCEPTED] * 2
+    shown = {update["client"]: update for update in first}
+    assert (shown["c"]["outcome"], shown["c"]["weight"]) == ("accepted", 0)
+    assert shown["c"]["figures"]["direction"] == -0.5
+    assert shown["c"]["figures"]["action"] == "quarantine"
+    assert shown["c"]["figures"]["reasons"][0] == REASON
+    assert shown["a"]["weight"] == 11
+    assert shown["a"]["figures"] == FINE.as_json()
+    events = [(event["client"], event["action"], event["round"]) for event in world.events("update_odd")]
+    assert events == [("c", "quarantine", 1), ("c", "quarantine", 2)]
+
+
+def test_a_round_that_needs_the_odd_update_fails_by_the_devices_name(make_world: MakeWorld) -> None:
+    world = make_world(1, clients=("a", "b", "c"), make_worker=OddC, min_clients=3, max_attempts=1)
+    with RunningService(world):
+        world.start_devices()
+        paused = world.wait_event("paused")
+    assert f"in quarantine: c ({REASON}" in str(paused["reason"])
+    assert "2 updates are left, and 3 are needed" in str(paused["reason"])
+    assert merged(world) == []
+
+
+def test_a_coordinator_that_was_killed_before_the_figures_came_decides_the_same(make_world: MakeWorld) -> None:
+    world = make_world(1, clients=("a", "b", "c", "d"), make_worker=Unmeasured, pacing=ALL_FIRST)
+    with RunningService(world) as running:
+        world.start_devices()
+        world.wait_event("distilling")
+        running.vanish()
+    world.make_worker = OddC
+    with RunningService(world):
+        world.wait_event("finished")
+    assert merged(world) == [["a", "b", "d"]]
+    odd = world.store.update(("tiny", 1, 1), "c")
+    assert odd is not None
+    assert odd.weight == 0
+
+
+class Eased(PlainWorker):
+    """Merges by averaging, since it ran out of memory."""
+
+    def finish(self, updates: Any, limits: Any) -> None:
+        assert self.job is not None
+        self._reply(JobEased(self.job.round, self.job.attempt, 2, "MemoryError: 3 GiB"))
+        store, base = self.settings.artifacts, self.job
+        size = (store / base.base[:2] / base.base).stat().st_size if (store / base.base[:2]).is_dir() else 1
+        self._reply(JobDone(base.round, base.attempt, base.base, size, base.server_state, ease=2))
+
+
+def test_a_merge_without_enough_memory_is_named_in_events_and_round(make_world: MakeWorld) -> None:
+    world = make_world(1, make_worker=Eased)
+    with RunningService(world):
+        world.start_devices()
+        world.wait_event("finished")
+        attempt = rounds_of(world)[0]["attempts"][0]
+    assert attempt["state"] == "closed"
+    assert attempt["reason"].startswith("merged by weighted averaging alone")
+    eased = world.events("merge_eased")
+    assert [(event["ease"], event["reason"]) for event in eased] == [(2, "MemoryError: 3 GiB")]

@@ -1,0 +1,137 @@
+"""Medians and trimmed means over clients by hand, block by block, and in the methods that offer them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcg.learning.aggregation import distillation, robust_statistics
+from fedcg.learning.aggregation.averaging import AverageAggregator, PartsAverage
+from fedcg.learning.aggregation.distillation import TaughtAverage
+from fedcg.learning.aggregation.robust_statistics import combine, combined
+from fedcg.learning.aggregation.row_store import DirectorySpill
+from fedcg.learning.method import Aggregate, Combination, DivergedError, ServerState, TaughtParams, Update
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.tasks import MemorySpill
+from fedcg.wire.parts import Part
+from tests.support.learning.learning_cases import context, loaders, quick_spec
+
+ONLY = frozenset({Part.CLASSIFIER})
+
+
+def update(client: str, *numbers: float, examples: int = 1) -> Update:
+    weights = {"w": torch.tensor(numbers), "count": torch.tensor(len(client))}
+    return Update(client, {Part.CLASSIFIER: weights}, examples)
+
+
+def average(how: Combination, *updates: Update) -> list[float]:
+    merge = AverageAggregator(ONLY, MemorySpill(), how)
+    for each in updates:
+        merge.add(each)
+    found: list[float] = (
+        merge.finish(loaders({each.client: each for each in updates}))[0].parts[Part.CLASSIFIER]["w"].tolist()
+    )
+    return found
+
+
+def test_the_median_of_four_is_the_mean_of_the_two_in_the_middle() -> None:
+    values = torch.tensor([[1.0, 5.0], [2.0, -100.0], [4.0, 6.0], [1000.0, 7.0]])
+    assert combine(values, "median").tolist() == [3.0, 5.5]
+
+
+def test_a_trimmed_mean_of_five_leaves_out_the_least_and_the_largest() -> None:
+    values = torch.tensor([[1.0], [2.0], [3.0], [4.0], [1e9]])
+    assert combine(values, "trimmed").tolist() == [3.0]
+    assert combine(values, "mean").tolist() == [pytest.approx(2e8 + 2)]
+
+
+def test_numbers_that_are_not_finite_have_no_median() -> None:
+    with pytest.raises(DivergedError):
+        combine(torch.tensor([[1.0], [float("nan")]]), "median")
+
+
+@given(st.permutations("abcdef"), st.sampled_from(["median", "trimmed"]))
+def test_the_order_of_clients_never_shows(order: list[str], how: Combination) -> None:
+    updates = {
+        client: update(client, *torch.randn(7, generator=torch.manual_seed(ord(client))).tolist()) for client in order
+    }
+    assert average(how, *updates.values()) == average(how, *(updates[client] for client in sorted(order)))
+
+
+def test_blocks_of_rows_give_what_all_rows_at_once_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    spill = DirectorySpill(tmp_path)
+    for client in "abc":
+        spill.put(client, {"logits": torch.randn(50, 4, generator=torch.manual_seed(ord(client)))})
+    whole = combined(spill, "abc", "logits", "median", lambda rows: rows.log_softmax(1))
+    monkeypatch.setattr(robust_statistics, "BLOCK_NUMBERS", 100)
+    assert torch.equal(combined(spill, "abc", "logits", "median", lambda rows: rows.log_softmax(1)), whole)
+
+
+def test_a_median_of_weights_ignores_one_of_five_whatever_it_sends_and_claims() -> None:
+    honest = [update(client, number, 2.0) for number, client in enumerate("abcd")]
+    assert average("median", *honest, update("e", 1e30, -1e30, examples=10**9)) == [2.0, 2.0]
+    assert average("mean", *honest, update("e", 1e6, -1e6, examples=10**9))[0] > 9e5
+
+
+def taught(ensemble: str, logits: dict[str, list[list[float]]]) -> torch.Tensor:
+    spill = MemorySpill()
+    ensemble_of = TaughtAverage(
+        ONLY, lambda each: torch.tensor(logits[each.client]), spill, TaughtParams(ensemble=ensemble)
+    )
+    return ensemble_of.settle(loaders({client: update(client, 1.0) for client in logits}))
+
+
+def test_a_loud_teacher_decides_a_sum_and_no_standardised_median_or_trimmed_ensemble() -> None:
+    logits = {"a": [[2.0, 0.0]], "b": [[2.0, 0.0]], "c": [[0.0, 1000.0]]}
+    assert taught("sum", logits).argmax(1).tolist() == [1]
+    for ensemble in ("standardised", "median", "trimmed"):
+        assert taught(ensemble, logits).argmax(1).tolist() == [0], ensemble
+
+
+def test_standardised_teachers_of_one_loudness_are_the_sum() -> None:
+    logits = {"a": [[2.0, 0.0], [1.0, 3.0]], "b": [[3.0, 5.0], [4.0, 2.0]]}  # each deviates by 1 from its rows' means
+    torch.testing.assert_close(taught("standardised", logits), taught("sum", logits))
+
+
+def test_the_median_is_of_log_probabilities() -> None:
+    logits = {"a": [[0.0, 0.0]], "b": [[1.0, 0.0]], "c": [[0.0, 9.0]]}  # log p of class 0: -0.693, -0.313, -9.0
+    torch.testing.assert_close(taught("median", logits)[0, 0], torch.tensor(0.5).log())
+
+
+def test_parameters_that_were_left_out_leave_a_specs_parameters_as_they_were() -> None:
+    for name in ("fedcg", "feddf", "fedavg", "fedgen", "fedmd_cg"):
+        given = get_method(name).params_type().model_dump(mode="json")
+        assert not {"average", "ensemble", "server_flat_steps"} & given.keys()
+
+
+def test_crossed_distillation_refuses_what_it_would_not_use() -> None:
+    with pytest.raises(ValueError, match="have no effect with aggregation = crossed_kd"):
+        get_method("fedcg").params_type.model_validate({"aggregation": "crossed_kd", "ensemble": "median"})
+
+
+def test_the_average_in_a_methods_place_keeps_the_parts_that_no_update_holds() -> None:
+    generator = {"g": torch.tensor([7.0])}
+    state = ServerState(Aggregate({Part.CLASSIFIER: {}, Part.GENERATOR: generator}), {"extra": generator})
+    merge = PartsAverage(ONLY, state, MemorySpill())
+    updates = {client: update(client, number) for client, number in (("a", 1.0), ("b", 3.0))}
+    aggregate, after = merge.finish(loaders(updates))
+    assert aggregate.parts[Part.CLASSIFIER]["w"].tolist() == [2.0]
+    assert aggregate.parts[Part.GENERATOR] is generator
+    assert after.extras == {"extra": generator}
+
+
+@pytest.mark.parametrize(("flat_steps", "steps"), [(0, 40), (10, 20)])
+def test_a_distillation_whose_loss_is_flat_ends_early_where_that_is_asked_for(flat_steps: int, steps: int) -> None:
+    network, taken = torch.nn.Linear(1, 1), []
+
+    def loss_at(rows: slice) -> torch.Tensor:
+        taken.append(rows)
+        return 0.0 * network.weight.sum() + 1.0  # as flat as can be: the second ten steps bring nothing
+
+    settings = distillation.Distillation(40, 2, 1e-3, 0.0, flat_steps)
+    distillation.distil([network], loss_at, 80, settings, context(quick_spec("fedcg")))
+    assert len(taken) == steps
