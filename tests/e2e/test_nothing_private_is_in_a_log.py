@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.support.commands import data_of
 from tests.support.edge.toml_edit import set_values
 from tests.support.stack import Stack, wait_for
 from tests.support.waiting import wait_until
@@ -43,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, 
     with stack.up():
         tokens = []
         for device in stack.devices:
-            made = json.loads(stack.command("token", "create", "--dir", str(stack.home), "--device", device, "--json"))
+            made = data_of(stack.command("token", "create", "--dir", str(stack.home), "--device", device, "--json"))
             tokens.append(made["token"])
             folder, data = stack.config(device).parent, stack.root / "data" / device
             stack.command("enrol", "--token", made["token"], "--out", str(folder), "--data", str(data))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import data_of
 from tests.support.stack import Stack, write_images
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
@@ -50,7 +50,7 @@ def _busy(stack: Stack, name: str) -> list[tuple[float, float]]:
 
 
 def test_one_device_serves_two_federations_at_once_and_trains_for_one_at_a_time(tmp_path: Path) -> None:
-    stack = _TwoFederations(tmp_path, params={"epochs": 8, "server_iterations": 10}, rounds=2, broker="amqtt")
+    stack = _TwoFederations(tmp_path, params={"epochs": 8, "server_iterations": 10}, rounds=2, broker="mosquitto")
     with stack.up():
         for device in stack.devices:
             stack.start_agent(device)
@@ -61,7 +61,7 @@ def test_one_device_serves_two_federations_at_once_and_trains_for_one_at_a_time(
         ended = {event["federation"] for event in stack.events("coordinator") if event["event"] == "finished"}
         assert ended == {"shapes", SECOND}
         status = [
-            json.loads(stack.command("agent", "status", "--config", str(stack.config(name)), "--json"))
+            data_of(stack.command("agent", "status", "--config", str(stack.config(name)), "--json"))
             for name in (SHARED, stack.second(SHARED))
         ]
     assert [one["federation"] for one in status] == ["shapes", SECOND]
