@@ -5,6 +5,7 @@ The one way to write such a file, for every package. Torch-free, and imports no 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -76,3 +77,15 @@ def file_sha256(path: Path) -> str:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def advice_for(error: OSError, place: Path) -> str:
+    """The next step after an error of the file system: who may use the file, or which disk to check.
+
+    Args:
+        error: of the system.
+        place: the folder in use, for an error that names no file.
+    """
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"Let the user with id {os.geteuid()} read and write {error.filename or place} (chown, chmod)"
+    return f"Free space on, or repair, {place}"

@@ -20,11 +20,11 @@ from pathlib import Path
 from coordinator.facts.current_round import typical_round_s
 from coordinator.members.api_tokens import Role
 from coordinator.rounds.round_engine import Phase
-from tests.support.coordinator.crowds import add_crowd
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.pages import served
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World
+from tests.support.page.crowds import add_crowd
+from tests.support.page.pages import served
 from tests.support.waiting import wait_until
 
 WATCHERS, ROUNDS, RUNS = 50, 40, 2

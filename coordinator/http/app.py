@@ -28,8 +28,8 @@ from coordinator.operations.steering import Follow
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import TICK_S
-from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
+from fedcg.files import advice_for
 
 THREADS = 4
 """Threads that read the database for HTTP requests; the service uses the other connections."""

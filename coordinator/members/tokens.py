@@ -63,12 +63,7 @@ def create_token(
     if not 0 < hours <= MAX_TOKEN_HOURS:
         raise EnrolmentError(f"hours = {hours:g}: choose more than 0 and at most {MAX_TOKEN_HOURS:g}")
     federation = federation_to_join(store, federation)
-    if device is not None and replaces is not None and device != replaces:
-        raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new device takes over the id")
-    if replaces is not None and store.device(replaces) is None:
-        raise EnrolmentError(f"there is no device {replaces!r} to replace; `fedcg device list` shows all")
-    if replaces is None and device is not None and (problem := problem_with_new(store, device)):
-        raise EnrolmentError(problem)
+    _check_device(store, device, replaces)
     authority = load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
     token = Token(
         id=secrets.token_hex(8),
@@ -91,6 +86,15 @@ def create_token(
         )
     )
     return token
+
+
+def _check_device(store: Store, device: str | None, replaces: str | None) -> None:
+    if device is not None and replaces is not None and device != replaces:
+        raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new device takes over the id")
+    if replaces is not None and store.device(replaces) is None:
+        raise EnrolmentError(f"there is no device {replaces!r} to replace; `fedcg device list` shows all")
+    if replaces is None and device is not None and (problem := problem_with_new(store, device)):
+        raise EnrolmentError(problem)
 
 
 def revoke_token(store: Store, token: str, now: float) -> TokenRecord:

@@ -11,8 +11,8 @@ from typing import get_args
 
 from edge_client.session.events import Event, HelloRefused, Invited, Offered, Welcomed
 from edge_client.training.messages import Failed, Noted
-from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog, EventValue, log_event
+from fedcg.files import advice_for
 from fedcg.refusal_counter import Refusals
 from fedcg.wire.errors import IntegrityError, VersionError, WireError
 from fedcg.wire.messages.messages import CohortVerdict, RoundAttempt, TrainingPhase

@@ -27,8 +27,8 @@ from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
 from edge_client.training.turns import turn
 from export.errors import ExportError
-from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
+from fedcg.files import advice_for
 from fedcg.learning.data.image_folder import IMAGE_SUFFIXES
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import SkippedImage

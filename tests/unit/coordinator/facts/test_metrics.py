@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.facts.known import Known
 from coordinator.facts.metrics import metrics_text
-from tests.support.coordinator.crowds import add_crowd
 from tests.support.coordinator.world import MakeWorld
+from tests.support.page.crowds import add_crowd
 
 DOCS = Path(__file__).parents[4] / "docs" / "operations.md"
 ROW = re.compile(r"^\| `(fedcg_[a-z_]+)` \| ([^|]*) \|", re.MULTILINE)

@@ -16,11 +16,11 @@ from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus
 from fedcg.event_log import read_events
 from fedcg.wire.messages.messages import DeclineReason
-from tests.support.coordinator.crowds import add_crowd
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.pages import Reader, ServedPage, served
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World
+from tests.support.page.crowds import add_crowd
+from tests.support.page.pages import Reader, ServedPage, served
 from tests.support.waiting import wait_until
 
 MAX_FIRST_PAINT_BYTES = 150_000

@@ -21,9 +21,9 @@ from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.pages import ServedPage, served
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import MakeWorld, World
+from tests.support.page.pages import ServedPage, served
 from tests.support.waiting import wait_until
 
 
