@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedcg.json_output import print_data
+
 if TYPE_CHECKING:
     from experiments.bench.attacks.attacked_run import Trainer
 
@@ -35,6 +37,7 @@ def attacks_command(
     out: Annotated[
         Path | None, typer.Option(help="A folder for one JSON file per seed; what is there is kept.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the records.")] = False,
 ) -> None:
     """Accuracy of the honest clients' downloaded models when the last client is hostile, without and with the defence.
 
@@ -70,6 +73,9 @@ def attacks_command(
             record = json.loads(path.read_text(encoding="utf-8"))
         _run_cases(record, setting | {"seed": number}, attack, defence, path)
         records.append(record)
+    if as_json:
+        print_data(records)
+        return
     for line in table(records):
         typer.echo(line)
 

@@ -66,7 +66,9 @@ def test_a_kept_update_is_there_after_a_restart_and_counts_once(make_world: Make
         running.vanish()
     with RunningService(world):
         slow = world.devices["c"]
-        slow.hello()
+        for device in world.devices.values():
+            with device.lock:
+                device.hello()
         wait_until(lambda: slow.session is not None, "a session")
         slow.send_update(1, 1, world.artifacts.get(artifact))  # its outbox repeats
         wait_until(lambda: len(slow.receipts()) == 2, "the same receipt again")

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.bench.attacks.attackers import ATTACKS
 from experiments.bench.attacks.command import table
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 
 QUICK = ("--rounds", 1, "--epochs", 1, "--images", 60, "--clients", 4, "--seed", 0, "--set", "server_iterations=5")
 
@@ -31,6 +31,7 @@ def test_an_update_of_a_hundred_steps_is_merged_without_the_defence_and_not_with
     written_at = path.stat().st_mtime_ns
     again = run_fedcg(*words)
     assert again.stdout == shown.stdout
+    assert data_of(run_fedcg(*words, "--json").stdout)[0]["cases"]
     assert path.stat().st_mtime_ns == written_at
 
 
