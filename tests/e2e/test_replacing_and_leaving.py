@@ -14,7 +14,7 @@ from fedcg.wire.messages.enrolment_messages import load_certificate
 from tests.support.commands import data_of
 from tests.support.stack import Stack, wait_for
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(280), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

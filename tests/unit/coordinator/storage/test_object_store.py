@@ -92,6 +92,7 @@ def test_a_bucket_that_does_not_exist_is_named(moto: Moto, tmp_path: Path) -> No
         ArtifactStore(tmp_path, remote).put(b"x")
 
 
+@pytest.mark.slow
 def test_a_round_waits_for_its_store_of_artifacts_loses_nothing_and_goes_on(moto: Moto, tmp_path: Path) -> None:
     spec = tiny_spec(rounds=2)
     world = World(

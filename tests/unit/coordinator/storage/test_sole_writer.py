@@ -54,6 +54,7 @@ def holding(home: Home) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_a_second_coordinator_on_the_same_database_is_refused_and_the_next_goes_on_when_the_first_is_killed(
     postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
