@@ -36,13 +36,13 @@ TRY_AGAIN = timedelta(hours=1)
 TRIES_PER_LIFE = 50
 
 
-def renew(config: AgentConfig, signing: SigningKey, due_at: datetime | None = None) -> x509.Certificate:
+def renew(config: AgentConfig, signing: SigningKey, clock: Callable[[], datetime] | None = None) -> x509.Certificate:
     """Get the next certificate, with a new key, and put both in place of the current pair.
 
     Args:
         config: of the device.
         signing: its message key.
-        due_at: do it only if the certificate is due then: the agent of another federation may have renewed it a moment ago.
+        clock: do it only if the certificate is due by it: the agent of another federation may have renewed it a moment ago.
 
     Returns:
         The certificate that is in place now.
@@ -57,7 +57,7 @@ def renew(config: AgentConfig, signing: SigningKey, due_at: datetime | None = No
         )
     with _alone(config.tls):
         settle_pair(config.tls.cert, config.tls.key)
-        if due_at is not None and not is_due(current := read_certificate(config.tls.cert), due_at):
+        if clock is not None and not is_due(current := read_certificate(config.tls.cert), clock()):
             return current
         authority = read_certificate(config.tls.ca)
         context = trusting(authority)
@@ -139,7 +139,7 @@ class Renewer:
         if self._serial is None:
             self._serial = certificate.serial_number
         if is_due(certificate, self._clock()):
-            certificate = renew(self._config, self._signing, self._clock())
+            certificate = renew(self._config, self._signing, self._clock)
         if certificate.serial_number != self._serial:
             self._serial = certificate.serial_number
             self._events.write("certificate_renewed", until=certificate.not_valid_after_utc.timestamp())
