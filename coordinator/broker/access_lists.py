@@ -78,7 +78,7 @@ def publish_access(home: Home) -> bool:
     try:
         publish_lists(home, lists)
     except (BrokerError, TransportError) as error:
-        log.warning("the lists of devices: %s", error)
+        log.warning("the broker gets the new lists of devices later, from the running coordinator: %s", error)
         return False
     pending.unlink(missing_ok=True)
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import tempfile
 import threading
 import time
@@ -48,7 +49,7 @@ class _Exchange:
     """One message and its answer."""
 
     def __init__(self, config: MqttConfig, payload: bytes) -> None:
-        self._transport = MqttTransport(config)
+        self._transport = MqttTransport(config, retry_log_level=logging.DEBUG)  # whoever called has the reason
         self._tries = 2 if config.protocol == "auto" else 1
         self._address = config.address
         self._payload = payload

@@ -92,7 +92,8 @@ def coordinator_init(
         aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
     )
     home = create_home(directory, config, observers=("observer",) if observer else ())
-    text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml (plan --example prints one)"
+    command = f"fedcg federation create --dir {home.root} plan.toml"
+    text = f"Created {home.root}. Next: {command} (fedcg federation plan --example prints a plan)"
     print_result({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
 
 

@@ -96,28 +96,23 @@ def test_a_process_that_is_killed_or_hangs_is_replaced_and_the_result_is_the_sam
         assert died == [(-signal.SIGKILL, f"no progress for {STALL_S:.0f} s")]
 
 
-def test_a_killed_agent_resumes_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
+def test_a_killed_agent_and_then_a_killed_coordinator_resume_the_same_attempt_and_the_result_is_the_same(
+    stack: Stack, undisturbed: str
+) -> None:
     progress = stack.wait_event(VICTIM, _under_way, "training is under way")
     stack.kill(VICTIM)
     wait_for(lambda: not Path(f"/proc/{progress['pid']}").exists(), "the trainer dies with its agent", 10)
     assert _committed(stack) == []
     stack.start_agent(VICTIM)
-    stack.wait_finished()
-    assert len({event["pid"] for event in _entries(stack, VICTIM, "classify", 1)}) == 2
-    assert _committed(stack) == [(1, 1), (2, 1)]
-    assert stack.final_aggregate() == undisturbed
-
-
-def test_a_killed_coordinator_resumes_the_same_attempt_and_the_result_is_the_same(
-    stack: Stack, undisturbed: str
-) -> None:
     stack.wait_event("coordinator", _distilling, "distillation is under way")
+    assert len({event["pid"] for event in _entries(stack, VICTIM, "classify", 1)}) == 2
     stack.kill("coordinator")
     stack.start_coordinator()
     stack.wait_finished()
     entered = _entries(stack, "coordinator", "distil", 1)
     assert len({event["pid"] for event in entered}) == 2
     assert {event["attempt"] for event in entered} == {1}
+    assert _committed(stack) == [(1, 1), (2, 1)]
     assert stack.final_aggregate() == undisturbed
 
 

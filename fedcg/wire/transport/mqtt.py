@@ -61,14 +61,22 @@ class MqttTransport:
         config: the broker and this client's identity on it.
         will: the message that the broker publishes when this client vanishes.
         rng: jitter of the backoff.
+        retry_log_level: of the line about a failed connection.
 
     Attributes:
         last_error: the reason why there is no link now, for people; None while there is one.
         attempts: connections tried so far.
     """
 
-    def __init__(self, config: MqttConfig, will: Will | None = None, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        config: MqttConfig,
+        will: Will | None = None,
+        rng: random.Random | None = None,
+        retry_log_level: int = logging.WARNING,
+    ) -> None:
         self._config = config
+        self._retry_log_level = retry_log_level
         self._will = will
         self._rng = rng or random.Random()
         self._lock = threading.Lock()
@@ -202,7 +210,7 @@ class MqttTransport:
                 return
             failures = 1 if self._accepted and time.monotonic() - began > STEADY_S else failures + 1
             delay = backoff_s(failures, self._rng)
-            _LOG.warning("%s; trying again in %.1f s", self.last_error, delay)
+            _LOG.log(self._retry_log_level, "%s; trying again in %.1f s", self.last_error, delay)
             self._closing.wait(delay)
 
     def _connect_once(self) -> None:

@@ -19,9 +19,7 @@ PERSISTENCE = ("persistence true", "autosave_interval 1")
 
 
 WINDOWS = {Carrier.MQTT: 17, Carrier.HTTPS: 64}  # chunks that were under way when something died: lost or repeated
-BOTH_CARRIERS = pytest.mark.parametrize(
-    "make_world", [Carrier.MQTT, pytest.param(Carrier.HTTPS, marks=pytest.mark.slow)], indirect=True
-)
+BOTH_CARRIERS = pytest.mark.parametrize("make_world", [Carrier.MQTT, Carrier.HTTPS], indirect=True)
 
 
 @pytest.fixture
@@ -30,6 +28,7 @@ def make_world(request: pytest.FixtureRequest, tmp_path: Path, mosquitto: StartM
         yield make
 
 
+@pytest.mark.slow
 @BOTH_CARRIERS
 def test_an_agent_killed_in_mid_upload_sends_only_the_rest(make_world: MakeWorld) -> None:
     world = make_world()
