@@ -12,9 +12,9 @@ from playwright.sync_api import Browser, sync_playwright
 NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A running Chromium without a window."""
+    """A running Chromium without a window. Its driver keeps an event loop in this thread: it must end with the module."""
     path = next((found for name in NAMES if (found := shutil.which(name))), None)
     if path is None:
         why = f"none of {', '.join(NAMES)} on PATH; `apt-get install chromium-headless-shell`"

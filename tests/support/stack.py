@@ -139,7 +139,7 @@ class Stack:
         params = "\n".join(f"{name} = {json.dumps(value)}" for name, value in self.params.items())
         return (
             f'federation = "shapes"\nclasses = {json.dumps(list(CLASSES))}\nmethod = "{self.method}"\nrounds = {self.rounds}\n'
-            f"seed = 7\nmin_clients = {self.min_clients or len(self.devices)}\n"
+            f"seed = 7\nmin_clients = {self.min_clients or len(self.devices)}\nmin_cohort = 1\n"
             '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n'
             '[network]\nsplit = "lenet5_relu"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n'
             f"[params]\n{params}\n"

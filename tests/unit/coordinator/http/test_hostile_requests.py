@@ -17,6 +17,8 @@ from tests.support.coordinator.api import Api, running_api
 
 STARTS_A_PROCESS = "POST /api/v1/federations"
 """The route that starts a process with torch for content that fits."""
+ENDLESS = "GET /api/v1/events/stream"
+"""Its answer ends with its reader: test_streams.py has it."""
 REAL = {"federation": "casting", "device": "a", "number": 1}
 
 
@@ -29,26 +31,22 @@ def api(home: Home) -> Iterator[Api]:
         yield running
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("examples", [4, pytest.param(25, marks=pytest.mark.slow)])
-def test_no_request_that_the_schema_allows_or_almost_allows_is_answered_with_a_server_error(
-    api: Api, examples: int
-) -> None:
+def test_no_request_that_the_schema_allows_or_almost_allows_is_answered_with_a_server_error(api: Api) -> None:
     token = {"Authorization": f"Bearer {api.tokens.create('machine', Role.ADMIN).text}"}
     schema: Any = schemathesis.openapi.from_url(f"{api.url}/openapi.json")
-    operations = [found.ok() for found in schema.get_all_operations()]
-    asked = {operation.label: asked_of(operation, token, examples) for operation in operations}
+    operations = [found.ok() for found in schema.get_all_operations() if found.ok().label != ENDLESS]
+    asked = {operation.label: asked_of(operation, token) for operation in operations}
     assert len(asked) >= 25
     assert {200, 404} <= asked["GET /api/v1/federations/{federation}"]
     assert 200 in asked["PATCH /api/v1/federations/{federation}/policy"]
 
 
-def asked_of(operation: Any, token: dict[str, str], examples: int) -> set[int]:
+def asked_of(operation: Any, token: dict[str, str]) -> set[int]:
     """Make requests to one route; returns the statuses of the answers."""
     statuses = set()
 
     @settings(
-        max_examples=1 + examples // 8 if operation.label == STARTS_A_PROCESS else examples,
+        max_examples=4 if operation.label == STARTS_A_PROCESS else 25,
         deadline=None,
         derandomize=True,
         database=None,
