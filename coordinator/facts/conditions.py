@@ -1,0 +1,98 @@
+"""What devices reported of themselves: the findings of their own doctors as sentences with remedies, and the exported models in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.facts.known import Known
+from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, ServedModel
+
+ENROL_AGAIN = "`fedcg token create --replaces DEVICE` here, then `fedcg enrol` on the device into a new folder."
+FINDINGS = {
+    ("clock", "failed"): (
+        "its clock is outside the life of its certificate",
+        "On the device: set the clock (`timedatectl set-ntp true`).",
+    ),
+    ("disk", "failed"): (
+        "less than 1 GiB is free at its store",
+        "On the device: make room at the `store` of agent.toml.",
+    ),
+    ("keys", "warning"): (
+        "other users of the device can read its keys",
+        "On the device: `chmod 600` the keys that `fedcg doctor` names.",
+    ),
+    ("keys", "failed"): ("its keys can't be read", ENROL_AGAIN),
+    ("certificate", "warning"): (
+        "its certificate is near its end, or it has none",
+        "On the device: `fedcg agent renew` prints the reason.",
+    ),
+    ("certificate", "failed"): ("its certificate can't be used", ENROL_AGAIN),
+    ("data", "warning"): (
+        "some of its images can't be decoded; training leaves them out",
+        "On the device: repair or remove the images that `fedcg doctor` names.",
+    ),
+    ("data", "failed"): (
+        "it finds no images, or can't read some",
+        "On the device: put images where [data] root in agent.toml names them, readable for the agent.",
+    ),
+    ("cohort secret", "warning"): (
+        "it has no cohort secret: the start of its private networks can be computed from the spec",
+        "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round.",
+    ),
+    ("cohort secret", "failed"): (
+        "its cohort secret can't be read",
+        "On the device: delete the file that `fedcg doctor` names, then `fedcg cohort join`.",
+    ),
+    ("training", "failed"): (
+        "it can't train: a package or the memory is missing",
+        "On the device: `fedcg doctor` names what is missing (`pip install 'fedcg-edge[edge]'`).",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a device's own doctor found: "warning" or "failed", the fact, and the remedy; `at` is when the report with it came, unix time."""
+
+    state: str
+    what: str
+    remedy: str
+    at: float
+
+
+@dataclass(frozen=True)
+class ServedAt:
+    """The exported model that a device uses; `at` is when the report came, unix time, `gain` the accuracy less that of the model before it."""
+
+    device: str
+    at: float
+    model: ServedModel
+    gain: float | None
+
+
+def served_models(known: Known, federation: str) -> list[ServedAt]:
+    """The exported models in use, by device, of the devices that report them.
+
+    Raises:
+        NotFoundError: there is no such federation.
+    """
+    found = []
+    for record in known.store.presence.conditions(known.federation(federation).id):
+        model = DeviceCondition.model_validate_json(record.content).model
+        if model is not None:
+            both = model.accuracy, model.before
+            gain = None if both[0] is None or both[1] is None else both[0] - both[1]
+            found.append(ServedAt(record.device, record.at, model, gain))
+    return found
+
+
+def doctor_findings(known: Known, device: str) -> list[Finding]:
+    """What a device's own doctor found, as its agents reported it; what failed first."""
+    found: dict[DoctorFinding, Finding] = {}
+    for federation in known.store.federations():
+        for record in known.store.presence.conditions(federation.id, device):
+            for one in DeviceCondition.model_validate_json(record.content).findings or ():
+                fallback = (f"{one.check}: {one.state}", "On the device: `fedcg doctor` shows what to do.")
+                what, remedy = FINDINGS.get((one.check, one.state), fallback)
+                found[one] = Finding(one.state, what, remedy, record.at)
+    return sorted(found.values(), key=lambda one: one.state)
