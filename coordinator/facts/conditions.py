@@ -86,13 +86,15 @@ def served_models(known: Known, federation: str) -> list[ServedAt]:
     return found
 
 
-def doctor_findings(known: Known, device: str) -> list[Finding]:
-    """What a device's own doctor found, as its agents reported it; what failed first."""
+def doctor_findings(known: Known, device: str) -> list[Finding] | None:
+    """What a device's own doctor found, as its agents reported it, what failed first; None where it reports none."""
     found: dict[DoctorFinding, Finding] = {}
+    is_reported = False
     for federation in known.store.federations():
         for record in known.store.presence.conditions(federation.id, device):
-            for one in DeviceCondition.model_validate_json(record.content).findings or ():
+            findings = DeviceCondition.model_validate_json(record.content).findings
+            is_reported |= findings is not None
+            for one in findings or ():
                 fallback = (f"{one.check}: {one.state}", "On the device: `fedcg doctor` shows what to do.")
-                what, remedy = FINDINGS.get((one.check, one.state), fallback)
-                found[one] = Finding(one.state, what, remedy, record.at)
-    return sorted(found.values(), key=lambda one: one.state)
+                found[one] = Finding(one.state, *FINDINGS.get((one.check, one.state), fallback), record.at)
+    return sorted(found.values(), key=lambda one: one.state) if is_reported else None

@@ -60,7 +60,7 @@ class DeviceHistory:
         deliveries: by federation, its updates, oldest first.
         presence: by federation, from the oldest on; a gap before the first stretch was not observed.
         classes: by federation, the accuracies by class in its last update, where it reports them.
-        findings: of its own doctor.
+        findings: of its own doctor; None where it reports none.
     """
 
     facts: DeviceFacts
@@ -69,7 +69,7 @@ class DeviceHistory:
     deliveries: dict[str, list[Delivery]] = field(default_factory=dict)
     presence: dict[str, list[Stretch]] = field(default_factory=dict)
     classes: dict[str, list[ClassWorth]] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding] | None = None
 
 
 def device_facts(known: Known) -> list[DeviceFacts]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from coordinator.storage.overview_store import Delivery
 from coordinator.updates import receiver as receiver_module
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding
-from fedcg.wire.messages.messages import COORDINATOR, Carrier, SelfReport, decode, encode
+from fedcg.wire.messages.messages import COORDINATOR, Carrier, Outcome, SelfReport, decode, encode
+from fedcg.wire.parts import ClassAccuracies, Report
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.page.pages import ServedPage, served
@@ -55,20 +57,39 @@ def test_models_and_findings_of_a_device_are_on_its_page_and_on_models(page: Ser
     device.tell(report(condition=CONDITION))
     wait_until(lambda: 'id="m-a"' in reader.get("/f/tiny/models")[1], "the model is shown")
     row = reader.get("/f/tiny/models")[1].partition('id="m-a"')[2].partition("</tr>")[0]
-    for text in ("0003", "round 2", ">int8<", "50.0 %", "+25.0", "47.5 %, agrees 95.0 %, 30.0 kB, 0.5 ms"):
+    for text in ("0003, round 2", ">int8<", "50.0 %", "+25.0", "47.5 %, agrees 95.0 %, 30.0 kB, 0.5 ms"):
         assert text in row, row
     shown = reader.get("/devices/a")[1].partition('id="doctor"')[2].partition("</section>")[0]
     for state, check in (("warning", "data"), ("failed", "disk")):
         what, remedy = FINDINGS[(check, state)]
         assert what.split("'")[0] in shown
         assert remedy.split("`")[0] in shown
-    assert "It reported nothing to look at" in reader.get("/devices/b")[1]
+    assert "it has not reported its checks" in reader.get("/devices/b")[1]
     device.silent = False
     device.act()
     wait_until(
         lambda: "model" in reader.get("/f/tiny/sent")[1].partition('id="s-a"')[2].partition("</tr>")[0],
         "the privacy officer's page names the model",
     )
+
+
+def test_accuracies_by_class_reach_the_page_and_those_of_other_classes_are_rejected(page: ServedPage) -> None:
+    reader = page.reader()
+    for device, personal in zip(page.made.devices["tiny"][:2], ((0.25, None, 1.0), (0.25, 1.0)), strict=True):
+        by_class = ClassAccuracies(accuracy=personal, shadow=(0.75, None, 1.0), downloaded=(0.125, None, 1.0))
+        told = Report(examples=9, accuracy=0.5, shadow=0.6, downloaded=0.4, per_class=by_class)
+        device.make_update = partial(type(device).make_update, device, report=told)  # type: ignore[method-assign]
+        device.silent = False
+        device.act()
+    wait_until(lambda: bool(page.made.devices["tiny"][1].receipts()), "the update of b is judged")
+    (receipt,) = page.made.devices["tiny"][1].receipts()
+    assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, "its accuracies by class are not of 3 classes")
+    row = reader.get("/f/tiny/worth")[1].partition(">x</td>")[2].partition("</tr>")[0]
+    for text in ("75.0 %", "25.0 %", "12.5 %", "\N{MINUS SIGN}50.0", "/devices/a"):
+        assert text in row, row
+    client = reader.get("/f/tiny/worth")[1].partition('id="w-a" class="loses"')[2].partition("</tr>")[0]
+    assert "40.0 %" in client
+    assert "12.5 %" in reader.get("/devices/a")[1].partition("Accuracy by class in tiny")[2].partition("</section>")[0]
 
 
 def test_a_condition_outlives_the_service(make_world: MakeWorld) -> None:
@@ -86,7 +107,7 @@ def test_a_condition_outlives_the_service(make_world: MakeWorld) -> None:
     known = Known(world.store, lambda record: world.spec, world.root)
     (model,) = served_models(known, "tiny")
     assert (model.device, model.model, model.gain) == ("a", CONDITION.model, 0.25)
-    assert doctor_findings(known, "a") == []
+    assert (doctor_findings(known, "a"), doctor_findings(known, "b")) == ([], None)
 
 
 def kinds(page: ServedPage) -> dict[str, dict[str, Any]]:
