@@ -20,8 +20,8 @@ FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
 """The coordinator's disk is nearly full below both."""
 CERTIFICATE_SHARE = 0.25
 """A certificate with less than this share of its life left should have been renewed: agents renew in the last third."""
-RESTLESS_S, RESTLESS_SESSIONS = 600.0, 6
-"""So many new sessions of one device within this time: its link is unsteady. A doubled identity is named for as long after its last sign."""
+DOUBLED_S = 600.0
+"""A doubled identity is named for so long after its last sign."""
 CLOCK_S = 60.0
 """A device's clock may differ so much from the coordinator's."""
 GONE_S = 3600.0
@@ -103,35 +103,22 @@ def open_problems(known: Known) -> list[Problem]:
     return sorted(unique.values(), key=lambda each: (not each.is_severe, each.kind, each.subject))
 
 
-def _of_identities(known: Known, device: str, sessions: int) -> Iterator[Problem]:
-    """Of the agent processes and sessions of a device."""
-    signs = [service.conditions.doubled_at.get(device, 0.0) for service in known.services.values()]
-    if known.now - max(signs, default=0.0) < RESTLESS_S:
-        yield Problem(
-            "two devices with one identity",
-            device,
-            "two agents report under this identity in turns: a copy of its folder runs on another machine",
-            f"Stop the copy. If you can't tell which one is right: `fedcg device revoke {device}`, and enrol one anew.",
-            device=device,
-        )
-    elif sessions >= RESTLESS_SESSIONS:
-        yield Problem(
-            "link unsteady",
-            device,
-            f"{sessions} new sessions within {RESTLESS_S / 60:.0f} minutes",
-            "At the device: is its network steady? `fedcg agent logs` there shows why the link ended.",
-            device=device,
-        )
-
-
 def _of_devices(known: Known) -> Iterator[Problem]:
-    ends, sessions = known.store.overview.certificates(), known.store.presence.comings(known.now - RESTLESS_S)
+    ends = known.store.overview.certificates()
     for device in known.store.members():
         validity = ends.get(device.id)
         if validity is not None:
             life = (validity.expires_at - known.now) / max(1.0, validity.expires_at - validity.issued_at)
             yield from _of_certificate(device.id, life)
-        yield from _of_identities(known, device.id, sessions.get(device.id, 0))
+        signs = [service.conditions.doubled_at.get(device.id, 0.0) for service in known.services.values()]
+        if known.now - max(signs, default=0.0) < DOUBLED_S:
+            yield Problem(
+                "two devices with one identity",
+                device.id,
+                "two agents report under this identity in turns: a copy of its folder runs on another machine",
+                f"Stop the copy. If you can't tell which one is right: `fedcg device revoke {device.id}`, and enrol one anew.",
+                device=device.id,
+            )
 
 
 def _of_certificate(device: str, life: float) -> Iterator[Problem]:

@@ -93,21 +93,6 @@ class Presence(schema.Queries):
         found = self._all(PresenceRecord, query.where(table.c.federation == federation))
         return {change.device: change for change in found}
 
-    def comings(self, since: float) -> dict[str, int]:
-        """How often each device came online in some federation after a time; the most restless federation counts."""
-        table = schema.presence
-        query = (
-            select(table.c.device, table.c.federation, func.count().label("comings"))
-            .where(table.c.at >= since, table.c.online)
-            .group_by(table.c.device, table.c.federation)
-        )
-        with self._engine.connect() as connection:
-            rows = connection.execute(query).all()
-        counted: dict[str, int] = {}
-        for device, _, comings in rows:
-            counted[device] = max(counted.get(device, 0), comings)
-        return counted
-
     def prune(self, federation: str, before: float) -> None:
         """Delete changes before a time; the last change of each device stays."""
         table = schema.presence

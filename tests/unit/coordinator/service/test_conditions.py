@@ -23,6 +23,7 @@ from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding
 from fedcg.wire.messages.messages import COORDINATOR, Carrier, Outcome, SelfReport, decode, encode
 from fedcg.wire.parts import ClassAccuracies, Report
+from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.page.pages import ServedPage, served
@@ -37,6 +38,12 @@ BOOTS = ("1" * 32, "2" * 32)
 def report(device: str = "a", condition: DeviceCondition = NOTHING, **fields: Any) -> SelfReport:
     about = {"federation": FEDERATION, "sender": device, "recipient": COORDINATOR, "boot": BOOTS[0]}
     return SelfReport(**{**about, "condition": condition, **fields})
+
+
+def tell(device: FakeDevice, message: SelfReport) -> None:
+    """Send a report; the device's own thread may send at the same time."""
+    with device.lock:
+        device.tell(message)
 
 
 @pytest.fixture
@@ -54,7 +61,7 @@ def page(tmp_path: Path) -> Iterator[ServedPage]:
 
 def test_models_and_findings_of_a_device_are_on_its_page_and_on_models(page: ServedPage) -> None:
     device, reader = page.made.devices["tiny"][0], page.reader()
-    device.tell(report(condition=CONDITION))
+    tell(device, report(condition=CONDITION))
     wait_until(lambda: 'id="m-a"' in reader.get("/f/tiny/models")[1], "the model is shown")
     row = reader.get("/f/tiny/models")[1].partition('id="m-a"')[2].partition("</tr>")[0]
     for text in ("0003, round 2", ">int8<", "50.0 %", "+25.0", "47.5 %, agrees 95.0 %, 30.0 kB, 0.5 ms"):
@@ -98,8 +105,8 @@ def test_a_condition_outlives_the_service(make_world: MakeWorld) -> None:
         world.start_devices()
         a = world.devices["a"]
         wait_until(lambda: a.session is not None, "a session")
-        a.tell(report(condition=CONDITION))
-        a.tell(report(condition=CONDITION.model_copy(update={"findings": ()})))
+        tell(a, report(condition=CONDITION))
+        tell(a, report(condition=CONDITION.model_copy(update={"findings": ()})))
         wait_until(
             lambda: any('"findings":[]' in each.content for each in world.store.presence.conditions("tiny")),
             "the later one is stored",
@@ -120,14 +127,14 @@ def kinds(page: ServedPage) -> dict[str, dict[str, Any]]:
 
 def test_a_clock_that_is_off_by_more_than_a_minute_is_a_problem_until_it_is_right(page: ServedPage) -> None:
     device, reader = page.made.devices["tiny"][2], page.reader()
-    device.tell(report("c", clock=time.time() - 50))
-    device.tell(report("c", clock=time.time() - 600))
+    tell(device, report("c", clock=time.time() - 50))
+    tell(device, report("c", clock=time.time() - 600))
     wait_until(lambda: "clock" in kinds(page), "the clock is a problem")
     found = kinds(page)["clock"]
     assert (found["device"], found["what"]) == ("c", "its clock is 10 min behind the coordinator's")
     assert "timedatectl set-ntp true" in found["remedy"]
     assert "10 min behind" in reader.get("/repairs")[1]
-    device.tell(report("c", clock=time.time()))
+    tell(device, report("c", clock=time.time()))
     wait_until(lambda: "clock" not in kinds(page), "the clock is right again")
 
 
@@ -136,10 +143,10 @@ def test_two_agents_that_take_turns_under_one_identity_are_a_problem_and_a_resta
 ) -> None:
     device = page.made.devices["tiny"][1]
     for boot in (BOOTS[0], BOOTS[1]):
-        device.tell(report("b", boot=boot, clock=time.time() - 600))
+        tell(device, report("b", boot=boot, clock=time.time() - 600))
     wait_until(lambda: "clock" in kinds(page), "both are taken")
     assert "two devices with one identity" not in kinds(page)
-    device.tell(report("b", boot=BOOTS[0]))
+    tell(device, report("b", boot=BOOTS[0]))
     wait_until(lambda: "two devices with one identity" in kinds(page), "the copy is noticed")
     found = kinds(page)["two devices with one identity"]
     assert (found["device"], "fedcg device revoke b" in found["remedy"]) == ("b", True)
