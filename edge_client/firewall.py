@@ -209,6 +209,8 @@ def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection,
     except ValidationError as error:  # it was made without checks
         field_name = ".".join(str(step) for step in error.errors()[0]["loc"])
         raise FirewallError(device, "its value is not what this report field holds", tensor=field_name) from error
+    if allowed.per_class is not None and not allowed.per_class.fits(len(spec.classes)):
+        raise FirewallError(device, f"not of {len(spec.classes)} classes", tensor=ReportField.PER_CLASS.value)
     counts, examples = allowed.label_counts, allowed.examples
     if counts is not None and (len(counts) != len(spec.classes) or sum(counts) != (examples or sum(counts))):
         problem = f"{len(counts)} numbers that add up to {sum(counts)}, for {len(spec.classes)} classes and {examples} examples"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from coordinator.errors import NotFoundError
+from coordinator.facts.conditions import Finding, doctor_findings
 from coordinator.facts.known import Known
+from coordinator.facts.worth import ClassWorth, by_class
 from coordinator.rounds.records import DeviceRecord, DeviceState
 from coordinator.storage.overview_store import Delivery, Validity
 from coordinator.storage.presence_store import PresenceRecord
@@ -57,6 +59,8 @@ class DeviceHistory:
         answers: by federation, (round, attempt, answer, reason) of the last attempts that invited it, newest first.
         deliveries: by federation, its updates, oldest first.
         presence: by federation, from the oldest on; a gap before the first stretch was not observed.
+        classes: by federation, the accuracies by class in its last update, where it reports them.
+        findings: of its own doctor; None where it reports none.
     """
 
     facts: DeviceFacts
@@ -64,6 +68,8 @@ class DeviceHistory:
     answers: dict[str, list[tuple[int, int, str, str]]] = field(default_factory=dict)
     deliveries: dict[str, list[Delivery]] = field(default_factory=dict)
     presence: dict[str, list[Stretch]] = field(default_factory=dict)
+    classes: dict[str, list[ClassWorth]] = field(default_factory=dict)
+    findings: list[Finding] | None = None
 
 
 def device_facts(known: Known) -> list[DeviceFacts]:
@@ -98,6 +104,8 @@ def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistor
         {each: asked for each in federations if (asked := overview.answers(each, device))},
         deliveries,
         {each: there for each in federations if (there := stretches(changes, each, since, known.now))},
+        {each: by_class(known, each, {device: found[-1]}) for each, found in deliveries.items()},
+        doctor_findings(known, device),
     )
 
 

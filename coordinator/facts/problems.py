@@ -1,7 +1,7 @@
 """Open problems, each with its remedy: for the page, `fedcg coordinator status --check`, the metrics and the webhook.
 
-Only what the coordinator really has: its own disk and links, the register, and what devices reported or answered. A device's clock is
-not among it; a device with a wrong clock fails in the TLS handshake, which `fedcg doctor` on the device explains.
+Only what the coordinator really has: its own disk and links, the register, and what devices reported or answered. A clock that is wrong
+by more than a certificate's life fails in the TLS handshake, before any report; `fedcg doctor` on the device explains it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
 """The coordinator's disk is nearly full below both."""
 CERTIFICATE_SHARE = 0.25
 """A certificate with less than this share of its life left should have been renewed: agents renew in the last third."""
-RESTLESS_S, RESTLESS_SESSIONS = 600.0, 6
-"""So many new sessions of one device within this time: two machines with one identity end each other's sessions."""
+DOUBLED_S = 600.0
+"""A doubled identity is named for so long after its last sign."""
+CLOCK_S = 60.0
+"""A device's clock may differ so much from the coordinator's."""
 GONE_S = 3600.0
 """A device that was online in a running federation and is away for longer is named."""
 
@@ -102,17 +104,18 @@ def open_problems(known: Known) -> list[Problem]:
 
 
 def _of_devices(known: Known) -> Iterator[Problem]:
-    ends, sessions = known.store.overview.certificates(), known.store.presence.comings(known.now - RESTLESS_S)
+    ends = known.store.overview.certificates()
     for device in known.store.members():
         validity = ends.get(device.id)
         if validity is not None:
             life = (validity.expires_at - known.now) / max(1.0, validity.expires_at - validity.issued_at)
             yield from _of_certificate(device.id, life)
-        if (count := sessions.get(device.id, 0)) >= RESTLESS_SESSIONS:
+        signs = [service.conditions.doubled_at.get(device.id, 0.0) for service in known.services.values()]
+        if known.now - max(signs, default=0.0) < DOUBLED_S:
             yield Problem(
                 "two devices with one identity",
                 device.id,
-                f"{count} new sessions within {RESTLESS_S / 60:.0f} minutes: two machines may use this identity, or its link drops",
+                "two agents report under this identity in turns: a copy of its folder runs on another machine",
                 f"Stop the copy. If you can't tell which one is right: `fedcg device revoke {device.id}`, and enrol one anew.",
                 device=device.id,
             )
@@ -205,6 +208,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
                 "On the device: `fedcg cohort join` with the code that `fedcg cohort create` printed on the first one."
             )
             yield Problem("cohort differs", f"{device} in {record.id}", why, remedy, device=device)
+    yield from _of_reports(record.id, state, service)
     for device, change in known.store.presence.latest(record.id).items():
         away = known.now - change.at
         if not change.online and away > GONE_S and state.phase is not Phase.FINISHED:
@@ -218,3 +222,21 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
         if health in HEALTH and device in state.online:
             what = f"reported {str(health).replace('_', ' ')} with its update to round {delivery.round}"
             yield Problem("device health", f"{device} in {record.id}", what, HEALTH[health], device=device)
+
+
+def _of_reports(federation: str, state: RoundState, service: Service) -> Iterator[Problem]:
+    """Of the devices' clocks, and of updates that the coordinator has no room for."""
+    for device, ahead_s in dict(service.conditions.clock_ahead_s).items():
+        if abs(ahead_s) > CLOCK_S and device in state.online:
+            what = (
+                f"its clock is {abs(ahead_s) / 60:.0f} min {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's"
+            )
+            remedy = "On the device: set the clock (`timedatectl set-ntp true`); if several differ alike, set the coordinator's."
+            yield Problem("clock", device, what, remedy, device=device)
+    if waiting := dict(service.receiver.without_room):
+        what = f"{len(waiting)} update{'s' if len(waiting) > 1 else ''} can't be received yet: {next(iter(waiting.values()))}"
+        remedy = (
+            "Nothing is lost: devices announce their updates again, and each transfer that ends makes room. If it stays: "
+            f"fewer devices at once, `fedcg federation set {federation} max_clients=N`."
+        )
+        yield Problem("full partial store", federation, what, remedy)

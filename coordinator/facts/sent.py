@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
+from coordinator.facts.conditions import served_models
 from coordinator.facts.known import Known
 from coordinator.storage.overview_store import Delivery
 from fedcg.learning.spec import FederationSpec
@@ -28,7 +29,8 @@ class DeviceSent:
     Attributes:
         updates: that were received in whole, whatever their outcome; `size` is their bytes.
         last: the last one.
-        fields: the report fields that were in any update of `rounds`, or in the last one where these are not listed.
+        fields: the report fields that were in any update of `rounds`, or in the last one where these are not listed,
+            and `model`, which a device reports beside its updates.
         rounds: all of them, oldest first; only in full.
     """
 
@@ -70,11 +72,12 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
     every: dict[str, list[Delivery]] = defaultdict(list)
     for each in overview.deliveries(record.id) if in_full else ():
         every[each.client].append(each)
-    volumes = overview.volumes(record.id)
+    volumes, reporting = overview.volumes(record.id), {each.device for each in served_models(known, federation)}
     devices = []
     for client, last in sorted(overview.last_deliveries(record.id).items()):
         updates, size = volumes[client]
-        devices.append(DeviceSent(client, updates, size, last, _fields(every[client] or [last]), every[client]))
+        fields = sorted(_fields(every[client] or [last]) | ({"model"} if client in reporting else set()))
+        devices.append(DeviceSent(client, updates, size, last, fields, every[client]))
     return Sent(
         record.id,
         record.method,
@@ -86,8 +89,8 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
     )
 
 
-def _fields(deliveries: list[Delivery]) -> list[str]:
-    return sorted({name for each in deliveries for name, value in each.report.items() if value is not None})
+def _fields(deliveries: list[Delivery]) -> set[str]:
+    return {name for each in deliveries for name, value in each.report.items() if value is not None}
 
 
 def _parts(spec: FederationSpec) -> list[PartSent]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.facts.known import Known
@@ -33,6 +34,23 @@ class ClientWorth:
 
 
 @dataclass(frozen=True)
+class ClassWorth:
+    """Accuracies in one class: of one client, or means over the clients that reported each; None where none did.
+
+    Attributes:
+        gain: personal - alone, over the clients that reported both.
+        worst: the client that loses most in this class; None when none loses.
+    """
+
+    name: str
+    personal: float | None
+    alone: float | None
+    downloaded: float | None
+    gain: float | None
+    worst: str | None = None
+
+
+@dataclass(frozen=True)
 class Worth:
     """What the federation brings its clients.
 
@@ -44,6 +62,7 @@ class Worth:
         rate: share of the compared clients that are worse off; None when none is compared.
         magnitude: mean loss of accuracy of the clients that are worse off.
         worst: the client that loses most.
+        classes: in the order of the spec; empty when no client reports accuracies by class.
     """
 
     clients: list[ClientWorth]
@@ -53,6 +72,7 @@ class Worth:
     rate: float | None
     magnitude: float | None
     worst: ClientWorth | None
+    classes: list[ClassWorth]
 
 
 def worth(known: Known, federation: str) -> Worth:
@@ -74,6 +94,46 @@ def worth(known: Known, federation: str) -> Worth:
         rate=len(losing) / len(compared) if compared else None,
         magnitude=statistics.fmean(-(each.gain or 0.0) for each in losing) if losing else None,
         worst=losing[0] if losing else None,
+        classes=by_class(known, federation, last),
+    )
+
+
+def by_class(known: Known, federation: str, last: Mapping[str, Delivery]) -> list[ClassWorth]:
+    """The accuracies by class in the last updates of some clients."""
+    reports = {client: each.report["per_class"] for client, each in last.items() if each.report.get("per_class")}
+    if not reports:
+        return []
+    classes = known.spec(known.federation(federation)).classes
+    return [
+        _of_class(name, {client: _in_class(each, at) for client, each in reports.items()})
+        for at, name in enumerate(classes)
+    ]
+
+
+def _in_class(report: Mapping[str, Sequence[float | None] | None], number: int) -> dict[str, float]:
+    """The accuracies that one client reported of a class, by field."""
+    found = {field: (values or ())[number : number + 1] for field, values in report.items()}
+    return {field: values[0] for field, values in found.items() if values and values[0] is not None}
+
+
+def _of_class(name: str, reported: Mapping[str, Mapping[str, float]]) -> ClassWorth:
+    def mean(field: str) -> float | None:
+        values = [each[field] for each in reported.values() if field in each]
+        return statistics.fmean(values) if values else None
+
+    gains = {
+        client: each["accuracy"] - each["shadow"]
+        for client, each in reported.items()
+        if {"accuracy", "shadow"} <= each.keys()
+    }
+    worst = min(gains, key=lambda client: gains[client], default=None)
+    return ClassWorth(
+        name,
+        mean("accuracy"),
+        mean("shadow"),
+        mean("downloaded"),
+        statistics.fmean(gains.values()) if gains else None,
+        worst if worst is not None and gains[worst] < 0 else None,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Response
 from fastapi.responses import HTMLResponse
 
+from coordinator.facts.conditions import served_models
 from coordinator.facts.current_round import current_round
 from coordinator.facts.devices import DeviceFacts, device_facts, device_history
 from coordinator.facts.events import Event, EventFilter, last_events
@@ -59,8 +60,9 @@ def is_it_worth_it(federation: str, view: Asked) -> Response:
 
 @router.get("/f/{federation}/models")
 def models(federation: str, view: Asked) -> Response:
-    """The versions of the shared model."""
-    return view.render("models.html", federation=federation, versions=view.facts(model_versions, federation))
+    """The versions of the shared model, and the exported models in use."""
+    versions, served = view.facts(model_versions, federation), view.facts(served_models, federation)
+    return view.render("models.html", federation=federation, versions=versions, served=served, shown=SHOWN_CLIENTS)
 
 
 @router.get("/f/{federation}/sent")

@@ -23,6 +23,7 @@ from coordinator.rounds.pacing import LinkChanged
 from coordinator.rounds.records import FederationRecord
 from coordinator.rounds.round_engine import Phase, RoundState, Tick, UpdateRefused, UpdateStored
 from coordinator.service.artifact_requests import ArtifactRequests
+from coordinator.service.condition_board import ConditionBoard
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Liveness, PresenceLog
 from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
@@ -37,7 +38,17 @@ from fedcg.event_log import EventLog
 from fedcg.refusal_counter import Refusals
 from fedcg.wire import versions
 from fedcg.wire.errors import CapacityError, VersionError
-from fedcg.wire.messages.messages import Accept, Decline, DeviceStatus, Heartbeat, Hello, Leave, Manifest, Need
+from fedcg.wire.messages.messages import (
+    Accept,
+    Decline,
+    DeviceStatus,
+    Heartbeat,
+    Hello,
+    Leave,
+    Manifest,
+    Need,
+    SelfReport,
+)
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transport.transport import Delivery
 from fedcg.worker_process import Exited
@@ -76,6 +87,7 @@ class Service:
         epoch: number of the lease.
         published: the artifacts that devices may fetch.
         receiver: takes updates.
+        conditions: what its devices report of themselves.
         finished_and_left: set when the federation is over and its devices have left, or a minute later.
     """
 
@@ -127,6 +139,7 @@ class Service:
         self._presence = PresenceLog(context.store, context.federation.id, context.clock)
         self._liveness = Liveness(self._round_driver, self.receiver, context.events, self._presence)
         self._board = ProgressBoard()
+        self.conditions = ConditionBoard(context.store, context.federation.id)
         self._down_since: float | None = None
         self._refused_hellos: set[str] = set()
         self._key_read_at = 0.0
@@ -308,11 +321,13 @@ class Service:
                 self._liveness.mark_online(device)
             self._in_session(device, message)
 
-    def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
+    def _in_session(self, device: str, message: Heartbeat | SelfReport | Accept | Decline | Manifest | Need) -> None:
         if isinstance(message, Accept | Decline):
             self._invitations.answered(device, message)
         elif isinstance(message, Heartbeat):
             self._beat(device, message)
+        elif isinstance(message, SelfReport):
+            self.conditions.note(device, message, self._context.clock(), is_delayed=self.is_uploading(device))
         elif isinstance(message, Manifest):
             self.receiver.announce(device, message)
         elif isinstance(message, Need):

@@ -1,4 +1,4 @@
-"""Queries about presence: when each device came and went. Part of the store: same database, same rules."""
+"""Queries about presence: when each device came and went, and its last report of itself. Part of the store: same database, same rules."""
 
 from __future__ import annotations
 
@@ -23,8 +23,32 @@ class PresenceRecord:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class ConditionRecord:
+    """The last report of a device about itself; `at` is when its content came first, unix time, `content` a `DeviceCondition` as JSON."""
+
+    federation: str
+    device: str
+    at: float
+    content: str
+
+
 class Presence(schema.Queries):
-    """The changes of presence in the coordinator's database."""
+    """The changes of presence in the coordinator's database, and the devices' reports of themselves."""
+
+    def keep_condition(self, federation: str, device: str, at: float, content: str) -> None:
+        """Replace a device's report of itself."""
+        table = schema.conditions
+        values = {"federation": federation, "device": device, "at": at, "content": content}
+        with self._engine.begin() as connection:
+            connection.execute(delete(table).where(table.c.federation == federation, table.c.device == device))
+            connection.execute(insert(table).values(**values))
+
+    def conditions(self, federation: str, device: str | None = None) -> list[ConditionRecord]:
+        """The last reports of the devices of a federation, or of one, about themselves; sorted by device."""
+        table = schema.conditions
+        query = select(table).where(table.c.federation == federation).order_by(table.c.device)
+        return self._all(ConditionRecord, query if device is None else query.where(table.c.device == device))
 
     def note(self, change: PresenceRecord) -> None:
         """Store a change; of two within one tick of the clock the first one stays."""
@@ -68,21 +92,6 @@ class Presence(schema.Queries):
         query = select(table).join(newest, (table.c.device == newest.c.device) & (table.c.at == newest.c.at))
         found = self._all(PresenceRecord, query.where(table.c.federation == federation))
         return {change.device: change for change in found}
-
-    def comings(self, since: float) -> dict[str, int]:
-        """How often each device came online in some federation after a time; the most restless federation counts."""
-        table = schema.presence
-        query = (
-            select(table.c.device, table.c.federation, func.count().label("comings"))
-            .where(table.c.at >= since, table.c.online)
-            .group_by(table.c.device, table.c.federation)
-        )
-        with self._engine.connect() as connection:
-            rows = connection.execute(query).all()
-        counted: dict[str, int] = {}
-        for device, _, comings in rows:
-            counted[device] = max(counted.get(device, 0), comings)
-        return counted
 
     def prune(self, federation: str, before: float) -> None:
         """Delete changes before a time; the last change of each device stays."""

@@ -167,6 +167,14 @@ presence = Table(
     Column("online", Boolean, nullable=False),
     Column("reason", String, nullable=False, server_default=""),
 )
+conditions = Table(
+    "conditions",
+    metadata,
+    Column("federation", ForeignKey("federations.id"), primary_key=True),
+    Column("device", ForeignKey("devices.id"), primary_key=True),
+    Column("at", Float, nullable=False),
+    Column("content", String, nullable=False),
+)
 api_tokens = Table(
     "api_tokens",
     metadata,

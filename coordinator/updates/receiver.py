@@ -74,6 +74,7 @@ class Receiver:
 
     Attributes:
         dropped: frames that did not fit or were not granted.
+        without_room: by device, why its update has to wait for room in the folder of half-received updates.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Receiver:
         notify: Callable[[UpdateStored | UpdateRefused | Broken], None],
     ) -> None:
         self.dropped = 0
+        self.without_room: dict[str, str] = {}
         self._checks = checks
         self._events = events
         self._publisher = publisher
@@ -239,7 +241,10 @@ class Receiver:
             manifest = self._manifests.pop(device)
         try:
             self._guarded(device, manifest, lambda: self._announced(device, manifest))
+            self.without_room.pop(device, None)
         except WireError as error:
+            if isinstance(error, CapacityError):
+                self.without_room[device] = str(error)
             log.warning("the update of %s has to be announced again: %s", device, error)
 
     def _announced(self, device: str, manifest: Manifest) -> None:
@@ -368,12 +373,14 @@ class Receiver:
         self._publisher.receipt(device, manifest, outcome, reason)
 
     def _end(self, device: str) -> None:
+        self.without_room.pop(device, None)
         with self._filled:
             self._frames.pop(device, None)
         self._uploads.end(device)
 
     def _end_all(self, attempt: RoundAttempt, outcome: Outcome, reason: str) -> None:
         ended = self._uploads.end_attempt(attempt)
+        self.without_room.clear()
         with self._filled:
             for device in ended:
                 self._frames.pop(device, None)

@@ -117,6 +117,8 @@ def _check_report(report: Report, spec: FederationSpec, client: str) -> None:
     missing = sorted(field.value for field in spec.required_report - report.fields())
     if missing:
         raise ValidationError(client, f"it does not report {', '.join(missing)}, which the merge needs")
+    if report.per_class is not None and not report.per_class.fits(spec.class_count):
+        raise ValidationError(client, f"its accuracies by class are not of {spec.class_count} classes")
     if report.label_counts is not None:
         if len(report.label_counts) != spec.class_count:
             raise ValidationError(client, f"{len(report.label_counts)} label counts for {spec.class_count} classes")

@@ -16,6 +16,7 @@ from importlib.metadata import version
 
 from edge_client.agent.command_executor import CommandExecutor
 from edge_client.agent.event_reporter import EventReporter
+from edge_client.agent.self_report import SelfReporter
 from edge_client.config import AgentConfig
 from edge_client.errors import FirewallError
 from edge_client.firewall import check_kept
@@ -38,6 +39,7 @@ from edge_client.session.events import (
     Tick,
     TrainerDied,
     TrainerReady,
+    Welcomed,
     given_up,
 )
 from edge_client.session.state import SessionState, next_deadline
@@ -80,6 +82,9 @@ class Agent:
         make_trainer: builds the handle of the training process around a callback for its reports.
         events: the event log.
         clock: monotonic seconds.
+
+    Attributes:
+        self_reporter: makes the reports of this device about itself.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class Agent:
         self._beat_at = float("-inf")
         self._beat_phase: tuple[RoundAttempt, str] | None = None
         self._reporter = EventReporter(store.root, events, clock)
+        self.self_reporter = SelfReporter(config.policy, store.root / "models")
         https = https_carrier(config, self._put, events)
         mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)
         carrier: ArtifactCarrier = mqtt if https is None else https
@@ -229,6 +235,8 @@ class Agent:
         while self._events_due:
             due = self._events_due.popleft()
             self._reporter.report(due)
+            if isinstance(due, Welcomed):
+                self.self_reporter.repeat()
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
                 self._carry_out(command)
@@ -311,9 +319,12 @@ class Agent:
             self._handle(RoundFailed(report.round_attempt, report.reason))
         elif isinstance(report, Chosen):
             self._reporter.progress = None
+            self.self_reporter.look_at_model()
             self._handle(report)
         elif isinstance(report, Noted):
             self._reporter.noted(report)
+            if report.event["event"] == "exported":
+                self.self_reporter.look_at_model()
         elif isinstance(report, Exited):
             self._reporter.died(report)
             self._executor.why[DeclineReason.TRAINING_FAILED] = (
@@ -338,8 +349,10 @@ class Agent:
         self._store.prune_artifacts({target.aggregate.id for target in targets if target is not None})
 
     def _beat(self) -> None:
-        """Send a heartbeat at its interval, since a will is lost when a broker dies with this device; and how far training is."""
+        """Send a heartbeat at its interval, since a will is lost when a broker dies with this device; the progress of training; a due self-report."""
         now, own = self._clock(), self._config
+        if self._link.has_session and (report := self.self_reporter.due(self._state.addressed(), now)) is not None:
+            self._link.send(report)
         done = self._reporter.progress if ReportField.HEALTH in own.policy.allow_report else None
         phase = None if done is None else (done.at, done.phase)
         every_s = own.broker.keepalive_s if done is None else min(PROGRESS_S, own.broker.keepalive_s)

@@ -9,6 +9,7 @@ from types import FrameType
 
 from edge_client.agent.event_reporter import LinkProblems
 from edge_client.agent.loop import Agent
+from edge_client.agent.self_report import Examine
 from edge_client.config import AgentConfig
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.identity.renewal import Renewer, settle
@@ -22,8 +23,14 @@ from fedcg.wire.transport.mqtt import MqttTransport
 STORE_WAIT_S = 5.0  # a predecessor that was just killed may still hold the locks for a moment
 
 
-def run_agent(config: AgentConfig, log: LogSettings, *, until_finished: bool) -> int:
+def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_finished: bool) -> int:
     """Run a device's agent in this process until SIGTERM, SIGINT, or the federation's end.
+
+    Args:
+        config: of the device.
+        log: the log's form and level, for the training process.
+        examine: the doctor's checks of the device itself.
+        until_finished: return once the federation is over.
 
     Returns:
         The exit code.
@@ -52,5 +59,5 @@ def run_agent(config: AgentConfig, log: LogSettings, *, until_finished: bool) ->
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
-        with renewer.running():
+        with renewer.running(), agent.self_reporter.examining(examine):
             return agent.run(until_finished=until_finished)

@@ -45,6 +45,7 @@ def run_command(
     Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
     """
     from edge_client.agent.run import run_agent
+    from edge_client.cli.doctor import findings_of
     from fedcg.log.output import set_up_log, toggle_debug_on_signal
 
     log = LogSettings(form, level)
@@ -56,7 +57,7 @@ def run_command(
     else:
         place = f"{settings.broker.host}:{settings.broker.port}"
         print(f"agent {settings.device} of {settings.federation}, broker {place}, store {settings.store}", flush=True)
-    code = run_agent(settings, log, until_finished=until_finished)
+    code = run_agent(settings, log, lambda: findings_of(settings), until_finished=until_finished)
     if as_json:
         print_data({"event": "ended", "device": settings.device, "exit_code": code})
     raise typer.Exit(code)

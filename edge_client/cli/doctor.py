@@ -10,13 +10,14 @@ import socket
 import ssl
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
 from devices.detect import detect
 from devices.errors import NotTrainableError
@@ -36,6 +37,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 from fedcg.wire.clocks import SET_CLOCK, clock_time
 from fedcg.wire.errors import TransportError, WireError
+from fedcg.wire.messages.conditions import DoctorCheck, DoctorFinding
 from fedcg.wire.messages.enrolment_messages import common_name
 from fedcg.wire.messages.messages import Carrier
 from fedcg.wire.server_role import AUTHORITY_NAME
@@ -71,8 +73,8 @@ class Finding:
     advice: str = ""
 
 
-def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
-    """All checks of a device, in the order in which to repair what they find."""
+def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = None) -> tuple[Finding, ...]:
+    """All checks of a device, or some of them, in the order in which to repair what they find."""
     checks: dict[str, Callable[[AgentConfig, datetime], Result]] = {
         "clock": _clock,
         "disk": _disk,
@@ -86,7 +88,16 @@ def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
         "cohort secret": _cohort_secret,
         "training": _training,
     }
-    return tuple(Finding(name, *check(config, now)) for name, check in checks.items())
+    chosen = checks if only is None else {name: checks[name] for name in only}
+    return tuple(Finding(name, *check(config, now)) for name, check in chosen.items())
+
+
+def findings_of(config: AgentConfig) -> tuple[DoctorFinding, ...]:
+    """What the checks of the device itself find, as codes that may leave it: details hold paths."""
+    found = examine(config, datetime.now(timezone.utc), get_args(DoctorCheck))
+    return tuple(
+        DoctorFinding.model_validate({"check": one.check, "state": one.state}) for one in found if one.state != "ok"
+    )
 
 
 def _clock(config: AgentConfig, now: datetime) -> Result:

@@ -1,4 +1,4 @@
-"""The quality of a personal model on this device, and the better one of two. Never sent. Uses torch."""
+"""The quality of a personal model on this device, and the better one of two. Uses torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edge_client.training.local_data import RoundData
 from fedcg.learning.choice import is_preferred
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Weights
+from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
@@ -24,12 +24,14 @@ class Measured:
         val: on the validation split; it alone decides between two models, with `val_loss` between equals.
         test: on this device's held-out images.
         common: on the balanced set that all clients of a demo share.
+        by_class: `test` by class, to four digits; None for a class without test images.
     """
 
     val: float | None = None
     val_loss: float | None = None
     test: float | None = None
     common: float | None = None
+    by_class: tuple[float | None, ...] | None = None
 
     def beats(self, other: Measured | None) -> bool:
         """Whether validation prefers this model; without validation images the newer one, this, is preferred."""
@@ -43,7 +45,8 @@ class Measured:
     @staticmethod
     def from_scores(scores: Mapping[str, float], prefix: str) -> Measured:
         """The inverse of `as_scores`."""
-        return Measured(*(scores.get(f"{prefix}.{name}") for name in ("val", "val_loss", "test", "common")))
+        val, val_loss, test, common = (scores.get(f"{prefix}.{name}") for name in ("val", "val_loss", "test", "common"))
+        return Measured(val, val_loss, test, common)
 
 
 def personal_parts(parts: Mapping[Part, Weights]) -> dict[Part, Weights]:
@@ -65,4 +68,18 @@ def measure(
         val_loss=None if val is None else val.loss,
         test=None if test is None else test.accuracy,
         common=None if shared is None else shared.accuracy,
+        by_class=None if test is None else _by_class(test),
     )
+
+
+def with_downloaded(
+    personal: Mapping[Part, Weights], aggregate: Mapping[Part, Weights]
+) -> Mapping[Part, Weights] | None:
+    """A personal model with the downloaded parts in place; None where the aggregate holds none of its parts."""
+    brought = {part: weights for part, weights in aggregate.items() if part in PERSONAL}
+    return {**personal_parts(personal), **brought} if brought else None
+
+
+def _by_class(test: Evaluation) -> tuple[float | None, ...]:
+    counts = zip(test.correct_per_class, test.images_per_class, strict=True)
+    return tuple(round(correct / images, 4) if images else None for correct, images in counts)

@@ -22,7 +22,7 @@ from edge_client.firewall import UpdateFacts, build_update
 from edge_client.session.events import TrainRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.evaluation import Measured, measure, personal_parts
+from edge_client.training.evaluation import Measured, measure, personal_parts, with_downloaded
 from edge_client.training.local_data import LocalData, RoundData
 from edge_client.training.progress_events import ProgressEvents
 from fedcg.event_log import EventLog
@@ -46,7 +46,7 @@ from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import DeclineReason
-from fedcg.wire.parts import Health, Part, is_delta
+from fedcg.wire.parts import ClassAccuracies, Health, Part, Report, ReportField, is_delta
 
 BEST_SLOTS = ("best", "best_shadow")
 
@@ -215,9 +215,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     own = measure(spec, personal, done.data, common, work.place)
     shadow = None if done.shadow is None else measure(spec, done.shadow.parts, done.data, common, work.place)
     figures = generator_figures(spec, personal, done.data.train, done.ctx.streams)
-    health = Health(read_telemetry(work.store.root).condition.value)
-    alone = None if shadow is None else shadow.test
-    report = done.result.report.model_copy(update={"accuracy": own.test, "health": health, "shadow": alone})
+    report = _report(work, spec, done, own, shadow)
     facts = UpdateFacts(
         device=work.config.device,
         round=attempt.round,
@@ -226,9 +224,8 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         determinism=_determinism(work, done.ctx),
     )
     shared = to_arrays(done.result.shared.parts)
-    policy = work.config.policy
     update = build_update(
-        shared, report, spec=spec, policy=policy, facts=facts, base=Base(command.aggregate, done.base.parts)
+        shared, report, spec=spec, policy=work.config.policy, facts=facts, base=Base(command.aggregate, done.base.parts)
     )
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
     scores = dict(done.start.scores)
@@ -259,7 +256,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         accuracy_personal=own.test,
         accuracy_common_personal=own.common,
         accuracy_val=own.val,
-        accuracy_local=alone,
+        accuracy_local=None if shadow is None else shadow.test,
         accuracy_common_local=None if shadow is None else shadow.common,
         best_round=int(scores["best.round"]),
         loss=report.loss,
@@ -268,6 +265,27 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         seconds=round(work.clock() - done.started, 3),
     )
     return generation
+
+
+def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured, shadow: Measured | None) -> Report:
+    """All that the device could report of the round; the firewall leaves out what its owner does not allow."""
+    allowed, alone, downloaded = work.config.policy.allow_report, shadow or Measured(), Measured()
+    parts = with_downloaded(done.start.personal.parts, as_aggregate(done.base).parts)
+    if parts is not None and ReportField.DOWNLOADED in allowed:
+        downloaded = measure(spec, parts, done.data, None, work.place)
+    by_class = ClassAccuracies(
+        accuracy=own.by_class,
+        shadow=alone.by_class if ReportField.SHADOW in allowed else None,
+        downloaded=downloaded.by_class,
+    )
+    found = {
+        "accuracy": own.test,
+        "health": Health(read_telemetry(work.store.root).condition.value),
+        "shadow": alone.test,
+        "downloaded": downloaded.test,
+        "per_class": by_class,
+    }
+    return done.result.report.model_copy(update=found)
 
 
 def _determinism(work: Workplace, ctx: RoundContext) -> dict[str, str]:

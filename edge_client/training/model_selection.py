@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edge_client.session.events import ChooseModel
 from edge_client.store.generations import StoredState
-from edge_client.training.evaluation import Measured, measure, personal_parts
+from edge_client.training.evaluation import Measured, measure, personal_parts, with_downloaded
 from edge_client.training.local_data import RoundData
 from edge_client.training.local_round import Workplace, as_aggregate, decode_aggregate, load_spec
 from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
@@ -114,10 +114,9 @@ def _models(
     yield "own", to_weights(stored.slots["best"])
     aggregate = as_aggregate(decode_aggregate(work.store, spec, method, command.aggregate))
     latest = personal_parts(to_weights(stored.slots["personal"]))
-    brought = {part: weights for part, weights in aggregate.parts.items() if part in latest}
-    if not brought:
+    downloaded = with_downloaded(latest, aggregate.parts)
+    if downloaded is None:
         return
-    downloaded = {**latest, **brought}
     yield "downloaded", downloaded
     yield "interpolated", _mean(latest, downloaded)
     try:

@@ -30,6 +30,10 @@ class ReportField(str, Enum):
     HEALTH = "health"
     LABEL_COUNTS = "label_counts"
     SHADOW = "shadow"
+    DOWNLOADED = "downloaded"
+    PER_CLASS = "per_class"
+    MODEL = "model"
+    """Of a device's report of itself, not of an update's: the exported model in use."""
 
 
 class Health(str, Enum):
@@ -46,8 +50,10 @@ DEFAULT_ALLOW_UPLOAD: frozenset[Part] = frozenset({Part.GENERATOR, Part.CLASSIFI
 DEFAULT_ALLOW_REPORT: frozenset[ReportField] = frozenset(
     {ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH}
 )
-VOLUNTARY_REPORT: frozenset[ReportField] = frozenset({ReportField.SHADOW})
-"""Fields that no spec asks for: a device reports them where its owner allows it."""
+VOLUNTARY_REPORT: frozenset[ReportField] = frozenset(
+    {ReportField.SHADOW, ReportField.DOWNLOADED, ReportField.PER_CLASS}
+)
+"""Fields of an update that no spec asks for: a device reports them where its owner allows it."""
 
 TensorDtype = Literal["float32", "int64"]
 
@@ -77,11 +83,35 @@ class TensorLayout(BaseModel):
 PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
 
 
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+PerClass = Annotated[tuple[Share | None, ...], Field(max_length=10_000)]
+
+
+class ClassAccuracies(BaseModel):
+    """Accuracy by class of the models that a report has an accuracy of: as many numbers as classes, None without test images of one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    accuracy: PerClass | None = None
+    shadow: PerClass | None = None
+    downloaded: PerClass | None = None
+
+    def fits(self, classes: int) -> bool:
+        """Whether every list has a number for each class."""
+        return all(one is None or len(one) == classes for one in (self.accuracy, self.shadow, self.downloaded))
+
+
+def _is_absent(value: object) -> bool:
+    return value is None
+
+
 class Report(BaseModel):
     """The report of a device about a local round; every field is optional, absent means not reported.
 
     Attributes:
-        accuracy: of the personal model on the device's own test images; `shadow` that of the local-only baseline on the same ones.
+        accuracy: of the personal model on the device's own test images; `shadow` that of the local-only baseline on the same ones,
+            `downloaded` that of the personal model as the round started, with the downloaded parts in place.
+        per_class: the same by class.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,8 +121,10 @@ class Report(BaseModel):
     loss: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     health: Health | None = None
     label_counts: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=100_000)] | None = None
-    # Later than the others: left out where it is absent, so that artifacts of before it keep their bytes.
-    shadow: Annotated[float | None, Field(ge=0.0, le=1.0, exclude_if=lambda value: value is None)] = None
+    # Later than the others: left out where they are absent, so that artifacts of before them keep their bytes.
+    shadow: Annotated[Share | None, Field(exclude_if=_is_absent)] = None
+    downloaded: Annotated[Share | None, Field(exclude_if=_is_absent)] = None
+    per_class: Annotated[ClassAccuracies | None, Field(exclude_if=_is_absent)] = None
 
     def fields(self) -> frozenset[ReportField]:
         """The fields that this report actually carries."""

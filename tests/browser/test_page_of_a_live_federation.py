@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from tests.support.edge.toml_edit import set_values
 from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.slow, pytest.mark.broker, pytest.mark.timeout(600)]
@@ -32,14 +33,17 @@ SCREENS = {
 }
 LOOKS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
 DEADLINE_MS = 120_000
+REPORTED = ("examples", "accuracy", "loss", "health", "shadow", "downloaded", "per_class", "model")
 
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    made = Stack(tmp_path, rounds=4, enrol=True, params={"epochs": 2, "server_iterations": 60})
+    made = Stack(tmp_path, rounds=4, enrol=True, params={"epochs": 2, "server_iterations": 60}, allow_report=REPORTED)
     with made.up():
         for device in made.devices:
             made.enrol_device(device)
+        set_values(made.config("site-1"), {("export", "enabled"): True})
+        (made.root / "data/site-2/train/circle/damaged.png").write_bytes(b"no image")
         yield made
 
 
@@ -95,10 +99,19 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
     expect(page.locator("#live")).to_contain_text("The federation is over", timeout=DEADLINE_MS)
     page.goto("/f/shapes/worth")
     row = page.locator("#w-site-1 td")
-    for column in (2, 3):  # alone and personal are reported
+    for column in (2, 3, 4):  # alone, personal and downloaded are reported
         expect(row.nth(column)).to_contain_text("%")
+    expect(page.locator(".classes tbody tr")).to_contain_text(["circle", "cross", "stripe"])
     expect(page.locator(".u-wrap")).to_be_visible()
     stack.wait_finished()
+    page.goto("/f/shapes/models")
+    forms = page.locator("#m-site-1 td").last
+    for form in ("fp32", "fp16", "int8"):
+        expect(forms).to_contain_text(form)
+    expect(forms).to_contain_text("ms")
+    page.goto("/devices/site-2")
+    expect(page.locator("#doctor")).to_contain_text("can't be decoded")
+    assert "damaged.png" not in page.content()
     assert errors == []
 
 

@@ -41,7 +41,7 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
         held.extend([passing] if is_manifest else [])
         return [] if is_manifest else [passing]
 
-    with RunningService(federation.world), caplog.at_level(logging.WARNING):
+    with RunningService(federation.world) as running, caplog.at_level(logging.WARNING):
         broker.behaviour = holds_manifests
         federation.boxes["b"].start(federation)
         box.start(federation)
@@ -51,7 +51,9 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
         copy.start(federation)
         wait_until(lambda: bool(copy.events("receipt")), "the copy delivers")
         copy.stop()
+        assert running.service.conditions.doubled_at == {}
         broker.restore("a")
+        wait_until(lambda: "a" in running.service.conditions.doubled_at, "both agents have reported under one identity")
         wait_until(federation.is_over, "the end")
     first, second = copy.events("receipt")[0], box.events("receipt")[0]
     assert (first["round"], first["outcome"]) == (1, "accepted")

@@ -28,6 +28,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Outcome,
     Receipt,
+    SelfReport,
     Welcome,
 )
 from fedcg.wire.messages.ordering import Session, session_id
@@ -184,7 +185,7 @@ class ScriptedCoordinator:
         if isinstance(message, Hello):
             if self.answers_hello:
                 self._welcome(message)
-        elif isinstance(message, Accept | Decline | Heartbeat | Manifest | Need):
+        elif isinstance(message, Accept | Decline | Heartbeat | Manifest | Need | SelfReport):
             if self.session is None or message.session != self.session.session_id:
                 return None  # as the real one: an unknown session is ignored
             self.session.admit(message)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError
+from fedcg.wire.messages.conditions import DeviceCondition
 from fedcg.wire.versions import PROTOCOL_VERSION, Side
 
 MAX_MESSAGE_BYTES = 16 * 1024
@@ -233,6 +234,20 @@ class Heartbeat(_Message):
     steps: Steps = 0
 
 
+class SelfReport(_Message):
+    """What a device reports of itself: at the start of a session, when it changes, and every few minutes.
+
+    Attributes:
+        boot: drawn by each agent process; two that alternate are two machines with one identity.
+        clock: the device's clock in unix seconds, where its owner allows `health`.
+    """
+
+    kind: Literal["self_report"] = "self_report"
+    boot: Nonce
+    clock: Annotated[float, Field(ge=0.0, le=1e11)] | None = None
+    condition: DeviceCondition = DeviceCondition()
+
+
 class Welcome(_Message):
     """The coordinator answers a hello; both nonces make the session id."""
 
@@ -326,6 +341,7 @@ AnyMessage = (
     | DeviceStatus
     | Hello
     | Heartbeat
+    | SelfReport
     | Welcome
     | Refusal
     | Invite

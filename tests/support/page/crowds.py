@@ -9,6 +9,7 @@ from sqlalchemy import insert
 
 from coordinator.storage import schema
 from coordinator.storage.store import Store
+from tests.support.wire.golden_files import CONDITION
 
 
 def add_crowd(store: Store, federation: str, devices: int, rounds: int, now: float) -> None:
@@ -37,6 +38,10 @@ def add_crowd(store: Store, federation: str, devices: int, rounds: int, now: flo
             {"federation": federation, "device": name, "at": now - age, "online": age != 1800.0, "reason": ""}
             for name in names
             for age in (7200.0, 1800.0, 600.0)
+        ],
+        "conditions": [
+            {"federation": federation, "device": name, "at": now - 60, "content": CONDITION.model_dump_json()}
+            for name in names
         ],
         "attempts": [_attempt(federation, number, rounds, now, first.artifact) for number in range(1, rounds + 2)],
         "aggregates": [
@@ -94,6 +99,8 @@ def _update(federation: str, number: int, index: int, name: str, at: float) -> d
         "accuracy": alone + (-0.03 if index % 8 == 5 else 0.05),
         "shadow": alone,
         "health": "ok",
+        "downloaded": alone - 0.1,
+        "per_class": {"accuracy": [alone, None, 0.9], "shadow": [alone - 0.01, None, 0.8], "downloaded": None},
     }
     return {
         "federation": federation,

@@ -28,6 +28,7 @@ from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.store import Store
 from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
+from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, FormEvidence, ServedModel
 from fedcg.wire.messages.key_chain import PinnedKey, make_link
 from fedcg.wire.messages.messages import (
     COORDINATOR,
@@ -54,6 +55,7 @@ from fedcg.wire.messages.messages import (
     Receipt,
     Refusal,
     RoundAttempt,
+    SelfReport,
     Welcome,
 )
 from fedcg.wire.messages.signing import SigningKey, seal
@@ -65,6 +67,22 @@ from tests.support.wire.artifact_chunks import frames_for, make_ref
 GOLDEN = Path(__file__).parents[2] / "golden"
 FEDERATION, DEVICE = "shapes", "site-1"
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
+
+
+CONDITION = DeviceCondition(
+    findings=(DoctorFinding(check="data", state="warning"), DoctorFinding(check="disk", state="failed")),
+    model=ServedModel(
+        version="0003",
+        round=2,
+        serves="int8",
+        accuracy=0.5,
+        before=0.25,
+        forms=(
+            FormEvidence(name="fp32", size=90_000, latency_ms=1.5, accuracy=0.5, agreement=1.0, images=40),
+            FormEvidence(name="int8", size=30_000, latency_ms=0.5, accuracy=0.475, agreement=0.95, images=40),
+        ),
+    ),
+)
 
 
 def known_key(number: int) -> SigningKey:
@@ -99,6 +117,7 @@ def messages() -> tuple[AnyMessage, ...]:
         DeviceStatus(**hello, online=False),
         Hello(**hello, nonce="0" * 32, versions=(PROTOCOL_VERSION,), agent="0.1.0", cohort="1" * 32, heartbeat_s=30),
         Heartbeat(**up, phase="classify", step=30, steps=120),
+        SelfReport(**up, boot="3" * 32, clock=2.5, condition=CONDITION),
         Welcome(
             **greeting,
             version=PROTOCOL_VERSION,
@@ -183,9 +202,15 @@ def fill_database(path: Path) -> None:
     store.add_key_links({"casting": make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public)}, 40.0)
     api_token = {"id": "0" * 16, "name": "line lead", "role": "viewer", "secret_hash": "f" * 64, "created_at": 2.0}
     seen = {"federation": "casting", "device": "line-1", "at": 3.0, "online": True}
+    condition = {"federation": "casting", "device": "line-1", "at": 3.0, "content": CONDITION.model_dump_json()}
     answer = {"key": "k", "token": "0" * 16, "request_hash": "a" * 64, "status": 200, "body": "{}", "created_at": 4.0}
     with store._engine.begin() as connection:
-        for table, values in ((schema.api_tokens, api_token), (schema.presence, seen), (schema.idempotency, answer)):
+        for table, values in (
+            (schema.api_tokens, api_token),
+            (schema.presence, seen),
+            (schema.idempotency, answer),
+            (schema.conditions, condition),
+        ):
             connection.execute(insert(table).values(**values))
     store.close()
 

@@ -16,18 +16,20 @@ import pytest
 from edge_client.store.private_store import PrivateStore
 from edge_client.training import local_round as training
 from edge_client.training.evaluation import Measured
+from edge_client.training.local_data import LocalData
 from edge_client.training.messages import Committed
 from edge_client.training.trainer_child import reason_for
 from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
-from fedcg.learning.tensor_conversion import to_arrays
+from fedcg.learning.tensor_conversion import to_arrays, to_weights
+from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
-from fedcg.wire.parts import Part, ReportField, TensorLayout, is_delta
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, ReportField, TensorLayout, is_delta
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, aggregate_of, draw_images
 from tests.support.waiting import wait_until
@@ -75,7 +77,8 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
     sent, reference = (read_header(each.update()) for each in (with_shadow, without))
     assert sent.report is not None
     assert sent.report.shadow == with_shadow.events("committed")[0]["accuracy_local"] is not None
-    assert sent.model_copy(update={"report": sent.report.model_copy(update={"shadow": None})}) == reference
+    same = sent.report.only(DEFAULT_ALLOW_REPORT)  # the device without a shadow allows no more
+    assert sent.model_copy(update={"report": same}) == reference
     assert with_shadow.update().endswith(without.update()[-1000:])
     assert set(without.state().slots) == {"personal", "best"}
     assert without.events("committed")[0]["accuracy_local"] is None
@@ -83,6 +86,39 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
     for part in (Part.EXTRACTOR, Part.CLASSIFIER):
         for name, tensor in only[part].items():
             assert np.array_equal(tensor, shadow[part][name]), (part, name)
+
+
+def test_the_downloaded_model_and_accuracies_by_class_are_reported_where_the_owner_allows_them(tmp_path: Path) -> None:
+    site = Site(tmp_path, real_spec(), shadow=True)
+
+    def allow(fields: frozenset[ReportField]) -> None:
+        policy = site.config.policy.model_copy(update={"allow_report": fields})
+        site.config = site.config.model_copy(update={"policy": policy})
+
+    allow(DEFAULT_ALLOW_REPORT)
+    site.trainer().do(site.round(1))
+    untold = read_header(site.update()).report
+    assert untold is not None
+    assert untold.fields() <= DEFAULT_ALLOW_REPORT
+    kept = to_weights(site.state().slots["personal"])
+    fields = frozenset({ReportField.EXAMPLES, ReportField.DOWNLOADED, ReportField.PER_CLASS})
+    allow(fields)
+    site.trainer().do(site.round(2))
+    told = read_header(site.update()).report
+    assert told is not None
+    assert told.fields() == fields
+    # The downloaded model of round 2: the extractor as round 1 left it, with the aggregate's classifier.
+    shared = {part: site.spec.layouts[part] for part in site.spec.upload}
+    brought = to_weights(unpack(site.store.artifacts.get(site.aggregate), shared).parts)
+    parts = {Part.EXTRACTOR: kept[Part.EXTRACTOR], Part.CLASSIFIER: brought[Part.CLASSIFIER]}
+    data = LocalData(site.config.data.root, None, site.store, lambda _: None).for_round(site.spec, 2)
+    expected = evaluate(site.spec, parts, data.test)
+    assert told.downloaded == expected.accuracy
+    assert told.per_class is not None
+    shares = [right / every for right, every in zip(expected.correct_per_class, expected.images_per_class, strict=True)]
+    assert told.per_class.downloaded == pytest.approx(shares, abs=1e-4)
+    assert told.per_class.shadow is None  # `shadow` is not allowed
+    assert len(told.per_class.accuracy or ()) == len(site.spec.classes)
 
 
 def test_a_committed_round_is_never_trained_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

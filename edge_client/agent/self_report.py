@@ -1,0 +1,130 @@
+"""What the agent reports of its own device to the coordinator: codes of the doctor's findings, the clock, and the exported model in use."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from edge_client.config import PolicySection
+from edge_client.errors import EdgeError
+from export.errors import ExportError
+from export.model.manifest import Manifest, read_manifest
+from export.model.versions import Slots
+from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, FormEvidence, ServedModel
+from fedcg.wire.messages.messages import SelfReport
+from fedcg.wire.parts import ReportField
+
+EVERY_S = 300.0
+"""Time between two reports of the same: the coordinator compares the clocks."""
+EXAMINE_EVERY_S = 3600.0
+Examine = Callable[[], tuple[DoctorFinding, ...]]
+_log = logging.getLogger(__name__)
+
+
+class SelfReporter:
+    """Makes the reports of one agent process.
+
+    Args:
+        policy: what the device's owner allows.
+        models: folder of the versions of the exported model.
+        wall: the device's clock, in unix seconds.
+
+    Attributes:
+        findings: of the last examination; None before it. Set from any thread.
+    """
+
+    def __init__(self, policy: PolicySection, models: Path, wall: Callable[[], float] = time.time) -> None:
+        self._has_health = ReportField.HEALTH in policy.allow_report
+        self._has_model = ReportField.MODEL in policy.allow_report
+        self._models = models
+        self._wall = wall
+        self._boot = secrets.token_hex(16)
+        self._sent: DeviceCondition | None = None
+        self._sent_at = float("-inf")
+        self._model: ServedModel | None = None
+        self.findings: tuple[DoctorFinding, ...] | None = None
+
+    def repeat(self) -> None:
+        """Report again: a session was opened."""
+        self._sent = None
+
+    def look_at_model(self) -> None:
+        """Read which exported model is in use."""
+        self._model = served_model(self._models) if self._has_model else None
+
+    def due(self, about: Mapping[str, object], now: float) -> SelfReport | None:
+        """The report to send now, if one is due.
+
+        Args:
+            about: federation, sender and recipient.
+            now: monotonic seconds.
+        """
+        is_late = now - self._sent_at >= EVERY_S
+        if is_late or self._sent is None:
+            self.look_at_model()
+        condition = DeviceCondition(findings=self.findings if self._has_health else None, model=self._model)
+        if condition == self._sent and not is_late:
+            return None
+        self._sent, self._sent_at = condition, now
+        clock = self._wall() if self._has_health else None
+        return SelfReport.model_validate({**about, "boot": self._boot, "clock": clock, "condition": condition})
+
+    @contextmanager
+    def examining(self, examine: Examine) -> Iterator[None]:
+        """Examine the device now and then, on a thread of its own: a folder of images takes seconds."""
+        stopping = threading.Event()
+
+        def run() -> None:
+            pause_s = 0.0
+            while not stopping.wait(pause_s):
+                try:
+                    self.findings = examine()
+                except (EdgeError, OSError) as error:
+                    _log.warning("this device could not be examined: %s; `fedcg doctor` shows why", error)
+                pause_s = EXAMINE_EVERY_S
+
+        if self._has_health:
+            threading.Thread(target=run, name="doctor", daemon=True).start()
+        try:
+            yield
+        finally:
+            stopping.set()
+
+
+def served_model(root: Path) -> ServedModel | None:
+    """The exported model in use under a root of versions, with the evidence in its manifest; None where there is none."""
+    try:
+        directory = Slots(root).current()
+        manifest = read_manifest(directory)
+    except (ExportError, OSError):
+        return None
+    return ServedModel(
+        version=directory.name,
+        round=manifest.round,
+        serves=manifest.serves,
+        accuracy=manifest.verification.accuracy_onnx,
+        before=None if manifest.gate is None else manifest.gate.before,
+        forms=tuple(_evidence(manifest)),
+    )
+
+
+def _evidence(manifest: Manifest) -> Iterator[FormEvidence]:
+    for one in manifest.variants:
+        yield FormEvidence(
+            name=one.name,
+            size=None if one.file is None else one.file.size,
+            latency_ms=one.latency_ms,
+            accuracy=one.accuracy,
+            agreement=one.top1_agreement,
+            images=one.images,
+        )
+    if not manifest.variants:
+        images = manifest.verification.images
+        yield FormEvidence(
+            name="fp32", size=manifest.model.size, accuracy=manifest.verification.accuracy_onnx, images=images
+        )

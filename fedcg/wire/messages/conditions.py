@@ -1,0 +1,75 @@
+"""The condition of a device as it reports it: what its own doctor found, and the exported model in use. Codes and numbers, no free text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DoctorCheck = Literal["clock", "disk", "keys", "certificate", "data", "cohort secret", "training"]
+"""The checks of `fedcg doctor` that concern the device itself; a closed set, so that a path or a file name can never leave it."""
+FormName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
+Number = Annotated[int, Field(ge=0, le=1 << 53)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DoctorFinding(_Value):
+    """A check that did not end well: "warning" (it works, but look at it) or "failed"."""
+
+    check: DoctorCheck
+    state: Literal["warning", "failed"]
+
+
+class FormEvidence(_Value):
+    """One form of an exported model as the device's export measured it, on held-out images.
+
+    Attributes:
+        size: bytes of its file; None where it was tried and not kept.
+        latency_ms: median milliseconds of one prediction at batch 1.
+        accuracy: share of the images that it gets right.
+        agreement: share for which it names the class that the model as exported names.
+        images: how many.
+    """
+
+    name: FormName
+    size: Number | None = None
+    latency_ms: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
+    accuracy: Share | None = None
+    agreement: Share | None = None
+    images: Number = 0
+
+
+class ServedModel(_Value):
+    """The exported model in use.
+
+    Attributes:
+        version: its number on the device.
+        round: that its weights come from.
+        serves: the form in use.
+        accuracy: share of the device's test images that the model as exported gets right.
+        before: the same of the version in use before it.
+        forms: all forms that were tried.
+    """
+
+    version: Annotated[str, Field(pattern=r"^\d{1,9}$")]
+    round: Number
+    serves: FormName
+    accuracy: Share | None = None
+    before: Share | None = None
+    forms: Annotated[tuple[FormEvidence, ...], Field(max_length=8)] = ()
+
+
+class DeviceCondition(_Value):
+    """What a device reports of itself; None where its owner does not allow it, or it is not known yet.
+
+    Attributes:
+        findings: of its own doctor, where the owner allows `health`.
+        model: where the owner allows `model`, and one was exported.
+    """
+
+    findings: Annotated[tuple[DoctorFinding, ...], Field(max_length=16)] | None = None
+    model: ServedModel | None = None

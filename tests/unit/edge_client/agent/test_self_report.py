@@ -1,0 +1,111 @@
+"""What an agent reports of its own device: what its owner allows, in every session, and again when it changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edge_client.agent.self_report import EVERY_S, SelfReporter, served_model
+from edge_client.cli.doctor import findings_of
+from edge_client.config import PolicySection
+from edge_client.session.events import ChooseModel, Chosen
+from fedcg.wire.messages.conditions import DoctorFinding
+from fedcg.wire.messages.messages import Hello, SelfReport
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
+from tests.support.edge.conversations import box_config
+from tests.support.edge.training_site import Site, real_spec
+from tests.support.edge.world import MakeWorld
+from tests.support.waiting import wait_until
+
+ABOUT = {"federation": "shapes", "sender": "site-1", "recipient": "coordinator"}
+NO_DATA = DoctorFinding(check="data", state="failed")
+
+
+def test_a_report_comes_with_each_session_and_with_each_change(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.connect()
+    first = world.coordinator.wait(SelfReport)
+    assert (first.condition.findings, first.condition.model) == (None, None)
+    world.agent.self_reporter.findings = (NO_DATA,)
+    changed = world.coordinator.wait(SelfReport)
+    assert changed.condition.findings == (NO_DATA,)
+    world.coordinator.restart()
+    world.coordinator.wait(Hello)
+    again = world.coordinator.wait(SelfReport)
+    assert (again.condition, again.boot) == (changed.condition, first.boot)
+    assert again.session != changed.session
+    world.stop_agent()
+    world.start_agent()
+    assert world.coordinator.wait(SelfReport).boot != first.boot
+
+
+@pytest.mark.parametrize("allowed", [frozenset(), DEFAULT_ALLOW_REPORT])
+def test_health_covers_clock_and_findings_and_without_it_none_of_them_leaves(
+    tmp_path: Path, allowed: frozenset[ReportField]
+) -> None:
+    reporter = SelfReporter(PolicySection(allow_report=allowed), tmp_path, wall=lambda: 7.5)
+    with reporter.examining(lambda: (NO_DATA,)):
+        if allowed:
+            wait_until(lambda: reporter.findings is not None, "the device is examined")
+        report = reporter.due(ABOUT, 0.0)
+    assert report is not None
+    assert (report.clock, report.condition.findings) == ((7.5, (NO_DATA,)) if allowed else (None, None))
+
+
+def test_the_same_is_reported_again_only_after_a_while(tmp_path: Path) -> None:
+    reporter = SelfReporter(PolicySection(), tmp_path)
+    assert [reporter.due(ABOUT, now) is not None for now in (0.0, 1.0, EVERY_S - 1, EVERY_S, EVERY_S + 1)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_an_examination_that_fails_leaves_the_agent_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> tuple[DoctorFinding, ...]:
+        raise OSError("the disk does not answer")
+
+    reporter = SelfReporter(PolicySection(), tmp_path)
+    with reporter.examining(broken):
+        wait_until(lambda: "the disk does not answer" in caplog.text, "it is in the log")
+    assert reporter.findings is None
+
+
+def test_findings_of_the_doctor_leave_as_codes(tmp_path: Path) -> None:
+    found = findings_of(box_config(tmp_path))
+    assert NO_DATA in found
+    assert DoctorFinding(check="cohort secret", state="warning") in found
+    assert str(tmp_path) not in "".join(one.model_dump_json() for one in found)
+
+
+def test_the_model_in_use_is_reported_with_what_its_export_measured(tmp_path: Path) -> None:
+    site = Site(tmp_path, real_spec(), export=True)
+    site.config = site.config.model_copy(
+        update={"export": site.config.export.model_copy(update={"variants": True, "gate_points": 100.0})}
+    )
+    trainer, models = site.trainer(), site.store.root / "models"
+    trainer.afterwards(trainer.do(site.round(1)))
+    first = served_model(models)
+    assert first is not None
+    assert (first.version, first.round, first.serves, first.before) == ("0001", 1, "fp32", None)
+    assert [form.name for form in first.forms] == ["fp32"]
+    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    allowed = PolicySection(allow_report=frozenset({ReportField.MODEL}))
+    report = SelfReporter(allowed, models).due(ABOUT, 0.0)
+    assert report is not None
+    model = report.condition.model
+    assert model is not None
+    assert (model.version, model.before) == ("0002", first.accuracy)
+    forms = {form.name: form for form in model.forms}
+    assert {"fp32", "fp16", "int8"} <= set(forms)
+    assert forms["fp32"].size is not None
+    for name in ("fp32", "int8"):
+        assert forms[name].latency_ms is not None
+        assert forms[name].accuracy is not None
+        assert forms[name].images > 0
+    unasked = SelfReporter(PolicySection(), models).due(ABOUT, 0.0)
+    assert unasked is not None
+    assert unasked.condition.model is None
