@@ -34,6 +34,7 @@ from coordinator.errors import ConfigError, HomeError
 from coordinator.paths import Home
 from coordinator.pki import authority as pki
 from coordinator.pki.authority import create_ca, credential_of, issue, observers_of
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
@@ -249,7 +250,7 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     store.close()
     assert keys["line4"] == SigningKey.load(bundle / "signing.key").public.hex
     assert not credential_of(home.pki, "line4").key.exists()
-    with home.changing_members():
+    with changing_members(home):
         assert "line4" in refresh_access(home).devices
     assert data_of(call("device", "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
     config = load_agent_config(bundle / "agent.toml", {})
