@@ -159,18 +159,8 @@ class FederationRecord:
 
     @property
     def round_policy(self) -> Policy:
-        """The part of it that the round engine needs."""
-        policy = self.operator_policy
-        return Policy(
-            rounds=policy.rounds,
-            min_clients=policy.min_clients,
-            max_attempts=policy.max_attempts,
-            deadline_s=policy.deadline_s,
-            min_cohort=policy.min_cohort,
-            fraction=policy.fraction,
-            max_clients=policy.max_clients,
-            over_selection=policy.over_selection,
-        )
+        """The policy as the round engine takes it; what the coordinator adds has its defaults."""
+        return Policy(**self.operator_policy.model_dump())
 
     def after_failure(self, last: AttemptRecord) -> RoundState:
         """The state of the round engine when the last attempt failed."""

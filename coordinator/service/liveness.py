@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.rounds.round_engine import CameOnline, WentOffline
+from coordinator.rounds.round_events import CameOnline, WentOffline
 from coordinator.service.round_driver import RoundDriver
 from coordinator.storage.presence_store import KEEP_S, PresenceRecord
 from coordinator.storage.store import Store

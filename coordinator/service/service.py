@@ -19,9 +19,9 @@ from coordinator.messaging.event_queue import EventQueue
 from coordinator.messaging.flood_limits import FloodLimits
 from coordinator.messaging.message_checks import FromDevice, MessageChecks, Sessions
 from coordinator.messaging.publisher import Publisher, status_will
-from coordinator.rounds.pacing import LinkChanged
 from coordinator.rounds.records import FederationRecord
-from coordinator.rounds.round_engine import Phase, RoundState, Tick, UpdateRefused, UpdateStored
+from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.rounds.round_events import LinkChanged, Tick, UpdateRefused, UpdateStored
 from coordinator.service.artifact_requests import ArtifactRequests
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Liveness, PresenceLog

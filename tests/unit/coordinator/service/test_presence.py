@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.rounds.round_engine import WentOffline
+from coordinator.rounds.round_events import WentOffline
 from coordinator.service.liveness import MISSED, Liveness
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import COORDINATOR, Welcome

@@ -90,10 +90,11 @@ def test_a_second_coordinator_on_the_same_database_is_refused_and_the_next_goes_
     database = postgres.make_database()
     first, second = (home_on(database, tmp_path / name, monkeypatch) for name in ("first", "second"))
     with holding(first):
-        code, output = call("coordinator", "run", "--dir", second.root)
-        assert code == 2
-        assert "is using postgresql+psycopg://postgres:***@127.0.0.1" in " ".join(output.split())
-        assert PASSWORD not in output
+        words = (sys.executable, "-m", "fedcg", "coordinator", "run", "--dir", second.root)
+        refused = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2
+        assert "is using postgresql+psycopg://postgres:***@127.0.0.1" in " ".join(refused.stderr.split())
+        assert PASSWORD not in refused.stdout + refused.stderr
     with sole_writer(second):
         pass
 

@@ -14,7 +14,8 @@ from sqlalchemy import update as change
 from coordinator.errors import StoreError
 from coordinator.rounds.records import AggregateRecord, AttemptState, FederationRecord, ParticipantState, UpdateRecord
 from coordinator.rounds.round_commands import OpenAttempt
-from coordinator.rounds.round_engine import CameOnline, Phase, Tick, transition
+from coordinator.rounds.round_engine import Phase, transition
+from coordinator.rounds.round_events import CameOnline, Tick
 from coordinator.storage import schema
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome
@@ -127,7 +128,7 @@ def test_a_failed_attempt_that_does_not_count_moves_the_first_that_does_and_the_
         assert (state.phase, state.attempt, state.first_attempt) == (Phase.WAITING, attempt + 1, attempt + 1)
     open_attempt(store, attempt=4)
     store.fail_attempt(("f", 1, 4), "declined", 30.0, 4)
-    state = replace(store.round_state("f"), policy=replace(FEDERATION.round_policy, gather_s=0.0, retry_s=10.0))
+    state = replace(store.round_state("f"), policy=FEDERATION.round_policy.model_copy(update={"retry_s": 10.0}))
     for client in ("a", "b"):
         state, _ = transition(state, CameOnline(client), 31.0)
     assert transition(state, Tick(), 39.9)[1] == ()

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from coordinator.http.app import _failed
-from coordinator.rounds.round_engine import UpdateStored
+from coordinator.rounds.round_events import UpdateStored
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
 from coordinator.updates.published_artifacts import OPEN_FILES, PublishedArtifacts
