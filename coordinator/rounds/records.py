@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 from pydantic.dataclasses import dataclass
 
@@ -237,9 +238,14 @@ class UpdateRecord:
         return self.outcome is Outcome.LATE and self.distances is not None
 
     @property
+    def reported(self) -> dict[str, Any]:
+        """`report` by field; the fields that the device did not report are missing."""
+        return {name: value for name, value in json.loads(self.report or "{}").items() if value is not None}
+
+    @property
     def examples(self) -> int:
         """The number of examples that the device reported; 1 when it reported none."""
-        return int(json.loads(self.report or "{}").get("examples", 1))
+        return int(self.reported.get("examples", 1))
 
     @property
     def distance_of(self) -> dict[Part, float]:

@@ -263,14 +263,12 @@ def _restarted(state: RoundState, event: Restarted, now: float) -> Step:
     if state.phase is Phase.COLLECTING:
         grace = min(RESTART_GRACE_S, state.policy.deadline_s)
         state = replace(state, deadline_at=max(state.deadline_at, now + grace))
-        judged, commands = _judge(state, now)
-        return judged, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
-    if state.phase is Phase.DISTILLING:
-        judged, commands = _distil_again(state, "updates were rejected before a restart", now)
-        return judged, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
-    if state.phase is Phase.FINISHED:
-        return state, (Finish(),)
-    return state, ()
+        following, commands = _judge(state, now)
+    elif state.phase is Phase.DISTILLING:
+        following, commands = _distil_again(state, "updates were rejected before a restart", now)
+    else:
+        return state, (Finish(),) if state.phase is Phase.FINISHED else ()
+    return following, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
 
 
 def _aggregate_stored(state: RoundState, event: AggregateStored, now: float) -> Step:

@@ -52,8 +52,8 @@ class Presence(schema.Queries):
     def latest(self, federation: str) -> dict[str, PresenceRecord]:
         """The last change of every device in a federation."""
         table = schema.presence
-        newest = select(table.c.device, func.max(table.c.at).label("at")).filter_by(federation=federation)
-        newest = newest.group_by(table.c.device).subquery()
+        of_each = select(table.c.device, func.max(table.c.at).label("at")).group_by(table.c.device)
+        newest = of_each.filter_by(federation=federation).subquery()
         query = select(table).join(newest, (table.c.device == newest.c.device) & (table.c.at == newest.c.at))
         found = self._all(PresenceRecord, query.where(table.c.federation == federation))
         return {change.device: change for change in found}

@@ -76,7 +76,7 @@ class Store(schema.Queries):
         with self._engine.begin() as connection:
             if connection.execute(update(schema.leases).values(epoch=schema.leases.c.epoch + 1)).rowcount == 0:
                 connection.execute(insert(schema.leases).values(id=1, epoch=1))
-            return connection.execute(select(schema.leases.c.epoch)).scalar_one()
+            return int(connection.execute(select(schema.leases.c.epoch)).scalar_one())
 
     def epoch(self) -> int:
         """The last lease number that was taken; 0 before the first start."""

@@ -322,11 +322,10 @@ class Receiver:
             self._finish(device, manifest, *self._checks.why_late(manifest))
         elif stored is not record:
             self._repeat(device, manifest, stored)
-        elif record.is_kept_late:
+        elif received is None or record.outcome is not Outcome.ACCEPTED:
             self._finish(device, manifest, record.outcome, record.reason)
-        elif received is None or record.outcome is Outcome.REJECTED:
-            self._finish(device, manifest, record.outcome, record.reason)
-            self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
+            if not record.is_kept_late:
+                self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
         else:
             self._end(device)
             self._events.write(
