@@ -53,14 +53,11 @@ def sole_writer(home: Home, lost: Callable[[], None] = _exit_at_once) -> Iterato
         HomeError: another coordinator uses the directory or the database.
         StoreError: the database can't be reached.
     """
-    with (
-        home.locked(),
-        _database_lock(home, WRITER_LOCK, TAKE_OVER_S, "a coordinator{} is using {}; stop it first") as held,
-    ):
+    busy = "a coordinator{} is using {}; stop it first"
+    with home.locked(), _database_lock(home, WRITER_LOCK, TAKE_OVER_S, busy, is_watched=True) as held:
         if held is None:
             yield
             return
-        held.execute(_set("idle_session_timeout", f"{DEAD_PEER_S}s"))  # of a machine that hangs; `_watch` is never idle
         done = threading.Event()
         watch = threading.Thread(target=_watch, args=(held, done, lost), name="writer-lock", daemon=True)
         watch.start()
@@ -92,8 +89,12 @@ def changing_members(home: Home) -> Iterator[None]:
 
 
 @contextmanager
-def _database_lock(home: Home, lock: int, wait_s: int, busy: str) -> Iterator[Connection | None]:
+def _database_lock(
+    home: Home, lock: int, wait_s: int, busy: str, *, is_watched: bool = False
+) -> Iterator[Connection | None]:
     """Hold an advisory lock of PostgreSQL on the connection that is given; None with SQLite, which one machine has.
+
+    The server ends a session that is watched, and with it the lock, when it was idle for `DEAD_PEER_S`: its process hangs.
 
     Raises:
         HomeError: `busy`, with the lock's holder and the database, after `wait_s`.
@@ -108,6 +109,8 @@ def _database_lock(home: Home, lock: int, wait_s: int, busy: str) -> Iterator[Co
         stack.callback(engine.dispose)
         try:
             connection = stack.enter_context(engine.connect())
+            if is_watched:
+                connection.execute(_set("idle_session_timeout", f"{DEAD_PEER_S}s"))
             connection.execute(_set("lock_timeout", f"{wait_s}s"))
             connection.execute(select(func.pg_advisory_lock(lock)))
         except OperationalError as error:

@@ -115,9 +115,9 @@ class Store(schema.Queries):
         self._write(update(schema.devices).filter_by(id=device).values(last_seen_at=now, agent=agent))
 
     def disable(self, device: str, at: float | None, reason: str) -> None:
-        """Store that a device is not invited since a time, or (None) that it is."""
+        """Store that an enrolled device is not invited since a time, or (None) that it is; one whose membership ended stays as it is."""
         disabled = update(schema.devices).values(disabled_at=at, disabled_because=reason[:300])
-        self._write(disabled.filter_by(id=device))
+        self._write(disabled.filter_by(id=device, state=DeviceState.ENROLLED.value))
 
     # Federations
 

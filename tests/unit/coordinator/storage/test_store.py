@@ -12,7 +12,14 @@ from sqlalchemy import URL
 from sqlalchemy import update as change
 
 from coordinator.errors import StoreError
-from coordinator.rounds.records import AggregateRecord, AttemptState, FederationRecord, ParticipantState, UpdateRecord
+from coordinator.rounds.records import (
+    AggregateRecord,
+    AttemptState,
+    DeviceState,
+    FederationRecord,
+    ParticipantState,
+    UpdateRecord,
+)
 from coordinator.rounds.round_commands import OpenAttempt
 from coordinator.rounds.round_engine import Phase, transition
 from coordinator.rounds.round_events import CameOnline, Tick
@@ -60,6 +67,14 @@ def test_every_commit_reaches_the_disk(store: Store, database: Path | URL) -> No
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
+
+
+def test_a_device_that_was_revoked_meanwhile_from_another_machine_is_not_disabled(store: Store) -> None:
+    for device in "ab":
+        if device == "b":
+            store.register.end_membership(device, DeviceState.REVOKED, "stolen", 2.0)
+        store.disable(device, 3.0, "repairs")
+    assert [device.disabled_at for device in store.devices()] == [3.0, None, None]
 
 
 def test_an_update_that_ended_keeps_its_first_end(store: Store) -> None:
