@@ -101,16 +101,6 @@ class Home:
         for directory in (self.artifacts, self.spill, self.broker):
             directory.mkdir(exist_ok=True)
 
-    @contextmanager
-    def changing_members(self) -> Iterator[None]:
-        """Wait for, and hold, the lock of the members: database, revocation list and access list fit together."""
-        descriptor = os.open(self.root / "members.lock", os.O_RDWR | os.O_CREAT, PRIVATE)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
     def require(self) -> Home:
         """This home, when it is one.
 

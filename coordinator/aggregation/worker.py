@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator.aggregation.worker_messages import (
     AVERAGE,
@@ -109,12 +109,12 @@ class JobRunner:
         """Serve a request and reply; a failure that no single update caused is reported once and ends the job."""
         if self._failed:
             return
-        if isinstance(request, AddUpdate):
-            self._failed = not self._guarded(partial(self._add, request))
-        elif isinstance(request, AssessJob):
-            self._failed = not self._guarded(partial(self._assess, request))
-        else:
-            self._failed = not self._guarded(partial(self._finish, request))
+        serve: dict[type, Callable[[Any], None]] = {
+            AddUpdate: self._add,
+            AssessJob: self._assess,
+            FinishJob: self._finish,
+        }
+        self._failed = not self._guarded(partial(serve[type(request)], request))
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Whether work was done; without enough memory it is tried again, eased."""

@@ -14,6 +14,7 @@ from coordinator.broker.lists import Lists
 from coordinator.errors import BrokerError
 from coordinator.paths import Home
 from coordinator.pki.authority import observers_of, write_revocations
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.files import replace_durably
 from fedcg.wire.errors import TransportError
@@ -46,14 +47,14 @@ def refresh_access(home: Home) -> Lists:
 
 def end_silences(home: Home) -> None:
     """When a coordinator starts: no device is silenced, and the lists are made anew; they are published when it reaches its broker."""
-    with home.changing_members():
+    with changing_members(home):
         replace_durably(home.broker / SILENCED_NAME, json.dumps([]))
         refresh_access(home)
 
 
 def silence(home: Home, devices: Collection[str]) -> bool:
     """Leave exactly these devices out of every access list from now on; returns what `publish_access` does."""
-    with home.changing_members():
+    with changing_members(home):
         replace_durably(home.broker / SILENCED_NAME, json.dumps(sorted(devices)))
         return publish_access(home)
 
@@ -67,7 +68,7 @@ def silenced_in(home: Home) -> list[str]:
 
 
 def publish_access(home: Home) -> bool:
-    """`refresh_access`, and have the broker apply the lists. Call it with `home.changing_members` held.
+    """`refresh_access`, and have the broker apply the lists. Call it with `changing_members` held.
 
     Returns:
         False when no broker has applied them; the log has the reason.

@@ -65,8 +65,9 @@ def run_mosquitto(directory: Path, report: Report) -> int:
 def _bring_up_to_date(home: Home) -> None:
     # here, because it needs the database's packages, which a broker's own machine has not
     from coordinator.broker.access_lists import refresh_access
+    from coordinator.storage.locks import changing_members
 
-    with home.changing_members():
+    with changing_members(home):
         write_folder(home, home.broker, refresh_access(home))
 
 

@@ -29,7 +29,7 @@ TIMEOUT_S = 5.0
 def publish_lists(home: Home, lists: Lists, timeout_s: float = TIMEOUT_S) -> None:
     """Publish lists, retained, and wait until the program that runs the broker has applied them.
 
-    Call it with `home.changing_members` held: one connection at a time has this identity.
+    Call it with `changing_members` held: one connection at a time has this identity.
 
     Raises:
         BrokerError: they are not applied yet; with the reason and what to do.

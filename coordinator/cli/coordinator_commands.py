@@ -253,8 +253,9 @@ def deploy_mosquitto(
     from coordinator.broker.access_lists import refresh_access
     from coordinator.broker.broker_folder import write_folder
     from coordinator.config import LOOPBACK_HOSTS
+    from coordinator.storage.locks import changing_members
 
-    with store_of(directory) as (home, _), home.changing_members():
+    with store_of(directory) as (home, _), changing_members(home):
         write_folder(home, out, refresh_access(home))
         host = home.config().broker.host
     start = f"fedcg broker run --dir {out.resolve()}"

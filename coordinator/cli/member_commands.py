@@ -95,8 +95,9 @@ def device_add(
     """
     from coordinator.broker.access_lists import NOT_APPLIED, publish_access
     from coordinator.members.bundle_enrolment import enrol
+    from coordinator.storage.locks import changing_members
 
-    with store_of(directory) as (home, store), home.changing_members():
+    with store_of(directory) as (home, store), changing_members(home):
         bundles = enrol(home, store, ids, out, time.time(), federation)
         reloaded = publish_access(home)
     values: dict[str, object] = {

@@ -38,8 +38,8 @@ from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
 from coordinator.service.tensorboard import RoundCurves
+from coordinator.storage.locks import sole_writer
 from coordinator.storage.object_store import artifacts_of
-from coordinator.storage.sole_writer import sole_writer
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.learning.spec import FederationSpec

@@ -25,6 +25,7 @@ from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, certify, credential_of
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, TokenRecord, TokenState
+from coordinator.storage.locks import changing_members
 from coordinator.storage.membership_store import Admitted
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
@@ -81,7 +82,7 @@ class Admission:
         Raises:
             RefusedError: with the answer to the device.
         """
-        with self.home.changing_members():
+        with changing_members(self.home):
             now = self.clock()
             token = self.store.register.token(request.token)
             if token is None or not is_secret_of(token, bytes.fromhex(request.secret)):
@@ -110,7 +111,7 @@ class Admission:
         Raises:
             RefusedError: with the answer to the device.
         """
-        with self.home.changing_members():
+        with changing_members(self.home):
             now = self.clock()
             device = self._identified(peer, request)
             key = _requested_key(request.request, request.device)

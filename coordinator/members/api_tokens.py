@@ -14,6 +14,7 @@ from enum import Enum
 from coordinator.errors import NotFoundError, SteeringError
 from coordinator.paths import Home
 from coordinator.storage.api_store import ApiStore, ApiTokenRecord
+from coordinator.storage.locks import changing_members
 from fedcg.files import replace_durably
 
 SECRET_BYTES = 32
@@ -129,12 +130,12 @@ class ApiTokens:
 def local_token(home: Home, tokens: ApiTokens) -> str:
     """The token of the commands on the coordinator's machine, in HOME/api.token (0600); made anew where it is missing or not valid.
 
-    Call it without `home.changing_members` held.
+    Call it without `changing_members` held.
     """
     text = _valid_text(home, tokens)
     if text is not None:
         return text
-    with home.changing_members():  # two commands may find it missing at once
+    with changing_members(home):  # two commands may find it missing at once
         text = _valid_text(home, tokens)
         if text is not None:
             return text

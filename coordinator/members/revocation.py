@@ -18,6 +18,7 @@ from coordinator.errors import EnrolmentError
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, issue
 from coordinator.rounds.records import DeviceState
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.mqtt import probe
@@ -52,7 +53,7 @@ def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Re
     """
     if store.device(device) is None:
         raise EnrolmentError(f"there is no device {device!r}; `fedcg device list` shows all")
-    with home.changing_members():
+    with changing_members(home):
         was_member = store.register.end_membership(device, DeviceState.REVOKED, reason, now)
         reloaded = publish_access(home)
         revoked = [record for record in store.register.revoked_certificates(now) if record.device == device]

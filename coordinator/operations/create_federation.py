@@ -166,7 +166,7 @@ def _last_weights(spec: FederationSpec, store: ArtifactStore, other: str, aggreg
 def open_federation(
     home: Home, store: Store, plan: FederationPlan, *, held: bool = False, continued_from: str | None = None
 ) -> FederationRecord:
-    """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `home.changing_members` held.
+    """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `changing_members` held.
 
     Args:
         home: the coordinator's directory.

@@ -20,6 +20,7 @@ from coordinator.operations.create_federation import OperatorPlan, open_federati
 from coordinator.operations.steering import Follow, Steering
 from coordinator.paths import Home
 from coordinator.rounds.records import DeviceRecord, FederationRecord, FederationStatus, TokenRecord
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.config_file import listed, problems_of
 from fedcg.event_log import EventLog
@@ -99,7 +100,7 @@ class Operations:
         """
         if continued_from is not None:
             self.federation(continued_from)
-        with self.home.changing_members():
+        with changing_members(self.home):
             record = open_federation(self.home, self.store, plan, held=held, continued_from=continued_from)
         self.events.write("federation_created", federation=record.id, held=held, continued_from=continued_from)
         if record.status is FederationStatus.RUNNING:

@@ -12,6 +12,7 @@ from pathlib import Path
 from coordinator.errors import HomeError, PlanError
 from coordinator.paths import Home
 from coordinator.rounds.records import TokenState
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.files import fsync_path
 from fedcg.wire.errors import WireError
@@ -65,7 +66,7 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
         PlanError: there is no federation yet, so no device has pinned the key.
         HomeError: the current key can't be used.
     """
-    with home.changing_members():
+    with changing_members(home):
         federations = store.federations()
         if not federations:
             raise PlanError(

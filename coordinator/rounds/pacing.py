@@ -1,4 +1,4 @@
-"""When the next attempt may open: the operator's policy, the times that it goes by, and the events that change them.
+"""When the next attempt may open: the operator's policy, and the times that it goes by.
 
 Pure; part of the round engine. Time is unix time and passed in.
 """
@@ -7,45 +7,31 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from fedcg.wire.messages.messages import OfAttempt, RoundAttempt
+from pydantic import Field
+
+from fedcg.learning.spec import RoundPolicy
+from fedcg.wire.messages.messages import RoundAttempt
 
 RETRY_MAX_S = 600.0
 """At most, however many attempts have failed."""
 MAX_DOUBLINGS = 16  # of `retry_s`, so that no exponent overflows; the bound above is reached long before
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The operator's policy for rounds.
+class Policy(RoundPolicy):
+    """The operator's policy for rounds, and what the coordinator adds to it.
 
     Attributes:
-        rounds: how many rounds the federation has.
-        min_clients: quorum; a round opens with at least so many and closes with at least so many updates.
-        max_attempts: failed attempts of one round before the federation is paused.
-        deadline_s: how long an attempt collects, from when the quorum has accepted.
         gather_s: how long a round waits for further devices after the last one came; not at all when every device is online.
         retry_s: pause after a failed attempt; doubles with each failed attempt of the round, up to `RETRY_MAX_S`.
-        min_cohort: nothing is published that was merged from fewer clients.
-        fraction: share of the clients that could take part whose updates are wanted; never fewer than the quorum.
-        max_clients: at most so many updates are wanted; None for no bound.
-        over_selection: so many more clients are invited, as a share of those wanted; the attempt closes with the wanted ones.
         selection_key: secret of the coordinator that the choice of clients follows from.
     """
 
-    rounds: int
-    min_clients: int
-    max_attempts: int
-    deadline_s: float
     gather_s: float = 0.0
     retry_s: float = 0.0
-    min_cohort: int = 1
-    fraction: float = 1.0
-    max_clients: int | None = None
-    over_selection: float = 0.0
-    selection_key: bytes = b""
+    selection_key: bytes = Field(default=b"", repr=False)
 
     @property
     def quorum(self) -> int:
@@ -79,61 +65,6 @@ class Policy:
     def pause_s(self, failures: int) -> float:
         """How long to wait after so many failed attempts in a row."""
         return min(RETRY_MAX_S, self.retry_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS)) if failures > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The devices that may take part now: all that are enrolled."""
-
-    clients: frozenset[str]
-
-
-@dataclass(frozen=True)
-class PolicyChanged:
-    """The operator changed the policy; the open attempt goes on by the new one."""
-
-    policy: Policy
-
-
-@dataclass(frozen=True)
-class Held:
-    """The operator holds the federation: the open attempt ends as it would, and no other one opens."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Released:
-    """The operator lets a held or paused federation go on; failed attempts are counted anew."""
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The federation ends now, with its last aggregate; the open attempt fails."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Barred:
-    """Clients that are not invited whoever else is there, and why."""
-
-    clients: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class LinkChanged:
-    """The coordinator's link to the broker came up or was lost, or its store of artifacts; without both no device can deliver."""
-
-    up: bool
-    what: str = "link to the broker"
-
-
-@dataclass(frozen=True)
-class Accepted(OfAttempt):
-    """A participant works on an update."""
-
-    client: str
 
 
 @dataclass(frozen=True)

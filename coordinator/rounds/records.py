@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 from pydantic.dataclasses import dataclass
 
@@ -159,18 +160,8 @@ class FederationRecord:
 
     @property
     def round_policy(self) -> Policy:
-        """The part of it that the round engine needs."""
-        policy = self.operator_policy
-        return Policy(
-            rounds=policy.rounds,
-            min_clients=policy.min_clients,
-            max_attempts=policy.max_attempts,
-            deadline_s=policy.deadline_s,
-            min_cohort=policy.min_cohort,
-            fraction=policy.fraction,
-            max_clients=policy.max_clients,
-            over_selection=policy.over_selection,
-        )
+        """The policy as the round engine takes it; what the coordinator adds has its defaults."""
+        return Policy(**self.operator_policy.model_dump())
 
     def after_failure(self, last: AttemptRecord) -> RoundState:
         """The state of the round engine when the last attempt failed."""
@@ -247,9 +238,14 @@ class UpdateRecord:
         return self.outcome is Outcome.LATE and self.distances is not None
 
     @property
+    def reported(self) -> dict[str, Any]:
+        """`report` by field; the fields that the device did not report are missing."""
+        return {name: value for name, value in json.loads(self.report or "{}").items() if value is not None}
+
+    @property
     def examples(self) -> int:
         """The number of examples that the device reported; 1 when it reported none."""
-        return int(json.loads(self.report or "{}").get("examples", 1))
+        return int(self.reported.get("examples", 1))
 
     @property
     def distance_of(self) -> dict[Part, float]:

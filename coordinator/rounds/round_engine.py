@@ -13,18 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from coordinator.rounds.pacing import (
-    Accepted,
-    Barred,
-    Expected,
-    Held,
-    LinkChanged,
-    Pace,
-    Policy,
-    PolicyChanged,
-    Released,
-    Stopped,
-)
+from coordinator.rounds.pacing import Pace, Policy
 from coordinator.rounds.round_commands import (
     Command,
     Distil,
@@ -36,7 +25,27 @@ from coordinator.rounds.round_commands import (
     Pause,
     ResumeAttempt,
 )
-from fedcg.wire.messages.messages import OfAttempt, RoundAttempt
+from coordinator.rounds.round_events import (
+    Accepted,
+    AggregateStored,
+    AggregationFailed,
+    Barred,
+    CameOnline,
+    Departed,
+    Event,
+    Expected,
+    Held,
+    LinkChanged,
+    PolicyChanged,
+    Released,
+    Restarted,
+    Stopped,
+    Tick,
+    UpdateRefused,
+    UpdateStored,
+    WentOffline,
+)
+from fedcg.wire.messages.messages import RoundAttempt
 
 NAMED_CLIENTS = 5
 """So many clients a failed attempt's reason names; the API and the event log have all of them."""
@@ -120,86 +129,6 @@ class RoundState:
     def is_open(self, attempt: RoundAttempt) -> bool:
         """Whether this attempt takes updates now."""
         return self.phase is Phase.COLLECTING and self.at == attempt
-
-
-@dataclass(frozen=True)
-class CameOnline:
-    """A client opened a session."""
-
-    client: str
-
-
-@dataclass(frozen=True)
-class WentOffline:
-    """A client lost its link."""
-
-    client: str
-
-
-@dataclass(frozen=True)
-class Departed:
-    """A client is no member any more (revoked, replaced by another machine, or it left); an update that it delivered before still counts."""
-
-    client: str
-
-
-@dataclass(frozen=True)
-class UpdateStored(OfAttempt):
-    """A valid update of a participant is durable; the aggregation worker reads `artifact`."""
-
-    client: str
-    artifact: str = ""
-
-
-@dataclass(frozen=True)
-class UpdateRefused(OfAttempt):
-    """A participant delivers nothing usable: it declined, or its update was rejected (`reason`), also after it was stored."""
-
-    client: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time went on."""
-
-
-@dataclass(frozen=True)
-class Restarted:
-    """The coordinator was restarted; `state` was rebuilt from the database and no client is online yet."""
-
-
-@dataclass(frozen=True)
-class AggregateStored(OfAttempt):
-    """The attempt's aggregate is durable and the attempt is closed in the database."""
-
-
-@dataclass(frozen=True)
-class AggregationFailed(OfAttempt):
-    """The attempt's updates could not be merged."""
-
-    reason: str
-
-
-Event = (
-    CameOnline
-    | WentOffline
-    | Departed
-    | Expected
-    | Barred
-    | PolicyChanged
-    | Held
-    | Released
-    | Stopped
-    | LinkChanged
-    | Accepted
-    | UpdateStored
-    | UpdateRefused
-    | Tick
-    | Restarted
-    | AggregateStored
-    | AggregationFailed
-)
 
 
 Step = tuple[RoundState, tuple[Command, ...]]
@@ -334,14 +263,12 @@ def _restarted(state: RoundState, event: Restarted, now: float) -> Step:
     if state.phase is Phase.COLLECTING:
         grace = min(RESTART_GRACE_S, state.policy.deadline_s)
         state = replace(state, deadline_at=max(state.deadline_at, now + grace))
-        judged, commands = _judge(state, now)
-        return judged, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
-    if state.phase is Phase.DISTILLING:
-        judged, commands = _distil_again(state, "updates were rejected before a restart", now)
-        return judged, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
-    if state.phase is Phase.FINISHED:
-        return state, (Finish(),)
-    return state, ()
+        following, commands = _judge(state, now)
+    elif state.phase is Phase.DISTILLING:
+        following, commands = _distil_again(state, "updates were rejected before a restart", now)
+    else:
+        return state, (Finish(),) if state.phase is Phase.FINISHED else ()
+    return following, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
 
 
 def _aggregate_stored(state: RoundState, event: AggregateStored, now: float) -> Step:

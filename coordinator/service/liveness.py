@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.rounds.round_engine import CameOnline, WentOffline
+from coordinator.rounds.round_events import CameOnline, WentOffline
 from coordinator.service.round_driver import RoundDriver
 from coordinator.storage.presence_store import KEEP_S, PresenceRecord
 from coordinator.storage.store import Store
@@ -67,9 +67,7 @@ class Liveness:
         presence: stores every change.
     """
 
-    def __init__(
-        self, round_driver: RoundDriver, receiver: Receiver, events: EventLog, presence: PresenceLog | None = None
-    ) -> None:
+    def __init__(self, round_driver: RoundDriver, receiver: Receiver, events: EventLog, presence: PresenceLog) -> None:
         self._round_driver = round_driver
         self._receiver = receiver
         self._events = events
@@ -85,16 +83,14 @@ class Liveness:
         """A device is online, and may be invited."""
         if not self.is_online(device):
             self._events.write("online", client=device)
-            if self._presence is not None:
-                self._presence.note(device, online=True)
+            self._presence.note(device, online=True)
         self._round_driver.apply(CameOnline(device))
 
     def mark_offline(self, device: str, reason: str) -> None:
         """A device is offline, if it was online."""
         if self.is_online(device):
             self._events.write("offline", client=device, reason=reason)
-            if self._presence is not None:
-                self._presence.note(device, reason, online=False)
+            self._presence.note(device, reason, online=False)
             self._round_driver.apply(WentOffline(device))
 
     def expect(self, device: str, every_s: float | None, now: float) -> None:
@@ -117,7 +113,7 @@ class Liveness:
 
     def miss_silent(self, now: float) -> None:
         """Count devices as offline that died without a will: together with their broker, for example."""
-        if self._presence is not None and now - self._pruned_at >= PRUNE_EVERY_S:
+        if now - self._pruned_at >= PRUNE_EVERY_S:
             self._pruned_at = now
             self._presence.prune()
         for device in sorted(self._round_driver.state.online & self._promises.keys()):

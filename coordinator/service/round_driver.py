@@ -30,10 +30,9 @@ from coordinator.aggregation.worker_messages import (
 )
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
-from coordinator.rounds.pacing import Held, Policy, PolicyChanged, Released, Stopped
+from coordinator.rounds.pacing import Policy
 from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus
 from coordinator.rounds.round_commands import (
-    Command,
     Distil,
     FailAttempt,
     Finish,
@@ -43,15 +42,17 @@ from coordinator.rounds.round_commands import (
     Pause,
     ResumeAttempt,
 )
-from coordinator.rounds.round_engine import (
+from coordinator.rounds.round_engine import Phase, RoundState, transition
+from coordinator.rounds.round_events import (
     AggregateStored,
     AggregationFailed,
     Event,
-    Phase,
+    Held,
+    PolicyChanged,
+    Released,
     Restarted,
-    RoundState,
+    Stopped,
     UpdateRefused,
-    transition,
 )
 from coordinator.service.service_context import ServiceContext, Worker
 from coordinator.storage.pruning import Pruner
@@ -60,7 +61,8 @@ from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
 from coordinator.updates.screening import Screening
 from coordinator.updates.track_record import left_out, plateau_reason
-from fedcg.wire.messages.messages import Outcome
+from fedcg.event_log import EventValue
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 
 _REPORTS: dict[type[WorkerEvent], str] = {
     WorkerReady: "worker_ready",
@@ -134,12 +136,7 @@ class RoundDriver:
     @property
     def requires_cohort_secret(self) -> bool:
         """Whether devices without the others' cohort secret are not invited."""
-        return self._record.operator_policy.require_cohort
-
-    @property
-    def base(self) -> str:
-        """Artifact id of the aggregate that the open attempt starts from."""
-        return self._base
+        return self._state.policy.require_cohort
 
     def restart(self) -> None:
         """Rebuild the state from the database and go on where it was left."""
@@ -178,12 +175,8 @@ class RoundDriver:
 
     def _policy_of(self, record: FederationRecord) -> Policy:
         """The federation's policy with the coordinator's own waiting times and secret."""
-        return replace(
-            record.round_policy,
-            gather_s=self._context.rounds.gather_s,
-            retry_s=self._context.rounds.retry_s,
-            selection_key=self._context.worker.secret,
-        )
+        own = {**self._context.rounds.model_dump(), "selection_key": self._context.worker.secret}
+        return record.round_policy.model_copy(update=own)
 
     def apply(self, event: Event) -> None:
         """Pass an event to the engine and carry out its commands."""
@@ -191,7 +184,7 @@ class RoundDriver:
             self._judge_devices(self._state.round)
         self._state, commands = transition(self._state, event, self._context.clock())
         for command in commands:
-            self._do(command)
+            self._do_what[type(command)](command)
 
     def follow_worker(self, event: WorkerEvent) -> None:
         """Write a report of the worker into the event log, and act on it."""
@@ -221,7 +214,7 @@ class RoundDriver:
             return
         key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
         self._store.reject_update(key, client, reason)
-        self._events.write("update_rejected", client=client, round=state.round, attempt=state.attempt, reason=reason)
+        self._write("update_rejected", state.at, client=client, reason=reason)
         self.apply(UpdateRefused(state.round, state.attempt, client, reason))
 
     def _judge_devices(self, round_number: int) -> None:
@@ -243,13 +236,11 @@ class RoundDriver:
         record = AggregateRecord(self._id, done.round, done.attempt, done.aggregate, done.size, done.server_state, now)
         self._store.close_attempt(record, EASED.get(done.ease, ""))
         self._published.allow(done.aggregate)
-        self._events.write(
-            "aggregate_stored", round=done.round, attempt=done.attempt, artifact=done.aggregate, size=done.size
-        )
+        self._write("aggregate_stored", done.at, artifact=done.aggregate, size=done.size)
         self._drop_rows(done)
         self._prune(done.round)
         self._judge_devices(done.round + 1)
-        plateau = plateau_reason(self._store, self._id, self._record.operator_policy)
+        plateau = plateau_reason(self._store, self._id, self._state.policy)
         if plateau:  # before the next attempt opens
             self._store.set_status(self._id, FederationStatus.STOPPED, plateau)
             self.apply(Held(plateau))
@@ -289,41 +280,22 @@ class RoundDriver:
             rounds, deadline_at = state.policy.rounds, state.deadline_at
             self.is_announced = self._publisher.offer(state.at, spec_ref, aggregate_ref, rounds, deadline_at)
 
-    def _do(self, command: Command) -> None:
-        self._do_what[type(command)](command)
-
     def _open_attempt(self, command: OpenAttempt) -> None:
-        base = self._aggregate(command.round - 1)
-        self._base = base.artifact
-        key = self._key(command)
-        now = self._context.clock()
-        self._store.open_attempt(key, base.artifact, command.participants, now, command.deadline_at)
-        self._events.write(
-            "attempt_opened",
-            round=command.round,
-            attempt=command.attempt,
-            rounds=self._state.policy.rounds,
-            participants=sorted(command.participants),
-            aggregate=base.artifact,
-        )
+        base, now = self._begin(command), self._context.clock()
+        self._store.open_attempt(self._key(command), base.artifact, command.participants, now, command.deadline_at)
+        rounds, participants = self._state.policy.rounds, sorted(command.participants)
+        self._write("attempt_opened", command.at, rounds=rounds, participants=participants, aggregate=base.artifact)
         self._worker.open(self._job(command, base))
         self.announce()
         source = self._published.source(base.artifact)
         self._publisher.broadcast(source, lambda: self._state.is_open(command.at))
 
     def _resume_attempt(self, command: ResumeAttempt) -> None:
-        base = self._aggregate(command.round - 1)
-        self._base = base.artifact
-        key = self._key(command)
+        base, key = self._begin(command), self._key(command)
         self._store.move_deadline(key, command.deadline_at)
         stored = self._store.updates(key)
         accepted = [update for update in stored if update.outcome is Outcome.ACCEPTED]
-        self._events.write(
-            "attempt_resumed",
-            round=command.round,
-            attempt=command.attempt,
-            stored=[update.client for update in accepted],
-        )
+        self._write("attempt_resumed", command.at, stored=[update.client for update in accepted])
         self._worker.open(self._job(command, base))
         for update in accepted:
             self._context.artifacts.local(update.artifact)
@@ -332,29 +304,28 @@ class RoundDriver:
     def _move_deadline(self, command: MoveDeadline) -> None:
         self._store.move_deadline(self._key(command), command.deadline_at)
         if command.reason:
-            round_number, attempt, reason = command.round, command.attempt, command.reason
-            self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
+            self._write("deadline_moved", command.at, reason=command.reason)
 
     def _invite(self, command: Invite) -> None:
         self._publisher.invite(command.client, command.at)
 
     def _distil(self, command: Distil) -> None:
-        key, policy = self._key(command), self._record.operator_policy
+        key = self._key(command)
         updates = self._store.start_distilling(key, self._context.clock())
         # The database decides which updates came in time: one may have been stored a moment ago.
         accepted = frozenset(update.client for update in updates)
         self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
-        if policy.late == "drop":
+        if self._state.policy.late == "drop":
             self._receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
-        self._events.write("distilling", round=command.round, attempt=command.attempt, clients=sorted(accepted))
+        self._write("distilling", command.at, clients=sorted(accepted))
         self._assess(key)
 
     def _assess(self, key: Key) -> None:
-        self._worker.assess(self._screening.artifacts(key, self._record.operator_policy))
+        self._worker.assess(self._screening.artifacts(key, self._state.policy))
 
     def _assessed(self, assessed: Assessed) -> None:
         """Merge the updates that the screening chooses; too few fail the attempt."""
-        state, policy = self._state, self._record.operator_policy
+        state, policy = self._state, self._state.policy
         key = (self._id, assessed.round, assessed.attempt)
         if state.phase is not Phase.DISTILLING or state.at != assessed.at:
             return
@@ -374,7 +345,7 @@ class RoundDriver:
         now, first_attempt = self._context.clock(), command.first_attempt
         self._store.fail_attempt(self._key(command), command.reason, now, first_attempt)
         self._receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
-        self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
+        self._write("attempt_failed", command.at, reason=command.reason)
         self._drop_rows(command)
         self._judge_devices(command.round)
 
@@ -383,19 +354,15 @@ class RoundDriver:
 
     def _finish(self, command: Finish) -> None:
         final = self._store.aggregates(self._id)[-1]
-        self._events.write(
-            "finished",
-            round=self._state.round,
-            attempt=self._state.attempt,
-            aggregate=final.artifact,
-            reason=self._state.reason,
-        )
+        self._write("finished", self._state.at, aggregate=final.artifact, reason=self._state.reason)
         self.announce()
 
-    def _aggregate(self, round_number: int) -> AggregateRecord:
-        record = self._store.aggregate(self._id, round_number)
+    def _begin(self, command: OpenAttempt | ResumeAttempt) -> AggregateRecord:
+        """The aggregate that an attempt starts from."""
+        record = self._store.aggregate(self._id, command.round - 1)
         if record is None:
-            raise StoreError(f"the aggregate of round {round_number} is missing from the database")
+            raise StoreError(f"the aggregate of round {command.round - 1} is missing from the database")
+        self._base = record.artifact
         return record
 
     def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
@@ -404,6 +371,9 @@ class RoundDriver:
             self._context.artifacts.local(artifact)  # the worker reads files
         limits = self._screening.limits(command.round)
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
+
+    def _write(self, name: str, at: RoundAttempt, **values: EventValue) -> None:
+        self._events.write(name, round=at.round, attempt=at.attempt, **values)
 
     def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)

@@ -6,12 +6,11 @@ holds all that matters, and a restarted coordinator goes on with the same attemp
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 
 from coordinator.aggregation.worker_messages import Reply
 from coordinator.messaging.cohort_marks import Cohorts
@@ -19,9 +18,9 @@ from coordinator.messaging.event_queue import EventQueue
 from coordinator.messaging.flood_limits import FloodLimits
 from coordinator.messaging.message_checks import FromDevice, MessageChecks, Sessions
 from coordinator.messaging.publisher import Publisher, status_will
-from coordinator.rounds.pacing import LinkChanged
 from coordinator.rounds.records import FederationRecord
-from coordinator.rounds.round_engine import Phase, RoundState, Tick, UpdateRefused, UpdateStored
+from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.rounds.round_events import LinkChanged, Tick, UpdateRefused, UpdateStored
 from coordinator.service.artifact_requests import ArtifactRequests
 from coordinator.service.condition_board import ConditionBoard
 from coordinator.service.invitations import REMIND_S, Invitations
@@ -62,22 +61,7 @@ LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
 STEER_TIMEOUT_S = 30.0
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Stop:
-    pass
-
-
-@dataclass(frozen=True)
-class _Steer:
-    record: FederationRecord
-    resume: bool
-    done: Future[None]
-
-
-_Item = Delivery | Reply | Exited | UpdateStored | UpdateRefused | Broken | LinkChanged | _Stop | _Steer
+_Item = Delivery | Reply | Exited | UpdateStored | UpdateRefused | Broken | LinkChanged | Callable[[], None]
 
 
 class Service:
@@ -95,6 +79,7 @@ class Service:
         topics = Topics(context.federation.id)
         self.epoch = context.store.next_epoch()
         self.finished_and_left = threading.Event()
+        self._stopping = threading.Event()
         self._context = context
         self._events = context.events
         self._queue: EventQueue[_Item] = EventQueue()
@@ -121,9 +106,8 @@ class Service:
         self._round_driver = RoundDriver(context, self._publisher, self.published, self._worker, self.receiver)
         self._invitations = Invitations(context, self._round_driver, self._publisher, self.receiver)
         self._readers = ThreadPoolExecutor(1, "artifacts")
-        self._requests = ArtifactRequests(
-            self.published, self._publisher.chunks, lambda work: self._run_on(self._readers, work)
-        )
+        read = partial(self._run_on, self._readers)
+        self._requests = ArtifactRequests(self.published, self._publisher.chunks, read)
         self._members_pool = ThreadPoolExecutor(1, "members")
         self._members = MemberRefresh(
             context,
@@ -132,7 +116,7 @@ class Service:
             self._round_driver,
             self._publisher,
             self._cohorts,
-            lambda work: self._run_on(self._members_pool, work),
+            partial(self._run_on, self._members_pool),
         )
         self._floods = FloodLimits()
         self._topics = topics
@@ -141,7 +125,6 @@ class Service:
         self._board = ProgressBoard()
         self.conditions = ConditionBoard(context.store, context.federation.id)
         self._down_since: float | None = None
-        self._refused_hellos: set[str] = set()
         self._key_read_at = 0.0
         self._finished_at: float | None = None
         self._has_link = False
@@ -227,10 +210,8 @@ class Service:
     def run(self) -> None:
         """Work until `stop` is called. Any exception must end the process: a restart goes on from the database."""
         ticked_at = time.monotonic()
-        while True:
+        while not self._stopping.is_set():
             item = self._queue.get(TICK_S)
-            if isinstance(item, _Stop):
-                return
             if item is not None:
                 self._handle(item)
             if time.monotonic() - ticked_at >= TICK_S:
@@ -240,13 +221,19 @@ class Service:
     def steer(self, record: FederationRecord, *, resume: bool = False) -> None:
         """Follow what an operator changed in the federation or its devices; returns when it is done. From another thread."""
         done: Future[None] = Future()
-        self._queue.put(_Steer(record, resume, done))
+
+        def follow() -> None:
+            self._members.refresh()
+            self._round_driver.follow(record, resume=resume)
+            done.set_result(None)
+
+        self._queue.put(follow)
         done.result(STEER_TIMEOUT_S)
 
     def stop(self) -> None:
         """Make `run` return. From any thread."""
         self._context.artifacts.stop_waiting()
-        self._queue.put(_Stop())
+        self._queue.put(self._stopping.set)
 
     def close(self) -> None:
         """Publish that this coordinator is offline, and end worker and transport, which may hang; after `run` returned."""
@@ -288,11 +275,9 @@ class Service:
             self._round_driver.apply(item)
         elif isinstance(item, Broken):
             raise item.error
-        elif isinstance(item, _Steer):
-            self._members.refresh()
-            self._round_driver.follow(item.record, resume=item.resume)
-            item.done.set_result(None)
-        elif not isinstance(item, _Stop):
+        elif callable(item):
+            item()
+        else:
             for event in self._worker.follow(item):
                 self._round_driver.follow_worker(event)
 
@@ -333,14 +318,12 @@ class Service:
         elif isinstance(message, Need):
             self._requests.serve(device, message)
 
-    def _beat(self, device: str, beat: Heartbeat) -> None:
-        if beat.phase is None or (self.state.is_open(beat.at) and device in self.state.outstanding):
-            self._board.note(device, beat, self._context.clock())
-
     def _hello(self, device: str, hello: Hello) -> None:
         version = versions.agree(hello.versions)
         if version is None:
-            self._refuse_hello(device, hello)
+            reason = versions.explain_versions(hello.versions, versions.SPOKEN)
+            self._refusals.note(f"the hello of {device}", VersionError(reason), device)
+            self._publisher.refuse_hello(device, hello)
             return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self._invitations.forget(device)
@@ -353,11 +336,6 @@ class Service:
         self._liveness.expect(device, hello.heartbeat_s, time.monotonic())
         self._liveness.mark_online(device)
 
-    def _refuse_hello(self, device: str, hello: Hello) -> None:
-        reason = versions.explain_versions(hello.versions, versions.SPOKEN)
-        self._refusals.note(f"the hello of {device}", VersionError(reason), device)
-        self._publisher.refuse_hello(device, hello)
-
     def _link_changed(self, change: LinkChanged) -> None:
         now = time.monotonic()
         down_s = round(now - self._down_since, 1) if change.up and self._down_since is not None else None
@@ -367,7 +345,7 @@ class Service:
             self._has_link = False
             self._round_driver.apply(change)
             return
-        self._liveness.pardon(time.monotonic())
+        self._liveness.pardon(now)
         self.published.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
@@ -417,11 +395,9 @@ class Service:
 
     def _follow_key(self) -> None:
         """Sign with the new key after `fedcg coordinator rotate-key`."""
-        signing_identity = self._context.signing_identity()
-        if self._publisher.use(signing_identity):
-            self._events.write(
-                "key_rotated", serial=signing_identity.links[-1].serial, key=signing_identity.key.public.hex
-            )
+        identity = self._context.signing_identity()
+        if self._publisher.use(identity):
+            self._events.write("key_rotated", serial=identity.links[-1].serial, key=identity.key.public.hex)
 
     def _run_on(self, pool: ThreadPoolExecutor, work: Callable[[], object]) -> None:
         """Run work that may block on a lock, a disk or the broker; a failure ends the service."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 from collections.abc import Mapping
@@ -80,7 +79,6 @@ def figures_of(updates: list[UpdateRecord], aggregate_bytes: int) -> dict[str, f
         aggregate_bytes: size of the aggregate.
     """
     accepted = [update for update in updates if update.outcome is Outcome.ACCEPTED]
-    reports = {update.client: json.loads(update.report or "{}") for update in accepted}
     figures = {
         "updates/accepted": float(len(accepted)),
         "updates/rejected": float(sum(update.outcome is Outcome.REJECTED for update in updates)),
@@ -88,7 +86,7 @@ def figures_of(updates: list[UpdateRecord], aggregate_bytes: int) -> dict[str, f
         "bytes/aggregate": float(aggregate_bytes),
     }
     for name in _REPORTED:
-        known = {client: report[name] for client, report in reports.items() if report.get(name) is not None}
+        known = {update.client: update.reported[name] for update in accepted if name in update.reported}
         figures |= {f"{name}/{client}": float(value) for client, value in sorted(known.items())}
         if known:
             figures[f"{name}/mean"] = statistics.fmean(known.values())

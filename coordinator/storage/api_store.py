@@ -71,12 +71,11 @@ class ApiStore(schema.Queries):
 
     def token(self, token: str) -> ApiTokenRecord | None:
         """One token."""
-        return self._one(ApiTokenRecord, select(schema.api_tokens).where(schema.api_tokens.c.id == token))
+        return self._one(ApiTokenRecord, select(schema.api_tokens).filter_by(id=token))
 
     def revoke_token(self, token: str, now: float) -> None:
         """Make a token unusable; one that was revoked before keeps its time."""
-        table = schema.api_tokens
-        self._write(update(table).where(table.c.id == token, table.c.revoked_at.is_(None)).values(revoked_at=now))
+        self._write(update(schema.api_tokens).filter_by(id=token, revoked_at=None).values(revoked_at=now))
 
     def used_token(self, token: ApiTokenRecord, now: float) -> None:
         """Store that a token was used, unless that was stored less than a minute ago."""
@@ -88,14 +87,12 @@ class ApiStore(schema.Queries):
 
     def answer(self, token: str, key: str) -> StoredAnswer | None:
         """The stored answer to a token's earlier request with this key."""
-        table = schema.idempotency
-        return self._one(StoredAnswer, select(table).where(table.c.token == token, table.c.key == key))
+        return self._one(StoredAnswer, select(schema.idempotency).filter_by(token=token, key=key))
 
     def add_answer(self, answer: StoredAnswer, keep_s: float) -> None:
         """Store an answer, and delete those that are older than `keep_s`; an earlier answer to the same key stays."""
         table = schema.idempotency
-        with self._engine.begin() as connection:
-            connection.execute(delete(table).where(table.c.created_at < answer.created_at - keep_s))
+        self._write(delete(table).where(table.c.created_at < answer.created_at - keep_s))
         try:
             self._write(insert(table).values(**asdict(answer)))
         except IntegrityError:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from sqlalchemy import Connection, Engine, column, func, insert, inspect, select, table, text
@@ -274,13 +274,8 @@ def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: 
 def _take_artifact(artifacts: ArtifactStore, artifact: str, content: IO[bytes]) -> None:
     received = artifacts.root / f".restored-{artifact}"
     with received.open("wb") as file:
-        _copy(content, file)
+        shutil.copyfileobj(content, file)
     if file_sha256(received) != artifact:
         received.unlink()
         raise StoreError(f"artifact {artifact} in the backup is damaged")
     artifacts.adopt(received, artifact)
-
-
-def _copy(content: IO[bytes], file: BinaryIO) -> None:
-    while piece := content.read(1 << 20):
-        file.write(piece)

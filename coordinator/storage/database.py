@@ -15,6 +15,8 @@ from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 
 BUSY_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_S = 5
+DEAD_PEER_S = 6
+"""After so many seconds without an answer the server ends the session of a machine that is gone, and with it every lock."""
 PASSWORD_VARIABLE = "FEDCG_DATABASE_PASSWORD"  # noqa: S105 - the name of a variable
 UPGRADE_LOCK = 0x66656463_0001
 """Advisory lock of PostgreSQL that a program holds while it changes the schema."""
@@ -83,9 +85,11 @@ def make_engine(database: Path | URL) -> Engine:
         return engine
     limits = {"connect_timeout": CONNECT_TIMEOUT_S, "tcp_user_timeout": CONNECT_TIMEOUT_S * 1000}
     try:
-        return create_engine(database, connect_args=limits, pool_pre_ping=True, hide_parameters=True)
+        engine = create_engine(database, connect_args=limits, pool_pre_ping=True, hide_parameters=True)
     except ModuleNotFoundError as error:
         raise StoreError("a database in PostgreSQL needs psycopg: pip install 'fedcg-edge[postgres]'") from error
+    event.listen(engine, "connect", _end_with_the_machine)
+    return engine
 
 
 def unusable(database: Path | URL, error: DBAPIError) -> StoreError:
@@ -126,6 +130,19 @@ def _version(connection: Connection, name: str) -> int:
     if revision is None or not revision.isdecimal():
         raise StoreError(f"{name} is the database of another program (revision {revision}); name one of its own")
     return int(revision)
+
+
+def _end_with_the_machine(connection: Any, _record: object) -> None:
+    """Make the server notice a machine that is gone: probes when nothing is sent, and a bound for what is not acknowledged."""
+    settings = {
+        "tcp_keepalives_idle": DEAD_PEER_S // 2,
+        "tcp_keepalives_interval": 1,
+        "tcp_keepalives_count": DEAD_PEER_S // 2,
+        "tcp_user_timeout": DEAD_PEER_S * 1000,
+    }
+    for name, value in settings.items():
+        connection.execute("SELECT set_config(%s, %s, false)", (name, str(value)))
+    connection.commit()
 
 
 def _configure(connection: Any, _record: object) -> None:

@@ -49,24 +49,23 @@ class Register(schema.Queries):
 
     def token(self, token: str) -> TokenRecord | None:
         """One token."""
-        return self._one(TokenRecord, select(schema.tokens).where(schema.tokens.c.id == token))
+        return self._one(TokenRecord, select(schema.tokens).filter_by(id=token))
 
     def revoke_token(self, token: str, now: float) -> None:
         """Make a token that was not used yet unusable."""
-        table = schema.tokens
-        self._write(update(table).where(table.c.id == token, table.c.used_at.is_(None)).values(revoked_at=now))
+        self._write(update(schema.tokens).filter_by(id=token, used_at=None).values(revoked_at=now))
 
     # Certificates
 
     def certificate(self, serial: str) -> CertificateRecord | None:
         """One certificate."""
-        return self._one(CertificateRecord, select(schema.certificates).where(schema.certificates.c.serial == serial))
+        return self._one(CertificateRecord, select(schema.certificates).filter_by(serial=serial))
 
     def certificates(self, device: str | None = None) -> list[CertificateRecord]:
         """All certificates, or those of one device; oldest first."""
         query = select(schema.certificates).order_by(schema.certificates.c.issued_at, schema.certificates.c.serial)
         if device is not None:
-            query = query.where(schema.certificates.c.device == device)
+            query = query.filter_by(device=device)
         return self._all(CertificateRecord, query)
 
     def add_certificate(self, certificate: CertificateRecord) -> None:
@@ -87,48 +86,35 @@ class Register(schema.Queries):
         Raises:
             EnrolmentError: the token was used or revoked meanwhile, or the id is taken; nothing was changed.
         """
-        device = admitted.certificate.device
+        device, serial = admitted.certificate.device, admitted.certificate.serial
         tokens, devices = schema.tokens, schema.devices
-        values = {
-            "public_key": admitted.public_key,
-            "enrolled_at": now,
-            "last_seen_at": None,
-            "agent": None,
-            "state": DeviceState.ENROLLED.value,
-            "ended_at": None,
-            "ended_because": "",
-        }
+        fresh = {"last_seen_at": None, "agent": None, "state": DeviceState.ENROLLED.value, "ended_at": None}
+        values = {"public_key": admitted.public_key, "enrolled_at": now, "ended_because": "", **fresh}
         with self._engine.begin() as connection:
-            is_open = (tokens.c.id == admitted.token, tokens.c.used_at.is_(None), tokens.c.revoked_at.is_(None))
-            used = connection.execute(
-                update(tokens)
-                .where(*is_open)
-                .values(used_at=now, used_by=device, used_for=admitted.used_for, serial=admitted.certificate.serial)
-            )
-            if used.rowcount != 1:
+            open_token = update(tokens).filter_by(id=admitted.token, used_at=None, revoked_at=None)
+            used = open_token.values(used_at=now, used_by=device, used_for=admitted.used_for, serial=serial)
+            if connection.execute(used).rowcount != 1:
                 raise EnrolmentError("the token was used already")
-            known = connection.execute(select(devices.c.id).where(devices.c.id == device)).first()
+            known = connection.execute(select(devices.c.id).filter_by(id=device)).first()
             if known is None:
                 connection.execute(insert(devices).values(id=device, **values))
             elif admitted.replaces:
                 connection.execute(_revocation(device, now))
-                connection.execute(update(devices).where(devices.c.id == device).values(**values))
+                connection.execute(update(devices).filter_by(id=device).values(**values))
             else:
                 raise EnrolmentError(f"there is a device {device!r} already")
             connection.execute(insert(schema.certificates).values(**asdict(admitted.certificate)))
 
     def end_membership(self, device: str, state: DeviceState, reason: str, now: float) -> bool:
         """Revoke a device with all its certificates, or note that it left; False when it was no member any more."""
-        table = schema.devices
-        ended = {"state": state.value, "ended_at": now, "ended_because": reason[:300]}
+        member = update(schema.devices).filter_by(id=device, state=DeviceState.ENROLLED.value)
+        ended = member.values(state=state.value, ended_at=now, ended_because=reason[:300])
         with self._engine.begin() as connection:
-            is_member = (table.c.id == device, table.c.state == DeviceState.ENROLLED.value)
-            changed = connection.execute(update(table).where(*is_member).values(**ended)).rowcount == 1
+            changed = connection.execute(ended).rowcount == 1
             connection.execute(_revocation(device, now))
         return changed
 
 
 def _revocation(device: str, now: float) -> Update:
     """Revokes the certificates of a device that are not revoked yet."""
-    table = schema.certificates
-    return update(table).where(table.c.device == device, table.c.revoked_at.is_(None)).values(revoked_at=now)
+    return update(schema.certificates).filter_by(device=device, revoked_at=None).values(revoked_at=now)

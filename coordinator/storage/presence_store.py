@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from pydantic.dataclasses import dataclass
 from sqlalchemy import delete, func, insert, select
 from sqlalchemy.exc import IntegrityError
@@ -53,15 +55,7 @@ class Presence(schema.Queries):
     def note(self, change: PresenceRecord) -> None:
         """Store a change; of two within one tick of the clock the first one stays."""
         try:
-            self._write(
-                insert(schema.presence).values(
-                    federation=change.federation,
-                    device=change.device,
-                    at=change.at,
-                    online=change.online,
-                    reason=change.reason[:300],
-                )
-            )
+            self._write(insert(schema.presence).values(**{**asdict(change), "reason": change.reason[:300]}))
         except IntegrityError:
             return
 
@@ -75,20 +69,14 @@ class Presence(schema.Queries):
         """The last change of a device before a time, in each federation."""
         table = schema.presence
         newest = select(func.max(table.c.at)).where(table.c.device == device, table.c.at < at)
-        recent = newest.group_by(table.c.federation)
-        return self._all(
-            PresenceRecord, select(table).where(table.c.device == device, table.c.at.in_(recent)).order_by(table.c.at)
-        )
+        recent = select(table).where(table.c.device == device, table.c.at.in_(newest.group_by(table.c.federation)))
+        return self._all(PresenceRecord, recent.order_by(table.c.at))
 
     def latest(self, federation: str) -> dict[str, PresenceRecord]:
         """The last change of every device in a federation."""
         table = schema.presence
-        newest = (
-            select(table.c.device, func.max(table.c.at).label("at"))
-            .where(table.c.federation == federation)
-            .group_by(table.c.device)
-            .subquery()
-        )
+        of_each = select(table.c.device, func.max(table.c.at).label("at")).group_by(table.c.device)
+        newest = of_each.filter_by(federation=federation).subquery()
         query = select(table).join(newest, (table.c.device == newest.c.device) & (table.c.at == newest.c.at))
         found = self._all(PresenceRecord, query.where(table.c.federation == federation))
         return {change.device: change for change in found}
@@ -97,13 +85,8 @@ class Presence(schema.Queries):
         """Delete changes before a time; the last change of each device stays."""
         table = schema.presence
         last = {device: change.at for device, change in self.latest(federation).items() if change.at < before}
-        with self._engine.begin() as connection:
-            for device, at in last.items():
-                connection.execute(
-                    delete(table).where(table.c.federation == federation, table.c.device == device, table.c.at < at)
-                )
-            connection.execute(
-                delete(table).where(
-                    table.c.federation == federation, table.c.at < before, table.c.device.not_in(list(last))
-                )
-            )
+        changes = delete(table).filter_by(federation=federation)
+        self._write(
+            *(changes.filter_by(device=device).where(table.c.at < at) for device, at in last.items()),
+            changes.where(table.c.at < before, table.c.device.not_in(list(last))),
+        )

@@ -13,6 +13,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Delete,
     Engine,
     Float,
     ForeignKey,
@@ -209,10 +210,14 @@ class Queries:
         with self._engine.connect() as connection:
             return [kind(**row) for row in connection.execute(query).mappings()]
 
+    def _rows(self, query: Select[Any]) -> list[Any]:
+        with self._engine.connect() as connection:
+            return list(connection.execute(query))
+
     def _one(self, kind: Callable[..., RecordT], query: Select[Any]) -> RecordT | None:
         return next(iter(self._all(kind, query)), None)
 
-    def _write(self, *statements: Insert | Update) -> None:
+    def _write(self, *statements: Delete | Insert | Update) -> None:
         """Execute statements in one transaction, in their order."""
         with self._engine.begin() as connection:
             for statement in statements:

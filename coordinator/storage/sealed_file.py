@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import io
 import secrets
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from coordinator.errors import StoreError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 MAGIC = b"FEDCG-BACKUP-1\n"
 SALT_BYTES = 16
@@ -35,10 +38,6 @@ class SealingWriter(io.RawIOBase):
         self._pending = bytearray()
         self._number = 0
         file.write(self._head)
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
 
     def write(self, data: bytes) -> int:  # type: ignore[override] # tarfile writes bytes
         """Take some bytes."""
@@ -77,19 +76,11 @@ class SealedReader(io.RawIOBase):
         self._frame = io.BytesIO()
         self._open()
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """At most `size` bytes, all that is left for -1; empty at the end."""
-        found = bytearray()
-        while size < 0 or len(found) < size:
-            piece = self._frame.read(-1 if size < 0 else size - len(found))
-            if not piece and not self._open():
-                break
-            found += piece
-        return bytes(found)
+    def readinto(self, buffer: Buffer) -> int:
+        """Fill a buffer, or a part of it; 0 at the end."""
+        while not (count := self._frame.readinto(buffer)) and self._open():
+            pass
+        return count
 
     def _open(self) -> bool:
         """Decrypt the next frame; False after the last."""

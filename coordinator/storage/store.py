@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import URL, Connection, Insert, Table, Update, and_, insert, select, update
+from sqlalchemy import URL, Connection, Insert, Table, Update, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
@@ -74,13 +74,9 @@ class Store(schema.Queries):
     def next_epoch(self) -> int:
         """Take the lease: a number above every earlier one."""
         with self._engine.begin() as connection:
-            last = connection.execute(select(schema.leases.c.epoch).with_for_update()).scalar_one_or_none()
-            epoch = (last or 0) + 1
-            if last is None:
-                connection.execute(insert(schema.leases).values(id=1, epoch=epoch))
-            else:
-                connection.execute(update(schema.leases).values(epoch=epoch))
-        return epoch
+            if connection.execute(update(schema.leases).values(epoch=schema.leases.c.epoch + 1)).rowcount == 0:
+                connection.execute(insert(schema.leases).values(id=1, epoch=1))
+            return int(connection.execute(select(schema.leases.c.epoch)).scalar_one())
 
     def epoch(self) -> int:
         """The last lease number that was taken; 0 before the first start."""
@@ -112,18 +108,16 @@ class Store(schema.Queries):
 
     def device(self, device: str) -> DeviceRecord | None:
         """One device, whatever its state."""
-        return self._one(DeviceRecord, select(schema.devices).where(schema.devices.c.id == device))
+        return self._one(DeviceRecord, select(schema.devices).filter_by(id=device))
 
     def saw_device(self, device: str, agent: str, now: float) -> None:
         """Store the time of a device's last hello and the version of its agent."""
-        table = schema.devices
-        self._write(update(table).where(table.c.id == device).values(last_seen_at=now, agent=agent))
+        self._write(update(schema.devices).filter_by(id=device).values(last_seen_at=now, agent=agent))
 
     def disable(self, device: str, at: float | None, reason: str) -> None:
-        """Store that a device is not invited since a time, or (None) that it is."""
-        table = schema.devices
-        values = {"disabled_at": at, "disabled_because": reason[:300]}
-        self._write(update(table).where(table.c.id == device).values(**values))
+        """Store that an enrolled device is not invited since a time, or (None) that it is; one whose membership ended stays as it is."""
+        disabled = update(schema.devices).values(disabled_at=at, disabled_because=reason[:300])
+        self._write(disabled.filter_by(id=device, state=DeviceState.ENROLLED.value))
 
     # Federations
 
@@ -154,7 +148,7 @@ class Store(schema.Queries):
         Raises:
             StoreError: there is none of that name.
         """
-        known = self._one(FederationRecord, select(schema.federations).where(schema.federations.c.id == federation))
+        known = self._one(FederationRecord, select(schema.federations).filter_by(id=federation))
         if known is None:
             raise StoreError(f"there is no federation {federation!r}")
         return known
@@ -163,24 +157,21 @@ class Store(schema.Queries):
         """Let a paused federation try its round again, counting failed attempts anew."""
         last = self.last_attempt(federation)
         if last is not None and last.state is AttemptState.FAILED:
-            self._write(_count_from(federation, last.attempt + 1))
+            self._write(_change_federation(federation, first_attempt=last.attempt + 1))
 
     def set_status(self, federation: str, status: FederationStatus, reason: str) -> None:
         """Store what the operator wants of a federation, and why."""
-        table = schema.federations
-        values = {"status": status.value, "status_reason": reason[:300]}
-        self._write(update(table).where(table.c.id == federation).values(**values))
+        self._write(_change_federation(federation, status=status.value, status_reason=reason[:300]))
 
     def set_policy(self, federation: str, policy: str) -> None:
         """Store how the rounds of a federation go, as JSON of `RoundPolicy`."""
-        table = schema.federations
-        self._write(update(table).where(table.c.id == federation).values(policy=policy))
+        self._write(_change_federation(federation, policy=policy))
 
     def key_links(self, federation: str) -> tuple[KeyLink, ...]:
         """How the coordinator's message key was replaced, oldest first."""
         table = schema.key_links
         columns = (table.c[name] for name in KeyLink.model_fields)
-        query = select(*columns).where(table.c.federation == federation).order_by(table.c.serial)
+        query = select(*columns).filter_by(federation=federation).order_by(table.c.serial)
         return tuple(self._all(KeyLink, query))
 
     def add_key_links(self, links: Mapping[str, KeyLink], now: float) -> None:
@@ -194,35 +185,33 @@ class Store(schema.Queries):
         attempt = AttemptRecord(
             *key, AttemptState.COLLECTING, base, opened_at, deadline_at, None, None, None, reason=""
         )
-        invited = [
-            {**_key_values(key), "client": client, "state": ParticipantState.INVITED.value}
-            for client in sorted(clients)
-        ]
+        of_each = {**_is(key), "state": ParticipantState.INVITED.value}
+        invited = [{**of_each, "client": client} for client in sorted(clients)]
         self._write(insert(schema.attempts).values(**asdict(attempt)), insert(schema.participants).values(invited))
 
     def move_deadline(self, key: Key, deadline_at: float) -> None:
         """Change the time until which an attempt collects."""
-        self._write(_change_attempt(key, {"deadline_at": deadline_at}))
+        self._write(_change_attempt(key, deadline_at=deadline_at))
 
     def start_distilling(self, key: Key, now: float) -> list[UpdateRecord]:
         """Stop accepting updates; returns the accepted ones, sorted by client."""
-        self._write(_change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now}))
+        self._write(_change_attempt(key, state=AttemptState.DISTILLING.value, distilling_at=now))
         return [ended for ended in self.updates(key) if ended.outcome is Outcome.ACCEPTED]
 
     def weigh(self, key: Key, weights: Mapping[str, int], figures: Mapping[str, str] = MappingProxyType({})) -> None:
         """Store the weights with which these clients' updates are merged (0: they are not), and their figures as JSON."""
         self._write(
             *(
-                _change(schema.updates, key, client, {"weight": weight, "figures": figures.get(client)})
+                _change(schema.updates, key, client, weight=weight, figures=figures.get(client))
                 for client, weight in weights.items()
             )
         )
 
     def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
         """End the attempt without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
-        failed = {"state": AttemptState.FAILED.value, "reason": reason[:300], "closed_at": now}
-        moved = [] if first_attempt is None else [_count_from(key[0], first_attempt)]
-        self._write(_change_attempt(key, failed), *moved)
+        failed = _change_attempt(key, state=AttemptState.FAILED.value, reason=reason[:300], closed_at=now)
+        moved = [] if first_attempt is None else [_change_federation(key[0], first_attempt=first_attempt)]
+        self._write(failed, *moved)
 
     def close_attempt(self, aggregate: AggregateRecord, reason: str = "") -> None:
         """Store aggregate and server state and close the attempt, in one transaction; `reason`: what was unusual about the merge.
@@ -231,32 +220,28 @@ class Store(schema.Queries):
             StoreError: the round has an aggregate already.
         """
         key = (aggregate.federation, aggregate.round, aggregate.attempt)
-        closed = {
-            "state": AttemptState.CLOSED.value,
-            "aggregate_stored_at": aggregate.stored_at,
-            "closed_at": aggregate.stored_at,
-            "reason": reason,
-        }
+        now, state = aggregate.stored_at, AttemptState.CLOSED.value
+        closed = _change_attempt(key, state=state, aggregate_stored_at=now, closed_at=now, reason=reason)
         stored = insert(schema.aggregates).values(**asdict(aggregate))
         try:
-            self._write(stored, _change_attempt(key, closed), _count_from(key[0], 1))
+            self._write(stored, closed, _change_federation(key[0], first_attempt=1))
         except IntegrityError as error:
             raise StoreError(f"round {aggregate.round} has an aggregate already") from error
 
     def attempts(self, federation: str) -> list[AttemptRecord]:
         """All attempts of a federation, oldest first."""
         table = schema.attempts
-        query = select(table).where(table.c.federation == federation).order_by(table.c.round, table.c.attempt)
+        query = select(table).filter_by(federation=federation).order_by(table.c.round, table.c.attempt)
         return self._all(AttemptRecord, query)
 
     def attempt(self, key: Key) -> AttemptRecord | None:
         """One attempt."""
-        return self._one(AttemptRecord, select(schema.attempts).where(_is(schema.attempts, key)))
+        return self._one(AttemptRecord, select(schema.attempts).filter_by(**_is(key)))
 
     def last_attempt(self, federation: str) -> AttemptRecord | None:
         """The latest attempt of a federation."""
         table = schema.attempts
-        query = select(table).where(table.c.federation == federation)
+        query = select(table).filter_by(federation=federation)
         return self._one(AttemptRecord, query.order_by(table.c.round.desc(), table.c.attempt.desc()).limit(1))
 
     # Participants and updates
@@ -264,13 +249,13 @@ class Store(schema.Queries):
     def participants(self, key: Key) -> list[ParticipantRecord]:
         """The clients that an attempt invited, sorted by id."""
         table = schema.participants
-        query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key))
+        query = select(table.c.client, table.c.state, table.c.reason).filter_by(**_is(key))
         return sorted(self._all(ParticipantRecord, query), key=attrgetter("client"))
 
     def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
         """Store the answer of an invited client; one that accepts after it declined or was rejected stays declined."""
         reason = reason.replace("\0", "")  # a device wrote it, and PostgreSQL stores no such character
-        change = _change(schema.participants, key, client, {"state": state.value, "reason": reason})
+        change = _change(schema.participants, key, client, state=state.value, reason=reason)
         if state is ParticipantState.ACCEPTED:
             change = change.where(schema.participants.c.state != ParticipantState.DECLINED.value)
         self._write(change)
@@ -285,22 +270,17 @@ class Store(schema.Queries):
             updates any more.
         """
         key = (record.federation, record.round, record.attempt)
-        attempts = schema.attempts
         try:
             with self._engine.connect() as connection, connection.begin() as transaction:
-                connection.execute(
-                    insert(schema.updates).values(**asdict(record))
-                )  # from here on no other transaction of SQLite writes
-                collects = (
-                    select(attempts.c.state).where(_is(attempts, key)).with_for_update()
-                )  # nor, in PostgreSQL, to this row
+                # From here on no other transaction of SQLite writes, nor, in PostgreSQL, one to the attempt's row.
+                connection.execute(insert(schema.updates).values(**asdict(record)))
+                collects = select(schema.attempts.c.state).filter_by(**_is(key)).with_for_update()
                 state = connection.execute(collects).scalar_one()
                 if not (_still_takes(connection, key, state) if record.is_kept_late else state == _COLLECTING):
                     transaction.rollback()
                     return None
                 if record.outcome is Outcome.REJECTED:
-                    values = {"state": ParticipantState.DECLINED.value, "reason": record.reason}
-                    connection.execute(_change(schema.participants, key, record.client, values))
+                    connection.execute(_declined(key, record.client, record.reason))
         except IntegrityError:
             earlier = self.update(key, record.client)
             if earlier is None:
@@ -310,33 +290,30 @@ class Store(schema.Queries):
 
     def reject_update(self, key: Key, client: str, reason: str) -> None:
         """Reject an accepted update that can't be merged: it and its client end as if it had been rejected at once."""
-        rejected = {"outcome": Outcome.REJECTED.value, "reason": reason, "weight": None}
-        declined = {"state": ParticipantState.DECLINED.value, "reason": reason}
-        self._write(_change(schema.updates, key, client, rejected), _change(schema.participants, key, client, declined))
+        rejected = _change(schema.updates, key, client, outcome=Outcome.REJECTED.value, reason=reason, weight=None)
+        self._write(rejected, _declined(key, client, reason))
 
     def update(self, key: Key, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""
-        table = schema.updates
-        return self._one(UpdateRecord, select(table).where(_is(table, key), table.c.client == client))
+        return self._one(UpdateRecord, select(schema.updates).filter_by(**_is(key), client=client))
 
     def updates(self, key: Key) -> list[UpdateRecord]:
         """All ended updates of an attempt, sorted by client."""
-        table = schema.updates
-        return sorted(self._all(UpdateRecord, select(table).where(_is(table, key))), key=attrgetter("client"))
+        query = select(schema.updates).filter_by(**_is(key))
+        return sorted(self._all(UpdateRecord, query), key=attrgetter("client"))
 
     # Aggregates
 
     def aggregate(self, federation: str, round_number: int) -> AggregateRecord | None:
         """The aggregate of a round; round 0 has the initial one."""
-        table = schema.aggregates
-        query = select(table).where(table.c.federation == federation, table.c.round == round_number)
-        return self._one(AggregateRecord, query)
+        return self._one(
+            AggregateRecord, select(schema.aggregates).filter_by(federation=federation, round=round_number)
+        )
 
     def aggregates(self, federation: str) -> list[AggregateRecord]:
         """All aggregates of a federation, oldest first."""
-        table = schema.aggregates
-        query = select(table).where(table.c.federation == federation).order_by(table.c.round)
-        return self._all(AggregateRecord, query)
+        query = select(schema.aggregates).filter_by(federation=federation)
+        return self._all(AggregateRecord, query.order_by(schema.aggregates.c.round))
 
     def artifacts_of_rounds(self, federation: str, first: int, end: int | None) -> set[str]:
         """Ids of the artifacts that rounds from `first` on, up to `end` without it, stored or start from.
@@ -344,17 +321,14 @@ class Store(schema.Queries):
         A round starts from the aggregate before it, so that aggregate belongs to both, and its server state too.
         """
         updates, aggregates = schema.updates, schema.aggregates
-        rounds = [updates.c.round >= first] + ([] if end is None else [updates.c.round < end])
-        made = [aggregates.c.round >= first - 1] + ([] if end is None else [aggregates.c.round < end])
-        sent = select(updates.c.artifact).where(updates.c.federation == federation, *rounds)
-        columns = (aggregates.c.artifact, aggregates.c.server_state)
-        merged = select(*columns).where(aggregates.c.federation == federation, *made)
-        return {
-            artifact
-            for query in (sent, merged)
-            for row in self._all(dict[str, str], query)
-            for artifact in row.values()
-        }
+        sent = select(updates.c.artifact).where(updates.c.round >= first)
+        merged = select(aggregates.c.artifact, aggregates.c.server_state).where(aggregates.c.round >= first - 1)
+        if end is not None:
+            sent, merged = sent.where(updates.c.round < end), merged.where(aggregates.c.round < end)
+        rows = [
+            row for query in (sent, merged) for row in self._all(dict[str, str], query.filter_by(federation=federation))
+        ]
+        return {artifact for row in rows for artifact in row.values()}
 
     # The round engine
 
@@ -372,8 +346,11 @@ class Store(schema.Queries):
             return RoundState(policy, round=last.round + 1)
         if last.state is AttemptState.FAILED:
             return record.after_failure(last)
-        people = self.participants((federation, last.round, last.attempt))
-        stored = self.updates((federation, last.round, last.attempt))
+        key = (federation, last.round, last.attempt)
+        people, stored = self.participants(key), self.updates(key)
+        by_state = {
+            each: frozenset(person.client for person in people if person.state is each) for each in ParticipantState
+        }
         return RoundState(
             policy,
             Phase.COLLECTING if last.state is AttemptState.COLLECTING else Phase.DISTILLING,
@@ -381,10 +358,10 @@ class Store(schema.Queries):
             last.attempt,
             participants=frozenset(person.client for person in people),
             updates=frozenset(ended.client for ended in stored if ended.outcome is Outcome.ACCEPTED),
-            declined=frozenset(person.client for person in people if person.state is ParticipantState.DECLINED),
+            declined=by_state[ParticipantState.DECLINED],
             deadline_at=last.deadline_at,
             first_attempt=record.first_attempt,
-            accepted=frozenset(person.client for person in people if person.state is ParticipantState.ACCEPTED),
+            accepted=by_state[ParticipantState.ACCEPTED],
         )
 
 
@@ -401,25 +378,22 @@ def _added_link(federation: str, link: KeyLink, now: float) -> Insert:
     return insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump())
 
 
-def _is(table: Table, key: Key) -> Any:
-    federation, round_number, attempt = key
-    return and_(table.c.federation == federation, table.c.round == round_number, table.c.attempt == attempt)
-
-
-def _key_values(key: Key) -> dict[str, Any]:
+def _is(key: Key) -> dict[str, Any]:
     return dict(zip(("federation", "round", "attempt"), key, strict=True))
 
 
-def _change_attempt(key: Key, values: Mapping[str, object]) -> Update:
-    return update(schema.attempts).where(_is(schema.attempts, key)).values(**values)
+def _change_federation(federation: str, **values: object) -> Update:
+    return update(schema.federations).filter_by(id=federation).values(**values)
 
 
-def _change(table: Table, key: Key, client: str, values: Mapping[str, object]) -> Update:
+def _change_attempt(key: Key, **values: object) -> Update:
+    return update(schema.attempts).filter_by(**_is(key)).values(**values)
+
+
+def _change(table: Table, key: Key, client: str, **values: object) -> Update:
     """Changes a client's row of `participants` or `updates`."""
-    return update(table).where(_is(table, key), table.c.client == client).values(**values)
+    return update(table).filter_by(**_is(key), client=client).values(**values)
 
 
-def _count_from(federation: str, first_attempt: int) -> Update:
-    """Failed attempts are counted from this one on."""
-    table = schema.federations
-    return update(table).where(table.c.id == federation).values(first_attempt=first_attempt)
+def _declined(key: Key, client: str, reason: str) -> Update:
+    return _change(schema.participants, key, client, state=ParticipantState.DECLINED.value, reason=reason)

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.records import UpdateRecord
-from coordinator.rounds.round_engine import UpdateRefused, UpdateStored
+from coordinator.rounds.round_events import UpdateRefused, UpdateStored
 from coordinator.updates.update_checks import UpdateChecks
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.event_log import EventLog
@@ -327,11 +327,10 @@ class Receiver:
             self._finish(device, manifest, *self._checks.why_late(manifest))
         elif stored is not record:
             self._repeat(device, manifest, stored)
-        elif record.is_kept_late:
+        elif received is None or record.outcome is not Outcome.ACCEPTED:
             self._finish(device, manifest, record.outcome, record.reason)
-        elif received is None or record.outcome is Outcome.REJECTED:
-            self._finish(device, manifest, record.outcome, record.reason)
-            self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
+            if not record.is_kept_late:
+                self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
         else:
             self._end(device)
             self._events.write(

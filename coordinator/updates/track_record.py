@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 
-from coordinator.rounds.records import AttemptRecord, ParticipantState, UpdateRecord
+from coordinator.rounds.records import AttemptRecord, ParticipantState
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances, medians_of
 from fedcg.learning.spec import RoundPolicy
@@ -72,11 +71,11 @@ def plateau_reason(store: Store, federation: str, policy: RoundPolicy) -> str:
     """Why the federation ends before its last round, or "": the mean accuracy that its clients reported rises no more."""
     if policy.stop_patience is None:
         return ""
-    means = [
-        statistics.fmean(reported)
-        for aggregate in store.aggregates(federation)
-        if (reported := _accuracies(store.updates((federation, aggregate.round, aggregate.attempt))))
-    ]
+    means = []
+    for aggregate in store.aggregates(federation):
+        merged = [each for each in store.updates((federation, aggregate.round, aggregate.attempt)) if each.weight]
+        if accuracies := [each.reported["accuracy"] for each in merged if "accuracy" in each.reported]:
+            means.append(statistics.fmean(accuracies))
     recent, earlier = means[-policy.stop_patience :], means[: -policy.stop_patience]
     if not earlier or 100.0 * (max(recent) - max(earlier)) > policy.stop_gain:
         return ""
@@ -84,8 +83,3 @@ def plateau_reason(store: Store, federation: str, policy: RoundPolicy) -> str:
         f"the clients' mean accuracy has not risen by more than {policy.stop_gain:g} points in {len(recent)} rounds "
         f"(best {max(earlier):.1%}, since then {max(recent):.1%})"
     )
-
-
-def _accuracies(updates: list[UpdateRecord]) -> list[float]:
-    reports = [json.loads(update.report or "{}") for update in updates if update.weight]
-    return [float(report["accuracy"]) for report in reports if report.get("accuracy") is not None]

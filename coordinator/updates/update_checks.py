@@ -10,7 +10,7 @@ from dataclasses import replace
 from coordinator.errors import ValidationError
 from coordinator.rounds.records import AttemptRecord, AttemptState, ParticipantState, UpdateRecord
 from coordinator.storage.store import Key, Store
-from coordinator.updates.robustness import Distances, Yardstick
+from coordinator.updates.robustness import Yardstick
 from coordinator.updates.track_record import typical_distances
 from coordinator.updates.upload_windows import Received
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
@@ -19,8 +19,6 @@ from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import Manifest, Outcome
-
-KEPT_LATE = "it came when its round had closed; it is kept for the next one"
 
 
 class UpdateChecks:
@@ -54,15 +52,14 @@ class UpdateChecks:
         """How an update ends without a check of its content; None when its attempt takes it."""
         key = self._key(manifest)
         attempt = self._store.attempt(key)
+        answer = next((each.state for each in self._store.participants(key) if each.client == device), None)
+        delivers = answer is not None and answer is not ParticipantState.DECLINED
         if attempt is None or attempt.state is not AttemptState.COLLECTING:
-            is_kept = attempt is not None and self._keeps_late(attempt) and self._delivers(key, device)
+            is_kept = attempt is not None and self._keeps_late(attempt) and delivers
             return None if is_kept else self.why_late(manifest)
-        invited = {person.client: person.state for person in self._store.participants(key)}
-        if device not in invited:
-            return Outcome.REJECTED, "the device was not invited to this attempt"
-        if invited[device] is ParticipantState.DECLINED:
-            return Outcome.REJECTED, "the device declined this attempt"
-        return None
+        if delivers:
+            return None
+        return Outcome.REJECTED, f"the device {'declined' if answer else 'was not invited to'} this attempt"
 
     def why_too_large(self, manifest: Manifest) -> str | None:
         """Why an update is rejected before a byte of it is asked for, if it is."""
@@ -102,24 +99,19 @@ class UpdateChecks:
             return self.rejected(device, manifest, received.manifest_at, error.reason)
         self._artifacts.adopt(received.file, manifest.artifact.id)
         report = artifact.header.report
-        report_json = None if report is None else report.model_dump_json(exclude_none=True)
-        outcome, reason = Outcome.ACCEPTED, ""
-        if self._keeps_late(attempt):
-            outcome, reason = Outcome.LATE, KEPT_LATE
-        return self._record(device, manifest, received.manifest_at, outcome, reason, report_json, distances)
+        record = self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "")
+        record = replace(
+            record,
+            report=None if report is None else report.model_dump_json(exclude_none=True),
+            distances=json.dumps(distances) if distances else None,
+        )
+        return _kept_late(record) if self._keeps_late(attempt) else record
 
     def _keeps_late(self, attempt: AttemptRecord) -> bool:
         """Whether the policy keeps updates of an attempt that no longer collects; the database decides whether it is too late for that."""
         policy = self._store.federation(self._spec.federation).operator_policy
         is_over = attempt.state not in (AttemptState.DISTILLING, AttemptState.CLOSED) or attempt.round >= policy.rounds
         return not is_over and policy.late == "next"
-
-    def _delivers(self, key: Key, device: str) -> bool:
-        """Whether a device was invited to an attempt and has not declined it."""
-        return any(
-            person.client == device and person.state is not ParticipantState.DECLINED
-            for person in self._store.participants(key)
-        )
 
     def rejected(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRecord:
         """The record of an update that is not merged."""
@@ -133,7 +125,7 @@ class UpdateChecks:
         stored = self._store.end_update(record)
         attempt = self._store.attempt((record.federation, record.round, record.attempt))
         if stored is None and record.outcome is Outcome.ACCEPTED and attempt is not None and self._keeps_late(attempt):
-            stored = self._store.end_update(replace(record, outcome=Outcome.LATE, reason=KEPT_LATE))
+            stored = self._store.end_update(_kept_late(record))
         is_stored = stored is not None and stored.artifact == record.artifact
         if (record.outcome is Outcome.ACCEPTED or record.is_kept_late) and not is_stored:
             self._artifacts.delete(record.artifact)  # of any other one the id is only what the device announced
@@ -155,14 +147,7 @@ class UpdateChecks:
             raise OSError(errno.EIO, str(error), str(self._artifacts.path(artifact))) from error
 
     def _record(
-        self,
-        device: str,
-        manifest: Manifest,
-        manifest_at: float,
-        outcome: Outcome,
-        reason: str,
-        report: str | None = None,
-        distances: Distances | None = None,
+        self, device: str, manifest: Manifest, manifest_at: float, outcome: Outcome, reason: str
     ) -> UpdateRecord:
         return UpdateRecord(
             *self._key(manifest),
@@ -171,11 +156,16 @@ class UpdateChecks:
             size=manifest.artifact.size,
             outcome=outcome,
             reason=reason,
-            report=report,
+            report=None,
             manifest_at=manifest_at,
             stored_at=self.clock(),
-            distances=json.dumps(distances) if distances else None,
         )
 
     def _key(self, manifest: Manifest) -> Key:
         return (self._spec.federation, manifest.round, manifest.attempt)
+
+
+def _kept_late(record: UpdateRecord) -> UpdateRecord:
+    return replace(
+        record, outcome=Outcome.LATE, reason="it came when its round had closed; it is kept for the next one"
+    )

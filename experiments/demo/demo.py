@@ -22,6 +22,7 @@ from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings,
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.operations.create_federation import open_federation
 from coordinator.paths import Home
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from experiments.data.deal import client_names
 from experiments.data.partition_folders import Prepared, load_prepared, prepare
@@ -140,7 +141,7 @@ class Demo:
         home, command = Home(self._run.home), fedcg("coordinator", "run", "--dir", self._run.home)
         if not is_new:
             return await processes.start("coordinator", command)
-        with home.changing_members():
+        with changing_members(home):
             coordinator = await processes.start("coordinator", command)
             await asyncio.to_thread(self._provision, home, source)
         self._complete(PROVISIONING)

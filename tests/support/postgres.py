@@ -30,14 +30,15 @@ def programs() -> Path | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A server with the role `postgres`, whose password is `PASSWORD`."""
+    """A server with the role `postgres`, whose password is `PASSWORD`; on loopback, or at another address of this machine."""
 
     folder: Path
     bin: Path
     port: int
+    address: str = "127.0.0.1"
 
     def url(self, database: str) -> URL:
-        return URL.create("postgresql+psycopg", "postgres", PASSWORD, "127.0.0.1", self.port, database)
+        return URL.create("postgresql+psycopg", "postgres", PASSWORD, self.address, self.port, database)
 
     def execute(self, statement: str) -> None:
         engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
@@ -56,7 +57,9 @@ class Cluster:
         self.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{database.database}'")  # noqa: S608
 
     def start(self) -> None:
-        options = f"-c listen_addresses=127.0.0.1 -p {self.port} -c unix_socket_directories={self.folder} -c fsync=off"
+        options = (
+            f"-c listen_addresses={self.address} -p {self.port} -c unix_socket_directories={self.folder} -c fsync=off"
+        )
         self._run(
             "pg_ctl", "-D", str(self.folder / "data"), "-l", str(self.folder / "log"), "-w", "-o", options, "start"
         )
@@ -74,6 +77,8 @@ class Cluster:
             *("initdb", "-D", str(self.folder / "data"), "-U", "postgres", "-A", "scram-sha-256", "--no-sync"),
             *("--pwfile", str(password), "-E", "UTF8", "--locale=C.UTF-8"),
         )
+        with (self.folder / "data" / "pg_hba.conf").open("a") as access:
+            access.write(f"host all all {self.address}/24 scram-sha-256\n")
 
     def _run(self, program: str, *words: str) -> None:
         as_user = ("runuser", "-u", "postgres", "--") if os.geteuid() == 0 else ()  # initdb and pg_ctl refuse root
@@ -89,12 +94,12 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster() -> Iterator[Cluster]:
+def running_cluster(address: str = Cluster.address) -> Iterator[Cluster]:
     """A cluster for as long as the block runs; `programs` must have found some."""
     found = programs()
     assert found is not None, WHY_MISSING
     folder = Path(tempfile.mkdtemp(prefix="fedcg-postgres-"))
-    cluster = Cluster(folder, found, free_port())
+    cluster = Cluster(folder, found, free_port(), address)
     try:
         cluster.initialise()
         cluster.start()

@@ -20,6 +20,7 @@ import pytest
 from coordinator.broker.access_lists import PENDING_NAME, PENDING_S, publish_access, silence
 from coordinator.members.revocation import evict, revoke
 from coordinator.rounds.records import DeviceState
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import TlsFiles
@@ -84,7 +85,7 @@ def revoked(plant: Plant) -> None:
 def left(plant: Plant) -> None:
     with closing(Store(plant.home.database)) as store:
         assert store.register.end_membership("a", DeviceState.LEFT, "it left", time.time())
-    with plant.home.changing_members():
+    with changing_members(plant.home):
         assert publish_access(plant.home)
 
 

@@ -23,6 +23,7 @@ from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CarrierSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.members.revocation import revoke
 from coordinator.paths import Home
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from tests.support.coordinator.homes import add_federation, bundle
 from tests.support.coordinator.toy_artifacts import FEDERATION
@@ -198,7 +199,7 @@ def test_the_members_lock_holds_up_enrolments_and_nobody_else(coordinator: Coord
     values = {"token": "0" * 16, "secret": "0" * 64, "signing_key": "0" * 64, "proof": "0" * 128}
     body = json.dumps({**values, "device": "x", "request": "x"}).encode()
     context, waiting = coordinator.context(), ExitStack()
-    with coordinator.home.changing_members(), waiting:
+    with changing_members(coordinator.home), waiting:
         for _ in range(60):
             connection = http.client.HTTPSConnection(HOST, coordinator.ports["enrolment"], timeout=20, context=context)
             waiting.callback(connection.close)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from coordinator.rounds.round_commands import Command
-from coordinator.rounds.round_engine import Event, RoundState, transition
+from coordinator.rounds.round_engine import RoundState, transition
+from coordinator.rounds.round_events import Event
 
 
 def play(state: RoundState, *events: Event, now: float = 0.0) -> tuple[RoundState, list[Command]]:

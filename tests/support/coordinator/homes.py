@@ -28,7 +28,7 @@ def add_federation(
     federation = FederationRecord(name, "fedcg", artifacts.put(spec.canonical()), 3, 2, 2, 600.0, 1, 1.0)
     federation = replace(federation, **record)
     initial = AggregateRecord(name, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
-    with closing(Store(home.database)) as store:
+    with closing(Store.of(home)) as store:
         store.add_federation(federation, initial)
         if devices:
             enrol(home, store, devices, home.root.parent / "bundles", time.time())
@@ -41,7 +41,7 @@ def bundle(home: Home, device: str) -> Path:
 
 def message_key(home: Home, device: str) -> str:
     """The public message key of a device, in hex."""
-    with closing(Store(home.database)) as store:
+    with closing(Store.of(home)) as store:
         known = store.device(device)
     assert known is not None
     return known.public_key

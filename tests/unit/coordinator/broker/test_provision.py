@@ -13,27 +13,22 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from pydantic import ValidationError
 
 from coordinator.broker.access_lists import NOT_APPLIED, refresh_access
 from coordinator.broker.lists import access_list
 from coordinator.broker.mosquitto import QueueLimits, write_config
 from coordinator.cli.opening import create_home
 from coordinator.config import (
-    AggregationSettings,
-    ApiSettings,
     BrokerSettings,
     CoordinatorConfig,
-    EnrolmentSettings,
-    RobustnessSettings,
-    check_api_host,
     load_config,
     render_config,
 )
-from coordinator.errors import ConfigError, HomeError
+from coordinator.errors import HomeError
 from coordinator.paths import Home
 from coordinator.pki import authority as pki
 from coordinator.pki.authority import create_ca, credential_of, issue, observers_of
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
@@ -153,44 +148,6 @@ def test_a_short_secret_is_refused(home: Home) -> None:
         home.secret()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        CoordinatorConfig(),
-        CoordinatorConfig(
-            robustness=RobustnessSettings(
-                weight_medians=2.0, max_share=0.5, examples={"site-1": 2000, "x": 1}, clip_medians=4.0
-            )
-        ),
-        CoordinatorConfig(
-            broker=BrokerSettings(
-                host="broker.example", preset="azure-event-grid", chunk_bytes=30_000, window_bytes=400_000
-            ),
-            enrolment=EnrolmentSettings(port=8444, listen="10.0.0.1", host="::1", certificate_days=2.5),
-            aggregation=AggregationSettings(public_data='a "b"', public_images=7),
-        ),
-    ],
-)
-def test_a_configuration_survives_writing_and_reading(tmp_path: Path, config: CoordinatorConfig) -> None:
-    path = tmp_path / "coordinator.toml"
-    path.write_text(render_config(config))
-    assert load_config(path) == config
-
-
-def test_the_http_interface_is_shown_to_a_network_only_behind_tls() -> None:
-    everywhere = "0.0.0.0"  # noqa: S104 - the address that must be refused
-    for allowed in (
-        ApiSettings(),
-        ApiSettings(host=everywhere, certificate="api.pem", key="api.key"),
-        ApiSettings.model_validate({"host": everywhere, "proxy": "10.0.0.2"}),
-    ):
-        check_api_host(allowed)
-    with pytest.raises(ConfigError, match="in the clear"):
-        check_api_host(ApiSettings(host=everywhere))
-    with pytest.raises(ValidationError, match="name both"):
-        ApiSettings(certificate="api.pem")
-
-
 def test_mosquitto_is_configured_for_mutual_tls_bounded_queues_and_loopback_for_a_loopback_host(deployed: Path) -> None:
     lines = write_config(deployed).read_text().splitlines()
     for line in (
@@ -249,7 +206,7 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     store.close()
     assert keys["line4"] == SigningKey.load(bundle / "signing.key").public.hex
     assert not credential_of(home.pki, "line4").key.exists()
-    with home.changing_members():
+    with changing_members(home):
         assert "line4" in refresh_access(home).devices
     assert data_of(call("device", "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
     config = load_agent_config(bundle / "agent.toml", {})

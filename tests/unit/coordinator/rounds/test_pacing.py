@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.rounds.pacing import RETRY_MAX_S, Accepted, Expected, LinkChanged, Policy
+from coordinator.rounds.pacing import RETRY_MAX_S, Policy
 from coordinator.rounds.round_commands import FailAttempt, MoveDeadline, OpenAttempt, Pause
-from coordinator.rounds.round_engine import (
+from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.rounds.round_events import (
+    Accepted,
     AggregationFailed,
     CameOnline,
-    Phase,
+    Expected,
+    LinkChanged,
     Restarted,
-    RoundState,
     Tick,
     UpdateRefused,
     UpdateStored,
@@ -21,8 +23,8 @@ from coordinator.rounds.round_engine import (
 )
 from tests.support.coordinator.engine import play
 
-POLICY = Policy(rounds=2, min_clients=2, max_attempts=2, deadline_s=100.0, gather_s=5.0, retry_s=10.0)
-HASTY = replace(POLICY, gather_s=0.0, retry_s=0.0)
+POLICY = Policy(rounds=2, min_cohort=1, min_clients=2, max_attempts=2, deadline_s=100.0, gather_s=5.0, retry_s=10.0)
+HASTY = POLICY.model_copy(update={"gather_s": 0.0, "retry_s": 0.0})
 
 
 def opened(policy: Policy = HASTY) -> RoundState:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from coordinator.rounds.pacing import Barred, Held, Policy, PolicyChanged, Released, Stopped
+from coordinator.rounds.pacing import Policy
 from coordinator.rounds.round_commands import Command, Distil, FailAttempt, Finish, MoveDeadline, OpenAttempt, Pause
-from coordinator.rounds.round_engine import (
+from coordinator.rounds.round_engine import Phase, RoundState, transition
+from coordinator.rounds.round_events import (
     AggregateStored,
     AggregationFailed,
+    Barred,
     CameOnline,
     Event,
-    Phase,
-    RoundState,
+    Held,
+    PolicyChanged,
+    Released,
+    Stopped,
     UpdateRefused,
     UpdateStored,
-    transition,
 )
 from fedcg.wire.messages.messages import RoundAttempt
 
-POLICY = Policy(rounds=2, min_clients=2, max_attempts=1, deadline_s=100.0)
+POLICY = Policy(rounds=2, min_cohort=1, min_clients=2, max_attempts=1, deadline_s=100.0)
 
 
 def play(state: RoundState, *events: Event, now: float = 0.0) -> tuple[RoundState, list[Command]]:
@@ -68,13 +69,15 @@ def test_a_stopped_federation_fails_its_attempt_and_ends_with_the_last_aggregate
 
 def test_a_shorter_deadline_counts_from_the_change_and_a_longer_one_from_the_next_attempt() -> None:
     for deadline_s, expected in ((20.0, 70.0), (1000.0, 100.0)):
-        state, commands = play(opened(), PolicyChanged(replace(POLICY, deadline_s=deadline_s)), now=50.0)
+        state, commands = play(opened(), PolicyChanged(POLICY.model_copy(update={"deadline_s": deadline_s})), now=50.0)
         assert commands == [MoveDeadline(1, 1, expected)]
         assert state.deadline_at == expected
 
 
 def test_a_lower_quorum_can_close_the_open_attempt() -> None:
-    state, _ = play(opened("abc", replace(POLICY, min_clients=3)), UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"))
+    state, _ = play(
+        opened("abc", POLICY.model_copy(update={"min_clients": 3})), UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b")
+    )
     _, commands = play(state, PolicyChanged(POLICY), UpdateRefused(1, 1, "c"))
     assert commands[-1] == Distil(1, 1, ("a", "b"))
 
@@ -99,7 +102,7 @@ def test_barred_clients_are_not_invited_even_when_the_quorum_needs_them() -> Non
 def test_how_many_are_invited_and_how_many_updates_close_the_attempt(
     fraction: float, most: int | None, over: float, invited: int, wanted: int
 ) -> None:
-    policy = replace(POLICY, fraction=fraction, max_clients=most, over_selection=over)
+    policy = POLICY.model_copy(update={"fraction": fraction, "max_clients": most, "over_selection": over})
     state = opened("abcdefghij", policy)
     assert len(state.participants) == invited
     clients = sorted(state.participants)
@@ -110,19 +113,19 @@ def test_how_many_are_invited_and_how_many_updates_close_the_attempt(
 
 
 def test_the_choice_of_clients_changes_with_the_attempt_and_with_the_secret_and_is_repeatable() -> None:
-    policy = replace(POLICY, fraction=0.3, selection_key=b"one")
+    policy = POLICY.model_copy(update={"fraction": 0.3, "selection_key": b"one"})
     clients = [f"client-{number}" for number in range(20)]
     choices = [policy.select(clients, RoundAttempt(number, 1)) for number in range(1, 40)]
     assert choices == [policy.select(clients[::-1], RoundAttempt(number, 1)) for number in range(1, 40)]
     assert {len(choice) for choice in choices} == {6}
     assert set().union(*choices) == set(clients)
-    assert policy.select(clients, RoundAttempt(1, 1)) != replace(policy, selection_key=b"two").select(
+    assert policy.select(clients, RoundAttempt(1, 1)) != policy.model_copy(update={"selection_key": b"two"}).select(
         clients, RoundAttempt(1, 1)
     )
 
 
 def test_nothing_is_merged_from_fewer_than_the_cohort() -> None:
-    policy = replace(POLICY, min_clients=1, min_cohort=3)
+    policy = POLICY.model_copy(update={"min_clients": 1, "min_cohort": 3})
     state, commands = play(RoundState(policy), CameOnline("a"), CameOnline("b"))
     assert commands == []
     state, _ = play(state, CameOnline("c"), UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"))

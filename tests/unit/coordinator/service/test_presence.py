@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.rounds.round_engine import WentOffline
-from coordinator.service.liveness import MISSED, Liveness
+from coordinator.rounds.round_events import WentOffline
+from coordinator.service.liveness import MISSED, Liveness, PresenceLog
+from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import COORDINATOR, Welcome
 from tests.support.coordinator.world import MakeWorld, RunningService
@@ -35,7 +36,8 @@ class Rounds:
 def test_silence_is_counted_from_the_last_message_in_units_of_the_promise(tmp_path: Path) -> None:
     rounds: Any = Rounds("a", "b", "old", "of chunks")
     chunks: Any = SimpleNamespace(last_seen_at=lambda device: 900.0 if device == "of chunks" else -math.inf)
-    liveness = Liveness(rounds, chunks, EventLog(tmp_path / "events.jsonl", time.time))
+    store, events = Store(tmp_path / "database.sqlite"), EventLog(tmp_path / "events.jsonl", time.time)
+    liveness = Liveness(rounds, chunks, events, PresenceLog(store, "f"))
     for device, every_s in (("a", 10), ("b", 30), ("old", None), ("of chunks", 100)):
         liveness.expect(device, every_s, 0.0)
     for device, at in (("a", 5.0), ("a", 2.0), ("stranger", 2.0)):
@@ -49,6 +51,7 @@ def test_silence_is_counted_from_the_last_message_in_units_of_the_promise(tmp_pa
     assert rounds.online == {"b", "old", "of chunks"}
     liveness.miss_silent(1100.0)
     assert rounds.online == {"old", "of chunks"}
+    store.close()
 
 
 def test_a_dead_link_of_the_coordinator_is_not_held_against_a_device(

@@ -12,9 +12,17 @@ from sqlalchemy import URL
 from sqlalchemy import update as change
 
 from coordinator.errors import StoreError
-from coordinator.rounds.records import AggregateRecord, AttemptState, FederationRecord, ParticipantState, UpdateRecord
+from coordinator.rounds.records import (
+    AggregateRecord,
+    AttemptState,
+    DeviceState,
+    FederationRecord,
+    ParticipantState,
+    UpdateRecord,
+)
 from coordinator.rounds.round_commands import OpenAttempt
-from coordinator.rounds.round_engine import CameOnline, Phase, Tick, transition
+from coordinator.rounds.round_engine import Phase, transition
+from coordinator.rounds.round_events import CameOnline, Tick
 from coordinator.storage import schema
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome
@@ -59,6 +67,14 @@ def test_every_commit_reaches_the_disk(store: Store, database: Path | URL) -> No
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
+
+
+def test_a_device_that_was_revoked_meanwhile_from_another_machine_is_not_disabled(store: Store) -> None:
+    for device in "ab":
+        if device == "b":
+            store.register.end_membership(device, DeviceState.REVOKED, "stolen", 2.0)
+        store.disable(device, 3.0, "repairs")
+    assert [device.disabled_at for device in store.devices()] == [3.0, None, None]
 
 
 def test_an_update_that_ended_keeps_its_first_end(store: Store) -> None:
@@ -127,7 +143,7 @@ def test_a_failed_attempt_that_does_not_count_moves_the_first_that_does_and_the_
         assert (state.phase, state.attempt, state.first_attempt) == (Phase.WAITING, attempt + 1, attempt + 1)
     open_attempt(store, attempt=4)
     store.fail_attempt(("f", 1, 4), "declined", 30.0, 4)
-    state = replace(store.round_state("f"), policy=replace(FEDERATION.round_policy, gather_s=0.0, retry_s=10.0))
+    state = replace(store.round_state("f"), policy=FEDERATION.round_policy.model_copy(update={"retry_s": 10.0}))
     for client in ("a", "b"):
         state, _ = transition(state, CameOnline(client), 31.0)
     assert transition(state, Tick(), 39.9)[1] == ()

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from coordinator.http.app import _failed
-from coordinator.rounds.round_engine import UpdateStored
+from coordinator.rounds.round_events import UpdateStored
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
 from coordinator.updates.published_artifacts import OPEN_FILES, PublishedArtifacts
@@ -138,10 +138,15 @@ def test_what_does_not_fit_into_the_queue_is_dropped(
     assert receiver.dropped == 2
 
 
+@pytest.fixture
+def data(world: World) -> bytes:
+    """An update of `a` to the open attempt."""
+    return world.devices["a"].make_update(1, 1, world.base_id)
+
+
 def test_a_frame_that_was_not_granted_never_reaches_the_receivers_thread(
-    receiver: Receiver, world: World, published: Published
+    receiver: Receiver, world: World, published: Published, data: bytes
 ) -> None:
-    data = world.devices["a"].make_update(1, 1, world.base_id)
     frame = next(frames_for(data, manifest_of(world, data).artifact))
     assert not receiver.frame("a", frame)
     receiver.announce("a", manifest_of(world, data))
@@ -157,19 +162,17 @@ def test_a_frame_that_was_not_granted_never_reaches_the_receivers_thread(
 
 
 def test_a_device_that_was_granted_chunks_over_https_may_send_no_frames(
-    receiver: Receiver, world: World, published: Published
+    receiver: Receiver, world: World, published: Published, data: bytes
 ) -> None:
     published.used_carrier = Carrier.HTTPS
-    data = world.devices["a"].make_update(1, 1, world.base_id)
     receiver.announce("a", manifest_of(world, data))
     wait_until(lambda: bool(published.needs), "chunks are granted")
     assert not receiver.frame("a", next(frames_for(data, manifest_of(world, data).artifact)))
 
 
 def test_a_device_has_one_manifest_in_the_queue_however_many_it_sends(
-    receiver: Receiver, world: World, published: Published
+    receiver: Receiver, world: World, published: Published, data: bytes
 ) -> None:
-    data = world.devices["a"].make_update(1, 1, world.base_id)
     busy = threading.Event()
     asked = receiver._ask(lambda: busy.wait(30))
     for _ in range(1000):
@@ -214,20 +217,18 @@ def deliver(receiver: Receiver, manifest: Manifest, data: bytes) -> None:
 
 
 def test_of_two_updates_of_one_device_only_the_first_counts_and_a_repeated_one_has_the_same_receipt(
-    receiver: Receiver, world: World, published: Published, events: list[Any]
+    receiver: Receiver, world: World, published: Published, events: list[Any], data: bytes
 ) -> None:
-    first = world.devices["a"].make_update(1, 1, world.base_id)
-    for data in (first, world.devices["b"].make_update(1, 1, world.base_id), first):
-        deliver(receiver, manifest_of(world, data), data)
+    for each in (data, world.devices["b"].make_update(1, 1, world.base_id), data):
+        deliver(receiver, manifest_of(world, each), each)
     wait_until(lambda: len(published.receipts) == 3, "three receipts")
     assert [outcome for _, outcome in published.receipts] == [Outcome.ACCEPTED, Outcome.CONFLICT, Outcome.ACCEPTED]
-    assert events == [UpdateStored(1, 1, "a", artifact_id(first))]
+    assert events == [UpdateStored(1, 1, "a", artifact_id(data))]
 
 
 def test_an_update_whose_attempt_closed_while_it_came_is_late_although_the_round_loop_has_not_said_so(
-    receiver: Receiver, world: World, published: Published, events: list[Any]
+    receiver: Receiver, world: World, published: Published, events: list[Any], data: bytes
 ) -> None:
-    data = world.devices["a"].make_update(1, 1, world.base_id)
     manifest = manifest_of(world, data)
     receiver.announce("a", manifest)
     assert receiver.announced("a").result(30) == manifest.artifact
@@ -260,6 +261,7 @@ def test_a_failing_disk_or_database_ends_the_service_and_costs_no_update(
     world: World,
     published: Published,
     events: list[Any],
+    data: bytes,
     monkeypatch: pytest.MonkeyPatch,
     subject: type,
     method: str,
@@ -269,7 +271,6 @@ def test_a_failing_disk_or_database_ends_the_service_and_costs_no_update(
         raise error
 
     monkeypatch.setattr(subject, method, broken)
-    data = world.devices["a"].make_update(1, 1, world.base_id)
     with pytest.raises(type(error)):
         deliver(receiver, manifest_of(world, data), data)
     wait_until(lambda: bool(events), "the service is notified")
@@ -280,9 +281,8 @@ def test_a_failing_disk_or_database_ends_the_service_and_costs_no_update(
 
 
 def test_a_damaged_base_on_the_coordinators_disk_ends_the_service_and_blames_no_device(
-    receiver: Receiver, world: World, published: Published, events: list[Any]
+    receiver: Receiver, world: World, published: Published, events: list[Any], data: bytes
 ) -> None:
-    data = world.devices["a"].make_update(1, 1, world.base_id)
     base = world.artifacts.path(world.base_id)
     damaged = bytearray(base.read_bytes())
     damaged[-1] ^= 1

@@ -29,47 +29,28 @@ from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part
 
-FREE = RobustnessSettings(weight_medians=1e9)
-
-
 # ------------------------------------------------------------------ weights
 
 
-def test_a_device_counts_for_at_most_three_times_the_median_of_what_is_reported() -> None:
-    reported = {"a": 100, "b": 200, "c": 300, "d": 10**9}
-    assert given_weights(reported, RobustnessSettings()) == {"a": 100, "b": 200, "c": 300, "d": 600}
-
-
-def test_within_three_medians_everybody_counts_for_what_it_reported() -> None:
-    reported = {"a": 100, "b": 120, "c": 300}
-    assert given_weights(reported, RobustnessSettings()) == reported
-
-
-def test_the_cap_holds_between_two_devices_of_which_one_lies() -> None:
-    assert given_weights({"a": 100, "b": 10**9}, RobustnessSettings()) == {"a": 100, "b": 300}
-
-
-def test_no_device_has_more_than_the_operators_share_of_all() -> None:
-    # 0.4 of the total: d = 0.4 / 0.6 * (100 + 100 + 100) = 200
-    reported = {"a": 100, "b": 100, "c": 100, "d": 5000}
-    assert given_weights(reported, FREE.model_copy(update={"max_share": 0.4})) == {
-        "a": 100,
-        "b": 100,
-        "c": 100,
-        "d": 200,
-    }
-    # two are beyond it: c = 0.3 / (1 - 2 * 0.3) * (100 + 100) = 150
-    reported = {"a": 100, "b": 100, "c": 4000, "d": 5000}
-    assert given_weights(reported, FREE.model_copy(update={"max_share": 0.3})) == {
-        "a": 100,
-        "b": 100,
-        "c": 150,
-        "d": 150,
-    }
-
-
-def test_a_share_that_nobody_can_be_below_makes_all_equal() -> None:
-    assert given_weights({"a": 7, "b": 70}, FREE.model_copy(update={"max_share": 0.1})) == {"a": 7, "b": 7}
+@pytest.mark.parametrize(
+    ("reported", "settings", "given"),
+    [
+        pytest.param((100, 200, 300, 10**9), {}, (100, 200, 300, 600), id="at most three medians, the lower of two"),
+        pytest.param((100, 120, 300), {}, (100, 120, 300), id="within three medians nothing changes"),
+        pytest.param((100, 10**9), {}, (100, 300), id="two devices, of which one lies"),
+        # 0.4 of the total: d = 0.4 / 0.6 * (100 + 100 + 100) = 200
+        pytest.param((100, 100, 100, 5000), {"max_share": 0.4}, (100, 100, 100, 200), id="the operator's share of all"),
+        # c and d are beyond it: 0.3 / (1 - 2 * 0.3) * (100 + 100) = 150
+        pytest.param((100, 100, 4000, 5000), {"max_share": 0.3}, (100, 100, 150, 150), id="two beyond the share"),
+        pytest.param((7, 70), {"max_share": 0.1}, (7, 7), id="a share that no device can be below"),
+    ],
+)
+def test_a_device_counts_for_what_it_reported_up_to_a_bound(
+    reported: tuple[int, ...], settings: dict[str, float], given: tuple[int, ...]
+) -> None:
+    medians = {"weight_medians": 1e9} if settings else {}
+    weights = given_weights(dict(zip("abcd", reported, strict=False)), RobustnessSettings(**medians, **settings))
+    assert weights == dict(zip("abcd", given, strict=False))
 
 
 def test_the_operators_numbers_stand_in_the_place_of_reported_ones_and_are_not_capped() -> None:

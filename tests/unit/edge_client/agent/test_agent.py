@@ -100,9 +100,7 @@ def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: 
 
 
 def test_chunks_that_the_broadcast_lost_are_asked_for(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.connect()
-    open_round(world)  # nothing is broadcast at all
+    world = in_round(make_world)  # nothing is broadcast at all
     needs: list[str] = []
     while world.coordinator.serve(aggregate(world)).id not in needs:
         needs.append(world.coordinator.wait(Need).artifact)
@@ -174,9 +172,7 @@ def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_wor
 
 
 def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_world: MakeWorld) -> None:
-    world = in_round(make_world, is_automatic=False)
-    world.coordinator.wait(Accept)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world = training(make_world)
     command = world.trainer.commands[0]
     assert isinstance(command, TrainRound)
     world.trainer.commit(command)
@@ -280,12 +276,9 @@ def test_a_session_that_the_coordinator_forgot_is_opened_anew_after_silence(make
 
 
 def test_what_the_coordinators_key_did_not_sign_changes_nothing(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.connect()
+    world, forger = in_round(make_world), SigningKey.generate()
     coordinator = world.coordinator
     assert coordinator.session is not None
-    forger = SigningKey.generate()
-    open_round(world)
     manifest = coordinator.wait(Manifest)
     address = coordinator.address(DEVICE, 1, 1)
     forged = Receipt(**address, artifact=manifest.artifact.id, outcome=Outcome.ACCEPTED)

@@ -73,20 +73,10 @@ def update(round_number: int, attempt: int = 1) -> ArtifactRef:
     return ArtifactRef(id=f"{round_number * 16 + attempt:064x}".replace("0", "f", 1), size=4000, chunk_bytes=500)
 
 
-def offer(
-    round_number: int, attempt: int = 1, *, live: bool = False, spec: ArtifactRef = SPEC, epoch: int = 1
-) -> Offered:
-    message = Offer(
-        **BROADCAST,
-        epoch=epoch,
-        round=round_number,
-        attempt=attempt,
-        spec=spec,
-        aggregate=aggregate(round_number),
-        rounds=3,
-        deadline_at=0.0,
-    )
-    return Offered(message, live)
+def offer(round_number: int, attempt: int = 1, *, spec: ArtifactRef = SPEC) -> Offered:
+    at = {"epoch": 1, "round": round_number, "attempt": attempt}
+    message = Offer(**BROADCAST, **at, spec=spec, aggregate=aggregate(round_number), rounds=3, deadline_at=0.0)
+    return Offered(message, live=False)
 
 
 def ended() -> Ended:
@@ -322,10 +312,7 @@ class Shell:
         self.loads = 0  # of the outbox; every other one fails
         self.now = 0.0
         for event in events:
-            if isinstance(event, str):
-                self.trainer(event)
-            else:
-                self.feed(event)
+            self.trainer(event) if isinstance(event, str) else self.feed(event)
 
     def feed(self, event: Event) -> None:
         self.now += 0.7
@@ -338,10 +325,9 @@ class Shell:
                 self.feed(OutboxFound(self.committed[-1], self.outbox))
 
     def trainer(self, what: str) -> None:
-        job = self.running
+        job, self.running = self.running, None
         if job is None:
             return
-        self.running = None
         if what == "lose":
             self.feed(ArtifactLost(job if isinstance(job, str) else aggregate(job.round).id))
         elif isinstance(job, str):
@@ -360,8 +346,7 @@ class Shell:
 
     def _obey(self, command: Command, event: Event) -> None:
         if isinstance(command, TrainRound):
-            assert self.running is None
-            assert self.outbox is None
+            assert (self.running, self.outbox) == (None, None)
             assert not self.committed or command.round_attempt > self.committed[-1], "trained twice"
             self.running = command.round_attempt
         elif isinstance(command, ChooseModel):
@@ -377,11 +362,9 @@ class Shell:
         elif isinstance(command, Send):
             assert self.state.up
             if isinstance(command.message, Manifest):
-                assert self.outbox is not None
                 assert command.message.artifact == self.outbox
             elif isinstance(command.message, Accept):
-                round_attempt = RoundAttempt(command.message.round, command.message.attempt)
-                assert round_attempt == self.state.invited
+                assert command.message.at == self.state.invited
         elif isinstance(command, SendChunks):
             assert command.update == self.outbox
 
@@ -397,23 +380,14 @@ def test_the_laws_hold_under_every_order_of_events(events: list[Event | str]) ->
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(network_events, trainer_events), max_size=40))
 def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_end(events: list[Event | str]) -> None:
-    shell = Shell(events)
-    for event in (
-        LinkChanged(up=True),
-        Welcomed(epoch=9),
-        ended(),
-        ArtifactStored(SPEC.id),
-        ArtifactStored(aggregate(9).id),
-    ):
-        shell.feed(event)
+    shell = Shell([*events, LinkChanged(up=True), Welcomed(epoch=9), ended(), ArtifactStored(SPEC.id)])
     for _ in range(60):
         shell.feed(ArtifactStored(aggregate(9).id))
         shell.feed(TrainerReady())
         if shell.outbox is not None:
             shell.feed(Welcomed(epoch=9))
             shell.feed(receipt(shell.outbox.id))
-        if isinstance(shell.running, str) or shell.running is not None:
-            shell.trainer("commit")
+        shell.trainer("commit")
     assert shell.state.done
 
 

@@ -1,0 +1,144 @@
+"""The events of the round engine: what happened, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coordinator.rounds.pacing import Policy
+from fedcg.wire.messages.messages import OfAttempt
+
+
+@dataclass(frozen=True)
+class CameOnline:
+    """A client opened a session."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class WentOffline:
+    """A client lost its link."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class Departed:
+    """A client is no member any more (revoked, replaced by another machine, or it left); an update that it delivered before still counts."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The devices that may take part now: all that are enrolled."""
+
+    clients: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Barred:
+    """Clients that are not invited whoever else is there, and why."""
+
+    clients: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PolicyChanged:
+    """The operator changed the policy; the open attempt goes on by the new one."""
+
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Held:
+    """The operator holds the federation: the open attempt ends as it would, and no other one opens."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Released:
+    """The operator lets a held or paused federation go on; failed attempts are counted anew."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The federation ends now, with its last aggregate; the open attempt fails."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class LinkChanged:
+    """The coordinator's link to the broker came up or was lost, or its store of artifacts; without both no device can deliver."""
+
+    up: bool
+    what: str = "link to the broker"
+
+
+@dataclass(frozen=True)
+class Accepted(OfAttempt):
+    """A participant works on an update."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class UpdateStored(OfAttempt):
+    """A valid update of a participant is durable; the aggregation worker reads `artifact`."""
+
+    client: str
+    artifact: str = ""
+
+
+@dataclass(frozen=True)
+class UpdateRefused(OfAttempt):
+    """A participant delivers nothing usable: it declined, or its update was rejected (`reason`), also after it was stored."""
+
+    client: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time went on."""
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The coordinator was restarted; `state` was rebuilt from the database and no client is online yet."""
+
+
+@dataclass(frozen=True)
+class AggregateStored(OfAttempt):
+    """The attempt's aggregate is durable and the attempt is closed in the database."""
+
+
+@dataclass(frozen=True)
+class AggregationFailed(OfAttempt):
+    """The attempt's updates could not be merged."""
+
+    reason: str
+
+
+Event = (
+    CameOnline
+    | WentOffline
+    | Departed
+    | Expected
+    | Barred
+    | PolicyChanged
+    | Held
+    | Released
+    | Stopped
+    | LinkChanged
+    | Accepted
+    | UpdateStored
+    | UpdateRefused
+    | Tick
+    | Restarted
+    | AggregateStored
+    | AggregationFailed
+)
