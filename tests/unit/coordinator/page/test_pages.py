@@ -96,8 +96,14 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     sent = reader.get("/f/tiny/sent")[1]
     assert "Never sent: extractor, and images." in sent
     assert "2" + "\N{NARROW NO-BREAK SPACE}" + "000" in sent  # the classifier's 40 x 50 numbers
-    shows(reader, "/events?event=update_stored", "update stored")
-    assert "attempt opened" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
+    shows(
+        reader, "/events", "tiny: round 1: the update of a is accepted (", "b declined (no_data)", 'tr class="warning"'
+    )
+    shows(reader, "/f/tiny", "round 1: the update of a is accepted (")
+    shows(reader, "/events?event=update_stored", "the update of a is accepted")
+    assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
+    assert "a takes part" not in reader.get("/events")[1]
+    assert "a takes part" in reader.get("/events?level=debug")[1]
 
 
 def test_presence_is_drawn_from_stored_changes_and_an_offline_device_has_no_health(page: ServedPage) -> None:
