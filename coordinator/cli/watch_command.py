@@ -76,6 +76,7 @@ def _picture(facts: dict[str, Any], name: str) -> Group:
         *([f"deadline {_clock(facts['deadline_at'])}"] if facts["deadline_at"] else []),
         *([f"the last round ends about {_clock(facts['ends_at'])}"] if facts["ends_at"] else []),
         *([f"waits for {facts['waits_for']}"] if facts["waits_for"] else []),
+        *([_merging(facts["merge"])] if facts["merge"] and facts["merge"]["phase"] else []),
         *([facts["reason"]] if facts["reason"] else []),
     ]
     table = Table(box=None, pad_edge=False)
@@ -99,6 +100,11 @@ def _picture(facts: dict[str, Any], name: str) -> Group:
         ),
         Text(f"from the {name}", style="dim"),
     )
+
+
+def _merging(merge: dict[str, Any]) -> str:
+    loss = f", loss {merge['losses'][-1][1]:.4g}" if merge["losses"] else ""
+    return f"{merge['phase']}: step {merge['step']} of {merge['steps']}{loss}"
 
 
 def _clock(at: float) -> str:

@@ -26,7 +26,7 @@ from coordinator.service.artifact_requests import ArtifactRequests
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Liveness, PresenceLog
 from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
-from coordinator.service.progress import DeviceProgress, ProgressBoard
+from coordinator.service.progress import DeviceProgress, MergeProgress, ProgressBoard
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
@@ -179,9 +179,9 @@ class Service:
         return self._cohorts.outsiders()
 
     @property
-    def merging(self) -> tuple[str, int, int] | None:
-        """The phase of the merge that runs, its step and its number of steps; None while there is none."""
-        return self._round_driver.merging
+    def merge(self) -> MergeProgress | None:
+        """The merge that runs, or the last one; None before the first one."""
+        return self._round_driver.merge
 
     def is_uploading(self, device: str) -> bool:
         """Whether an update of a device is under way."""

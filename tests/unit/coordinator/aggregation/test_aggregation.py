@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -171,6 +172,17 @@ def test_progress_is_reported_at_the_first_step_then_sparsely_and_at_the_last() 
     assert ("distil", 1) in steps
     assert steps[-1] == ("distil", 100)
     assert len(steps) < 20
+
+
+def test_a_report_of_a_distillation_has_its_last_loss_and_a_teacher_pass_none() -> None:
+    sent: list[Any] = []
+    throttle = Throttle(Job("tiny", 1, 1, "", "", ""), sent.append, lambda: 0.0)
+    for loss in (0.75, 0.5, math.inf):
+        throttle.watch_loss(loss)
+        throttle("distil", 1, 1)
+    throttle.watch_loss(0.25)
+    throttle("teacher", 1, 1)
+    assert [event.loss for event in sent] == [0.75, 0.5, None, None]
 
 
 def test_the_coordinators_own_process_loads_no_torch() -> None:

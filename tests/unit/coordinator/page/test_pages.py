@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.aggregation.worker_messages import Progressed
 from coordinator.config import RoundSettings
 from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus
 from fedcg.event_log import read_events
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason, Heartbeat
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World
@@ -104,6 +105,46 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
     assert "a takes part" not in reader.get("/events")[1]
     assert "a takes part" in reader.get("/events?level=debug")[1]
+
+
+def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> None:
+    device = page.made.devices["tiny"][0]
+    for each in page.made.devices["tiny"]:
+        each.silent = True
+    start(page)
+    reader = page.reader()
+    shows(reader, "/f/tiny", "3 training")
+    row = ""
+
+    def report(step: int) -> None:
+        at = {"federation": "tiny", "sender": "a", "recipient": "coordinator", "round": 1, "attempt": 1}
+        device.tell(Heartbeat(**at, phase="classify", step=step, steps=200))
+
+    report(20)
+    shows(reader, "/f/tiny", '<progress max="1" value="0.1">')
+    row = reader.get("/f/tiny")[1].partition('id="c-a"')[2].partition("</tr>")[0]
+    assert "10 %" in row
+    assert "classify" in row
+    assert "ends about" not in row  # one report has no rate
+    time.sleep(0.05)
+    report(60)
+    shows(reader, "/f/tiny", '<progress max="1" value="0.3">')
+    row = reader.get("/f/tiny")[1].partition('id="c-a"')[2].partition("</tr>")[0]
+    assert "30 %, ends about" in row
+    ends_at = page.made.coordinator.services["tiny"].progress["a"].ends_at
+    assert ends_at is not None
+    assert f'data-until="{ends_at:.0f}"' in row
+    worker = page.made.world.workers[0]
+    for step, loss in ((10, 1.5), (20, 0.75), (30, 0.5)):
+        worker.notify(Progressed(1, 1, 1, "distil", step, 40, loss))
+    shows(reader, "/f/tiny", "Round 1, distil: step 30 of 40", "loss <b>0.5</b> at step 30, from 1.5 at step 10")
+    # the curve falls from 1.5 at the left edge to 0.5 at the right one; 0.75 at step 20 is three quarters down
+    assert 'points="0.0,0.0 100.0,30.0 200.0,40.0 "' in reader.get("/f/tiny")[1]
+    for each in page.made.devices["tiny"]:
+        each.silent = False
+        each.act()
+    shows(reader, "/f/tiny", "The federation is over", "Distillation of round 1: loss <b>0.5</b>")
+    assert "distil: step" not in reader.get("/f/tiny")[1]
 
 
 def test_presence_is_drawn_from_stored_changes_and_an_offline_device_has_no_health(page: ServedPage) -> None:
