@@ -32,6 +32,11 @@ SCREENS = {
 }
 LOOKS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
 DEADLINE_MS = 120_000
+LOADED = "performance.getEntriesByType('resource').map((each) => each.name).join(' ')"
+SCRIPT_BYTES = (
+    "performance.getEntriesByType('resource').filter((each) => each.name.includes('.js?'))"
+    ".reduce((sum, each) => sum + each.transferSize, 0)"
+)
 
 
 @pytest.fixture
@@ -64,6 +69,15 @@ def errors_of(page: Page) -> list[str]:
     page.on("pageerror", lambda error: found.append(str(error)))
     page.on("console", lambda message: found.append(message.text) if message.type == "error" else None)
     return found
+
+
+def script_bytes(page: Page) -> int:
+    """Bytes of scripts that a page loaded over the network; the library of charts only where there is one."""
+    for plot in page.locator(".plot").all():
+        expect(plot.locator("> *").first).to_be_visible()
+    assert ("uplot" in page.evaluate(LOADED)) == (page.locator(".u-wrap").count() > 0)
+    loaded: int = page.evaluate(SCRIPT_BYTES)
+    return loaded
 
 
 def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browser: Browser, stack: Stack) -> None:
@@ -174,9 +188,10 @@ def test_every_screen_fits_in_both_themes_and_on_a_phone(browser: Browser, stack
     )
     for theme, width in LOOKS:
         page = opened(browser, stack, theme, width)
-        errors = errors_of(page)
+        errors, scripts = errors_of(page), script_bytes(page)
         for name, path in SCREENS.items():
             page.goto(path)
+            scripts += script_bytes(page)
             page.wait_for_function("window.htmx !== undefined")
             wider = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
             assert wider <= 0, f"{path} is {wider} pixels too wide at {width}"
@@ -184,6 +199,7 @@ def test_every_screen_fits_in_both_themes_and_on_a_phone(browser: Browser, stack
             assert dark == (theme == "dark")
             _keep(page, f"{name}-{theme}-{width}")
         assert errors == []
+        assert 10_000 < scripts < 70_000  # all screens together: each file crosses the network once
         page.context.close()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,8 @@ from tests.support.page.crowds import add_crowd
 from tests.support.page.pages import Reader, ServedPage, served
 from tests.support.waiting import wait_until
 
-MAX_FIRST_PAINT_BYTES = 150_000
+MAX_FIRST_PAINT_BYTES, MAX_SCRIPT_BYTES = 150_000, 70_000
+LOADED = re.compile(r'(?:src|href|data-plot|data-plot-style)="(/static/[^"]+)"')
 SCREENS = ("/", "/f/tiny", "/f/tiny/worth", "/f/tiny/models", "/f/tiny/sent", "/devices", "/repairs", "/events")
 MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny")
 
@@ -238,6 +241,37 @@ def test_an_empty_coordinator_says_how_to_begin(tmp_path: Path) -> None:
     made.world.store.close()
 
 
+def first_paint(reader: Reader, path: str) -> tuple[int, int]:
+    """Bytes that cross the network until a browser without a cache shows a page, and those of scripts among them."""
+    status, headers, page = reader.transfer("GET", path, **{"Accept-Encoding": "gzip"})
+    assert (status, headers.get("content-encoding"), headers["vary"]) == (200, "gzip", "Accept-Encoding")
+    text = gzip.decompress(page).decode()
+    charts = "data-chart=" in text
+    total, scripts = len(page), 0
+    for address in {each for each in LOADED.findall(text) if charts or "uplot" not in each}:
+        status, headers, body = reader.transfer("GET", address, **{"Accept-Encoding": "gzip"})
+        assert (status, "immutable" in headers["cache-control"]) == (200, True), address
+        total += len(body)
+        scripts += len(body) if ".js?" in address else 0
+    assert 10_000 < scripts < MAX_SCRIPT_BYTES
+    return total, scripts
+
+
+def test_files_have_their_content_in_the_address_and_are_sent_once_and_compressed(page: ServedPage) -> None:
+    reader = Reader(page.port)
+    address = next(each for each in LOADED.findall(reader.get("/login")[1]) if "page.js" in each)
+    _, headers, whole = reader.transfer("GET", address)
+    _, packed_headers, packed = reader.transfer("GET", address, **{"Accept-Encoding": "gzip"})
+    assert gzip.decompress(packed) == whole
+    assert len(packed) < len(whole) / 2
+    assert headers["etag"] == packed_headers["etag"]
+    status, _, body = reader.transfer("GET", address, **{"If-None-Match": headers["etag"]})
+    assert (status, body) == (304, b"")
+    other = reader.transfer("GET", address.partition("?")[0] + "?0")[1]
+    assert other["cache-control"] == "no-cache"  # of an earlier version: asked for again
+    assert reader.transfer("GET", "/static/site.py")[0] == 404
+
+
 @pytest.mark.slow
 def test_a_thousand_devices_fit_into_a_first_paint(tmp_path: Path) -> None:
     made = make(tmp_path, clients=(), rounds=20)
@@ -247,6 +281,7 @@ def test_a_thousand_devices_fit_into_a_first_paint(tmp_path: Path) -> None:
         for path in (*SCREENS, *MORE_SCREENS, "/devices/line-0005"):
             status, text = reader.get(path)
             assert (status, len(text.encode()) < MAX_FIRST_PAINT_BYTES) == (200, True), f"{path}: {len(text)} bytes"
+            assert first_paint(reader, path)[0] < MAX_FIRST_PAINT_BYTES
         assert "125 of 1000 are worse off than alone" in reader.get("/f/tiny/worth")[1]
         assert "1000 of 1000 devices" in reader.get("/devices")[1]
         assert "page 10 of 10" in reader.get("/devices?page=99")[1]

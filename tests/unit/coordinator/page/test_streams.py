@@ -42,10 +42,15 @@ class Stream:
 
     def __init__(self, port: int, token: str, last_id: str = "") -> None:
         self.link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        headers = {"Authorization": f"Bearer {token}", **({"Last-Event-ID": last_id} if last_id else {})}
+        headers = {
+            "Authorization": f"Bearer {token}",
+            "Accept-Encoding": "gzip",
+            **({"Last-Event-ID": last_id} if last_id else {}),
+        }
         self.link.request("GET", "/api/v1/events/stream", headers=headers)
         self.answer = self.link.getresponse()
         assert self.answer.getheader("Content-Type", "").startswith("text/event-stream")
+        assert self.answer.getheader("Content-Encoding") is None  # compressing would hold events back
         self.last_id = ""
 
     def until(self, name: str) -> list[str]:
