@@ -240,7 +240,13 @@ class Service:
         self._publisher.status(online=False)
         closing = [
             threading.Thread(target=work, name="closing", daemon=True)
-            for work in (self._publisher.close, self.receiver.close, self._transport.close, self._worker.stop)
+            for work in (
+                self._presence.end,
+                self._publisher.close,
+                self.receiver.close,
+                self._transport.close,
+                self._worker.stop,
+            )
         ]
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in closing:

@@ -17,6 +17,7 @@ from coordinator.config import RoundSettings
 from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus
+from coordinator.storage.presence_store import PresenceRecord
 from fedcg.event_log import read_events
 from fedcg.wire.messages.messages import DeclineReason, Heartbeat
 from tests.support.coordinator.federations import Federations
@@ -52,11 +53,17 @@ def start(page: ServedPage, federation: str = "tiny") -> None:
         device.start()
 
 
-def shows(reader: Reader, path: str, *texts: str) -> None:
-    """Wait until a page shows all of these."""
-    wait_until(
-        lambda: all(text in reader.get(path)[1] for text in texts), f"{path} shows {texts}; {reader.get(path)[1]}"
-    )
+def shows(reader: Reader, path: str, *texts: str) -> str:
+    """Wait until a page shows all of these; returns it."""
+    page = ""
+
+    def is_shown() -> bool:
+        nonlocal page
+        page = reader.get(path)[1]
+        return all(text in page for text in texts)
+
+    wait_until(is_shown, f"{path} shows {texts}; {page}")
+    return page
 
 
 def test_without_a_login_every_screen_leads_to_it_and_back(page: ServedPage) -> None:
@@ -117,22 +124,19 @@ def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> No
     start(page)
     reader = page.reader()
     shows(reader, "/f/tiny", "3 training")
-    row = ""
 
     def report(step: int) -> None:
         at = {"federation": "tiny", "sender": "a", "recipient": "coordinator", "round": 1, "attempt": 1}
         device.tell(Heartbeat(**at, phase="classify", step=step, steps=200))
 
     report(20)
-    shows(reader, "/f/tiny", '<progress max="1" value="0.1">')
-    row = reader.get("/f/tiny")[1].partition('id="c-a"')[2].partition("</tr>")[0]
+    row = shows(reader, "/f/tiny", '<progress max="1" value="0.1">').partition('id="c-a"')[2].partition("</tr>")[0]
     assert "10 %" in row
     assert "classify" in row
     assert "ends about" not in row  # one report has no rate
     time.sleep(0.05)
     report(60)
-    shows(reader, "/f/tiny", '<progress max="1" value="0.3">')
-    row = reader.get("/f/tiny")[1].partition('id="c-a"')[2].partition("</tr>")[0]
+    row = shows(reader, "/f/tiny", '<progress max="1" value="0.3">').partition('id="c-a"')[2].partition("</tr>")[0]
     assert "30 %, ends about" in row
     ends_at = page.made.coordinator.services["tiny"].progress["a"].ends_at
     assert ends_at is not None
@@ -140,14 +144,15 @@ def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> No
     worker = page.made.world.workers[0]
     for step, loss in ((10, 1.5), (20, 0.75), (30, 0.5)):
         worker.notify(Progressed(1, 1, 1, "distil", step, 40, loss))
-    shows(reader, "/f/tiny", "Round 1, distil: step 30 of 40", "loss <b>0.5</b> at step 30, from 1.5 at step 10")
+    merge = ("Round 1, distil: step 30 of 40", "loss <b>0.5</b> at step 30, from 1.5 at step 10")
+    text = shows(reader, "/f/tiny", *merge)
     # the curve falls from 1.5 at the left edge to 0.5 at the right one; 0.75 at step 20 is three quarters down
-    assert 'points="0.0,0.0 100.0,30.0 200.0,40.0 "' in reader.get("/f/tiny")[1]
+    assert 'points="0.0,0.0 100.0,30.0 200.0,40.0 "' in text
     for each in page.made.devices["tiny"]:
         each.silent = False
         each.act()
-    shows(reader, "/f/tiny", "The federation is over", "Distillation of round 1: loss <b>0.5</b>")
-    assert "distil: step" not in reader.get("/f/tiny")[1]
+    text = shows(reader, "/f/tiny", "The federation is over", "Distillation of round 1: loss <b>0.5</b>")
+    assert "distil: step" not in text
 
 
 def test_presence_is_drawn_from_stored_changes_and_an_offline_device_has_no_health(page: ServedPage) -> None:
@@ -159,6 +164,27 @@ def test_presence_is_drawn_from_stored_changes_and_an_offline_device_has_no_heal
     shows(reader, "/devices/a", 'class="off"', ">offline</span>", "unavailable")
     changes = page.made.world.store.presence.changes("a", 0.0)
     assert [change.online for change in changes] == [True, False]
+
+
+def test_a_presence_timeline_has_gaps_where_nothing_was_observed(page: ServedPage) -> None:
+    store, hour = page.made.world.store, 3600.0
+    now = time.time()
+    changes = (
+        (18.0, True, ""),
+        (12.0, False, "its status"),
+        (6.0, True, ""),
+        (3.0, False, "the coordinator was stopped"),
+    )
+    store.presence.note(*(PresenceRecord("tiny", "a", now - ago * hour, online, why) for ago, online, why in changes))
+    drawn = re.findall(r'<rect class="(\w+)" (?:x="([\d.]+)" )?width="([\d.]+)"', page.reader().get("/devices/a")[1])
+    bands = [(name, float(x or 0), float(width)) for name, x, width in drawn]
+    # of a day of 1000 units: 6 hours are 250; before the first change, 18 hours ago, the device was not observed
+    expected = [("unknown", 0, 1000), ("on", 250, 250), ("off", 500, 250), ("on", 750, 125), ("unknown", 875, 125)]
+    assert [each[0] for each in bands] == [each[0] for each in expected]
+    for (_, x, width), (_, wanted_x, wanted_width) in zip(bands, expected, strict=True):
+        assert (x, width) == pytest.approx((wanted_x, wanted_width), abs=1.0)
+    week = page.reader().get("/devices/a?days=7")[1]
+    assert re.findall(r'<rect class="on" x="([\d.]+)"', week) == [f"{1000 - 18 / 0.168:.1f}", f"{1000 - 6 / 0.168:.1f}"]
 
 
 def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -> None:
