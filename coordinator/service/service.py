@@ -99,7 +99,7 @@ class Service:
         self._worker = context.make_worker(context.worker, self._queue.put)
         self.receiver = Receiver(
             UpdateChecks(context.spec, context.store, context.artifacts, context.clock),
-            context.artifacts.root / ".partial",
+            context.artifacts.root / ".partial" / context.federation.id,  # `clear` is of one federation alone
             context.limits,
             self._publisher,
             context.events,

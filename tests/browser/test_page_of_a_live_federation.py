@@ -115,6 +115,21 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
     assert errors == []
 
 
+def test_the_training_of_agents_is_shown_with_its_predicted_end(browser: Browser, tmp_path: Path) -> None:
+    stack = Stack(tmp_path, rounds=1, params={"epochs": 400})
+    with stack.up():
+        page = opened(browser, stack)
+        page.goto("/f/shapes")
+        for device in stack.devices:
+            stack.start_agent(device)
+        row = page.locator("#c-site-1")
+        expect(row).to_contain_text("%, ends about in", timeout=DEADLINE_MS)
+        expect(row).to_contain_text("training")
+        expect(row.locator("progress")).to_be_visible()
+        share = float(row.locator("progress").get_attribute("value") or "0")
+        assert 0.0 < share < 1.0
+
+
 def test_a_federation_is_created_from_a_plan_and_runs_beside_the_other_one(browser: Browser, stack: Stack) -> None:
     page = opened(browser, stack)
     page.goto("/federations/new")
