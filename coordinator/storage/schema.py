@@ -13,6 +13,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Delete,
     Engine,
     Float,
     ForeignKey,
@@ -204,7 +205,7 @@ class Queries:
     def _one(self, kind: Callable[..., RecordT], query: Select[Any]) -> RecordT | None:
         return next(iter(self._all(kind, query)), None)
 
-    def _write(self, *statements: Insert | Update) -> None:
+    def _write(self, *statements: Insert | Update | Delete) -> None:
         """Execute statements in one transaction, in their order."""
         with self._engine.begin() as connection:
             for statement in statements:

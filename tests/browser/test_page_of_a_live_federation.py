@@ -116,7 +116,7 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
 
 
 def test_the_training_of_agents_is_shown_with_its_predicted_end(browser: Browser, tmp_path: Path) -> None:
-    stack = Stack(tmp_path, rounds=1, params={"epochs": 400})
+    stack = Stack(tmp_path, rounds=1, params={"epochs": 200})
     with stack.up():
         page = opened(browser, stack)
         page.goto("/f/shapes")
