@@ -290,7 +290,7 @@ class JobRunner:
 
 
 class Throttle:
-    """A progress callback that reports a phase's first step, its last, and one every fifth of a second between."""
+    """A progress callback that reports a phase's first step, its last, those with a loss, and one every fifth of a second between."""
 
     def __init__(self, job: Job, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
         self._job = job
@@ -299,17 +299,21 @@ class Throttle:
         self._phase = ""
         self._sent_at = 0.0
         self._loss: float | None = None
+        self._is_new_loss = False
 
     def watch_loss(self, loss: float) -> None:
         """Record the mean loss of the last steps, for the next report."""
         self._loss = loss if math.isfinite(loss) else None
+        self._is_new_loss = True
 
     def __call__(self, phase: str, step: int, steps: int) -> None:
         """Record a step."""
         now = self._clock()
         first = step > 0 and phase != self._phase
-        if not first and step != steps and now - self._sent_at < PROGRESS_EVERY_S:
+        is_awaited = first or step == steps or self._is_new_loss
+        if not is_awaited and now - self._sent_at < PROGRESS_EVERY_S:
             return
+        self._is_new_loss = False
         if phase != "distil":
             self._loss = None
         if step > 0:

@@ -208,7 +208,7 @@ def _distilling(event: Event) -> Line:
 
 
 def _merge_step(event: Event) -> Line:
-    loss = "" if event.get("loss") is None else ", loss {loss:.4f}"
+    loss = "" if event.get("loss") is None else ", loss {loss:.4g}"
     return DEBUG, f"{{at}}: {{phase}}, step {{step}} of {{steps}}{loss}"
 
 

@@ -177,12 +177,14 @@ def test_progress_is_reported_at_the_first_step_then_sparsely_and_at_the_last() 
 def test_a_report_of_a_distillation_has_its_last_loss_and_a_teacher_pass_none() -> None:
     sent: list[Any] = []
     throttle = Throttle(Job("tiny", 1, 1, "", "", ""), sent.append, lambda: 0.0)
-    for loss in (0.75, 0.5, math.inf):
+    for step, loss in ((1, 0.75), (4, 0.5), (6, math.inf), (8, 0.25)):
         throttle.watch_loss(loss)
-        throttle("distil", 1, 1)
-    throttle.watch_loss(0.25)
+        throttle("distil", step, 9)
+        throttle("distil", step + 1, 9)  # within a fifth of a second; the last one is reported all the same
     throttle("teacher", 1, 1)
-    assert [event.loss for event in sent] == [0.75, 0.5, None, None]
+    distilled = [(event.step, event.loss) for event in sent[:-1]]
+    assert distilled == [(1, 0.75), (4, 0.5), (6, None), (8, 0.25), (9, 0.25)]
+    assert (sent[-1].phase, sent[-1].loss) == ("teacher", None)
 
 
 def test_the_coordinators_own_process_loads_no_torch() -> None:
