@@ -24,7 +24,7 @@ Coordinator:
   deadline_moved {round, attempt, reason}   cohort_differs {client, unlike}   silenced {client, seconds, reason}
   silence_ended {client}   refused {what, reason, detail, count}
   update_stored {client, artifact, size, seconds, resumed, received, repeated}   update_refused {outcome, reason}
-  worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
+  worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, loss, pid}   teacher_done
   device_enrolled {client, token, serial, replaced, reloaded}   enrolment_refused / renewal_refused {address, reason, client}
   enrolment_limited {address, refused}   certificate_renewed {client, serial, until}   device_revoked {client, reason, reloaded}
   carrier_refused {certificate, refused}   departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}

@@ -6,6 +6,7 @@ function of the stored updates, the spec and the coordinator's secret, so the ne
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -161,6 +162,7 @@ class JobRunner:
         self._yardstick = Yardstick(base_in(packed, self._spec, job.base), {})
         aggregate = unpack_aggregate(packed, self._spec, self._method)
         state = ServerState(aggregate, decode_extras(self._store.get(job.server_state)))
+        steps = Throttle(job, self._send)
         context = RoundContext(
             spec=self._spec,
             round=job.round,
@@ -168,7 +170,8 @@ class JobRunner:
             horizon=self._spec.rounds,
             streams=Streams(self._settings.secret).at(job.federation, job.round, job.attempt),
             device=self._device,
-            progress=Throttle(job, self._send),
+            progress=steps,
+            watch_loss=steps.watch_loss,
             public=self._public(self._spec.image) if self._method.needs_public else None,
             graphs=not job.ease,
             most_rows=EASED_ROWS if job.ease else None,
@@ -287,7 +290,7 @@ class JobRunner:
 
 
 class Throttle:
-    """A progress callback that reports a phase's first step, its last, and one every fifth of a second between."""
+    """A progress callback that reports a phase's first step, its last, those with a loss, and one every fifth of a second between."""
 
     def __init__(self, job: Job, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
         self._job = job
@@ -295,17 +298,28 @@ class Throttle:
         self._clock = clock
         self._phase = ""
         self._sent_at = 0.0
+        self._loss: float | None = None
+        self._is_new_loss = False
+
+    def watch_loss(self, loss: float) -> None:
+        """Record the mean loss of the last steps, for the next report."""
+        self._loss = loss if math.isfinite(loss) else None
+        self._is_new_loss = True
 
     def __call__(self, phase: str, step: int, steps: int) -> None:
         """Record a step."""
         now = self._clock()
         first = step > 0 and phase != self._phase
-        if not first and step != steps and now - self._sent_at < PROGRESS_EVERY_S:
+        is_awaited = first or step == steps or self._is_new_loss
+        if not is_awaited and now - self._sent_at < PROGRESS_EVERY_S:
             return
+        self._is_new_loss = False
+        if phase != "distil":
+            self._loss = None
         if step > 0:
             self._phase = "" if step == steps else phase
         self._sent_at = now
-        self._send(Progressed(os.getpid(), self._job.round, self._job.attempt, phase, step, steps))
+        self._send(Progressed(os.getpid(), self._job.round, self._job.attempt, phase, step, steps, self._loss))
 
 
 def spill_directory(root: Path, federation: str, round_number: int, attempt: int) -> Path:

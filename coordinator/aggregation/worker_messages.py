@@ -114,7 +114,7 @@ class PhaseStarted:
 
 @dataclass(frozen=True)
 class Progressed:
-    """How far a phase is."""
+    """How far a phase is; `loss`: the mean of its last steps that were looked at, of a distillation."""
 
     pid: int
     round: int
@@ -122,6 +122,7 @@ class Progressed:
     phase: str
     step: int
     steps: int
+    loss: float | None = None
 
 
 @dataclass(frozen=True)

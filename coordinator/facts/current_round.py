@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from coordinator.facts.known import Known
 from coordinator.rounds.records import (
@@ -16,6 +15,7 @@ from coordinator.rounds.records import (
     ParticipantState,
 )
 from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.service.progress import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
 
 ESTIMATED_FROM = 5
@@ -60,7 +60,7 @@ class CurrentRound:
         wanted: updates that close the attempt at once.
         round_s: median duration of the last closed rounds; None before the first one.
         round_ends_at, ends_at: when the open round, and the federation, end at that rate.
-        merge: phase, step and steps of the merge that runs.
+        merge: the merge that runs, or the last one since the coordinator was started.
         enrolled: devices that may take part.
         waits_for: what the next attempt waits for.
     """
@@ -86,7 +86,7 @@ class CurrentRound:
     enrolled: int
     clients: list[ClientNow] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    merge: tuple[str, int, int] | None = None
+    merge: MergeProgress | None = None
     waits_for: str = ""
 
 
@@ -130,7 +130,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         enrolled=enrolled,
         clients=sorted(clients, key=lambda each: (list(ClientPhase).index(each.phase), each.client)),
         counts={phase.value: sum(each.phase is phase for each in clients) for phase in ClientPhase},
-        merge=None if service is None else service.merging,
+        merge=None if service is None else service.merge,
         waits_for=_waits_for(state, service) if state.phase is Phase.WAITING and not is_over else "",
     )
 
@@ -155,11 +155,13 @@ def _waits_for(state: RoundState, service: Service | None) -> str:
 
 def _clients(known: Known, attempt: AttemptRecord, state: RoundState, service: Service | None) -> list[ClientNow]:
     key = (attempt.federation, attempt.round, attempt.attempt)
-    progress = {} if service is None else dict(getattr(service, "progress", {}))
+    progress = {} if service is None else service.progress
     return [_client(person, state, service, progress.get(person.client)) for person in known.store.participants(key)]
 
 
-def _client(person: ParticipantRecord, state: RoundState, service: Service | None, progress: Any) -> ClientNow:
+def _client(
+    person: ParticipantRecord, state: RoundState, service: Service | None, progress: DeviceProgress | None
+) -> ClientNow:
     client = person.client
     if client in state.updates:
         return ClientNow(client, ClientPhase.DELIVERED)
@@ -176,7 +178,7 @@ def _client(person: ParticipantRecord, state: RoundState, service: Service | Non
     return ClientNow(
         client,
         ClientPhase.TRAINING,
-        str(progress.phase).replace("_", " "),
+        progress.phase.replace("_", " "),
         min(1.0, progress.step / progress.steps),
         progress.ends_at,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,7 +15,28 @@ from coordinator.rounds.records import DeviceState
 from coordinator.rounds.round_engine import Phase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-OF_FEDERATION = ["federation"]
+Samples = Iterator[tuple[str, tuple[str, ...], float | None]]
+"""Name of a metric, values of its labels, value; None where there is none now."""
+
+METRICS: dict[str, tuple[str, list[str]]] = {
+    "fedcg_devices": ("Devices in the register", ["state"]),
+    "fedcg_problems_open": ("Open problems", ["kind"]),
+    "fedcg_round": ("Number of the round that is open, or opens next", ["federation"]),
+    "fedcg_rounds_planned": ("Rounds until the federation is over", ["federation"]),
+    "fedcg_devices_online": ("Devices with a session", ["federation"]),
+    "fedcg_quorum": ("Updates without which a round can't close", ["federation"]),
+    "fedcg_updates_delivered": ("Updates of the open attempt that are stored", ["federation"]),
+    "fedcg_broker_connected": ("1 while the link to the broker stands", ["federation"]),
+    "fedcg_round_seconds": ("Median duration of the last closed rounds in seconds", ["federation"]),
+    "fedcg_phase": ("1 for the phase of the federation", ["federation", "phase"]),
+    "fedcg_accuracy_mean": ("Mean personal accuracy reported in the last round", ["federation"]),
+    "fedcg_negative_transfer": ("Share of the clients that are worse off than alone", ["federation"]),
+    "fedcg_updates_total": ("Updates by outcome", ["federation", "outcome"]),
+    "fedcg_update_bytes_total": ("Bytes of all updates", ["federation"]),
+    "fedcg_attempts_total": ("Attempts by state", ["federation", "state"]),
+    "fedcg_messages_refused_total": ("Messages refused since the start", ["federation", "reason"]),
+}
+"""What each one counts, and its labels; those that end in `_total` are counters."""
 
 
 def metrics_text(known: Known) -> bytes:
@@ -29,82 +50,51 @@ class _Collector:
     def __init__(self, known: Known) -> None:
         self._known = known
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> tuple[Metric, ...]:
         return ()  # registering must not collect
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._devices_and_problems()
-        yield from self._rounds()
-        yield from self._traffic()
-        yield from self._accuracy()
-
-    def _devices_and_problems(self) -> Iterator[Metric]:
-        devices = GaugeMetricFamily("fedcg_devices", "Devices in the register", labels=["state"])
-        records = self._known.store.devices()
-        for state in DeviceState:
-            devices.add_metric([state.value], sum(record.state is state for record in records))
-        yield devices
-        problems = GaugeMetricFamily("fedcg_problems_open", "Open problems", labels=["kind"])
-        kinds = [problem.kind for problem in open_problems(self._known)]
-        for kind in sorted(set(kinds)):
-            problems.add_metric([kind], kinds.count(kind))
-        yield problems
-
-    def _rounds(self) -> Iterator[Metric]:
-        gauges = {
-            name: GaugeMetricFamily(name, text, labels=OF_FEDERATION)
-            for name, text in (
-                ("fedcg_round", "Number of the round that is open, or opens next"),
-                ("fedcg_rounds_planned", "Rounds until the federation is over"),
-                ("fedcg_devices_online", "Devices with a session"),
-                ("fedcg_quorum", "Updates without which a round can't close"),
-                ("fedcg_updates_delivered", "Updates of the open attempt that are stored"),
-                ("fedcg_broker_connected", "1 while the link to the broker stands"),
-                ("fedcg_round_seconds", "Median duration of the last closed rounds in seconds"),
-            )
+        families = {
+            name: (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
+            for name, (text, labels) in METRICS.items()
         }
-        phases = GaugeMetricFamily("fedcg_phase", "1 for the phase of the federation", labels=["federation", "phase"])
-        for record in self._known.store.federations():
-            now = current_round(self._known, record.id)
-            values = (now.round, now.rounds, now.online, now.quorum, now.delivered, now.is_connected, now.round_s)
-            for gauge, value in zip(gauges.values(), values, strict=True):
-                if value is not None:
-                    gauge.add_metric([record.id], float(value))
-            for phase in Phase:
-                phases.add_metric([record.id, phase.value], float(now.phase == phase.value))
-        yield from gauges.values()
-        yield phases
+        for name, labels, value in _samples(self._known):
+            if value is not None:
+                families[name].add_metric(labels, float(value))
+        return iter(families.values())
 
-    def _traffic(self) -> Iterator[Metric]:
-        updates = CounterMetricFamily("fedcg_updates", "Updates by outcome", labels=["federation", "outcome"])
-        size = CounterMetricFamily("fedcg_update_bytes", "Bytes of all updates", labels=OF_FEDERATION)
-        attempts = CounterMetricFamily("fedcg_attempts", "Attempts by state", labels=["federation", "state"])
-        refused = CounterMetricFamily(
-            "fedcg_messages_refused", "Messages refused since the start", labels=["federation", "reason"]
-        )
-        for record in self._known.store.federations():
-            outcomes, states = self._known.store.overview.counts(record.id)
-            for outcome, (count, _) in sorted(outcomes.items()):
-                updates.add_metric([record.id, outcome], count)
-            size.add_metric([record.id], sum(bytes_ for _, bytes_ in outcomes.values()))
-            for state, count in sorted(states.items()):
-                attempts.add_metric([record.id, state], count)
-            service = self._known.services.get(record.id)
-            for reason, count in sorted(({} if service is None else service.refusals).items()):
-                refused.add_metric([record.id, reason], count)
-        yield from (updates, size, attempts, refused)
 
-    def _accuracy(self) -> Iterator[Metric]:
-        mean = GaugeMetricFamily(
-            "fedcg_accuracy_mean", "Mean personal accuracy reported in the last round", labels=OF_FEDERATION
-        )
-        negative = GaugeMetricFamily(
-            "fedcg_negative_transfer", "Share of the clients that are worse off than alone", labels=OF_FEDERATION
-        )
-        for record in self._known.store.federations():
-            found = worth(self._known, record.id)
-            if found.mean and found.mean[-1][1] is not None:
-                mean.add_metric([record.id], found.mean[-1][1])
-            if found.rate is not None:
-                negative.add_metric([record.id], found.rate)
-        yield from (mean, negative)
+def _samples(known: Known) -> Samples:
+    devices, kinds = known.store.devices(), [problem.kind for problem in open_problems(known)]
+    for device_state in DeviceState:
+        yield "fedcg_devices", (device_state.value,), sum(device.state is device_state for device in devices)
+    for kind in sorted(set(kinds)):
+        yield "fedcg_problems_open", (kind,), kinds.count(kind)
+    for record in known.store.federations():
+        yield from _of_federation(known, record.id)
+
+
+def _of_federation(known: Known, federation: str) -> Samples:
+    now, found, of = current_round(known, federation), worth(known, federation), (federation,)
+    yield "fedcg_round", of, now.round
+    yield "fedcg_rounds_planned", of, now.rounds
+    yield "fedcg_devices_online", of, now.online
+    yield "fedcg_quorum", of, now.quorum
+    yield "fedcg_updates_delivered", of, now.delivered
+    yield "fedcg_broker_connected", of, now.is_connected
+    yield "fedcg_round_seconds", of, now.round_s
+    for phase in Phase:
+        yield "fedcg_phase", (federation, phase.value), now.phase == phase.value
+    yield "fedcg_accuracy_mean", of, found.mean[-1][1] if found.mean else None
+    yield "fedcg_negative_transfer", of, found.rate
+    outcomes, states = known.store.overview.counts(federation)
+    yield "fedcg_update_bytes_total", of, sum(size for _, size in outcomes.values())
+    service = known.services.get(federation)
+    counts = {
+        "fedcg_updates_total": {outcome: count for outcome, (count, _) in outcomes.items()},
+        "fedcg_attempts_total": states,
+        "fedcg_messages_refused_total": {} if service is None else service.refusals,
+    }
+    for name, by_label in counts.items():
+        for label, count in sorted(by_label.items()):
+            yield name, (federation, label), count

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request, Response
@@ -13,7 +14,7 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.datastructures import State
 
 from coordinator.facts.current_round import CurrentRound, current_round
-from coordinator.facts.events import EventFeed, Position
+from coordinator.facts.events import in_words, read_on, start_of
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
 from coordinator.facts.problems import Problem, open_problems
@@ -59,25 +60,28 @@ async def event_stream(
     request: Request, known: Now, last_event_id: Annotated[str, Header(max_length=64)] = ""
 ) -> Response:
     """The event log from now on, or from `Last-Event-ID` on: each event as it is written, with its position as id."""
-    state, feed = request.app.state, EventFeed(known.events_file)
+    state, path = request.app.state, known.events_file
     if getattr(state, "watchers", 0) >= MAX_WATCHERS:
         raise ProblemError(
             503, f"{MAX_WATCHERS} event streams are open; close one first", headers={"Retry-After": "10"}
         )
-    return EventSourceResponse(_followed(feed, Position.parse(last_event_id) or feed.end(), state))
+    return EventSourceResponse(_followed(path, start_of(path, last_event_id), state))
 
 
-async def _followed(feed: EventFeed, position: Position, state: State) -> AsyncIterator[bytes]:
-    """The events after a position as they come, for as long as the reader stays."""
+async def _followed(path: Path, cursor: str, state: State) -> AsyncIterator[bytes]:
+    """The events after a cursor as they come, for as long as the reader stays."""
     state.watchers = getattr(state, "watchers", 0) + 1
     sent_at = time.monotonic()
     try:
-        yield format_sse_event(comment="events from here on", id=str(position), retry=RETRY_MS)
+        yield format_sse_event(comment="events from here on", id=cursor or None, retry=RETRY_MS)
         while True:
-            found, position = feed.read(position)
-            if found:
-                lines = (format_sse_event(data_str=json.dumps(event), event="log", id=str(at)) for at, event in found)
-                yield b"".join(lines)
+            page = read_on(path, cursor)
+            cursor = page.newer or cursor
+            if page.lines:
+                yield b"".join(
+                    format_sse_event(data_str=json.dumps(in_words(event)), event="log", id=at)
+                    for at, event in page.lines
+                )
                 sent_at = time.monotonic()
             else:
                 await asyncio.sleep(LOOK_EVERY_S)

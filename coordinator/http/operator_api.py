@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,10 +18,10 @@ from pydantic import BaseModel
 
 from coordinator.broker.access_lists import silenced_in
 from coordinator.errors import NotFoundError, StoreError
+from coordinator.facts.events import CursorError, EventFilter, Matches, in_words, read_page
 from coordinator.http.access import Role, require
 from coordinator.http.changes import ViewRoute, etag_of
 from coordinator.http.problems import PROBLEMS, ProblemError
-from coordinator.operations.log_pages import CursorError, read_page
 from coordinator.operations.views import (
     ApiTokenView,
     DeviceView,
@@ -47,6 +47,7 @@ class EventsView(BaseModel):
     """Lines of a log, oldest first.
 
     Attributes:
+        events: their fields; events of the coordinator have the sentence of the log under `message`, and its `level`.
         older: cursor of the lines before them; None when there are none.
         newer: the value of `after` that gives the lines after them, also when there are none yet.
     """
@@ -78,6 +79,7 @@ admin = APIRouter(route_class=ViewRoute, dependencies=[Depends(require(Role.ADMI
 Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many items")]
 Cursor = Annotated[str | None, Query(max_length=400, description="where the page begins, from a Link header")]
 Name = Annotated[str, Query(max_length=100)]
+Level = Annotated[Literal["debug", "info", "warning", "error"], Query(description="the least level of the sentences")]
 
 
 @health.get("/healthz")
@@ -202,15 +204,17 @@ def events(
     event: Name = "",
     client: Name = "",
     federation: Name = "",
+    text: Name = "",
+    level: Level = "debug",
     limit: Limit = 100,
     cursor: Cursor = None,
     after: Cursor = None,
 ) -> EventsView:
-    """Lines of the event log: the newest, those before `cursor`, or those `after` a cursor."""
-    wanted = {"event": event, "client": client, "federation": federation}
-    named = {name: value for name, value in wanted.items() if value}
+    """Lines of the event log with their sentences: the newest, those before `cursor`, or those `after` a cursor."""
     home: Home = request.app.state.home
-    return _log(request, response, home.events_file, (limit, cursor, after), named)
+    wanted = EventFilter(event, client, federation, text, level)
+    found = _log(request, response, home.events_file, (limit, cursor, after), wanted.fits)
+    return found.model_copy(update={"events": [in_words(line) for line in found.events]})
 
 
 @admin.get("/api/v1/audit")
@@ -224,8 +228,8 @@ def audit(
 ) -> EventsView:
     """Lines of the audit log: who changed what, and the outcome."""
     home: Home = request.app.state.home
-    named = {"identity": identity} if identity else {}
-    return _log(request, response, home.audit_file, (limit, cursor, after), named)
+    place = (limit, cursor, after)
+    return _log(request, response, home.audit_file, place, lambda line: identity in ("", line.get("identity")))
 
 
 @admin.get("/api/v1/api-tokens")
@@ -260,17 +264,11 @@ def _log(
     response: Response,
     path: Path,
     place: tuple[int, str | None, str | None],
-    named: Mapping[str, str],
+    matches: Matches,
 ) -> EventsView:
     limit, before, after = place
     try:
-        page = read_page(
-            path,
-            limit,
-            lambda line: all(line.get(name) == value for name, value in named.items()),
-            before=before,
-            after=after,
-        )
+        page = read_page(path, limit, matches, before=before, after=after)
     except CursorError as error:
         raise ProblemError(422, str(error)) from error
     if page.older is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +16,19 @@ from coordinator.http.access import Role, access_of, end_session, set_session
 from coordinator.http.problems import ProblemError
 from coordinator.operations.create_federation import read_plan
 from coordinator.operations.operations import Operations
+from coordinator.operations.steering import Steering
 from coordinator.page.pages import Asked, enrolment_values
 from coordinator.page.views import FormRoute, PageRoute, form_of, own_path, plain_page, see_other
 
 HOURS = ("1", "24", "168")
+CHANGES: dict[str, Callable[[Steering, str, str, int], object]] = {
+    "start": lambda steering, federation, _reason, _rounds: steering.start(federation),
+    "pause": lambda steering, federation, reason, _rounds: steering.pause(federation, reason),
+    "resume": lambda steering, federation, _reason, _rounds: steering.resume(federation),
+    "stop": lambda steering, federation, reason, _rounds: steering.stop(federation, reason),
+    "extend": lambda steering, federation, _reason, rounds: steering.extend(federation, rounds),
+}
+"""Changes of a federation by the last part of the form's address."""
 Fields = Annotated[dict[str, str], Depends(form_of)]
 sessions = APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
 router = APIRouter(route_class=FormRoute, include_in_schema=False, default_response_class=HTMLResponse)
@@ -108,22 +118,13 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
 def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
     """Start, pause, resume, stop or extend a federation."""
     view.require(Role.OPERATOR)
-    operations, reason = _operations(view.request), fields.get("reason", "")
-    if action == "extend":
-        rounds = fields.get("rounds", "")
-        if not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
-            raise SteeringError(f"rounds = {rounds!r}: write how many rounds to add, as a whole number")
-        operations.steer(lambda steering: steering.extend(federation, int(rounds)))
-    elif action == "pause":
-        operations.steer(lambda steering: steering.pause(federation, reason))
-    elif action == "stop":
-        operations.steer(lambda steering: steering.stop(federation, reason))
-    elif action == "start":
-        operations.steer(lambda steering: steering.start(federation))
-    elif action == "resume":
-        operations.steer(lambda steering: steering.resume(federation))
-    else:
-        raise SteeringError(f"{action!r} is not a change of a federation: start, pause, resume, stop, extend")
+    change, reason, rounds = CHANGES.get(action), fields.get("reason", ""), fields.get("rounds", "")
+    if change is None:
+        raise SteeringError(f"{action!r} is not a change of a federation: {', '.join(CHANGES)}")
+    if action == "extend" and not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
+        raise SteeringError(f"rounds = {rounds!r}: write how many rounds to add, as a whole number")
+    more = int(rounds) if action == "extend" else 0
+    _operations(view.request).steer(lambda steering: change(steering, federation, reason, more))
     view.changed()
     return see_other("/federations")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import datetime, timezone
 
@@ -10,8 +9,6 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 UNAVAILABLE = Markup('<span class="none">unavailable</span>')
-BRIEF, DIGEST_SHOWN = 90, 12
-_DIGEST = re.compile(r"[0-9a-f]{32,}")
 _UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
@@ -87,15 +84,6 @@ def known(value: object) -> object:
     return UNAVAILABLE if value is None or value == "" else value
 
 
-def brief(value: object) -> str | Markup:
-    """A value of an event on one line: digests and long texts are cut, and whole in the tooltip."""
-    if isinstance(value, dict):
-        value = [f"{name} {count}" for name, count in value.items()]
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    limit = DIGEST_SHOWN if _DIGEST.fullmatch(text) else BRIEF
-    return text if len(text) <= limit else Markup('<span title="{}">{}…</span>').format(text, text[:limit])
-
-
 def coded(value: str) -> Markup:
     """A sentence whose commands stand between backticks."""
     pieces = value.split("`")
@@ -106,7 +94,7 @@ def coded(value: str) -> Markup:
 
 def add_formats(environment: Environment) -> None:
     """Make all of these filters of the templates."""
-    for function in (span, moment, ago, until, share, points, size, count, words, known, coded, brief):
+    for function in (span, moment, ago, until, share, points, size, count, words, known, coded):
         environment.filters[function.__name__] = function
 
 

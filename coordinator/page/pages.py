@@ -133,9 +133,11 @@ def repairs(view: Asked) -> Response:
 
 
 @router.get("/events")
-def events(view: Asked, event: str = "", client: str = "", federation: str = "", text: str = "") -> Response:
-    """The last events that fit a filter."""
-    wanted = EventFilter(event, client, federation, text)
+def events(
+    view: Asked, event: str = "", client: str = "", federation: str = "", text: str = "", level: str = "info"
+) -> Response:
+    """The last events that fit a filter, as the log's sentences."""
+    wanted = EventFilter(event, client, federation, text, level)
     found = last_events(view.known.events_file, wanted, SHOWN_EVENTS)
     return view.render("events.html", found=found, wanted=wanted, shown=SHOWN_EVENTS)
 
@@ -172,7 +174,7 @@ def enrolment_values(view: View) -> dict[str, Any]:
 
 
 def _recent_events(known: Known, federation: str) -> list[Event]:
-    return last_events(known.events_file, EventFilter(federation=federation), ON_NOW)
+    return last_events(known.events_file, EventFilter(federation=federation, level="info"), ON_NOW)
 
 
 def _names(view: View) -> list[str]:

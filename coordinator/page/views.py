@@ -24,6 +24,7 @@ from coordinator.http.access import Identity, Role, access_of
 from coordinator.http.changes import Changes
 from coordinator.http.problems import MEDIA_TYPE, ProblemError, problem_of
 from coordinator.page.formats import add_formats
+from coordinator.page.static_files import address_of
 from coordinator.service.coordinator import Coordinator
 
 FactsT = TypeVar("FactsT")
@@ -40,7 +41,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     add_formats(made)
-    made.globals["version"] = version("fedcg-edge")
+    made.globals.update(version=version("fedcg-edge"), static=address_of)
     return made
 
 

@@ -6,8 +6,9 @@ A will usually comes first; it is lost when the device dies together with a brok
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.rounds.round_events import CameOnline, WentOffline
 from coordinator.service.round_driver import RoundDriver
@@ -17,6 +18,7 @@ from coordinator.updates.receiver import Receiver
 from fedcg.event_log import EventLog
 
 PRUNE_EVERY_S = 86_400.0
+PRUNE_EVERY = 100  # changes of one device: one that comes and goes all the time must not fill the database
 MISSED = 3.0  # so many heartbeats may be late: a slow link delays them behind chunks, which count as well
 
 
@@ -39,21 +41,36 @@ class PresenceLog:
     store: Store
     federation: str
     clock: Callable[[], float] = time.time
+    noted: Counter[str] = field(default_factory=Counter)
+    """Changes of each device since the start."""
 
     def note(self, device: str, reason: str = "", *, online: bool) -> None:
         """Store that a device came or went now; of a device that was never enrolled nothing is stored."""
-        if self.store.device(device) is not None:
-            self.store.presence.note(PresenceRecord(self.federation, device, self.clock(), online, reason))
+        if self.store.device(device) is None:
+            return
+        self.store.presence.note(PresenceRecord(self.federation, device, self.clock(), online, reason))
+        self.noted[device] += 1
+        if self.noted[device] % PRUNE_EVERY == 0:
+            self.store.presence.prune(self.federation, self.clock() - KEEP_S, device)
 
     def begin(self) -> None:
-        """The coordinator starts: devices that counted as online when it ended are offline until they come again."""
+        """The coordinator starts: devices that counted as online when it was killed are not observed until they come again."""
         self.prune()
-        for device, last in self.store.presence.latest(self.federation).items():
-            if last.online:
-                self.note(device, "the coordinator was started again", online=False)
+        self._lose_sight("the coordinator was started again")
+
+    def end(self) -> None:
+        """The coordinator stops: no device is observed until it is started again."""
+        self._lose_sight("the coordinator was stopped")
+
+    def _lose_sight(self, reason: str) -> None:
+        now, latest = self.clock(), self.store.presence.latest(self.federation)
+        online = [device for device, last in latest.items() if last.online]
+        self.store.presence.note(
+            *(PresenceRecord(self.federation, device, now, online=False, reason=reason) for device in online)
+        )
 
     def prune(self) -> None:
-        """Delete what is older than `KEEP_S`."""
+        """Delete what is older than `KEEP_S`, or more than is kept of one device."""
         self.store.presence.prune(self.federation, self.clock() - KEEP_S)
 
 

@@ -1,9 +1,10 @@
-"""How far the devices' training is, by their heartbeats; in memory only."""
+"""How far the devices' training is, by their heartbeats, and the merge, by its worker; in memory only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from coordinator.aggregation.worker_messages import Progressed
 from coordinator.rounds.round_engine import RoundState
 from fedcg.wire.messages.messages import Heartbeat, OfAttempt
 
@@ -26,6 +27,39 @@ class DeviceProgress(OfAttempt):
     since: float
     reported_at: float
     ends_at: float | None
+
+
+@dataclass(frozen=True)
+class MergeProgress:
+    """How far the worker is with a round, and how its last distillation goes or went.
+
+    Attributes:
+        phase: what the worker does: teacher, distil; empty once the merge is over.
+        step, steps: how far the phase is.
+        losses: (step, mean loss of the last steps) of a distillation, in order; empty for a method without one.
+        distilled: the round of that distillation.
+    """
+
+    round: int
+    phase: str
+    step: int
+    steps: int
+    losses: tuple[tuple[int, float], ...] = ()
+    distilled: int = 0
+
+    @staticmethod
+    def after(before: MergeProgress | None, report: Progressed) -> MergeProgress:
+        """What is known after a report of the worker."""
+        losses, distilled = (before.losses, before.distilled) if before is not None else ((), 0)
+        if report.loss is not None:
+            earlier = losses if distilled == report.round else ()
+            losses = (*(known for known in earlier if known[0] < report.step), (report.step, report.loss))
+            distilled = report.round
+        return MergeProgress(report.round, report.phase, report.step, report.steps, losses, distilled)
+
+    def ended(self) -> MergeProgress:
+        """The same, once the merge is over."""
+        return replace(self, phase="")
 
 
 class ProgressBoard:

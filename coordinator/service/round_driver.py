@@ -54,6 +54,7 @@ from coordinator.rounds.round_events import (
     Stopped,
     UpdateRefused,
 )
+from coordinator.service.progress import MergeProgress
 from coordinator.service.service_context import ServiceContext, Worker
 from coordinator.storage.pruning import Pruner
 from coordinator.storage.store import Key
@@ -89,7 +90,7 @@ class RoundDriver:
         is_announced: whether the broker was handed the current offer (or end); when not, `announce` has to be repeated.
         announced_at: when `announce` was called last; monotonic seconds.
         worker_pid: the worker's process, once it is ready.
-        merging: phase, step and number of steps of the worker's current work.
+        merge: the merge that runs, or the last one; None before the first one.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class RoundDriver:
         self._state = RoundState(self._policy_of(context.federation))
         self.announced_at = 0.0
         self.worker_pid: int | None = None
-        self.merging: tuple[str, int, int] | None = None
+        self.merge: MergeProgress | None = None
         self._base = ""
         self.is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], None]] = {
@@ -191,9 +192,9 @@ class RoundDriver:
         if name := _REPORTS.get(type(event)):
             self._events.write(name, **asdict(event))
         if isinstance(event, Progressed):
-            self.merging = (event.phase, event.step, event.steps)
-        elif isinstance(event, JobDone | JobFailed | WorkerDied):
-            self.merging = None
+            self.merge = MergeProgress.after(self.merge, event)
+        elif isinstance(event, JobDone | JobFailed | WorkerDied) and self.merge is not None:
+            self.merge = self.merge.ended()
         if isinstance(event, WorkerReady):
             self.worker_pid = event.pid
         elif isinstance(event, WorkerDied):

@@ -26,7 +26,7 @@ from coordinator.service.condition_board import ConditionBoard
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Liveness, PresenceLog
 from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
-from coordinator.service.progress import DeviceProgress, ProgressBoard
+from coordinator.service.progress import DeviceProgress, MergeProgress, ProgressBoard
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
@@ -96,7 +96,7 @@ class Service:
         self._worker = context.make_worker(context.worker, self._queue.put)
         self.receiver = Receiver(
             UpdateChecks(context.spec, context.store, context.artifacts, context.clock),
-            context.artifacts.root / ".partial",
+            context.artifacts.root / ".partial" / context.federation.id,  # `clear` is of one federation alone
             context.limits,
             self._publisher,
             context.events,
@@ -175,9 +175,9 @@ class Service:
         return self._cohorts.outsiders()
 
     @property
-    def merging(self) -> tuple[str, int, int] | None:
-        """The phase of the merge that runs, its step and its number of steps; None while there is none."""
-        return self._round_driver.merging
+    def merge(self) -> MergeProgress | None:
+        """The merge that runs, or the last one; None before the first one."""
+        return self._round_driver.merge
 
     def is_uploading(self, device: str) -> bool:
         """Whether an update of a device is under way."""
@@ -240,7 +240,13 @@ class Service:
         self._publisher.status(online=False)
         closing = [
             threading.Thread(target=work, name="closing", daemon=True)
-            for work in (self._publisher.close, self.receiver.close, self._transport.close, self._worker.stop)
+            for work in (
+                self._presence.end,
+                self._publisher.close,
+                self.receiver.close,
+                self._transport.close,
+                self._worker.stop,
+            )
         ]
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in closing:
@@ -310,7 +316,8 @@ class Service:
         if isinstance(message, Accept | Decline):
             self._invitations.answered(device, message)
         elif isinstance(message, Heartbeat):
-            self._beat(device, message)
+            if message.phase is None or (self.state.is_open(message.at) and device in self.state.outstanding):
+                self._board.note(device, message, self._context.clock())
         elif isinstance(message, SelfReport):
             self.conditions.note(device, message, self._context.clock(), is_delayed=self.is_uploading(device))
         elif isinstance(message, Manifest):

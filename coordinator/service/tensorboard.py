@@ -22,7 +22,7 @@ _REPORTED = ("accuracy", "loss")
 
 
 class RoundCurves:
-    """Writes the figures of every round that closes: accuracies and losses that clients report, bytes, updates.
+    """Writes the figures of every round that closes: accuracies and losses that clients report, the distillation's loss, bytes, updates.
 
     Args:
         directory: gets a folder for each federation.
@@ -41,15 +41,23 @@ class RoundCurves:
         self._directory = directory
         self._store = store
         self._writers: dict[str, EventFileWriter] = {}
+        self._losses: dict[str, float] = {}  # the last one of each federation's distillation
 
     def follow(self, event: Mapping[str, Any]) -> None:
         """Take an event of the event log; a disk that refuses the file costs the curve, not the round."""
-        federation = event.get("federation")
-        if event.get("event") != "aggregate_stored" or not isinstance(federation, str):
+        federation, name = event.get("federation"), event.get("event")
+        if not isinstance(federation, str):
+            return
+        if name == "aggregate_step" and event.get("loss") is not None:
+            self._losses[federation] = event["loss"]
+        if name != "aggregate_stored":
             return
         updates = self._store.updates((federation, event["round"], event["attempt"]))
+        figures = figures_of(updates, event["size"])
+        if federation in self._losses:
+            figures["distillation/loss"] = self._losses.pop(federation)
         try:
-            self._write(federation, event["round"], event["t"], figures_of(updates, event["size"]))
+            self._write(federation, event["round"], event["t"], figures)
         except OSError as error:
             _log.warning("the curves of round %d are not written to %s: %s", event["round"], self._directory, error)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from pydantic.dataclasses import dataclass
-from sqlalchemy import delete, func, insert, select
+from sqlalchemy import delete, func, insert, select, tuple_
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.storage import schema
 
 KEEP_S = 90 * 86_400.0
 """Changes older than this are deleted, but never the last one of a device."""
+KEEP_CHANGES = 2000
+"""So many changes of a device in a federation are kept, however often it comes and goes: as many as a page draws."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,16 @@ class Presence(schema.Queries):
         query = select(table).where(table.c.federation == federation).order_by(table.c.device)
         return self._all(ConditionRecord, query if device is None else query.where(table.c.device == device))
 
-    def note(self, change: PresenceRecord) -> None:
-        """Store a change; of two within one tick of the clock the first one stays."""
+    def note(self, *changes: PresenceRecord) -> None:
+        """Store changes, in one transaction; of two of a device within one tick of the clock the first one stays."""
+        rows = [{**asdict(change), "reason": change.reason[:300]} for change in changes]
         try:
-            self._write(insert(schema.presence).values(**{**asdict(change), "reason": change.reason[:300]}))
+            self._write(*(insert(schema.presence).values(row) for row in rows))
         except IntegrityError:
-            return
+            for change in changes if len(changes) > 1 else ():
+                self.note(change)
 
-    def changes(self, device: str, since: float, limit: int = 1000) -> list[PresenceRecord]:
+    def changes(self, device: str, since: float, limit: int = KEEP_CHANGES) -> list[PresenceRecord]:
         """The last changes of a device after a time, oldest first."""
         table = schema.presence
         query = select(table).where(table.c.device == device, table.c.at >= since).order_by(table.c.at.desc())
@@ -81,12 +85,20 @@ class Presence(schema.Queries):
         found = self._all(PresenceRecord, query.where(table.c.federation == federation))
         return {change.device: change for change in found}
 
-    def prune(self, federation: str, before: float) -> None:
-        """Delete changes before a time; the last change of each device stays."""
+    def prune(self, federation: str, before: float, device: str | None = None) -> None:
+        """Delete changes before a time, and all but the last `KEEP_CHANGES` of each device; its last change stays.
+
+        Args:
+            federation: its id.
+            before: unix time.
+            device: only the changes of this one.
+        """
         table = schema.presence
-        last = {device: change.at for device, change in self.latest(federation).items() if change.at < before}
-        changes = delete(table).filter_by(federation=federation)
-        self._write(
-            *(changes.filter_by(device=device).where(table.c.at < at) for device, at in last.items()),
-            changes.where(table.c.at < before, table.c.device.not_in(list(last))),
-        )
+        place = func.row_number().over(partition_by=table.c.device, order_by=table.c.at.desc())
+        chosen = table.c.federation == federation
+        if device is not None:
+            chosen &= table.c.device == device
+        ranked = select(table.c.device, table.c.at, place.label("place")).where(chosen).subquery()
+        old = (ranked.c.place > 1) & ((ranked.c.at < before) | (ranked.c.place > KEEP_CHANGES))
+        gone = select(ranked.c.device, ranked.c.at).where(old)
+        self._write(delete(table).where(chosen, tuple_(table.c.device, table.c.at).in_(gone)))

@@ -15,12 +15,12 @@ import typer
 from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
-from fedcg.log.sentences import DEBUG, sentence_of
+from fedcg.log.sentences import DEBUG, LEVELS, sentence_of
 
 FOLLOW_EVERY_S = 0.5
 _SPAN = re.compile(r"(\d{1,6})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error"}
+_NAMES = {number: name for name, number in LEVELS.items()}
 Event = dict[str, EventValue]
 
 
@@ -61,7 +61,7 @@ def _line(event: Event, moment: float, *, verbose: bool) -> str:
     if sentence is None or (sentence.level <= DEBUG and not verbose):
         return ""
     at = datetime.fromtimestamp(moment).astimezone()
-    return f"{at:%Y-%m-%d %H:%M:%S} [{_LEVELS[sentence.level]:<9}] {sentence.text}"
+    return f"{at:%Y-%m-%d %H:%M:%S} [{_NAMES[sentence.level]:<9}] {sentence.text}"
 
 
 def _since(text: str, now: float) -> float:

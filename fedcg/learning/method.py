@@ -108,6 +108,10 @@ def silent(phase: str, step: int, steps: int) -> None:
     """A progress callback that does nothing."""
 
 
+def unwatched(loss: float) -> None:
+    """A callback for losses that does nothing."""
+
+
 @dataclass(frozen=True)
 class RoundContext:
     """What a half of a method may use besides its state and data.
@@ -121,6 +125,7 @@ class RoundContext:
         graphs: whether training steps on a CUDA device may run as CUDA graphs.
         most_rows: rows that go through a teacher at once, where memory is short; None: as many as are fast. Other last digits.
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
+        watch_loss: called with the mean loss of the last steps of "distil", at intervals, each time before the `progress` of its step.
     """
 
     spec: FederationSpec
@@ -130,6 +135,7 @@ class RoundContext:
     streams: Streams
     device: str = "cpu"
     progress: Progress = silent
+    watch_loss: Callable[[float], None] = unwatched
     public: torch.Tensor | None = None
     precision: Precision = "f32"
     graphs: bool = True

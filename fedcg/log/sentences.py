@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
+LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
 Event = Mapping[str, Any]
 
 DECLINE_ADVICE = {
@@ -206,6 +207,15 @@ def _distilling(event: Event) -> Line:
     return INFO, f"{{at}}: {len(event.get('clients') or ())} updates are merged"
 
 
+def _merge_step(event: Event) -> Line:
+    loss = "" if event.get("loss") is None else ", loss {loss:.4g}"
+    return DEBUG, f"{{at}}: {{phase}}, step {{step}} of {{steps}}{loss}"
+
+
+def _token_created(event: Event) -> Line:
+    return INFO, "an enrolment token" + (" for {client}" if event.get("client") else "") + " is made, until {until!t}"
+
+
 def _carrier(event: Event) -> Line:
     return (INFO, "HTTPS carrier, {way}: works") if event.get("works") else (WARNING, "HTTPS carrier, {way}: {detail}")
 
@@ -281,9 +291,21 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "aggregate_stored": (INFO, "{at}: aggregate stored ({size!b})"),
     "worker_ready": (DEBUG, "the aggregation worker is ready ({pid}, {device})"),
     "worker_died": (WARNING, "the aggregation worker ({pid}) ended and is started again. {reason}"),
+    "aggregate_step": _merge_step,
     "teacher_done": (DEBUG, "{at}: teacher pass of {client} done"),
     "cohort_differs": (WARNING, "{client}: its cohort secret is not that of {unlike}: private networks start apart"),
     "silenced": (WARNING, "{client} is silenced for {seconds:.0f} s: {reason}"),
     "silence_ended": (INFO, "{client} may send again"),
+    "problem_opened": (WARNING, "{kind}, {subject}: {what}"),
+    "problem_closed": (INFO, "{kind}, {subject}: no problem any more"),
+    "token_created": _token_created,
+    "token_revoked": (INFO, "the enrolment token {token} is revoked"),
+    "enrolment_limited": (WARNING, "{refused} requests to enrol from {address} came too fast and were refused"),
+    "carrier_refused": (
+        WARNING,
+        "{refused} requests with the certificate {certificate} were refused by the HTTPS carrier",
+    ),
+    "barred": (DEBUG, "devices that may not be invited: {clients}"),
+    "pruned": (DEBUG, "{files} files of earlier rounds are deleted ({bytes!b})"),
     "key_rotated": (INFO, "messages are signed with key number {serial}"),
 }

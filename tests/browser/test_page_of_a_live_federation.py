@@ -34,6 +34,11 @@ SCREENS = {
 LOOKS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
 DEADLINE_MS = 120_000
 REPORTED = ("examples", "accuracy", "loss", "health", "shadow", "downloaded", "per_class", "model")
+LOADED = "performance.getEntriesByType('resource').map((each) => each.name).join(' ')"
+SCRIPT_BYTES = (
+    "performance.getEntriesByType('resource').filter((each) => each.name.includes('.js?'))"
+    ".reduce((sum, each) => sum + each.transferSize, 0)"
+)
 
 
 @pytest.fixture
@@ -70,6 +75,15 @@ def errors_of(page: Page) -> list[str]:
     return found
 
 
+def script_bytes(page: Page) -> int:
+    """Bytes of scripts that a page loaded over the network; the library of charts only where there is one."""
+    for plot in page.locator(".plot").all():
+        expect(plot.locator("> *").first).to_be_visible()
+    assert ("uplot" in page.evaluate(LOADED)) == (page.locator(".u-wrap").count() > 0)
+    loaded: int = page.evaluate(SCRIPT_BYTES)
+    return loaded
+
+
 def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browser: Browser, stack: Stack) -> None:
     page = opened(browser, stack)
     errors = errors_of(page)
@@ -83,9 +97,8 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
 
     page.goto("/events")
     page.get_by_label("Event").fill("update_stored")
-    expect(page.locator("#live")).not_to_contain_text("attempt opened")
-    expect(page.locator(".events")).to_contain_text("update stored", timeout=DEADLINE_MS)
-    expect(page.locator("#live")).not_to_contain_text("attempt opened")
+    expect(page.locator(".events")).to_contain_text("the update of site-", timeout=DEADLINE_MS)
+    expect(page.locator("#live")).not_to_contain_text("devices invited")
     expect(page.get_by_label("Event")).to_have_value("update_stored")
 
     page.goto("/confirm/pause/shapes")
@@ -113,6 +126,21 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
     expect(page.locator("#doctor")).to_contain_text("can't be decoded")
     assert "damaged.png" not in page.content()
     assert errors == []
+
+
+def test_the_training_of_agents_is_shown_with_its_predicted_end(browser: Browser, tmp_path: Path) -> None:
+    stack = Stack(tmp_path, rounds=1, params={"epochs": 200})
+    with stack.up():
+        page = opened(browser, stack)
+        page.goto("/f/shapes")
+        for device in stack.devices:
+            stack.start_agent(device)
+        row = page.locator("#c-site-1")
+        expect(row).to_contain_text("%, ends about in", timeout=DEADLINE_MS)
+        expect(row).to_contain_text("training")
+        expect(row.locator("progress")).to_be_visible()
+        share = float(row.locator("progress").get_attribute("value") or "0")
+        assert 0.0 < share < 1.0
 
 
 def test_a_federation_is_created_from_a_plan_and_runs_beside_the_other_one(browser: Browser, stack: Stack) -> None:
@@ -188,9 +216,10 @@ def test_every_screen_fits_in_both_themes_and_on_a_phone(browser: Browser, stack
     )
     for theme, width in LOOKS:
         page = opened(browser, stack, theme, width)
-        errors = errors_of(page)
+        errors, scripts = errors_of(page), script_bytes(page)
         for name, path in SCREENS.items():
             page.goto(path)
+            scripts += script_bytes(page)
             page.wait_for_function("window.htmx !== undefined")
             wider = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
             assert wider <= 0, f"{path} is {wider} pixels too wide at {width}"
@@ -198,6 +227,7 @@ def test_every_screen_fits_in_both_themes_and_on_a_phone(browser: Browser, stack
             assert dark == (theme == "dark")
             _keep(page, f"{name}-{theme}-{width}")
         assert errors == []
+        assert 10_000 < scripts < 70_000  # all screens together: each file crosses the network once
         page.context.close()
 
 

@@ -155,6 +155,11 @@ def test_the_coordinator_writes_curves_of_each_round_for_tensorboard(finished: t
         if event["event"] == "update_stored":
             sizes[event["round"]] += event["size"]
     assert {one.step: one.value for one in read.Scalars("bytes/up")} == sizes
+    losses = {
+        e["round"]: e["loss"] for e in stack.events("coordinator") if e["event"] == "aggregate_step" and e["loss"]
+    }
+    assert losses.keys() == {1, 2}
+    assert {one.step: one.value for one in read.Scalars("distillation/loss")} == pytest.approx(losses)
     for device in stack.devices:
         told = [event["accuracy_personal"] for event in stack.events(device) if event["event"] == "committed"]
         assert [one.value for one in read.Scalars(f"accuracy/{device}")] == pytest.approx(told)

@@ -50,16 +50,29 @@ function tick() {
 
 function colour(name) { return getComputedStyle(root).getPropertyValue(name).trim(); }
 
+const addresses = document.currentScript.dataset; // of the chart library, which only pages with a chart load
+function loadPlot() {
+  if (document.getElementById("plot")) return;
+  document.head.append(
+    Object.assign(document.createElement("link"), { rel: "stylesheet", href: addresses.plotStyle }),
+    Object.assign(document.createElement("script"), { id: "plot", src: addresses.plot, onload: draw }),
+  );
+}
+
 function draw() {
-  if (!window.uPlot) return;
   for (const box of document.querySelectorAll(".plot[data-chart]")) {
     const key = box.dataset.chart + root.dataset.theme + box.clientWidth;
     if (box.dataset.drawn === key && box.firstChild) continue;
-    box.dataset.drawn = key;
     const { x, series } = JSON.parse(box.dataset.chart);
     const shown = series.filter((each) => each.values.some((value) => value !== null));
+    const isEmpty = !x.length || !shown.length;
+    if (!isEmpty && !window.uPlot) {
+      loadPlot();
+      return;
+    }
+    box.dataset.drawn = key;
     box.replaceChildren();
-    if (!x.length || !shown.length) {
+    if (isEmpty) {
       box.append(Object.assign(document.createElement("p"), { className: "empty-line", textContent: "No device reported this yet." }));
       continue;
     }

@@ -41,6 +41,8 @@ from fedcg.wire.parts import Part
 
 SHARED = frozenset({Part.GENERATOR, Part.CLASSIFIER})
 _CHECK_STEPS = 200
+LOSSES = 20
+"""So often the loss of a distillation is looked at while it runs."""
 FLAT = 0.99
 """A loss is flat when it is more than this share of the least one before it."""
 
@@ -193,8 +195,11 @@ def distil(
         on_graph = by_index and ctx.graphs and on_cuda([order])
         window, least = settings.flat_steps or _CHECK_STEPS, math.inf
         step_at = graphed(take_step, modules, [optimiser], settings.iterations) if on_graph else take_step
+        every = max(1, settings.iterations // LOSSES)
         for step, some in enumerate(slices(rows, settings.batch), start=1):
             meter.add(step_at(order[some] if on_graph else some))
+            if step % every == 0 or step == settings.iterations:
+                ctx.watch_loss(meter.look())
             mean = meter.check() if step % window == 0 else None
             is_flat = settings.flat_steps > 0 and mean is not None and mean > FLAT * least
             least = min(least, mean if mean is not None else least)

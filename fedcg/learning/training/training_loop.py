@@ -170,12 +170,20 @@ class LossMeter:
         self._what = what
         self._sum = torch.zeros((), device=device)
         self._steps = 0
+        self._looked_at = (0.0, 0)
         self.latest = math.nan
 
     def add(self, loss: torch.Tensor) -> None:
         """Count one step's loss."""
         self._sum += loss.detach()
         self._steps += 1
+
+    def look(self) -> float:
+        """Mean loss since the last look or check, whatever it is; there was a step since."""
+        total, steps = float(self._sum), self._steps
+        before, earlier = self._looked_at
+        self._looked_at = (total, steps)
+        return (total - before) / (steps - earlier)
 
     def check(self) -> float:
         """Mean loss since the last check.
@@ -186,6 +194,7 @@ class LossMeter:
         mean = check_loss(float(self._sum) / max(self._steps, 1), self._what)
         self._sum.zero_()
         self._steps = 0
+        self._looked_at = (0.0, 0)
         self.latest = mean
         return mean
 

@@ -117,4 +117,4 @@ class Federations:
             for device in (device for devices in self.devices.values() for device in devices):
                 if hasattr(device, "transport"):
                     device.stop()
-            assert not self.failures
+            assert not self.failures, self.failures

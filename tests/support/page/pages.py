@@ -36,12 +36,17 @@ class Reader:
         return status, text
 
     def ask(self, method: str, path: str, body: str = "", **headers: str) -> tuple[int, dict[str, str], str]:
+        status, found, content = self.transfer(method, path, body, **headers)
+        return status, found, content.decode()
+
+    def transfer(self, method: str, path: str, body: str = "", **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """The answer with its body as it crosses the network."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         cookies = {"Cookie": self.cookie} if self.cookie else {}
         try:
             link.request(method, path, body or None, {**cookies, **self.headers, **headers})
             answer = link.getresponse()
-            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
         finally:
             link.close()
 

@@ -294,7 +294,7 @@ class Parties:
 
 
 def _recorded(folder: Path, size: int) -> int:
-    counts = [(path.stat().st_size - size - HEAD_BYTES) // RECORD_BYTES for path in folder.glob("*.part")]
+    counts = [(path.stat().st_size - size - HEAD_BYTES) // RECORD_BYTES for path in folder.rglob("*.part")]
     return max([0, *counts])
 
 

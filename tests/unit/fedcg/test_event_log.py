@@ -10,6 +10,7 @@ import pytest
 
 from fedcg import event_log
 from fedcg.event_log import EventLog, read_events
+from fedcg.log.sentences import sentence_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,6 +30,20 @@ def test_the_docstring_names_every_event() -> None:
     written = written_events()
     assert {"agent_started", "started"} <= written
     assert written - set(re.findall(r"[a-z_]+", event_log.__doc__ or "")) == set()
+
+
+def test_every_event_has_a_sentence_but_the_steps_and_the_plan_of_a_training() -> None:
+    unnamed = {
+        "problem_opened",
+        "problem_closed",
+        "enrolment_limited",
+        "carrier_refused",
+        "aggregate_step",
+    }  # by variables
+    without = {
+        name for name in written_events() | unnamed if sentence_of({"event": name, "others": "different"}) is None
+    }
+    assert without == {"plan", "progress"}
 
 
 def test_torn_lines_are_left_out_and_the_others_are_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -171,6 +172,19 @@ def test_progress_is_reported_at_the_first_step_then_sparsely_and_at_the_last() 
     assert ("distil", 1) in steps
     assert steps[-1] == ("distil", 100)
     assert len(steps) < 20
+
+
+def test_a_report_of_a_distillation_has_its_last_loss_and_a_teacher_pass_none() -> None:
+    sent: list[Any] = []
+    throttle = Throttle(Job("tiny", 1, 1, "", "", ""), sent.append, lambda: 0.0)
+    for step, loss in ((1, 0.75), (4, 0.5), (6, math.inf), (8, 0.25)):
+        throttle.watch_loss(loss)
+        throttle("distil", step, 9)
+        throttle("distil", step + 1, 9)  # within a fifth of a second; the last one is reported all the same
+    throttle("teacher", 1, 1)
+    distilled = [(event.step, event.loss) for event in sent[:-1]]
+    assert distilled == [(1, 0.75), (4, 0.5), (6, None), (8, 0.25), (9, 0.25)]
+    assert (sent[-1].phase, sent[-1].loss) == ("teacher", None)
 
 
 def test_the_coordinators_own_process_loads_no_torch() -> None:

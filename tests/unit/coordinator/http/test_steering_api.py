@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from coordinator.facts.events import read_page
 from coordinator.http.access import COOKIE, FORM_FIELD, Access, Role
 from coordinator.http.guard import MAX_BODY_BYTES
 from coordinator.http.refusals import Rate
-from coordinator.operations.log_pages import read_page
 from coordinator.paths import Home
 from fedcg.event_log import EventLog
 from tests.support.coordinator.api import Api, running_api
@@ -235,6 +235,10 @@ def test_events_are_filtered_and_read_backwards_or_on_from_a_cursor(api: Api, op
         log.write("online" if number % 2 else "offline", client="a", number=number)
     newest = operator.get("/api/v1/events?limit=3&event=online").json()
     assert [event["number"] for event in newest["events"]] == [1, 3, 5]
+    assert (newest["events"][0]["level"], newest["events"][0]["message"]) == ("info", "a joined")
+    warnings = operator.get("/api/v1/events?level=warning&text=OFFLINE").json()["events"]
+    assert [event["number"] for event in warnings] == [0, 2, 4, 6]
+    assert operator.get("/api/v1/events?level=loud").status_code == 422
     last = operator.get("/api/v1/events?limit=3").json()
     assert [event["number"] for event in last["events"]] == [4, 5, 6]
     before = operator.get(f"/api/v1/events?limit=9&cursor={last['older']}").json()
@@ -249,12 +253,12 @@ def test_events_are_filtered_and_read_backwards_or_on_from_a_cursor(api: Api, op
 def test_a_reader_of_a_log_goes_on_in_the_new_file_after_a_rotation(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     EventLog(path, lambda: 1.0).write("first")
-    page = read_page(path, 10, lambda _: True, before=None, after=None)
+    page = read_page(path, 10, lambda _: True)
     EventLog(path, lambda: 1.0).write("second")
     path.replace(path.with_suffix(".old.jsonl"))
     EventLog(path, lambda: 1.0).write("third")
-    rest = read_page(path, 10, lambda _: True, before=None, after=page.newer)
-    news = read_page(path, 10, lambda _: True, before=None, after=rest.newer)
+    rest = read_page(path, 10, lambda _: True, after=page.newer)
+    news = read_page(path, 10, lambda _: True, after=rest.newer)
     assert [event["event"] for event in (*rest.events, *news.events)] == ["second", "third"]
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from coordinator.aggregation.worker_messages import Progressed
 from coordinator.config import RoundSettings
 from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus
+from coordinator.storage.presence_store import PresenceRecord
 from fedcg.event_log import read_events
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason, Heartbeat
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World
@@ -23,7 +27,8 @@ from tests.support.page.crowds import add_crowd
 from tests.support.page.pages import Reader, ServedPage, served
 from tests.support.waiting import wait_until
 
-MAX_FIRST_PAINT_BYTES = 150_000
+MAX_FIRST_PAINT_BYTES, MAX_SCRIPT_BYTES = 150_000, 70_000
+LOADED = re.compile(r'(?:src|href|data-plot|data-plot-style)="(/static/[^"]+)"')
 SCREENS = ("/", "/f/tiny", "/f/tiny/worth", "/f/tiny/models", "/f/tiny/sent", "/devices", "/repairs", "/events")
 MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny")
 
@@ -48,11 +53,17 @@ def start(page: ServedPage, federation: str = "tiny") -> None:
         device.start()
 
 
-def shows(reader: Reader, path: str, *texts: str) -> None:
-    """Wait until a page shows all of these."""
-    wait_until(
-        lambda: all(text in reader.get(path)[1] for text in texts), f"{path} shows {texts}; {reader.get(path)[1]}"
-    )
+def shows(reader: Reader, path: str, *texts: str) -> str:
+    """Wait until a page shows all of these; returns it."""
+    page = ""
+
+    def is_shown() -> bool:
+        nonlocal page
+        page = reader.get(path)[1]
+        return all(text in page for text in texts)
+
+    wait_until(is_shown, f"{path} shows {texts}; {page}")
+    return page
 
 
 def test_without_a_login_every_screen_leads_to_it_and_back(page: ServedPage) -> None:
@@ -96,8 +107,52 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     sent = reader.get("/f/tiny/sent")[1]
     assert "Never sent: extractor, and images." in sent
     assert "2" + "\N{NARROW NO-BREAK SPACE}" + "000" in sent  # the classifier's 40 x 50 numbers
-    shows(reader, "/events?event=update_stored", "update stored")
-    assert "attempt opened" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
+    shows(
+        reader, "/events", "tiny: round 1: the update of a is accepted (", "b declined (no_data)", 'tr class="warning"'
+    )
+    shows(reader, "/f/tiny", "round 1: the update of a is accepted (")
+    shows(reader, "/events?event=update_stored", "the update of a is accepted")
+    assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
+    assert "a takes part" not in reader.get("/events")[1]
+    assert "a takes part" in reader.get("/events?level=debug")[1]
+
+
+def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> None:
+    device = page.made.devices["tiny"][0]
+    for each in page.made.devices["tiny"]:
+        each.silent = True
+    start(page)
+    reader = page.reader()
+    shows(reader, "/f/tiny", "3 training")
+
+    def report(step: int) -> None:
+        at = {"federation": "tiny", "sender": "a", "recipient": "coordinator", "round": 1, "attempt": 1}
+        device.tell(Heartbeat(**at, phase="classify", step=step, steps=200))
+
+    report(20)
+    row = shows(reader, "/f/tiny", '<progress max="1" value="0.1">').partition('id="c-a"')[2].partition("</tr>")[0]
+    assert "10 %" in row
+    assert "classify" in row
+    assert "ends about" not in row  # one report has no rate
+    time.sleep(0.05)
+    report(60)
+    row = shows(reader, "/f/tiny", '<progress max="1" value="0.3">').partition('id="c-a"')[2].partition("</tr>")[0]
+    assert "30 %, ends about" in row
+    ends_at = page.made.coordinator.services["tiny"].progress["a"].ends_at
+    assert ends_at is not None
+    assert f'data-until="{ends_at:.0f}"' in row
+    worker = page.made.world.workers[0]
+    for step, loss in ((10, 1.5), (20, 0.75), (30, 0.5)):
+        worker.notify(Progressed(1, 1, 1, "distil", step, 40, loss))
+    merge = ("Round 1, distil: step 30 of 40", "loss <b>0.5</b> at step 30, from 1.5 at step 10")
+    text = shows(reader, "/f/tiny", *merge)
+    # the curve falls from 1.5 at the left edge to 0.5 at the right one; 0.75 at step 20 is three quarters down
+    assert 'points="0.0,0.0 100.0,30.0 200.0,40.0 "' in text
+    for each in page.made.devices["tiny"]:
+        each.silent = False
+        each.act()
+    text = shows(reader, "/f/tiny", "The federation is over", "Distillation of round 1: loss <b>0.5</b>")
+    assert "distil: step" not in text
 
 
 def test_presence_is_drawn_from_stored_changes_and_an_offline_device_has_no_health(page: ServedPage) -> None:
@@ -109,6 +164,27 @@ def test_presence_is_drawn_from_stored_changes_and_an_offline_device_has_no_heal
     shows(reader, "/devices/a", 'class="off"', ">offline</span>", "unavailable")
     changes = page.made.world.store.presence.changes("a", 0.0)
     assert [change.online for change in changes] == [True, False]
+
+
+def test_a_presence_timeline_has_gaps_where_nothing_was_observed(page: ServedPage) -> None:
+    store, hour = page.made.world.store, 3600.0
+    now = time.time()
+    changes = (
+        (18.0, True, ""),
+        (12.0, False, "its status"),
+        (6.0, True, ""),
+        (3.0, False, "the coordinator was stopped"),
+    )
+    store.presence.note(*(PresenceRecord("tiny", "a", now - ago * hour, online, why) for ago, online, why in changes))
+    drawn = re.findall(r'<rect class="(\w+)" (?:x="([\d.]+)" )?width="([\d.]+)"', page.reader().get("/devices/a")[1])
+    bands = [(name, float(x or 0), float(width)) for name, x, width in drawn]
+    # of a day of 1000 units: 6 hours are 250; before the first change, 18 hours ago, the device was not observed
+    expected = [("unknown", 0, 1000), ("on", 250, 250), ("off", 500, 250), ("on", 750, 125), ("unknown", 875, 125)]
+    assert [each[0] for each in bands] == [each[0] for each in expected]
+    for (_, x, width), (_, wanted_x, wanted_width) in zip(bands, expected, strict=True):
+        assert (x, width) == pytest.approx((wanted_x, wanted_width), abs=1.0)
+    week = page.reader().get("/devices/a?days=7")[1]
+    assert re.findall(r'<rect class="on" x="([\d.]+)"', week) == [f"{1000 - 18 / 0.168:.1f}", f"{1000 - 6 / 0.168:.1f}"]
 
 
 def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -> None:
@@ -191,6 +267,37 @@ def test_an_empty_coordinator_says_how_to_begin(tmp_path: Path) -> None:
     made.world.store.close()
 
 
+def first_paint(reader: Reader, path: str) -> tuple[int, int]:
+    """Bytes that cross the network until a browser without a cache shows a page, and those of scripts among them."""
+    status, headers, page = reader.transfer("GET", path, **{"Accept-Encoding": "gzip"})
+    assert (status, headers.get("content-encoding"), headers["vary"]) == (200, "gzip", "Accept-Encoding")
+    text = gzip.decompress(page).decode()
+    charts = "data-chart=" in text
+    total, scripts = len(page), 0
+    for address in {each for each in LOADED.findall(text) if charts or "uplot" not in each}:
+        status, headers, body = reader.transfer("GET", address, **{"Accept-Encoding": "gzip"})
+        assert (status, "immutable" in headers["cache-control"]) == (200, True), address
+        total += len(body)
+        scripts += len(body) if ".js?" in address else 0
+    assert 10_000 < scripts < MAX_SCRIPT_BYTES
+    return total, scripts
+
+
+def test_files_have_their_content_in_the_address_and_are_sent_once_and_compressed(page: ServedPage) -> None:
+    reader = Reader(page.port)
+    address = next(each for each in LOADED.findall(reader.get("/login")[1]) if "page.js" in each)
+    _, headers, whole = reader.transfer("GET", address)
+    _, packed_headers, packed = reader.transfer("GET", address, **{"Accept-Encoding": "gzip"})
+    assert gzip.decompress(packed) == whole
+    assert len(packed) < len(whole) / 2
+    assert headers["etag"] == packed_headers["etag"]
+    status, _, body = reader.transfer("GET", address, **{"If-None-Match": headers["etag"]})
+    assert (status, body) == (304, b"")
+    other = reader.transfer("GET", address.partition("?")[0] + "?0")[1]
+    assert other["cache-control"] == "no-cache"  # of an earlier version: asked for again
+    assert reader.transfer("GET", "/static/site.py")[0] == 404
+
+
 @pytest.mark.slow
 def test_a_thousand_devices_fit_into_a_first_paint(tmp_path: Path) -> None:
     made = make(tmp_path, clients=(), rounds=20)
@@ -200,6 +307,7 @@ def test_a_thousand_devices_fit_into_a_first_paint(tmp_path: Path) -> None:
         for path in (*SCREENS, *MORE_SCREENS, "/devices/line-0005"):
             status, text = reader.get(path)
             assert (status, len(text.encode()) < MAX_FIRST_PAINT_BYTES) == (200, True), f"{path}: {len(text)} bytes"
+            assert first_paint(reader, path)[0] < MAX_FIRST_PAINT_BYTES
         assert "125 of 1000 are worse off than alone" in reader.get("/f/tiny/worth")[1]
         assert "1000 of 1000 devices" in reader.get("/devices")[1]
         assert "page 10 of 10" in reader.get("/devices?page=99")[1]

@@ -18,6 +18,7 @@ from coordinator.facts.known import Known
 from coordinator.facts.problems import Problem
 from coordinator.members.api_tokens import Role
 from coordinator.page.webhook import ProblemWatch, watching
+from coordinator.paths import Home
 from coordinator.rounds.records import ParticipantState
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations
@@ -41,10 +42,15 @@ class Stream:
 
     def __init__(self, port: int, token: str, last_id: str = "") -> None:
         self.link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        headers = {"Authorization": f"Bearer {token}", **({"Last-Event-ID": last_id} if last_id else {})}
+        headers = {
+            "Authorization": f"Bearer {token}",
+            "Accept-Encoding": "gzip",
+            **({"Last-Event-ID": last_id} if last_id else {}),
+        }
         self.link.request("GET", "/api/v1/events/stream", headers=headers)
         self.answer = self.link.getresponse()
         assert self.answer.getheader("Content-Type", "").startswith("text/event-stream")
+        assert self.answer.getheader("Content-Encoding") is None  # compressing would hold events back
         self.last_id = ""
 
     def until(self, name: str) -> list[str]:
@@ -165,9 +171,11 @@ def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: Serv
     assert shown.exit_code == 0, shown.output
     facts = json.loads(shown.stdout)["data"]
     assert (facts["federation"], facts["phase"], facts["enrolled"], facts["is_served"]) == ("tiny", "waiting", 2, False)
+    page.made.world.service_context().events.write("device_disabled", federation="tiny", client="a", reason="moved")
     text = run_fedcg("federation", "watch", "tiny", "--dir", world.root, "--once").stdout
     assert "tiny: waiting, round 1 of 2" in text
     assert "no coordinator runs" in text
+    assert "a is not invited until it is enabled: moved" in text
     assert run_fedcg("federation", "watch", "none", "--dir", world.root).exit_code == 2
 
 
@@ -175,18 +183,19 @@ def test_watch_follows_a_running_coordinator_until_the_federation_is_over(page: 
     world = page.made.world
     config = world.root / "coordinator.toml"
     config.write_text(config.read_text().replace("port = 8440", f"port = {page.port}"))
-    (world.root / "api.token").write_text(page.token(Role.VIEWER))
     found: list[str] = []
 
     def watch() -> None:
         found.append(run_fedcg("federation", "watch", "--dir", world.root, "--json").stdout)
 
     watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    for device in page.made.devices["tiny"]:
-        device.start()
-    watcher.join(60)
+    with Home(world.root).locked():  # as a running coordinator does
+        watcher.start()
+        for device in page.made.devices["tiny"]:
+            device.start()
+        watcher.join(60)
     assert found, "the command did not end with the federation"
     lines = [json.loads(line)["data"] for line in found[0].splitlines()]
     assert all(line["is_served"] for line in lines)
     assert lines[-1]["phase"] == "finished"
+    assert lines[-1]["events"][-1]["message"].startswith("tiny: finished after round 2: the final aggregate is")

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from coordinator.rounds.round_events import WentOffline
-from coordinator.service.liveness import MISSED, Liveness, PresenceLog
+from coordinator.service.liveness import MISSED, PRUNE_EVERY, Liveness, PresenceLog
+from coordinator.storage.presence_store import PresenceRecord
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import COORDINATOR, Welcome
@@ -71,3 +72,35 @@ def test_a_dead_link_of_the_coordinator_is_not_held_against_a_device(
         assert running.service.state.online == {"a"}
         assert world.wait_event("offline")["reason"] == "it missed its heartbeats"
     assert world.events("offline")[0]["t"] - world.events("link")[-1]["t"] > 0.9
+
+
+def test_a_device_that_comes_and_goes_all_the_time_does_not_fill_the_database(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.storage.presence_store.KEEP_CHANGES", 50)
+    world, now = make_world(), iter(range(10_000))
+    log = PresenceLog(world.store, "tiny", lambda: float(next(now)))
+    for _ in range(400):
+        for online in (True, False):
+            log.note("a", online=online)
+            log.note("nobody", online=online)
+    changes = world.store.presence.changes("a", 0.0, 10_000)
+    assert 50 <= len(changes) < 50 + PRUNE_EVERY
+    assert (changes[-2].online, changes[-1].online) == (True, False)
+    assert world.store.presence.changes("nobody", 0.0) == []
+
+
+def test_while_the_coordinator_is_away_no_device_is_observed(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1000)
+    for _ in range(2):
+        with RunningService(world) as running:
+            world.start_devices()
+            wait_until(lambda: running.service.state.online == {"a", "b"}, "both are online")
+        for device in world.devices.values():
+            device.stop()
+    world.store.presence.note(PresenceRecord("tiny", "a", time.time(), online=True))  # then it was killed
+    with RunningService(world):
+        pass
+    changes = [(change.online, change.reason) for change in world.store.presence.changes("a", 0.0)]
+    stopped = [(True, ""), (False, "the coordinator was stopped")]
+    assert changes == [*stopped, *stopped, (True, ""), (False, "the coordinator was started again")]

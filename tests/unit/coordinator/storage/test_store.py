@@ -24,6 +24,7 @@ from coordinator.rounds.round_commands import OpenAttempt
 from coordinator.rounds.round_engine import Phase, transition
 from coordinator.rounds.round_events import CameOnline, Tick
 from coordinator.storage import schema
+from coordinator.storage.presence_store import PresenceRecord
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome
 from tests.support.postgres import Cluster
@@ -191,3 +192,21 @@ def test_what_a_device_may_send_can_be_stored(store: Store) -> None:
     store.answer(KEY, "a", ParticipantState.DECLINED, "no\0thing")
     assert store.participants(KEY)[0].reason == "nothing"
     assert store.attempt(("f", 1 << 53, 1 << 53)) is None  # a manifest may name any round
+
+
+def test_the_changes_of_presence_are_bounded_in_age_and_in_number_but_a_devices_last_one_stays(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.storage.presence_store.KEEP_CHANGES", 5)
+    times = {"a": range(100, 200, 10), "b": (10, 20, 30), "c": (10, 60, 95)}
+    for device, when in times.items():
+        store.presence.note(*(PresenceRecord("f", device, float(at), at % 20 == 0) for at in when))
+    store.presence.prune("f", 50.0, "a")
+    kept = {device: [int(change.at) for change in store.presence.changes(device, 0.0)] for device in times}
+    assert kept == {"a": [150, 160, 170, 180, 190], "b": [10, 20, 30], "c": [10, 60, 95]}
+    store.presence.prune("f", 70.0)
+    kept = {device: [int(change.at) for change in store.presence.changes(device, 0.0)] for device in times}
+    assert kept == {"a": [150, 160, 170, 180, 190], "b": [30], "c": [95]}
+    again = PresenceRecord("f", "a", 190.0, online=True, reason="the same tick")
+    store.presence.note(again, PresenceRecord("f", "b", 200.0, online=True))
+    assert (store.presence.latest("f")["a"].reason, store.presence.latest("f")["b"].at) == ("", 200.0)

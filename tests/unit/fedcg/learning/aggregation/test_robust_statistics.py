@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,3 +136,24 @@ def test_a_distillation_whose_loss_is_flat_ends_early_where_that_is_asked_for(fl
     settings = distillation.Distillation(40, 2, 1e-3, 0.0, flat_steps)
     distillation.distil([network], loss_at, 80, settings, context(quick_spec("fedcg")))
     assert len(taken) == steps
+
+
+@pytest.mark.parametrize("flat_steps", [0, 7])
+def test_the_loss_of_a_distillation_is_watched_as_the_mean_of_the_steps_since_the_last_look(flat_steps: int) -> None:
+    network, losses, seen = torch.nn.Linear(1, 1), iter(range(44, 0, -1)), list[tuple[str, float]]()
+
+    def loss_at(rows: slice) -> torch.Tensor:
+        return 0.0 * network.weight.sum() + float(next(losses))
+
+    ctx = replace(
+        context(quick_spec("fedcg")),
+        watch_loss=lambda loss: seen.append(("loss", loss)),
+        progress=lambda phase, step, steps: seen.append((phase, step)),
+    )
+    distillation.distil([network], loss_at, 88, distillation.Distillation(44, 2, 1e-3, 0.0, flat_steps), ctx)
+    watched = [loss for name, loss in seen if name == "loss"]
+    if not flat_steps:  # 44 // 20 = 2 steps between two looks: (44 + 43) / 2, (42 + 41) / 2, ...
+        assert watched == [43.5 - 2 * look for look in range(22)]
+    else:  # a check between two looks starts a mean anew: the look after step 8 has step 8 alone
+        assert watched[:4] == [43.5, 41.5, 39.5, 37.0]
+    assert seen[-2:] == [("loss", watched[-1]), ("distil", 44)]
