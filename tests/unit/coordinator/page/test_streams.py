@@ -172,14 +172,11 @@ def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: Serv
 
 
 def test_watch_follows_a_running_coordinator_until_the_federation_is_over(page: ServedPage) -> None:
-    world = page.made.world
-    config = world.root / "coordinator.toml"
-    config.write_text(config.read_text().replace("port = 8440", f"port = {page.port}"))
-    (world.root / "api.token").write_text(page.token(Role.VIEWER))
+    url, own = f"http://127.0.0.1:{page.port}", {"FEDCG_API_TOKEN": page.token(Role.VIEWER)}
     found: list[str] = []
 
     def watch() -> None:
-        found.append(run_fedcg("federation", "watch", "--dir", world.root, "--json").stdout)
+        found.append(run_fedcg("federation", "watch", "--url", url, "--json", environment=own).stdout)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
