@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class Problem(BaseModel):
     """What is wrong with a request, and what to do; `problems` has a line for each error of its content."""
 
-    type: str
+    type: str = "about:blank"
     title: str
     status: int
     detail: str
@@ -77,6 +77,12 @@ class ProblemError(Exception):
         self.headers = dict(headers or {})
 
 
+def too_many(what: str, wait_s: float) -> ProblemError:
+    """The answer to a request above a limit, with the time to wait."""
+    seconds = int(wait_s) + 1
+    return ProblemError(429, f"too many {what}; try again in {seconds} s", headers={"Retry-After": str(seconds)})
+
+
 def problem(
     status: int,
     detail: str,
@@ -85,16 +91,14 @@ def problem(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """An answer that says what is wrong; `instance` is the path that was asked for."""
-    body: dict[str, Any] = {
-        "type": "about:blank",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": detail,
-        "instance": instance,
-    }
-    if problems:
-        body["problems"] = list(problems[:MAX_PROBLEMS])
-    return JSONResponse(body, status, dict(headers or {}), MEDIA_TYPE)
+    body = Problem(
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail,
+        instance=instance,
+        problems=list(problems[:MAX_PROBLEMS]) or None,
+    )
+    return JSONResponse(body.model_dump(exclude_none=True), status, dict(headers or {}), MEDIA_TYPE)
 
 
 def problem_of(error: CoordinatorError) -> ProblemError:
