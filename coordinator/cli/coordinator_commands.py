@@ -66,8 +66,7 @@ def coordinator_init(
         typer.Option(min=1, max=65535, help="Also serve HTTPS for devices that enrol by token; 8444 is usual."),
     ] = None,
     carrier_port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Also carry artifacts of devices over HTTPS; 8445 is usual."),
+        int | None, typer.Option(min=1, max=65535, help="Also carry artifacts of devices over HTTPS; 8445 is usual.")
     ] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Also make a read-only observer certificate.")] = False,
     public_data: Annotated[

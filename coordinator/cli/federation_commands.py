@@ -40,9 +40,7 @@ def federation_plan(
 @federation_app.command("create")
 @asks
 def federation_create(
-    client: Client,
-    plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")],
-    held: Held = False,
+    client: Client, plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")], held: Held = False
 ) -> Result:
     """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
     return _opened(client, plan, held=held, continued_from=None)

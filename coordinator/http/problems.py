@@ -84,11 +84,7 @@ def too_many(what: str, wait_s: float) -> ProblemError:
 
 
 def problem(
-    status: int,
-    detail: str,
-    instance: str,
-    problems: Sequence[str] = (),
-    headers: Mapping[str, str] | None = None,
+    status: int, detail: str, instance: str, problems: Sequence[str] = (), headers: Mapping[str, str] | None = None
 ) -> Response:
     """An answer that says what is wrong; `instance` is the path that was asked for."""
     body = Problem(

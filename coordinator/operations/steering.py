@@ -70,11 +70,7 @@ class Steering:
     """
 
     def __init__(
-        self,
-        store: Store,
-        events: EventLog,
-        follow: Follow = nobody_follows,
-        clock: Callable[[], float] = time.time,
+        self, store: Store, events: EventLog, follow: Follow = nobody_follows, clock: Callable[[], float] = time.time
     ) -> None:
         self._store = store
         self._events = events
