@@ -75,22 +75,16 @@ def coordinator_init(
 ) -> Result:
     """Create a coordinator: authority, certificates, keys, secret, configuration, in an empty directory."""
     from coordinator.cli.opening import create_home
-    from coordinator.config import (
-        AggregationSettings,
-        ApiSettings,
-        BrokerSettings,
-        CarrierSettings,
-        CoordinatorConfig,
-        EnrolmentSettings,
-    )
+    from coordinator.config import CoordinatorConfig
 
-    config = CoordinatorConfig(
-        broker=BrokerSettings(host=host, port=broker_port),
-        api=ApiSettings(port=api_port),
-        enrolment=EnrolmentSettings(port=enrol_port),
-        carrier=CarrierSettings(port=carrier_port),
-        aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
-    )
+    sections = {
+        "broker": {"host": host, "port": broker_port},
+        "api": {"port": api_port},
+        "enrolment": {"port": enrol_port},
+        "carrier": {"port": carrier_port},
+        "aggregation": {"public_data": None if public_data is None else str(public_data.resolve())},
+    }
+    config = CoordinatorConfig.model_validate(sections)
     home = create_home(directory, config, observers=("observer",) if observer else ())
     text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml (plan --example prints one)"
     return {"dir": str(home.root), "config": str(home.config_file)}, text

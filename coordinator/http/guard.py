@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coordinator.config import LOOPBACK_HOSTS
-from coordinator.http.problems import ProblemError, problem, too_many
+from coordinator.http.problems import ProblemError, too_many
 from coordinator.http.refusals import Rate
 from coordinator.token_buckets import Buckets
 from fedcg.listening import Application, network_of
@@ -53,9 +53,7 @@ class Guard:
         headers, sending = dict(scope["headers"]), _with_headers(send)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await problem(refusal.status, refusal.detail, scope["path"], headers=refusal.headers)(
-                scope, receive, sending
-            )
+            await refusal.answer(scope["path"])(scope, receive, sending)
             return
         await self._application(scope, _bounded(receive), sending)
 
