@@ -12,23 +12,14 @@ import pytest
 from cryptography import x509
 
 from coordinator.cli.opening import create_home
-from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
+from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.paths import Home
 from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import run_fedcg
-from tests.support.coordinator.homes import add_federation
 from tests.support.coordinator.toy_artifacts import FEDERATION
-from tests.support.waiting import free_port, wait_until
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    config = CoordinatorConfig(broker=BrokerSettings(port=free_port()), api=ApiSettings(port=free_port()))
-    made = create_home(tmp_path / "home", config)
-    add_federation(made, FEDERATION, ["a"])
-    return made
+from tests.support.waiting import wait_until
 
 
 def get(home: Home, path: str) -> tuple[int, Any]:
@@ -54,7 +45,7 @@ def test_a_coordinator_serves_its_federation_rounds_and_devices_over_http_and_en
     assert get(home, "/api/v1/federations/tiny/rounds") == (200, [])
     assert get(home, "/api/v1/federations/tiny/rounds/1")[0] == 404
     _, devices = get(home, "/api/v1/devices")
-    assert [(device["id"], device["online"]) for device in devices] == [("a", [])]
+    assert [(device["id"], device["online"]) for device in devices] == [("a", []), ("b", [])]
     store = Store(home.database)
     store.open_attempt((FEDERATION, 1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
     store.close()
