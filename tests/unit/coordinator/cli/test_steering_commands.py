@@ -149,15 +149,16 @@ def test_status_names_open_problems_and_check_makes_them_an_exit_code(coordinato
 
 
 def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with_field_and_hint(home: Home) -> None:
-    words = ("rounds=0", "fractoin=0.5", "late=never", "min_clients=two", "classes=x")
+    words = ("rounds=0", "fractoin=0.5", "late=never", "min_clients=two", "classes=x", "deadline_s=inf")
     code, error = failure("federation", "set", FEDERATION, *words, "--dir", home.root)
     assert code == 2
     for line in (
-        "policy of tiny: 5 problems",
+        "policy of tiny: 6 problems",
         "rounds: must be greater than or equal to 1 (rounds until the federation is over)",
         "fractoin: there is no such setting (did you mean `fraction`?)",
         "late: must be 'drop' or 'next'",
         "min_clients: must be a valid integer",
+        "deadline_s: must be a finite number",
         "classes: is fixed when a federation is opened; `fedcg federation continue` opens one",
     ):
         assert line in error["message"], error
