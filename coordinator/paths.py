@@ -20,81 +20,54 @@ SECRET_BYTES = 32
 LOOKS, LOOK_S = 10, 0.02
 
 
+class _Path:
+    """A path in a coordinator's directory."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, home: Home, _: type[Home]) -> Path:
+        return home.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class Home:
-    """The paths of a coordinator's directory; none is created by asking for it."""
+    """The paths of a coordinator's directory; none is created by asking for it.
+
+    Attributes:
+        config_file: coordinator.toml.
+        pki: certificates and keys of the mutual TLS; `revocations` is the certificate revocation list.
+        signing_key: the Ed25519 key that signs the coordinator's messages.
+        secret_file: the root of the coordinator's random streams, at least 32 bytes.
+        database: SQLite.
+        artifacts: specs, updates, aggregates, server states; each named by its sha256.
+        spill: rows of teacher passes, per attempt.
+        broker: the folder of a broker started by `fedcg broker run`.
+        events_file: the event log.
+        audit_file: the audit log: every change that was made through the API or the page.
+        api_token: the API token of the commands on this machine.
+        pid_file: held locked by the running coordinator; holds its process id.
+    """
 
     root: Path
-
-    @property
-    def config_file(self) -> Path:
-        """coordinator.toml."""
-        return self.root / "coordinator.toml"
-
-    @property
-    def pki(self) -> Path:
-        """Certificates and keys of the mutual TLS."""
-        return self.root / "pki"
-
-    @property
-    def revocations(self) -> Path:
-        """The certificate revocation list."""
-        return self.pki / CRL_NAME
-
-    @property
-    def signing_key(self) -> Path:
-        """The Ed25519 key that signs the coordinator's messages."""
-        return self.root / "signing.key"
-
-    @property
-    def secret_file(self) -> Path:
-        """The root of the coordinator's random streams: at least 32 bytes."""
-        return self.root / "coordinator.secret"
-
-    @property
-    def database(self) -> Path:
-        """SQLite."""
-        return self.root / "database.sqlite"
-
-    @property
-    def artifacts(self) -> Path:
-        """Specs, updates, aggregates, server states; each named by its sha256."""
-        return self.root / "artifacts"
+    config_file = _Path("coordinator.toml")
+    pki = _Path("pki")
+    revocations = _Path("pki", CRL_NAME)
+    signing_key = _Path("signing.key")
+    secret_file = _Path("coordinator.secret")
+    database = _Path("database.sqlite")
+    artifacts = _Path("artifacts")
+    spill = _Path("spill")
+    broker = _Path("broker")
+    events_file = _Path("events.jsonl")
+    audit_file = _Path("audit.jsonl")
+    api_token = _Path("api.token")
+    pid_file = _Path("coordinator.pid")
 
     def public_data(self, config: CoordinatorConfig) -> Path | None:
         """The path of the public images, when the configuration names some; a relative path starts here."""
         named = config.aggregation.public_data
         return None if named is None else self.root / named
-
-    @property
-    def spill(self) -> Path:
-        """Rows of teacher passes, per attempt."""
-        return self.root / "spill"
-
-    @property
-    def broker(self) -> Path:
-        """The folder of a broker started by `fedcg broker run`."""
-        return self.root / "broker"
-
-    @property
-    def events_file(self) -> Path:
-        """The event log."""
-        return self.root / "events.jsonl"
-
-    @property
-    def audit_file(self) -> Path:
-        """The audit log: every change that was made through the API or the page."""
-        return self.root / "audit.jsonl"
-
-    @property
-    def api_token(self) -> Path:
-        """The API token of the commands on this machine."""
-        return self.root / "api.token"
-
-    @property
-    def pid_file(self) -> Path:
-        """Held locked by the running coordinator; holds its process id."""
-        return self.root / "coordinator.pid"
 
     def make_folders(self) -> None:
         """Make the folders that are missing: a copy of configuration and keys alone is a home."""

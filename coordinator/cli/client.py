@@ -10,7 +10,7 @@ import os
 import ssl
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +76,11 @@ class Client:
         Raises:
             FedcgError: the request was refused or not answered; the class has the exit code.
         """
-        return self._asked("GET", f"{API}{path}", query=query).json()
+        return self._asked("GET", f"{API}{path}", params=_given(query)).json()
 
     def all(self, path: str, **query: object) -> list[Any]:
         """Read a whole list, page after page."""
-        answer = self._asked("GET", f"{API}{path}", query={"limit": 1000, **query})
+        answer = self._asked("GET", f"{API}{path}", params=_given({"limit": 1000, **query}))
         found: list[Any] = answer.json()
         while following := answer.links.get("next"):
             answer = self._asked("GET", following["url"])
@@ -89,7 +89,8 @@ class Client:
 
     def change(self, method: str, path: str, content: object = None) -> Any:
         """Change something; when the connection breaks, the request is repeated once and counts once."""
-        return self._asked(method, f"{API}{path}", content=content, key=str(uuid.uuid4())).json()
+        key = {"Idempotency-Key": str(uuid.uuid4())}
+        return self._asked(method, f"{API}{path}", json=content, headers=key).json()
 
     def federation(self, named: str | None) -> str:
         """The id of the federation that is meant; without a name, of the only one.
@@ -104,20 +105,7 @@ class Client:
             raise RequestError(f"name a federation; there are: {', '.join(there) or 'none'}")
         return str(there[0])
 
-    def _asked(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: dict[str, object] | None = None,
-        content: object = None,
-        key: str | None = None,
-    ) -> httpx.Response:
-        wanted = {name: str(value) for name, value in (query or {}).items() if value not in (None, "")}
-        headers = {"Authorization": f"Bearer {self.token}", **({} if key is None else {"Idempotency-Key": key})}
-        request: dict[str, Any] = {"params": wanted or None, "headers": headers}
-        if content is not None:
-            request["json"] = content
+    def _asked(self, method: str, path: str, **request: Any) -> httpx.Response:
         with self._alone(method, path):
             answer = self._sent(method, path, request)
         if answer.status_code >= 400:
@@ -154,8 +142,14 @@ class Client:
     async def _send(self, method: str, path: str, request: dict[str, Any]) -> httpx.Response:
         transport = None if self.application is None else httpx.ASGITransport(self.application)
         own = self.home is not None  # a proxy of the environment has no part in a connection on this machine
+        headers = {"Authorization": f"Bearer {self.token}"}
         async with httpx.AsyncClient(
-            base_url=self.url, transport=transport, timeout=TIMEOUT_S, verify=self.verify, trust_env=not own
+            base_url=self.url,
+            headers=headers,
+            transport=transport,
+            timeout=TIMEOUT_S,
+            verify=self.verify,
+            trust_env=not own,
         ) as client:
             return await client.request(method, path, **request)
 
@@ -184,12 +178,13 @@ def client_of(directory: Path | None, url: str | None) -> Iterator[Client]:
         yield Client(api.url, _own_token(home), home=home, verify=_trusting(home))
         return
     with store_of(directory) as (_, store):
-        yield Client(
-            "http://127.0.0.1",
-            local_token(home, ApiTokens(store.api)),
-            application=_application(home, store),
-            home=home,
-        )
+        token = local_token(home, ApiTokens(store.api))
+        yield Client("http://127.0.0.1", token, _application(home, store), home)
+
+
+def _given(query: Mapping[str, object]) -> dict[str, str]:
+    """The parts of a query that have a value."""
+    return {name: str(value) for name, value in query.items() if value not in (None, "")}
 
 
 def _own_token(home: Home) -> str:

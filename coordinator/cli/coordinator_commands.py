@@ -19,11 +19,12 @@ from coordinator.cli.shared_options import (
     AsJson,
     Directory,
     PassphraseFile,
+    Result,
     Somewhere,
     Url,
     line_printer,
     passphrase_of,
-    print_result,
+    prints,
     store_of,
 )
 from coordinator.cli.watch_command import federation_watch
@@ -54,6 +55,7 @@ def _deploy() -> None:
 
 
 @coordinator_app.command("init")
+@prints
 def coordinator_init(
     directory: Directory,
     host: Annotated[str, typer.Option(help="Name or address under which devices reach the broker.")] = "127.0.0.1",
@@ -64,37 +66,29 @@ def coordinator_init(
         typer.Option(min=1, max=65535, help="Also serve HTTPS for devices that enrol by token; 8444 is usual."),
     ] = None,
     carrier_port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Also carry artifacts of devices over HTTPS; 8445 is usual."),
+        int | None, typer.Option(min=1, max=65535, help="Also carry artifacts of devices over HTTPS; 8445 is usual.")
     ] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Also make a read-only observer certificate.")] = False,
     public_data: Annotated[
         Path | None, typer.Option(help="Unlabelled images for methods that distil on some: a folder or an .npz.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Create a coordinator: authority, certificates, keys, secret, configuration, in an empty directory."""
     from coordinator.cli.opening import create_home
-    from coordinator.config import (
-        AggregationSettings,
-        ApiSettings,
-        BrokerSettings,
-        CarrierSettings,
-        CoordinatorConfig,
-        EnrolmentSettings,
-    )
+    from coordinator.config import CoordinatorConfig
 
-    config = CoordinatorConfig(
-        broker=BrokerSettings(host=host, port=broker_port),
-        api=ApiSettings(port=api_port),
-        enrolment=EnrolmentSettings(port=enrol_port),
-        carrier=CarrierSettings(port=carrier_port),
-        aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
-    )
+    sections = {
+        "broker": {"host": host, "port": broker_port},
+        "api": {"port": api_port},
+        "enrolment": {"port": enrol_port},
+        "carrier": {"port": carrier_port},
+        "aggregation": {"public_data": None if public_data is None else str(public_data.resolve())},
+    }
+    config = CoordinatorConfig.model_validate(sections)
     home = create_home(directory, config, observers=("observer",) if observer else ())
     command = f"fedcg federation create --dir {home.root} plan.toml"
     text = f"Created {home.root}. Next: {command} (fedcg federation plan --example prints a plan)"
-    print_result({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
+    return {"dir": str(home.root), "config": str(home.config_file)}, text
 
 
 @coordinator_app.command("run")
@@ -146,7 +140,8 @@ def coordinator_status(
 
 
 @coordinator_app.command("rotate-key")
-def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> None:
+@prints
+def coordinator_rotate_key(directory: Directory) -> Result:
     """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
 
     The coordinator may be running; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
@@ -166,16 +161,16 @@ def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> Non
         bound = "" if token.device is None else f" --{'replaces' if token.replaces else 'device'} {token.device}"
         text += f"\n  fedcg token create --dir {home.root}{bound}    (was {token.id})"
     values = {"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}
-    print_result({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
+    return {**values, "revoked_tokens": [token.id for token in void]}, text
 
 
 @coordinator_app.command("backup")
+@prints
 def coordinator_backup(
     file: Annotated[Path, typer.Argument(help="The file to write; must not exist.")],
     directory: Directory,
     passphrase_file: PassphraseFile = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Write database, kept artifacts, keys and configuration into one encrypted file; the coordinator may be running."""
     from coordinator.paths import Home
     from coordinator.storage.backup import write_backup
@@ -184,10 +179,11 @@ def coordinator_backup(
     facts = write_backup(home, file, passphrase_of(passphrase_file, is_new=True))
     size = file.stat().st_size
     text = f"Wrote {file}: {size} bytes, {facts.artifacts} artifacts. Keep the passphrase apart from it: it holds every key."
-    print_result({"file": str(file), "bytes": size, **facts.model_dump()}, text, as_json=as_json)
+    return {"file": str(file), "bytes": size, **facts.model_dump()}, text
 
 
 @coordinator_app.command("restore")
+@prints
 def coordinator_restore(
     file: Annotated[Path, typer.Argument(help="A file of `fedcg coordinator backup`.")],
     directory: Directory,
@@ -198,8 +194,7 @@ def coordinator_restore(
     artifacts: Annotated[
         str | None, typer.Option(help="Another place than the backup's: s3://bucket/prefix, or `directory`.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Make a coordinator from a backup, in an empty directory and an empty database. Stop the coordinator that it replaces first."""
     from coordinator.broker.access_lists import refresh_access
     from coordinator.cli.opening import change_storage
@@ -212,7 +207,7 @@ def coordinator_restore(
     epoch = read_backup(file, home, passphrase, lambda made: change_storage(made, places))
     refresh_access(home)
     text = f"Restored {home.root}, from epoch {epoch} on. Next: fedcg coordinator run --dir {home.root}"
-    print_result({"dir": str(home.root), "epoch": epoch}, text, as_json=as_json)
+    return {"dir": str(home.root), "epoch": epoch}, text
 
 
 @broker_app.command("run")
@@ -241,11 +236,11 @@ def broker_run(
 
 
 @deploy_app.command("mosquitto")
+@prints
 def deploy_mosquitto(
     directory: Directory,
     out: Annotated[Path, typer.Option("--out", help="The folder; it holds the broker's key, and not the authority's.")],
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Write all that a Mosquitto on any machine needs into one folder, for `fedcg broker run` there.
 
     The coordinator keeps its lists of devices up to date over MQTT. Run again after a change of coordinator.toml, or before the certificates end.
@@ -265,4 +260,4 @@ def deploy_mosquitto(
         else f"Copy it over a safe channel to the machine {host}, to any place; with Mosquitto and fedcg-edge[wire] there:"
     )
     text = f"Wrote {out}. {place}\n  {start}\nThe coordinator keeps its lists of devices up to date."
-    print_result({"dir": str(out.resolve()), "start": start}, text, as_json=as_json)
+    return {"dir": str(out.resolve()), "start": start}, text

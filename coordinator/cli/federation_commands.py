@@ -5,201 +5,167 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.shared_options import AsJson, Somewhere, Url, print_result
+from coordinator.cli.shared_options import Named, Reason, Result, asks, prints
+
+if TYPE_CHECKING:
+    from coordinator.cli.client import Client
 
 federation_app = typer.Typer(help="Open, look at and steer federations.", no_args_is_help=True)
 
-Named = Annotated[str | None, typer.Argument(help="Its id; not needed where there is one federation.")]
-Because = Annotated[str, typer.Option("--reason", help="For the record.")]
+Held = Annotated[bool, typer.Option("--held", help="Create it only; `fedcg federation start` starts it.")]
 
 
 @federation_app.command("plan")
+@prints
 def federation_plan(
     plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
     example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Check a plan, or print an example of one; docs/plan.md has every field."""
     from coordinator.errors import PlanError
     from coordinator.operations.create_federation import example_plan, read_plan
 
     if example:
-        print_result({"plan": example_plan()}, example_plan().rstrip("\n"), as_json=as_json)
-        return
+        return {"plan": example_plan()}, example_plan().rstrip("\n")
     if plan is None:
         raise PlanError("name a file to check, or ask for --example")
     wanted = read_plan(plan)
-    print_result(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
+    return wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method})."
 
 
 @federation_app.command("create")
+@asks
 def federation_create(
-    plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")],
-    directory: Somewhere = None,
-    url: Url = None,
-    held: Annotated[bool, typer.Option("--held", help="Create it only; `fedcg federation start` starts it.")] = False,
-    as_json: AsJson = False,
-) -> None:
+    client: Client, plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")], held: Held = False
+) -> Result:
     """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    _open(plan, directory, url, held=held, continued_from=None, as_json=as_json)
+    return _opened(client, plan, held=held, continued_from=None)
 
 
 @federation_app.command("continue")
+@asks
 def federation_continue(
+    client: Client,
     federation: Annotated[str, typer.Argument(help="The federation whose last weights are the new one's first.")],
     plan: Annotated[Path, typer.Argument(help="TOML file with the plan of the new federation.")],
-    directory: Somewhere = None,
-    url: Url = None,
-    held: Annotated[bool, typer.Option("--held", help="Create it only; `fedcg federation start` starts it.")] = False,
-    as_json: AsJson = False,
-) -> None:
+    held: Held = False,
+) -> Result:
     """Open a federation that starts from the last weights of another one."""
-    _open(plan, directory, url, held=held, continued_from=federation, as_json=as_json)
+    return _opened(client, plan, held=held, continued_from=federation)
 
 
 @federation_app.command("list")
-def federation_list(directory: Somewhere = None, url: Url = None, as_json: AsJson = False) -> None:
+@asks
+def federation_list(client: Client) -> Result:
     """List all federations and where they stand."""
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        found = client.all("/federations")
-    lines = [_line(one) for one in found] or ["no federations yet; `fedcg federation create` opens one"]
-    print_result(found, "\n".join(lines), as_json=as_json)
+    found = client.all("/federations")
+    return found, "\n".join(map(_line, found)) or "no federations yet; `fedcg federation create` opens one"
 
 
 @federation_app.command("show")
-def federation_show(
-    federation: Named = None, directory: Somewhere = None, url: Url = None, as_json: AsJson = False
-) -> None:
+@asks
+def federation_show(client: Client, federation: Named = None) -> Result:
     """Show where a federation stands, its policy, and how its artifacts are coded."""
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        found = client.get(f"/federations/{client.federation(federation)}")
+    found = client.get(f"/federations/{client.federation(federation)}")
     policy = ", ".join(f"{name} = {_toml(value)}" for name, value in found["policy"].items() if value is not None)
     coded = f"updates coded {found['codec']}, aggregates {found['aggregate_codec']}"
-    print_result(found, f"{_line(found)}\n{policy}\n{coded}", as_json=as_json)
+    return found, f"{_line(found)}\n{policy}\n{coded}"
 
 
 @federation_app.command("start")
-def federation_start(
-    federation: Named = None, directory: Somewhere = None, url: Url = None, as_json: AsJson = False
-) -> None:
+@asks
+def federation_start(client: Client, federation: Named = None) -> Result:
     """Start a federation that was created with --held."""
-    _steer("start", federation, directory, url, None, as_json=as_json)
+    return _steered(client, federation, "start")
 
 
 @federation_app.command("pause")
-def federation_pause(
-    federation: Named = None,
-    directory: Somewhere = None,
-    url: Url = None,
-    reason: Because = "",
-    as_json: AsJson = False,
-) -> None:
+@asks
+def federation_pause(client: Client, federation: Named = None, reason: Reason = "") -> Result:
     """Open no further attempt of a round; the open one ends as it would."""
-    _steer("pause", federation, directory, url, {"reason": reason}, as_json=as_json)
+    return _steered(client, federation, "pause", {"reason": reason})
 
 
 @federation_app.command("resume")
-def federation_resume(
-    federation: Named = None, directory: Somewhere = None, url: Url = None, as_json: AsJson = False
-) -> None:
+@asks
+def federation_resume(client: Client, federation: Named = None) -> Result:
     """Let a federation go on that was paused, by an operator or after failed attempts."""
-    _steer("resume", federation, directory, url, None, as_json=as_json)
+    return _steered(client, federation, "resume")
 
 
 @federation_app.command("stop")
-def federation_stop(
-    federation: Named = None,
-    directory: Somewhere = None,
-    url: Url = None,
-    reason: Because = "",
-    as_json: AsJson = False,
-) -> None:
+@asks
+def federation_stop(client: Client, federation: Named = None, reason: Reason = "") -> Result:
     """End a federation now; its devices keep the last aggregate, and an open attempt fails."""
-    _steer("stop", federation, directory, url, {"reason": reason}, as_json=as_json)
+    return _steered(client, federation, "stop", {"reason": reason})
 
 
 @federation_app.command("extend")
+@asks
 def federation_extend(
+    client: Client,
     rounds: Annotated[int, typer.Option(min=1, max=100_000, help="How many to add.")],
     federation: Named = None,
-    directory: Somewhere = None,
-    url: Url = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Add rounds, also to a federation that is over or was stopped: it goes on from its last aggregate."""
-    _steer("extend", federation, directory, url, {"rounds": rounds}, as_json=as_json)
+    return _steered(client, federation, "extend", {"rounds": rounds})
 
 
 @federation_app.command("set")
+@asks
 def federation_set(
+    client: Client,
     federation: Annotated[str, typer.Argument(help="Its id.")],
     changes: Annotated[
         list[str], typer.Argument(metavar="FIELD=VALUE...", help="Fields of the policy, e.g. rounds=40.")
     ],
-    directory: Somewhere = None,
-    url: Url = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Change fields of the policy while the federation runs; docs/plan.md has them. `none` clears one."""
-    from coordinator.cli.client import client_of
-
-    wanted = dict(map(_assignment, changes))
-    with client_of(directory, url) as client:
-        policy = client.change("PATCH", f"/federations/{federation}/policy", wanted)
+    wanted = _assigned(changes)
+    policy = client.change("PATCH", f"/federations/{federation}/policy", wanted)
     text = "\n".join(f"{name} = {_toml(policy[name])}" for name in wanted)
-    print_result({"federation": federation, "policy": policy}, text, as_json=as_json)
+    return {"federation": federation, "policy": policy}, text
 
 
-def _open(
-    plan: Path, directory: Path | None, url: str | None, *, held: bool, continued_from: str | None, as_json: bool
-) -> None:
-    from coordinator.cli.client import client_of
+def _opened(client: Client, plan: Path, *, held: bool, continued_from: str | None) -> Result:
     from coordinator.operations.create_federation import read_plan
 
     wanted = {"plan": read_plan(plan).model_dump(mode="json"), "held": held, "continued_from": continued_from}
-    with client_of(directory, url) as client:
-        made = client.change("POST", "/federations", wanted)
+    made = client.change("POST", "/federations", wanted)
     started = "held until `fedcg federation start`" if held else "it starts when devices come"
-    text = f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}."
-    print_result(made, text, as_json=as_json)
+    return made, f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}."
 
 
-def _steer(
-    action: str,
-    federation: str | None,
-    directory: Path | None,
-    url: str | None,
-    content: Mapping[str, object] | None,
-    *,
-    as_json: bool,
-) -> None:
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        done = client.change("POST", f"/federations/{client.federation(federation)}/{action}", content)
-        is_here = client.is_remote
-    text = _line(done) if is_here else f"{_line(done)}\nNo coordinator runs; one that starts goes by this."
-    print_result(done, text, as_json=as_json)
+def _steered(
+    client: Client, federation: str | None, action: str, content: Mapping[str, object] | None = None
+) -> Result:
+    done = client.change("POST", f"/federations/{client.federation(federation)}/{action}", content)
+    later = "" if client.is_remote else "\nNo coordinator runs; one that starts goes by this."
+    return done, f"{_line(done)}{later}"
 
 
-def _assignment(text: str) -> tuple[str, Any]:
+def _assigned(changes: list[str]) -> dict[str, object]:
+    """The values of FIELD=VALUE words; what is no number, true, false or none is a text, and the coordinator checks them all."""
     from fedcg.errors import BadInputError
 
-    name, sign, value = text.partition("=")
-    if not sign:
-        raise BadInputError(f"{text!r}: write FIELD=VALUE, e.g. rounds=40")
+    if wrong := [word for word in changes if "=" not in word]:
+        raise BadInputError(f"{', '.join(map(repr, wrong))}: write FIELD=VALUE, e.g. rounds=40")
+    pairs = (word.partition("=")[::2] for word in changes)
+    return {name.strip(): _value(text.strip()) for name, text in pairs}
+
+
+def _value(text: str) -> object:
+    if text == "none":
+        return None
     try:
-        return name.strip(), None if value.strip() == "none" else json.loads(value)
-    except ValueError as error:
-        raise BadInputError(f"{text!r}: the value is a number, true, false or none") from error
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, (str, int, float)) else text
 
 
 def _line(view: Mapping[str, Any]) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coordinator.cli.shared_options import AsJson, Directory, Somewhere, Url, print_result, store_of
+from coordinator.cli.shared_options import Directory, Reason, Result, asks, prints, store_of, when
+
+if TYPE_CHECKING:
+    from coordinator.cli.client import Client
 
 JoinedFederation = Annotated[
     str | None,
@@ -22,9 +25,9 @@ device_app = typer.Typer(
 
 
 @token_app.command("create")
+@asks
 def token_create(
-    directory: Somewhere = None,
-    url: Url = None,
+    client: Client,
     device: Annotated[
         str | None, typer.Option("--device", help="The only id that it enrols; else the device chooses.")
     ] = None,
@@ -38,57 +41,43 @@ def token_create(
         typer.Option(help="URL under which devices reach the enrolment listener, if not the one in coordinator.toml."),
     ] = None,
     federation: JoinedFederation = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Make a one-time token for a device; it is shown once, and holds the digest of this coordinator's authority."""
-    from coordinator.cli.client import client_of
-
     wanted = {"device": device, "replaces": replaces, "hours": hours, "url": enrolment_url, "federation": federation}
-    with client_of(directory, url) as client:
-        made = client.change("POST", "/enrolment-tokens", wanted)
+    made = client.change("POST", "/enrolment-tokens", wanted)
     named = "" if made["device"] else " --device ID"
-    text = (
-        f"{made['token']}\n\nOn the device, until {_when(made['expires_at'])}, once:\n"
+    return made, (
+        f"{made['token']}\n\nOn the device, until {when(made['expires_at'])}, once:\n"
         f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
         "Whoever has the token can enrol a device: hand it over as you would a password."
     )
-    print_result(made, text, as_json=as_json)
 
 
 @token_app.command("list")
-def token_list(directory: Somewhere = None, url: Url = None, as_json: AsJson = False) -> None:
+@asks
+def token_list(client: Client) -> Result:
     """List all tokens; their secrets are not known to the coordinator."""
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        found = client.all("/enrolment-tokens")
-    lines = [_token_line(token) for token in found] or ["no tokens yet; make one with `fedcg token create`"]
-    print_result(found, "\n".join(lines), as_json=as_json)
+    found = client.all("/enrolment-tokens")
+    return found, "\n".join(map(_token_line, found)) or "no tokens yet; make one with `fedcg token create`"
 
 
 @token_app.command("revoke")
+@asks
 def token_revoke(
-    token: Annotated[str, typer.Argument(help="Its id, as `fedcg token list` shows it.")],
-    directory: Somewhere = None,
-    url: Url = None,
-    as_json: AsJson = False,
-) -> None:
+    client: Client, token: Annotated[str, typer.Argument(help="Its id, as `fedcg token list` shows it.")]
+) -> Result:
     """Make a token that was not used yet unusable."""
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        revoked = client.change("DELETE", f"/enrolment-tokens/{token}")
-    print_result(revoked, f"token {token} is revoked.", as_json=as_json)
+    return client.change("DELETE", f"/enrolment-tokens/{token}"), f"token {token} is revoked."
 
 
 @device_app.command("add")
+@prints
 def device_add(
     ids: Annotated[list[str], typer.Argument(help="Ids: lower-case letters, digits, dashes.")],
     directory: Directory,
     out: Annotated[Path, typer.Option("--out", help="Where the bundles go: OUT/ID.")],
     federation: JoinedFederation = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Enrol devices without a network: certificate, keys and agent.toml of each in a bundle that a person carries.
 
     Devices that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
@@ -100,105 +89,78 @@ def device_add(
     with store_of(directory) as (home, store), changing_members(home):
         bundles = enrol(home, store, ids, out, time.time(), federation)
         reloaded = publish_access(home)
-    values: dict[str, object] = {
-        "devices": {device: str(path) for device, path in bundles.items()},
-        "broker_reloaded": reloaded,
-    }
-    text = "\n".join(f"{device}: {path}" for device, path in bundles.items())
-    text = f"{text}\nThe bundles hold private keys: carry them over a safe channel."
-    print_result(values, text if reloaded else f"{text}\n{NOT_APPLIED}", as_json=as_json)
+    devices = {device: str(path) for device, path in bundles.items()}
+    lines = [f"{device}: {path}" for device, path in devices.items()]
+    lines.append("The bundles hold private keys: carry them over a safe channel.")
+    return {"devices": devices, "broker_reloaded": reloaded}, "\n".join([*lines, *([] if reloaded else [NOT_APPLIED])])
 
 
 @device_app.command("list")
+@asks
 def device_list(
-    directory: Somewhere = None,
-    url: Url = None,
+    client: Client,
     search: Annotated[str, typer.Option(help="Only those with this in their id.")] = "",
     state: Annotated[
         Literal["enrolled", "revoked", "left"] | None, typer.Option(help="Only those in this state.")
     ] = None,
     sort: Annotated[Literal["id", "enrolled_at", "last_seen_at"], typer.Option(help="In this order.")] = "id",
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """List all devices, also those that were revoked or left."""
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        found = client.all("/devices", search=search, state=state, sort=sort)
-    lines = [_device_line(values) for values in found] or ["no devices; see `fedcg token create`"]
-    print_result(found, "\n".join(lines), as_json=as_json)
+    found = client.all("/devices", search=search, state=state, sort=sort)
+    return found, "\n".join(map(_device_line, found)) or "no devices; see `fedcg token create`"
 
 
 @device_app.command("show")
-def device_show(device: Device, directory: Somewhere = None, url: Url = None, as_json: AsJson = False) -> None:
+@asks
+def device_show(client: Client, device: Device) -> Result:
     """Show one device: state, keys, certificates."""
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        values = client.get(f"/devices/{device}")
-    lines = [_device_line(values), f"message key\t{values['public_key']}", f"enrolled\t{_when(values['enrolled_at'])}"]
+    values = client.get(f"/devices/{device}")
+    lines = [_device_line(values), f"message key\t{values['public_key']}", f"enrolled\t{when(values['enrolled_at'])}"]
     for known in values["certificates"]:
-        ended = f", revoked {_when(known['revoked_at'])}" if known["revoked_at"] else ""
-        lines.append(f"certificate\t{known['serial']}, until {_when(known['expires_at'])}{ended}")
-    print_result(values, "\n".join(lines), as_json=as_json)
+        ended = f", revoked {when(known['revoked_at'])}" if known["revoked_at"] else ""
+        lines.append(f"certificate\t{known['serial']}, until {when(known['expires_at'])}{ended}")
+    return values, "\n".join(lines)
 
 
 @device_app.command("disable")
-def device_disable(
-    device: Device,
-    directory: Somewhere = None,
-    url: Url = None,
-    reason: Annotated[str, typer.Option(help="For the record, e.g. maintenance.")] = "",
-    as_json: AsJson = False,
-) -> None:
+@asks
+def device_disable(client: Client, device: Device, reason: Reason = "") -> Result:
     """Invite a device to no round until it is enabled; it stays enrolled."""
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        values = client.change("POST", f"/devices/{device}/disable", {"reason": reason})
-    print_result(values, _device_line(values), as_json=as_json)
+    values = client.change("POST", f"/devices/{device}/disable", {"reason": reason})
+    return values, _device_line(values)
 
 
 @device_app.command("enable")
-def device_enable(device: Device, directory: Somewhere = None, url: Url = None, as_json: AsJson = False) -> None:
+@asks
+def device_enable(client: Client, device: Device) -> Result:
     """Invite a disabled device again."""
-    from coordinator.cli.client import client_of
-
-    with client_of(directory, url) as client:
-        values = client.change("POST", f"/devices/{device}/enable")
-    print_result(values, _device_line(values), as_json=as_json)
+    values = client.change("POST", f"/devices/{device}/enable")
+    return values, _device_line(values)
 
 
 @device_app.command("revoke")
-def device_revoke(
-    device: Device,
-    directory: Somewhere = None,
-    url: Url = None,
-    reason: Annotated[str, typer.Option(help="For the record, e.g. stolen.")] = "",
-    as_json: AsJson = False,
-) -> None:
+@asks
+def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result:
     """Cut a device off: its certificates, its keys, and the session it may have now; no round waits for it."""
     from coordinator.broker.access_lists import NOT_APPLIED
-    from coordinator.cli.client import client_of
 
-    with client_of(directory, url) as client:
-        done = client.change("POST", f"/devices/{device}/revoke", {"reason": reason})
+    done = client.change("POST", f"/devices/{device}/revoke", {"reason": reason})
     text = f"{device} is revoked: {done['certificates']} certificates are on the revocation list."
-    print_result(done, text if done["broker_reloaded"] else f"{text}\n{NOT_APPLIED}", as_json=as_json)
+    return done, text if done["broker_reloaded"] else f"{text}\n{NOT_APPLIED}"
 
 
 def _device_line(values: dict[str, Any]) -> str:
-    seen = "never seen" if values["last_seen_at"] is None else f"seen {_when(values['last_seen_at'])}"
+    seen = "never seen" if values["last_seen_at"] is None else f"seen {when(values['last_seen_at'])}"
     expiry = values["certificate_expires_at"]
     lines = [values["id"], values["state"], *(["silenced"] if values["silenced"] else []), seen]
     if values["online"]:
         lines.append(f"online in {', '.join(values['online'])}")
     if values["disabled_at"] is not None:
-        lines.append(f"disabled {_when(values['disabled_at'])} {values['disabled_because']}".strip())
+        lines.append(f"disabled {when(values['disabled_at'])} {values['disabled_because']}".strip())
     if values["state"] == "enrolled" and expiry is not None:
-        lines.append(f"certificate until {_when(expiry)}")
+        lines.append(f"certificate until {when(expiry)}")
     if values["ended_at"] is not None:
-        lines.append(f"since {_when(values['ended_at'])} {values['ended_because']}".strip())
+        lines.append(f"since {when(values['ended_at'])} {values['ended_because']}".strip())
     return "\t".join(lines)
 
 
@@ -207,9 +169,5 @@ def _token_line(token: dict[str, Any]) -> str:
     if token["replaces"]:
         meant = f"replaces {token['device']}"
     used = token["used_at"]
-    ended = f"used by {token['used_by']} {_when(used)}" if used else f"until {_when(token['expires_at'])}"
+    ended = f"used by {token['used_by']} {when(used)}" if used else f"until {when(token['expires_at'])}"
     return f"{token['id']}\t{token['state']}\t{meant}\t{ended}"
-
-
-def _when(at: float) -> str:
-    return time.strftime("%F %T", time.localtime(at))

@@ -21,7 +21,7 @@ from coordinator.facts.known import known_of
 from coordinator.http.app import Beside, create_app
 from coordinator.http.carrier_api import create_carrier_app
 from coordinator.http.enrolment_api import create_enrolment_app
-from coordinator.http.problems import problem
+from coordinator.http.problems import ProblemError
 from coordinator.http.refusals import FailureLimits
 from coordinator.http.tls_listeners import bound, listening, serving
 from coordinator.members.admission import Admission
@@ -158,7 +158,7 @@ def _serve(
     add_page(application)
     names = (api.host, *api.names)
     setting = "[api] names in coordinator.toml"
-    checked = own_hosts_only(application, names, setting, lambda message: problem(400, message, "/"))
+    checked = own_hosts_only(application, names, setting, lambda message: ProblemError(400, message).answer("/"))
     tls: dict[str, Any] = (
         {}
         if api.certificate is None or api.key is None

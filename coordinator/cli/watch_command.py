@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.shared_options import Directory
+from coordinator.cli.shared_options import Named, Somewhere, Url
 from fedcg.json_output import print_data
 
 if TYPE_CHECKING:
@@ -21,45 +21,46 @@ EVENTS = 6
 
 
 def federation_watch(
-    directory: Directory,
-    federation: Annotated[str | None, typer.Argument(help="Its id; not needed where there is one.")] = None,
+    federation: Named = None,
+    directory: Somewhere = None,
+    url: Url = None,
     once: Annotated[bool, typer.Option("--once", help="Print where it stands and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per change.")] = False,
 ) -> None:
     """Watch a federation until it is over: round, updates, deadline, and what every client does. Ctrl-C ends it."""
     from coordinator.cli.client import client_of
 
-    shown: dict[str, Any] | None = None
-    with client_of(directory, None) as client, _display(as_json=as_json) as show:
-        path = f"/federations/{client.federation(federation)}"
-        name = "running coordinator" if client.is_remote else "files; no coordinator runs"
-        while True:
-            facts = client.get(f"{path}/now")
-            events = client.get("/events", federation=facts["federation"], level="info", limit=EVENTS)["events"]
-            facts |= {"events": [{name: each[name] for name in ("t", "level", "message")} for each in events]}
-            if facts != shown:
-                show(facts, name)
-                shown = facts
-            if once or facts["phase"] == "finished":
-                return
-            time.sleep(LOOK_EVERY_S)
+    with client_of(directory, url) as client:
+        watched, shown = client.federation(federation), None
+        source = "running coordinator" if client.is_remote else "files; no coordinator runs"
+        with _display(source, as_json=as_json) as show:
+            while True:
+                facts = client.get(f"/federations/{watched}/now")
+                events = client.get("/events", federation=watched, level="info", limit=EVENTS)["events"]
+                facts |= {"events": [{name: each[name] for name in ("t", "level", "message")} for each in events]}
+                if facts != shown:
+                    show(facts)
+                    shown = facts
+                if once or facts["phase"] == "finished":
+                    return
+                time.sleep(LOOK_EVERY_S)
 
 
 @contextmanager
-def _display(*, as_json: bool) -> Iterator[Any]:
+def _display(source: str, *, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A function that shows facts: as lines of JSON, or in place on a terminal."""
     if as_json:
-        yield lambda facts, _: print_data(facts)
+        yield print_data
         return
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
     if not console.is_terminal:
-        yield lambda facts, name: console.print(_picture(facts, name))
+        yield lambda facts: console.print(_picture(facts, source))
         return
     with Live(console=console, auto_refresh=False) as live:
-        yield lambda facts, name: live.update(_picture(facts, name), refresh=True)
+        yield lambda facts: live.update(_picture(facts, source), refresh=True)
 
 
 def _picture(facts: dict[str, Any], name: str) -> Group:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from coordinator.rounds.records import FederationRecord
 from coordinator.rounds.round_engine import RoundState
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import Service
-from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
 from fedcg.learning.spec import FederationSpec
 
@@ -63,17 +61,3 @@ class Known:
 def known_of(coordinator: Coordinator, home: Path) -> Known:
     """What a running coordinator knows now."""
     return Known(coordinator.store, coordinator.spec, home, coordinator.services)
-
-
-@contextmanager
-def known_at(home: Home) -> Iterator[Known]:
-    """What the files of a coordinator hold, while it may or may not run.
-
-    Raises:
-        StoreError: the database is of another version.
-    """
-    artifacts, store = artifacts_of(home), Store.of(home)
-    try:
-        yield Known(store, lambda record: FederationSpec.parse(artifacts.get(record.spec)), home.root)
-    finally:
-        store.close()

@@ -17,7 +17,7 @@ from fastapi import Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.security import HTTPBearer
 
-from coordinator.http.problems import ProblemError
+from coordinator.http.problems import ProblemError, too_many
 from coordinator.http.refusals import FailureLimits, Rate
 from coordinator.members.api_tokens import ApiTokens, Identity, Role
 from coordinator.token_buckets import Buckets
@@ -82,7 +82,7 @@ class Access:
             self._count_failure(request)
             return None
         if not self._requests.take(identity.token_id):
-            self._limit(self._requests.wait_s(identity.token_id), "requests")
+            raise too_many("requests", self._requests.wait_s(identity.token_id))
         if not bearer and request.method not in READING:
             await self._check_own_page(request, session or "")
         return identity
@@ -130,16 +130,13 @@ class Access:
     def _count_failure(self, request: Request) -> None:
         """Only failures are limited: a wrong token of one program locks no other one out at the same address."""
         address = address_of(request)
-        self._limit(self._failures.wait_s(address), "refused requests")
+        wait_s = self._failures.wait_s(address)
+        if wait_s > 0:
+            raise too_many("refused requests", wait_s)
         self._failures.refused(address)
 
     def _signature(self, purpose: str, statement: str) -> str:
         return hmac.new(self._key, f"{purpose}\0{statement}".encode(), hashlib.sha256).hexdigest()
-
-    def _limit(self, wait_s: float, what: str) -> None:
-        if wait_s > 0:
-            seconds = int(wait_s) + 1
-            raise ProblemError(429, f"too many {what}; try again in {seconds} s", headers={"Retry-After": str(seconds)})
 
 
 def set_session(response: Response, value: str, *, secure: bool) -> None:

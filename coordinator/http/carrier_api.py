@@ -26,14 +26,7 @@ from coordinator.http.tls_listeners import HANG_UP, PEER, peer_of
 from coordinator.members.certificate_owner import member_of
 from coordinator.service.coordinator import Coordinator
 from coordinator.updates.receiver import Receiver
-from fedcg.wire.errors import (
-    CapacityError,
-    IntegrityError,
-    MalformedError,
-    OrderError,
-    TooLargeError,
-    WireError,
-)
+from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError, OrderError, TooLargeError, WireError
 from fedcg.wire.messages.enrolment_messages import common_name
 from fedcg.wire.messages.messages import ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile

@@ -19,7 +19,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 
 from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, unauthorised
-from coordinator.http.problems import MEDIA_TYPE, ProblemError, answer_to
+from coordinator.http.problems import MEDIA_TYPE, ProblemError, problem_of
 from coordinator.http.refusals import CountedEvent
 from coordinator.members.api_tokens import Identity
 from coordinator.storage.api_store import ApiStore, StoredAnswer
@@ -66,7 +66,7 @@ class Changes:
             request.state.identity = identity
             response = await self._once(request, identity, body, handler)
         except Exception as error:  # noqa: BLE001 - every error is an answer, and the answer is audited
-            response = answer_to(error, request.url.path)
+            response = problem_of(error).answer(request.url.path)
         known = getattr(request.state, "identity", None)
         if known is not None:
             await run_in_threadpool(self._note, request, known, body, response)
@@ -100,7 +100,7 @@ class Changes:
         try:
             return await handler(request)
         except Exception as error:  # noqa: BLE001 - an answer, which is stored like any other
-            return answer_to(error, request.url.path)
+            return problem_of(error).answer(request.url.path)
 
     def _repeated(self, earlier: StoredAnswer, digest: str) -> Response:
         if earlier.request_hash != digest:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coordinator.config import LOOPBACK_HOSTS
-from coordinator.http.problems import ProblemError, problem
+from coordinator.http.problems import ProblemError, too_many
 from coordinator.http.refusals import Rate
 from coordinator.token_buckets import Buckets
 from fedcg.listening import Application, network_of
@@ -53,9 +53,7 @@ class Guard:
         headers, sending = dict(scope["headers"]), _with_headers(send)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await problem(refusal.status, refusal.detail, scope["path"], headers=refusal.headers)(
-                scope, receive, sending
-            )
+            await refusal.answer(scope["path"])(scope, receive, sending)
             return
         await self._application(scope, _bounded(receive), sending)
 
@@ -69,10 +67,7 @@ class Guard:
         elif self._proxy is not None and address not in LOOPBACK_HOSTS:
             return ProblemError(403, f"this interface is reached through the proxy {self._proxy} (`[api] proxy`)")
         if not self._requests.take(network_of(address)):
-            seconds = int(self._requests.wait_s(network_of(address))) + 1
-            return ProblemError(
-                429, f"too many requests; try again in {seconds} s", headers={"Retry-After": str(seconds)}
-            )
+            return too_many("requests", self._requests.wait_s(network_of(address)))
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > MAX_BODY_BYTES:
             return _too_large()

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class Problem(BaseModel):
     """What is wrong with a request, and what to do; `problems` has a line for each error of its content."""
 
-    type: str
+    type: str = "about:blank"
     title: str
     status: int
     detail: str
@@ -76,29 +76,28 @@ class ProblemError(Exception):
         self.problems = tuple(problems)
         self.headers = dict(headers or {})
 
-
-def problem(
-    status: int,
-    detail: str,
-    instance: str,
-    problems: Sequence[str] = (),
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    """An answer that says what is wrong; `instance` is the path that was asked for."""
-    body: dict[str, Any] = {
-        "type": "about:blank",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": detail,
-        "instance": instance,
-    }
-    if problems:
-        body["problems"] = list(problems[:MAX_PROBLEMS])
-    return JSONResponse(body, status, dict(headers or {}), MEDIA_TYPE)
+    def answer(self, instance: str) -> Response:
+        """The answer to a request for the path `instance`."""
+        body = Problem(
+            title=HTTPStatus(self.status).phrase,
+            status=self.status,
+            detail=self.detail,
+            instance=instance,
+            problems=list(self.problems[:MAX_PROBLEMS]) or None,
+        )
+        return JSONResponse(body.model_dump(exclude_none=True), self.status, self.headers, MEDIA_TYPE)
 
 
-def problem_of(error: CoordinatorError) -> ProblemError:
-    """The answer to a request that the coordinator itself refused."""
+def too_many(what: str, wait_s: float) -> ProblemError:
+    """The answer to a request above a limit, with the time to wait."""
+    seconds = int(wait_s) + 1
+    return ProblemError(429, f"too many {what}; try again in {seconds} s", headers={"Retry-After": str(seconds)})
+
+
+def problem_of(error: Exception) -> ProblemError:
+    """The answer to a request that ended with an error; one that nobody expects is logged, and its text stays inside."""
+    if isinstance(error, ProblemError):
+        return error
     first, *more = str(error).split("\n  ")  # as `fedcg.config_file.listed` lays out several
     if isinstance(error, NotFoundError):
         return ProblemError(404, first)
@@ -108,31 +107,20 @@ def problem_of(error: CoordinatorError) -> ProblemError:
         return ProblemError(422 if more else 409, first, problems=more)
     if isinstance(error, (EnrolmentError, ConfigError, HomeError)):
         return ProblemError(409, first, problems=more)
+    if isinstance(error, RequestValidationError):
+        found = [f"{'.'.join(str(step) for step in one['loc'])}: {one['msg']}"[:300] for one in error.errors()]
+        return ProblemError(422, "the request does not fit its schema; /openapi.json has it", problems=found)
+    if isinstance(error, HTTPException):
+        return ProblemError(error.status_code, str(error.detail), headers=error.headers)
     log.error("a request failed: %s", error, exc_info=error)
     return ProblemError(500, "the coordinator could not do it; its log has the reason")
-
-
-def answer_to(error: Exception, instance: str) -> Response:
-    """The answer to a request that ended with an error."""
-    if isinstance(error, CoordinatorError):
-        error = problem_of(error)
-    if isinstance(error, ProblemError):
-        return problem(error.status, error.detail, instance, error.problems, error.headers)
-    if isinstance(error, RequestValidationError):
-        found = [f"{'.'.join(str(step) for step in one['loc'])}: {one['msg']}" for one in error.errors()]
-        detail = "the request does not fit its schema; /openapi.json has it"
-        return problem(422, detail, instance, [line[:300] for line in found])
-    if isinstance(error, HTTPException):
-        return problem(error.status_code, str(error.detail), instance, headers=error.headers)
-    log.error("a request for %s failed", instance, exc_info=error)
-    return problem(500, "the coordinator could not do it; its log has the reason", instance)
 
 
 def answer_problems(application: FastAPI) -> None:
     """Let an application answer every error with a problem."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return answer_to(error, request.url.path)
+        return problem_of(error).answer(request.url.path)
 
     for kind in (ProblemError, CoordinatorError, RequestValidationError, HTTPException, Exception):
         application.add_exception_handler(kind, answer)

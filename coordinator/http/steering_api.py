@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
@@ -15,8 +14,9 @@ from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute
 from coordinator.http.operator_api import Running, policy_tag
 from coordinator.http.problems import PROBLEMS, ProblemError
+from coordinator.members.revocation import Revoked
 from coordinator.operations.create_federation import OperatorPlan
-from coordinator.operations.operations import Operations
+from coordinator.operations.operations import MadeToken, Operations
 from coordinator.operations.steering import Steering
 from coordinator.operations.views import (
     ApiTokenView,
@@ -38,6 +38,9 @@ EXAMPLE_PLAN = {
     "rounds": 20,
     "image": {"mode": "RGB", "height": 32, "width": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
 }
+
+
+PolicyText = Annotated[str, Field(max_length=100)]
 
 
 class _Content(BaseModel):
@@ -80,17 +83,6 @@ class NewToken(_Content):
     federation: Annotated[str, Field(max_length=63)] | None = None
 
 
-class NewTokenView(BaseModel):
-    """A new enrolment token; `token` is shown this once."""
-
-    id: str
-    token: str
-    device: str | None
-    replaces: bool
-    url: str | None
-    expires_at: float
-
-
 class NewApiToken(_Content):
     """An API token to make; without `days` it does not expire."""
 
@@ -105,36 +97,22 @@ class NewApiTokenView(ApiTokenView):
     token: str
 
 
-class RevokedView(BaseModel):
-    """A device that was cut off; `broker_reloaded` is false where the lists still have to be brought to the broker."""
-
-    id: str
-    state: str
-    was_member: bool
-    certificates: int
-    broker_reloaded: bool
-
-
 def _operations(request: Request) -> Operations:
     operations: Operations = request.app.state.operations
     return operations
 
 
+def changing(role: Role) -> APIRouter:
+    """Routes under /api/v1 with which this role may change something."""
+    needed = [Depends(require(role))]
+    return APIRouter(
+        prefix="/api/v1", route_class=ChangeRoute, dependencies=needed, responses=PROBLEMS, tags=["change"]
+    )
+
+
 Doing = Annotated[Operations, Depends(_operations)]
-router = APIRouter(
-    prefix="/api/v1",
-    route_class=ChangeRoute,
-    dependencies=[Depends(require(Role.OPERATOR))],
-    responses=PROBLEMS,
-    tags=["change"],
-)
-admin = APIRouter(
-    prefix="/api/v1",
-    route_class=ChangeRoute,
-    dependencies=[Depends(require(Role.ADMIN))],
-    responses=PROBLEMS,
-    tags=["change"],
-)
+NO_REASON = Reason()
+router, admin = changing(Role.OPERATOR), changing(Role.ADMIN)
 
 
 @router.post("/federations", status_code=201)
@@ -155,9 +133,9 @@ def start(federation: str, doing: Doing, running: Running) -> FederationView:
 
 
 @router.post("/federations/{federation}/pause")
-def pause(federation: str, doing: Doing, running: Running, why: Reason | None = None) -> FederationView:
+def pause(federation: str, doing: Doing, running: Running, why: Reason = NO_REASON) -> FederationView:
     """Open no further attempt; the open one ends as it would."""
-    return _steered(doing, running, lambda steering: steering.pause(federation, (why or Reason()).reason))
+    return _steered(doing, running, lambda steering: steering.pause(federation, why.reason))
 
 
 @router.post("/federations/{federation}/resume")
@@ -167,9 +145,9 @@ def resume(federation: str, doing: Doing, running: Running) -> FederationView:
 
 
 @router.post("/federations/{federation}/stop")
-def stop(federation: str, doing: Doing, running: Running, why: Reason | None = None) -> FederationView:
+def stop(federation: str, doing: Doing, running: Running, why: Reason = NO_REASON) -> FederationView:
     """End a federation now; its devices keep the last aggregate."""
-    return _steered(doing, running, lambda steering: steering.stop(federation, (why or Reason()).reason))
+    return _steered(doing, running, lambda steering: steering.stop(federation, why.reason))
 
 
 @router.post("/federations/{federation}/extend")
@@ -182,7 +160,8 @@ def extend(federation: str, more: MoreRounds, doing: Doing, running: Running) ->
 def change_policy(
     federation: str,
     changes: Annotated[
-        dict[str, float | int | bool | None], Body(examples=[{"min_clients": 4, "deadline_s": 1800}], max_length=64)
+        dict[str, float | int | bool | PolicyText | None],
+        Body(examples=[{"min_clients": 4, "deadline_s": 1800}], max_length=64),
     ],
     doing: Doing,
     response: Response,
@@ -200,9 +179,9 @@ def change_policy(
 
 
 @router.post("/devices/{device}/disable")
-def disable(device: str, doing: Doing, running: Running, why: Reason | None = None) -> DeviceView:
+def disable(device: str, doing: Doing, running: Running, why: Reason = NO_REASON) -> DeviceView:
     """Invite a device no more until it is enabled; it stays enrolled."""
-    return _device(doing, running, lambda steering: steering.disable(device, (why or Reason()).reason))
+    return _device(doing, running, lambda steering: steering.disable(device, why.reason))
 
 
 @router.post("/devices/{device}/enable")
@@ -212,27 +191,22 @@ def enable(device: str, doing: Doing, running: Running) -> DeviceView:
 
 
 @router.post("/devices/{device}/revoke")
-async def revoke(device: str, doing: Doing, request: Request, why: Reason | None = None) -> RevokedView:
+async def revoke(device: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> Revoked:
     """Cut a device off: certificates, keys, and the session that it may have. It can't be undone."""
-    cut_off = partial(doing.revoke_device, device, (why or Reason()).reason)
-    done = await anyio.to_thread.run_sync(cut_off, limiter=request.app.state.waiting)
-    return RevokedView(id=device, state="revoked", **asdict(done))
+    cut_off = partial(doing.revoke_device, device, why.reason)
+    return await anyio.to_thread.run_sync(cut_off, limiter=request.app.state.waiting)
 
 
 @router.post("/enrolment-tokens", status_code=201)
-def create_enrolment_token(wanted: NewToken, doing: Doing) -> NewTokenView:
+def create_enrolment_token(wanted: NewToken, doing: Doing) -> MadeToken:
     """Make a one-time token with which a device enrols; it is shown this once."""
-    made = asdict(doing.create_enrolment_token(**wanted.model_dump()))
-    return NewTokenView(token=made.pop("text"), **made)
+    return doing.create_enrolment_token(**wanted.model_dump())
 
 
 @router.delete("/enrolment-tokens/{token}")
 def revoke_enrolment_token(token: str, doing: Doing) -> TokenView:
     """Make a token that was not used yet unusable."""
-    doing.revoke_enrolment_token(token)
-    revoked = doing.store.register.token(token)
-    assert revoked is not None
-    return token_view(revoked)
+    return token_view(doing.revoke_enrolment_token(token))
 
 
 @admin.post("/api-tokens", status_code=201)

@@ -64,19 +64,9 @@ def bound(name: str, address: str, port: int, connections: Connections) -> Liste
 
 
 @asynccontextmanager
-async def serving(
-    application: FastAPI,
-    listener: Listener,
-    context: ssl.SSLContext,
-) -> AsyncIterator[None]:
+async def serving(application: FastAPI, listener: Listener, context: ssl.SSLContext) -> AsyncIterator[None]:
     """Serve devices on a bound socket for as long as the context lasts."""
-    config = http_config(
-        application,
-        listener,
-        _identify,
-        lifespan="off",
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
+    config = http_config(application, listener, _identify, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(

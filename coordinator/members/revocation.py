@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from coordinator.broker.access_lists import publish_access
-from coordinator.errors import EnrolmentError
+from coordinator.errors import NotFoundError
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, issue
 from coordinator.rounds.records import DeviceState
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Revoked:
-    """The result of a revocation.
+    """A device that was cut off.
 
     Attributes:
         was_member: False when the device had been revoked, or had left, before.
@@ -40,6 +40,8 @@ class Revoked:
         broker_reloaded: whether the broker has applied it; else the coordinator brings it there later.
     """
 
+    id: str
+    state: DeviceState
     was_member: bool
     certificates: int
     broker_reloaded: bool
@@ -49,15 +51,15 @@ def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Re
     """Revoke a device: from now on it is refused everywhere. Revoking it again repeats the steps that failed.
 
     Raises:
-        EnrolmentError: there is no such device.
+        NotFoundError: there is no such device.
     """
     if store.device(device) is None:
-        raise EnrolmentError(f"there is no device {device!r}; `fedcg device list` shows all")
+        raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
     with changing_members(home):
         was_member = store.register.end_membership(device, DeviceState.REVOKED, reason, now)
         reloaded = publish_access(home)
         revoked = [record for record in store.register.revoked_certificates(now) if record.device == device]
-    return Revoked(was_member, len(revoked), reloaded)
+    return Revoked(device, DeviceState.REVOKED, was_member, len(revoked), reloaded)
 
 
 def evict(home: Home, device: str, public_key: str, federations: Collection[str]) -> bool:

@@ -8,7 +8,7 @@ import re
 import secrets
 
 from coordinator.config import CoordinatorConfig
-from coordinator.errors import EnrolmentError
+from coordinator.errors import EnrolmentError, NotFoundError
 from coordinator.members.bundle_enrolment import federation_to_join, problem_with_new
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
@@ -74,17 +74,9 @@ def create_token(
         device=replaces or device,
     )
     expires_at = now + hours * 3600
-    store.register.add_token(
-        TokenRecord(
-            token.id,
-            _hash(token.secret),
-            token.device,
-            replaces is not None,
-            now,
-            expires_at,
-            federation=federation,
-        )
-    )
+    kept = _hash(token.secret)
+    record = TokenRecord(token.id, kept, token.device, replaces is not None, now, expires_at, federation=federation)
+    store.register.add_token(record)
     return token
 
 
@@ -98,20 +90,21 @@ def _check_device(store: Store, device: str | None, replaces: str | None) -> Non
 
 
 def revoke_token(store: Store, token: str, now: float) -> TokenRecord:
-    """Make a token unusable.
+    """Make a token unusable; returns what is kept of it.
 
     Raises:
-        EnrolmentError: there is none of that id, or it was used already.
+        NotFoundError: there is none of that id.
+        EnrolmentError: it was used already.
     """
     known = store.register.token(token)
     if known is None:
-        raise EnrolmentError(f"there is no token {token!r}; `fedcg token list` shows their ids")
+        raise NotFoundError(f"there is no token {token[:80]!r}; `fedcg token list` shows their ids")
     if known.state(now) is TokenState.USED:
         raise EnrolmentError(
             f"token {token!r} was used by device {known.used_by!r}; revoke that with `fedcg device revoke {known.used_by}`"
         )
     store.register.revoke_token(token, now)
-    return known
+    return store.register.token(token) or known
 
 
 def is_secret_of(token: TokenRecord | None, secret: bytes) -> bool:

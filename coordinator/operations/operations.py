@@ -11,18 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
-from coordinator.errors import NotFoundError, PlanError
 from coordinator.members.revocation import Revoked, revoke
 from coordinator.members.tokens import create_token, revoke_token
-from coordinator.operations.create_federation import OperatorPlan, open_federation
-from coordinator.operations.steering import Follow, Steering
+from coordinator.operations.create_federation import open_federation
+from coordinator.operations.steering import Follow, Steering, federation_of
 from coordinator.paths import Home
-from coordinator.rounds.records import DeviceRecord, FederationRecord, FederationStatus, TokenRecord
+from coordinator.rounds.records import FederationRecord, FederationStatus, TokenRecord
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
-from fedcg.config_file import listed, problems_of
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationPlan, RoundPolicy
 
@@ -31,10 +27,10 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class MadeToken:
-    """A new enrolment token; `text` is shown once."""
+    """A new enrolment token; `token` is shown this once."""
 
     id: str
-    text: str
+    token: str
     device: str | None
     replaces: bool
     url: str | None
@@ -79,7 +75,7 @@ class Operations:
         """
 
         def changed(steering: Steering) -> FederationRecord:
-            check(self.federation(federation).operator_policy)
+            check(federation_of(self.store, federation).operator_policy)
             return steering.change_policy(federation, changes)
 
         return self.steer(changed)
@@ -99,7 +95,7 @@ class Operations:
             NotFoundError: there is no federation `continued_from`.
         """
         if continued_from is not None:
-            self.federation(continued_from)
+            federation_of(self.store, continued_from)
         with changing_members(self.home):
             record = open_federation(self.home, self.store, plan, held=held, continued_from=continued_from)
         self.events.write("federation_created", federation=record.id, held=held, continued_from=continued_from)
@@ -107,37 +103,12 @@ class Operations:
             self.follow(record.id)
         return record
 
-    def federation(self, federation: str) -> FederationRecord:
-        """One federation.
-
-        Raises:
-            NotFoundError: there is none of that id.
-        """
-        records = self.store.federations()
-        found = next((record for record in records if record.id == federation), None)
-        if found is None:
-            there = ", ".join(record.id for record in records) or "none"
-            raise NotFoundError(f"there is no federation {federation[:80]!r}; there are: {there}")
-        return found
-
-    def device(self, device: str) -> DeviceRecord:
-        """One device, whatever its state.
-
-        Raises:
-            NotFoundError: there is none of that id.
-        """
-        found = self.store.device(device)
-        if found is None:
-            raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
-        return found
-
     def revoke_device(self, device: str, reason: str = "") -> Revoked:
         """Cut a device off: certificates, keys and the session that it may have. Repeating it repeats the steps that failed.
 
         Raises:
             NotFoundError: there is none of that id.
         """
-        self.device(device)
         done = revoke(self.home, self.store, device, reason, self.clock())
         self.events.write(
             "device_revoked",
@@ -177,20 +148,6 @@ class Operations:
             NotFoundError: there is none of that id.
             EnrolmentError: it was used already.
         """
-        if self.store.register.token(token) is None:
-            raise NotFoundError(f"there is no token {token[:80]!r}; `fedcg token list` shows their ids")
         revoked = revoke_token(self.store, token, self.clock())
         self.events.write("token_revoked", token=token)
         return revoked
-
-
-def plan_of(values: Mapping[str, Any]) -> FederationPlan:
-    """A plan from the values of its fields.
-
-    Raises:
-        PlanError: values that are wrong; names every one.
-    """
-    try:
-        return OperatorPlan.model_validate(dict(values))
-    except ValidationError as error:
-        raise PlanError(listed("the plan", problems_of(OperatorPlan, error))) from error

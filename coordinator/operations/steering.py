@@ -17,7 +17,7 @@ from coordinator.rounds.round_engine import Phase
 from coordinator.storage.store import Store
 from fedcg.config_file import listed, problems_of
 from fedcg.event_log import EventLog
-from fedcg.learning.spec import RoundPolicy
+from fedcg.learning.spec import FederationPlan, RoundPolicy
 
 BY_OPERATOR = "held by an operator; `fedcg federation resume` lets it go on"
 STOPPED = "stopped by an operator"
@@ -34,6 +34,31 @@ def nobody_follows(federation: str, *, resume: bool = False) -> None:
     """Do nothing: no coordinator runs, and one that starts later finds the change in the database."""
 
 
+def federation_of(store: Store, federation: str) -> FederationRecord:
+    """One federation.
+
+    Raises:
+        NotFoundError: there is none of that id.
+    """
+    try:
+        return store.federation(federation)
+    except StoreError as error:
+        there = ", ".join(record.id for record in store.federations()) or "none"
+        raise NotFoundError(f"there is no federation {federation[:80]!r}; there are: {there}") from error
+
+
+def device_of(store: Store, device: str) -> DeviceRecord:
+    """One device, whatever its state.
+
+    Raises:
+        NotFoundError: there is none of that id.
+    """
+    found = store.device(device)
+    if found is None:
+        raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
+    return found
+
+
 class Steering:
     """Changes federations and devices on behalf of an operator.
 
@@ -45,11 +70,7 @@ class Steering:
     """
 
     def __init__(
-        self,
-        store: Store,
-        events: EventLog,
-        follow: Follow = nobody_follows,
-        clock: Callable[[], float] = time.time,
+        self, store: Store, events: EventLog, follow: Follow = nobody_follows, clock: Callable[[], float] = time.time
     ) -> None:
         self._store = store
         self._events = events
@@ -62,7 +83,7 @@ class Steering:
         Raises:
             SteeringError: it was started already.
         """
-        record = self._federation(federation)
+        record = federation_of(self._store, federation)
         if record.status is not FederationStatus.CREATED:
             raise SteeringError(f"{federation} was started already; it is {record.status.value}")
         return self._change(record, FederationStatus.RUNNING)
@@ -73,7 +94,7 @@ class Steering:
         Raises:
             SteeringError: it is not running.
         """
-        record = self._federation(federation)
+        record = federation_of(self._store, federation)
         if record.status is FederationStatus.HELD:
             return record
         self._require_life(record)
@@ -85,7 +106,7 @@ class Steering:
         Raises:
             SteeringError: it is not running.
         """
-        record = self._federation(federation)
+        record = federation_of(self._store, federation)
         self._require_life(record)
         self._store.resume(federation)
         return self._change(record, FederationStatus.RUNNING, resume=True)
@@ -96,7 +117,7 @@ class Steering:
         Raises:
             SteeringError: it was never started.
         """
-        record = self._federation(federation)
+        record = federation_of(self._store, federation)
         if record.status is FederationStatus.STOPPED:
             return record
         self._require_life(record)
@@ -108,7 +129,7 @@ class Steering:
         Raises:
             SteeringError: a field or a value that can't be; names all of them.
         """
-        record = self._federation(federation)
+        record = federation_of(self._store, federation)
         policy = _changed(record, changes)
         state = self._store.round_state(federation)
         least = state.round if state.phase in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED) else state.round - 1
@@ -126,7 +147,7 @@ class Steering:
         Raises:
             SteeringError: fewer than one, or it was never started.
         """
-        record = self._federation(federation)
+        record = federation_of(self._store, federation)
         if rounds < 1:
             raise SteeringError(f"rounds = {rounds}: add at least 1")
         if record.status is not FederationStatus.STOPPED:
@@ -152,13 +173,6 @@ class Steering:
         """
         return self._device(device, None, "")
 
-    def _federation(self, federation: str) -> FederationRecord:
-        try:
-            return self._store.federation(federation)
-        except StoreError as error:
-            there = ", ".join(record.id for record in self._store.federations()) or "none"
-            raise NotFoundError(f"there is no federation {federation!r}; there are: {there}") from error
-
     def _require_life(self, record: FederationRecord) -> None:
         if record.status is FederationStatus.CREATED:
             raise SteeringError(f"{record.id} was not started yet; `fedcg federation start {record.id}` does")
@@ -179,21 +193,29 @@ class Steering:
         return self._store.federation(federation)
 
     def _device(self, device: str, at: float | None, reason: str) -> DeviceRecord:
-        known = self._store.device(device)
-        if known is None or known.state is not DeviceState.ENROLLED:
-            raise NotFoundError(f"there is no enrolled device {device!r}; `fedcg device list` has all")
+        known = device_of(self._store, device)
+        if known.state is not DeviceState.ENROLLED:
+            raise NotFoundError(f"{device} is not enrolled; it is {known.state.value}")
         if (known.disabled_at is None) != (at is None):
             self._store.disable(device, at, reason)
             name = "device_enabled" if at is None else "device_disabled"
             self._events.write(name, client=device, reason=reason)
             for record in self._store.federations():
                 self._follow(record.id)
-        return self._store.device(device) or known
+        return device_of(self._store, device)
 
 
 def _changed(record: FederationRecord, changes: Mapping[str, Any]) -> RoundPolicy:
-    """The policy of a federation with other values, checked."""
+    """The policy of a federation with other values, checked as a plan with them would be."""
+    fixed = [name for name in changes if name in FederationPlan.model_fields and name not in RoundPolicy.model_fields]
+    problems = [
+        f"{name}: is fixed when a federation is opened; `fedcg federation continue` opens one" for name in fixed
+    ]
+    wanted = {name: value for name, value in changes.items() if name not in fixed}
     try:
-        return RoundPolicy.model_validate({**record.operator_policy.model_dump(), **changes})
+        policy = RoundPolicy.model_validate({**record.operator_policy.model_dump(), **wanted})
     except ValidationError as error:
-        raise SteeringError(listed(f"policy of {record.id}", problems_of(RoundPolicy, error))) from error
+        problems += [line.removeprefix("(file): ") for line in problems_of(RoundPolicy, error)]
+    if problems:
+        raise SteeringError(listed(f"policy of {record.id}", problems))
+    return policy

@@ -146,6 +146,8 @@ class FederationSpec(_Frozen):
 class RoundPolicy(_Frozen):
     """How an operator wants the rounds of a federation to go; can be changed while it runs."""
 
+    model_config = ConfigDict(allow_inf_nan=False)  # it is stored as JSON, which has neither
+
     rounds: Annotated[_Rounds, Field(description="rounds until the federation is over")]
     min_clients: Annotated[int, Field(ge=1, description="a round opens and closes with at least so many")] = 3
     min_cohort: Annotated[int, Field(ge=1, description="no aggregate of fewer clients is ever published")] = (

@@ -89,14 +89,19 @@ def backed_up(home: Home, words: tuple[object, ...]) -> Path:
     return file
 
 
+def restored(file: Path, root: Path, *words: object) -> Home:
+    """The coordinator that a backup makes in a directory."""
+    code, output = call("coordinator", "restore", file, "--dir", root, *words)
+    assert code == 0, output
+    return Home(root)
+
+
 def test_a_restored_coordinator_has_everything_and_a_higher_epoch(
     home: Home, tmp_path: Path, words: tuple[object, ...]
 ) -> None:
     file = backed_up(home, words)
     assert home.secret() not in file.read_bytes()
-    new = Home(tmp_path / "new")
-    code, output = call("coordinator", "restore", file, "--dir", new.root, *words)
-    assert code == 0, output
+    new = restored(file, tmp_path / "new", *words)
     assert content(new) == content(home)
     assert epoch(new) > epoch(home) + 1000
     assert set(ArtifactStore(new.artifacts).ids()) == set(ArtifactStore(home.artifacts).ids())
@@ -111,11 +116,9 @@ def test_a_backup_of_sqlite_and_a_directory_is_restored_to_postgresql_and_s3_and
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
     file = backed_up(home, words)
     database = postgres.make_database().set(password=None).render_as_string()
-    elsewhere, back = Home(tmp_path / "elsewhere"), Home(tmp_path / "back")
     with running_moto(monkeypatch) as moto:
         places = ("--database", database, "--artifacts", moto.url)
-        code, output = call("coordinator", "restore", file, "--dir", elsewhere.root, *places, *words)
-        assert code == 0, output
+        elsewhere = restored(file, tmp_path / "elsewhere", *places, *words)
         assert content(elsewhere) == content(home)
         assert moto.objects() == set(ArtifactStore(home.artifacts).ids())
         code, output = call("coordinator", "restore", file, "--dir", tmp_path / "x", *places, *words)
@@ -123,7 +126,7 @@ def test_a_backup_of_sqlite_and_a_directory_is_restored_to_postgresql_and_s3_and
         second = tmp_path / "second"
         assert call("coordinator", "backup", "--dir", elsewhere.root, second, *words)[0] == 0
         places = ("--database", "sqlite", "--artifacts", "directory")
-        assert call("coordinator", "restore", second, "--dir", back.root, *places, *words)[0] == 0
+        back = restored(second, tmp_path / "back", *places, *words)
     assert content(back) == content(home)
     assert set(ArtifactStore(back.artifacts).ids()) == set(ArtifactStore(home.artifacts).ids())
     assert epoch(back) > epoch(elsewhere)
@@ -172,14 +175,10 @@ def test_what_is_there_already_is_not_overwritten(home: Home, words: tuple[objec
 
 def test_a_short_passphrase_and_a_missing_file_are_bad_input(home: Home, tmp_path: Path) -> None:
     (tmp_path / "short").write_text("1234567")
-    code, output = call(
-        "coordinator", "backup", "--dir", home.root, tmp_path / "b", "--passphrase-file", tmp_path / "short"
-    )
-    assert (code, "at least 8" in output) == (2, True)
-    code, output = call(
-        "coordinator", "backup", "--dir", home.root, tmp_path / "b", "--passphrase-file", tmp_path / "none"
-    )
-    assert (code, "can't be read" in output) == (2, True)
+    for name, why in (("short", "at least 8"), ("none", "can't be read")):
+        words = ("--passphrase-file", tmp_path / name)
+        code, output = call("coordinator", "backup", "--dir", home.root, tmp_path / "b", *words)
+        assert (code, why in output) == (2, True)
     assert not (tmp_path / "b").exists()
 
 
@@ -197,8 +196,7 @@ def test_a_backup_is_a_snapshot_while_the_coordinator_writes(
         cluster: Cluster = request.getfixturevalue("postgres")
         monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
         database = cluster.make_database().set(password=None).render_as_string()
-        file, home = backed_up(home, words), Home(tmp_path / "shared" / "home")
-        assert call("coordinator", "restore", file, "--dir", home.root, "--database", database, *words)[0] == 0
+        home = restored(backed_up(home, words), tmp_path / "shared" / "home", "--database", database, *words)
     before = content(home)
     added = backup._add
 
@@ -212,10 +210,7 @@ def test_a_backup_is_a_snapshot_while_the_coordinator_writes(
     monkeypatch.setattr(backup, "_add", add)
     file = backed_up(home, words)
     assert content(home) != before
-    new = Home(tmp_path / "new")
-    code, output = call("coordinator", "restore", file, "--dir", new.root, "--database", "sqlite", *words)
-    assert code == 0, output
-    assert content(new) == before
+    assert content(restored(file, tmp_path / "new", "--database", "sqlite", *words)) == before
 
 
 def test_a_backup_into_a_folder_that_is_not_there_ends_with_a_sentence(home: Home, words: tuple[object, ...]) -> None:

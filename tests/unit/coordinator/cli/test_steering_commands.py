@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli.opening import create_home
-from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.paths import Home
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg
-from tests.support.coordinator.homes import add_federation
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.waiting import free_port, wait_until
 
@@ -31,18 +28,6 @@ width = 28
 mean = [0.5]
 std = [0.5]
 """
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    config = CoordinatorConfig(
-        broker=BrokerSettings(port=free_port()),
-        api=ApiSettings(port=free_port()),
-        enrolment=EnrolmentSettings(port=free_port()),
-    )
-    made = create_home(tmp_path / "home", config)
-    add_federation(made, FEDERATION, ["a", "b"])
-    return made
 
 
 @pytest.fixture
@@ -79,6 +64,7 @@ def steered(home: Home) -> list[Any]:
         ask(home, "federation", "show")["reason"],
         ask(home, "federation", "resume")["status"],
         ask(home, "federation", "set", FEDERATION, "rounds=40", "max_clients=2", "deadline_s=90.5")["policy"]["rounds"],
+        ask(home, "federation", "set", FEDERATION, "late=next")["policy"]["late"],
         ask(home, "federation", "set", FEDERATION, "max_clients=none")["policy"]["max_clients"],
         ask(home, "federation", "extend", "--rounds", "2")["rounds"],
         ask(home, "device", "disable", "a", "--reason", "maintenance")["disabled_because"],
@@ -96,6 +82,7 @@ OUTCOME = [
     "the line is rebuilt",
     "running",
     40,
+    "next",
     None,
     42,
     "maintenance",
@@ -159,6 +146,24 @@ def test_status_names_open_problems_and_check_makes_them_an_exit_code(coordinato
     assert "link lost" in {problem["kind"] for problem in status["problems"]}  # no broker runs
     assert all(problem["remedy"] for problem in status["problems"])
     assert run_fedcg("coordinator", "status", "--dir", coordinator.root).exit_code == 0
+
+
+def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with_field_and_hint(home: Home) -> None:
+    words = ("rounds=0", "fractoin=0.5", "late=never", "min_clients=two", "classes=x", "deadline_s=inf")
+    code, error = failure("federation", "set", FEDERATION, *words, "--dir", home.root)
+    assert code == 2
+    for line in (
+        "policy of tiny: 6 problems",
+        "rounds: must be greater than or equal to 1 (rounds until the federation is over)",
+        "fractoin: there is no such setting (did you mean `fraction`?)",
+        "late: must be 'drop' or 'next'",
+        "min_clients: must be a valid integer",
+        "deadline_s: must be a finite number",
+        "classes: is fixed when a federation is opened; `fedcg federation continue` opens one",
+    ):
+        assert line in error["message"], error
+    code, error = failure("federation", "set", FEDERATION, "min_clients=2", "min_cohort=3", "--dir", home.root)
+    assert (code, "min_clients = 2 is below min_cohort = 3" in error["message"]) == (2, True)
 
 
 def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,10 +152,7 @@ def test_a_pretender_hears_the_secret_where_nobody_checks_it(desk: Desk, tmp_pat
     """The tests above would notice: with a certificate of the true authority the request does arrive."""
     own = issue(desk.home.pki, "enrolment", server=True)
     token = desk.token("line-4")
-    with (
-        Pretender(desk.authority.read_bytes(), own) as true,
-        pytest.raises(EnrolError, match="not of this protocol"),
-    ):
+    with Pretender(desk.authority.read_bytes(), own) as true, pytest.raises(EnrolError, match="not of this protocol"):
         enrol(token, tmp_path / "box", url=true.url)
     sent = json_of(bytes(true.heard))
     assert sent["secret"] == token.secret.hex()

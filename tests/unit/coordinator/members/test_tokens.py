@@ -10,13 +10,7 @@ import pytest
 
 from coordinator.broker.access_lists import refresh_access
 from coordinator.cli.opening import create_home
-from coordinator.config import (
-    EVERY_ADDRESS,
-    BrokerSettings,
-    CoordinatorConfig,
-    EnrolmentSettings,
-    load_config,
-)
+from coordinator.config import EVERY_ADDRESS, BrokerSettings, CoordinatorConfig, EnrolmentSettings, load_config
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.rounds.records import DeviceState, TokenState

@@ -18,7 +18,6 @@ from coordinator.facts.known import Known
 from coordinator.facts.problems import Problem
 from coordinator.members.api_tokens import Role
 from coordinator.page.webhook import ProblemWatch, watching
-from coordinator.paths import Home
 from coordinator.rounds.records import ParticipantState
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations
@@ -180,20 +179,17 @@ def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: Serv
 
 
 def test_watch_follows_a_running_coordinator_until_the_federation_is_over(page: ServedPage) -> None:
-    world = page.made.world
-    config = world.root / "coordinator.toml"
-    config.write_text(config.read_text().replace("port = 8440", f"port = {page.port}"))
+    url, own = f"http://127.0.0.1:{page.port}", {"FEDCG_API_TOKEN": page.token(Role.VIEWER)}
     found: list[str] = []
 
     def watch() -> None:
-        found.append(run_fedcg("federation", "watch", "--dir", world.root, "--json").stdout)
+        found.append(run_fedcg("federation", "watch", "--url", url, "--json", environment=own).stdout)
 
     watcher = threading.Thread(target=watch, daemon=True)
-    with Home(world.root).locked():  # as a running coordinator does
-        watcher.start()
-        for device in page.made.devices["tiny"]:
-            device.start()
-        watcher.join(60)
+    watcher.start()
+    for device in page.made.devices["tiny"]:
+        device.start()
+    watcher.join(60)
     assert found, "the command did not end with the federation"
     lines = [json.loads(line)["data"] for line in found[0].splitlines()]
     assert all(line["is_served"] for line in lines)
