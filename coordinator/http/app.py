@@ -17,6 +17,7 @@ import anyio.to_thread
 from cryptography.fernet import Fernet
 from fastapi import FastAPI
 
+from coordinator.facts.events import EventFeed
 from coordinator.http import facts_api, operator_api, steering_api
 from coordinator.http.access import Access
 from coordinator.http.changes import Changes
@@ -104,6 +105,7 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: 
     state.coordinator = coordinator
     state.home = home
     state.access = Access(ApiTokens(store.api), secret)
+    state.events = facts_api.EventStream(EventFeed(home.events_file))
     state.operations = Operations(home, store, coordinator.events, follow or coordinator.follow)
     state.waiting = anyio.CapacityLimiter(
         1

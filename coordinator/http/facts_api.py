@@ -10,10 +10,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
-from starlette.datastructures import State
 
 from coordinator.facts.current_round import CurrentRound, current_round
-from coordinator.facts.events import EventFeed, Position
+from coordinator.facts.events import READ_BYTES, EventFeed, Position
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
 from coordinator.facts.problems import Problem, open_problems
@@ -54,35 +53,57 @@ def metrics(known: Now) -> Response:
     return Response(metrics_text(known), media_type=CONTENT_TYPE)
 
 
+class EventStream:
+    """The event log as Server-Sent Events. Readers at one place of the log get the same bytes, which are made once.
+
+    Args:
+        feed: reads the log.
+
+    Attributes:
+        watchers: readers there are now.
+    """
+
+    def __init__(self, feed: EventFeed) -> None:
+        self._feed = feed
+        self._last: tuple[Position, bytes, Position] | None = None
+        self.watchers = 0
+
+    def after(self, position: Position) -> tuple[bytes, Position]:
+        """The events after a position, empty where there are none, and where to go on."""
+        if self._last is None or self._last[0] != position:
+            found, following = self._feed.read(position)
+            lines = (format_sse_event(data_str=json.dumps(event), event="log", id=str(at)) for at, event in found)
+            if following == position:
+                return b"", position
+            self._last = (position, b"".join(lines), following)
+        return self._last[1:]
+
+    async def follow(self, position: Position | None) -> AsyncIterator[bytes]:
+        """The events after a position, or from now on, as they come, for as long as the reader stays."""
+        position = position or self._feed.end()
+        self.watchers += 1
+        sent_at = time.monotonic()
+        try:
+            yield format_sse_event(comment="events from here on", id=str(position), retry=RETRY_MS)
+            while True:
+                text, position = self.after(position)
+                if not text and time.monotonic() - sent_at >= KEEP_ALIVE_S:
+                    text = KEEPALIVE_COMMENT
+                if text:
+                    yield text
+                    sent_at = time.monotonic()
+                if len(text) < READ_BYTES:  # all readers at one moment, so that they are at one place
+                    await asyncio.sleep(LOOK_EVERY_S - time.monotonic() % LOOK_EVERY_S)
+        finally:
+            self.watchers -= 1
+
+
 @router.get("/api/v1/events/stream", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
-async def event_stream(
-    request: Request, known: Now, last_event_id: Annotated[str, Header(max_length=64)] = ""
-) -> Response:
+async def event_stream(request: Request, last_event_id: Annotated[str, Header(max_length=64)] = "") -> Response:
     """The event log from now on, or from `Last-Event-ID` on: each event as it is written, with its position as id."""
-    state, feed = request.app.state, EventFeed(known.events_file)
-    if getattr(state, "watchers", 0) >= MAX_WATCHERS:
+    stream: EventStream = request.app.state.events
+    if stream.watchers >= MAX_WATCHERS:
         raise ProblemError(
             503, f"{MAX_WATCHERS} event streams are open; close one first", headers={"Retry-After": "10"}
         )
-    return EventSourceResponse(_followed(feed, Position.parse(last_event_id) or feed.end(), state))
-
-
-async def _followed(feed: EventFeed, position: Position, state: State) -> AsyncIterator[bytes]:
-    """The events after a position as they come, for as long as the reader stays."""
-    state.watchers = getattr(state, "watchers", 0) + 1
-    sent_at = time.monotonic()
-    try:
-        yield format_sse_event(comment="events from here on", id=str(position), retry=RETRY_MS)
-        while True:
-            found, position = feed.read(position)
-            if found:
-                lines = (format_sse_event(data_str=json.dumps(event), event="log", id=str(at)) for at, event in found)
-                yield b"".join(lines)
-                sent_at = time.monotonic()
-            else:
-                await asyncio.sleep(LOOK_EVERY_S)
-                if time.monotonic() - sent_at >= KEEP_ALIVE_S:
-                    yield KEEPALIVE_COMMENT
-                    sent_at = time.monotonic()
-    finally:
-        state.watchers -= 1
+    return EventSourceResponse(stream.follow(Position.parse(last_event_id)))

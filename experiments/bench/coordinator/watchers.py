@@ -32,10 +32,9 @@ class Watcher:
     """
 
     def __init__(self, port: int, token: str, page: str) -> None:
-        self._port = port
         self._headers = {"Authorization": f"Bearer {token}"}
         self._page = page
-        self._stream = http.client.HTTPConnection(LOOPBACK, port, timeout=TIMEOUT_S)
+        self._stream, self._pages = (http.client.HTTPConnection(LOOPBACK, port, timeout=TIMEOUT_S) for _ in range(2))
         self._is_closed = False
         self._is_open = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -67,16 +66,14 @@ class Watcher:
             if line.startswith(b"data: ") and time.monotonic() - loaded_at >= REFRESH_S:
                 loaded_at = time.monotonic()
                 self._load()
-        answer.close()
-        self._stream.close()
+        for link in (answer, self._stream, self._pages):
+            link.close()
 
     def _load(self) -> None:
-        link = http.client.HTTPConnection(LOOPBACK, self._port, timeout=TIMEOUT_S)
-        link.request("GET", self._page, headers=self._headers | {"HX-Request": "true"})
-        answer = link.getresponse()
+        self._pages.request("GET", self._page, headers=self._headers | {"HX-Request": "true"})
+        answer = self._pages.getresponse()
         answer.read()
         self.pages += answer.status == http.HTTPStatus.OK
-        link.close()
 
 
 def run_watchers(port: int, token: str, page: str, pipe: Any) -> None:
