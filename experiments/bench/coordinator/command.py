@@ -39,9 +39,10 @@ def coordinator_command(
     from experiments.record import bench_record
     from fedcg.files import READABLE, replace_durably
 
-    if watchers and rounds < 2:
+    if watchers and rounds < 3:
         raise typer.BadParameter(
-            "in the first round of a turn the watchers come: give 2 or more", param_hint="--rounds"
+            "watchers come in the first round of a turn, and no offer follows the last one: give 3 or more with --watchers",
+            param_hint="--rounds",
         )
 
     def announce(text: str) -> None:
@@ -60,7 +61,11 @@ def coordinator_command(
         run = asyncio.run(run_rounds(home, setting, announce))
         with closing(Store.of(home)) as store:
             found = rounds_of(store, run, setting)
-    record |= {"updates": run.updates(), "growth_mb_per_round": growth_mb(found), "rounds": as_record(found)}
+    record |= {
+        "updates": run.updates(),
+        "growth_mb_per_round": None if watchers else growth_mb(found),
+        "rounds": as_record(found),
+    }
     if watchers:
         record["watching"] = {"pages": run.pages, "events": run.events, **cost_of_watchers(found, rounds)}
     if out is not None:

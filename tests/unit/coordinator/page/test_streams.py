@@ -14,8 +14,10 @@ from typing import ClassVar
 
 import pytest
 
+from coordinator.facts.events import Event, EventFeed, Position
 from coordinator.facts.known import Known
 from coordinator.facts.problems import Problem
+from coordinator.http.facts_api import EventStream
 from coordinator.members.api_tokens import Role
 from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
@@ -85,6 +87,32 @@ def test_a_stream_goes_on_from_the_last_event_that_its_reader_has(page: ServedPa
         fresh.first_id()
         page.made.steering.pause("tiny")
         assert fresh.until("steered")[-1] == "steered"
+
+
+def test_readers_at_one_place_of_the_log_get_the_same_bytes_which_are_made_once(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    log.write_text('{"event": "one"}\n')
+    reads: list[Position] = []
+
+    class CountedFeed(EventFeed):
+        def read(self, position: Position) -> tuple[list[tuple[Position, Event]], Position]:
+            reads.append(position)
+            return super().read(position)
+
+    stream, start = EventStream(CountedFeed(log)), EventFeed(log).end()
+    assert stream.after(start) == (b"", start)
+    with log.open("a") as more:
+        more.write('{"event": "two"}\n')
+    text, following = stream.after(start)
+    with log.open("a") as more:
+        more.write('{"event": "three"}\n')
+    reads.clear()
+    assert all(stream.after(start) == (text, following) for _ in range(50))
+    assert not reads
+    assert b'"two"' in text
+    assert b'"three"' not in text
+    assert b'"three"' in stream.after(following)[0]
+    assert stream.after(Position(start.inode, 0))[0].count(b"event: log") == 3
 
 
 def test_a_stream_needs_a_token(page: ServedPage) -> None:
