@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 from coordinator.storage.store import Store
@@ -59,12 +59,10 @@ def rounds_of(store: Store, run: Run, setting: Setting) -> list[Round]:
 
 def growth_mb(rounds: Sequence[Round]) -> float | None:
     """Resident memory per round, in 10^6 bytes: the slope of a straight line after `WARM` rounds; None for fewer than three points."""
-    points = [(each.round, sum(each.memory_mb)) for each in rounds[WARM:]]
-    if len(points) < 3:
+    later = rounds[WARM:]
+    if len(later) < 3:
         return None
-    middle, level = (sum(values) / len(points) for values in zip(*points, strict=True))
-    spread = sum((at - middle) ** 2 for at, _ in points)
-    return round(sum((at - middle) * (used - level) for at, used in points) / spread, 3)
+    return round(linear_regression([each.round for each in later], [sum(each.memory_mb) for each in later]).slope, 3)
 
 
 def cost_of_watchers(rounds: Sequence[Round], turn: int) -> dict[str, dict[str, Any]]:
@@ -92,6 +90,7 @@ def draw_memory(rounds: Sequence[Round], path: Path, title: str) -> None:
     """Draw resident memory over rounds, of the coordinator's process and of its worker, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -102,7 +101,7 @@ def draw_memory(rounds: Sequence[Round], path: Path, title: str) -> None:
     panel.set_ylim(bottom=0)
     panel.set_xlabel("round")
     panel.set_ylabel("resident memory, MB")
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.grid(alpha=0.3)
     panel.legend()
     figure.suptitle(title)
