@@ -6,6 +6,7 @@ function of the stored updates, the spec and the coordinator's secret, so the ne
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -71,6 +72,8 @@ def worker_main(connection: Connection, settings: WorkerSettings) -> None:
     public = public_images(settings.public_data, settings.public_images)
     for request in requests_of(connection):
         if isinstance(request, Job):
+            runner = None
+            gc.collect()  # aggregators are in cycles of references: else the tensors of many ended jobs would stay
             runner = JobRunner(request, settings, device, connection.send, public)
         elif runner is not None:
             runner.serve(request)

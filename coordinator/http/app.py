@@ -109,6 +109,7 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: 
     state.coordinator = coordinator
     state.home = home
     state.access = Access(ApiTokens(store.api), secret)
+    state.events = facts_api.EventStream(home.events_file)
     state.operations = Operations(home, store, coordinator.events, follow or coordinator.follow)
     state.waiting = anyio.CapacityLimiter(
         1

@@ -11,10 +11,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
-from starlette.datastructures import State
 
 from coordinator.facts.current_round import CurrentRound, current_round
-from coordinator.facts.events import in_words, read_on, start_of
+from coordinator.facts.events import ON_BYTES, in_words, read_on, start_of
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
 from coordinator.facts.problems import Problem, open_problems
@@ -55,38 +54,59 @@ def metrics(known: Now) -> Response:
     return Response(metrics_text(known), media_type=CONTENT_TYPE)
 
 
+class EventStream:
+    """The event log as Server-Sent Events. Readers at one place of the log get the same bytes, which are made once.
+
+    Args:
+        path: of the log.
+
+    Attributes:
+        watchers: readers there are now.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last: tuple[str, bytes, str] | None = None
+        self.watchers = 0
+
+    def after(self, cursor: str) -> tuple[bytes, str]:
+        """The events after a cursor with their sentences, empty where there are none, and where to go on."""
+        if self._last is None or self._last[0] != cursor:
+            page = read_on(self._path, cursor)
+            if page.newer in (None, cursor):
+                return b"", cursor
+            events = (
+                format_sse_event(data_str=json.dumps(in_words(event)), event="log", id=at) for at, event in page.lines
+            )
+            self._last = (cursor, b"".join(events), page.newer or cursor)
+        return self._last[1:]
+
+    async def follow(self, last_event_id: str) -> AsyncIterator[bytes]:
+        """The events after the one with this id, or from now on, as they come, for as long as the reader stays."""
+        cursor = start_of(self._path, last_event_id)
+        self.watchers += 1
+        sent_at = time.monotonic()
+        try:
+            yield format_sse_event(comment="events from here on", id=cursor or None, retry=RETRY_MS)
+            while True:
+                text, cursor = self.after(cursor)
+                if not text and time.monotonic() - sent_at >= KEEP_ALIVE_S:
+                    text = KEEPALIVE_COMMENT
+                if text:
+                    yield text
+                    sent_at = time.monotonic()
+                if len(text) < ON_BYTES:  # all readers at one moment, so that they are at one place
+                    await asyncio.sleep(LOOK_EVERY_S - time.monotonic() % LOOK_EVERY_S)
+        finally:
+            self.watchers -= 1
+
+
 @router.get("/api/v1/events/stream", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
-async def event_stream(
-    request: Request, known: Now, last_event_id: Annotated[str, Header(max_length=64)] = ""
-) -> Response:
+async def event_stream(request: Request, last_event_id: Annotated[str, Header(max_length=64)] = "") -> Response:
     """The event log from now on, or from `Last-Event-ID` on: each event as it is written, with its position as id."""
-    state, path = request.app.state, known.events_file
-    if getattr(state, "watchers", 0) >= MAX_WATCHERS:
+    stream: EventStream = request.app.state.events
+    if stream.watchers >= MAX_WATCHERS:
         raise ProblemError(
             503, f"{MAX_WATCHERS} event streams are open; close one first", headers={"Retry-After": "10"}
         )
-    return EventSourceResponse(_followed(path, start_of(path, last_event_id), state))
-
-
-async def _followed(path: Path, cursor: str, state: State) -> AsyncIterator[bytes]:
-    """The events after a cursor as they come, for as long as the reader stays."""
-    state.watchers = getattr(state, "watchers", 0) + 1
-    sent_at = time.monotonic()
-    try:
-        yield format_sse_event(comment="events from here on", id=cursor or None, retry=RETRY_MS)
-        while True:
-            page = read_on(path, cursor)
-            cursor = page.newer or cursor
-            if page.lines:
-                yield b"".join(
-                    format_sse_event(data_str=json.dumps(in_words(event)), event="log", id=at)
-                    for at, event in page.lines
-                )
-                sent_at = time.monotonic()
-            else:
-                await asyncio.sleep(LOOK_EVERY_S)
-                if time.monotonic() - sent_at >= KEEP_ALIVE_S:
-                    yield KEEPALIVE_COMMENT
-                    sent_at = time.monotonic()
-    finally:
-        state.watchers -= 1
+    return EventSourceResponse(stream.follow(last_event_id))

@@ -49,7 +49,9 @@ def now(federation: str, view: Asked) -> Response:
     """A federation now."""
     facts = view.facts(current_round, federation)
     recent = view.facts(_recent_events, federation)
-    return view.render("now.html", federation=federation, facts=facts, recent=recent, shown=SHOWN_CLIENTS)
+    return view.render(
+        "now.html", federation=federation, is_same_for_all=True, facts=facts, recent=recent, shown=SHOWN_CLIENTS
+    )
 
 
 @router.get("/f/{federation}/worth")

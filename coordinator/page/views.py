@@ -86,29 +86,43 @@ class View:
         recent: Recent = self.request.app.state.recent
         recent.clear()
 
-    def render(self, template: str, *, federation: str | None = None, status: int = 200, **values: Any) -> HTMLResponse:
+    def render(
+        self,
+        template: str,
+        *,
+        federation: str | None = None,
+        status: int = 200,
+        is_same_for_all: bool = False,
+        **values: Any,
+    ) -> HTMLResponse:
         """A page.
 
         Args:
             template: its name.
             federation: the one that the page is about, for the navigation.
             status: of the answer.
+            is_same_for_all: its live part has no form and nothing about who asks. A refresh then gets that part alone, made
+                at most once a second however many watch.
             values: for the template.
         """
         federations = self.facts(_federations)
         path = self.request.url.path
-        chosen = federation or (federations[0][0] if federations else None)
+        url = path + (f"?{self.request.url.query}" if self.request.url.query else "")
         values |= {
-            "view": self,
             "federations": federations,
-            "federation": chosen,
+            "federation": federation or (federations[0][0] if federations else None),
             "problem_count": len(self.facts(open_problems)),
-            "url": path + (f"?{self.request.url.query}" if self.request.url.query else ""),
+            "url": url,
             "path": path,
-            "form_token": access_of(self.request).form_token(self.request),
             "now": self.known.now,
+            "is_part": is_same_for_all and "HX-Request" in self.request.headers,
         }
-        return HTMLResponse(_environment().get_template(template).render(values), status)
+        page = _environment().get_template(template)
+        if values["is_part"]:
+            recent: Recent = self.request.app.state.recent
+            return HTMLResponse(recent.get(("part", template, url), lambda: page.render(values)), status)
+        form_token = access_of(self.request).form_token(self.request)
+        return HTMLResponse(page.render(values, view=self, form_token=form_token), status)
 
 
 def _federations(known: Known) -> list[tuple[str, str]]:

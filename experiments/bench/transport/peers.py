@@ -1,4 +1,4 @@
-"""Devices that do not train and a worker that does not learn, for `fedcg bench transport`; the coordinator is the real one.
+"""Devices that do not train, for `fedcg bench transport` and `fedcg bench coordinator`; the coordinator is the real one. Torch-free.
 
 Everything that a transfer costs is the product's own: envelopes, sessions, chunk frames, journal, sha256, fsync, receipts.
 """
@@ -25,6 +25,8 @@ from fedcg.wire.messages.messages import (
     Manifest,
     Need,
     Offer,
+    Outcome,
+    Receipt,
     Welcome,
 )
 from fedcg.wire.messages.ordering import Session, session_id
@@ -40,8 +42,8 @@ from fedcg.wire.transport.transport import Delivery
 from fedcg.wire.versions import SPOKEN
 
 HELLO_AGAIN_S = 0.5
-TICK_S = 0.25
-MakeUpdate = Callable[[str, int, int, str], bytes]
+MANIFEST_AGAIN_S = 5.0
+MakeUpdate = Callable[[str, int, int, Path], bytes]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,10 @@ class BenchDevice:
         party: who it is.
         coordinator: the coordinator's public key.
         inbox: gets (this device, what the transport brought).
-        make_update: the update of (device, round, attempt, base).
+        make_update: the update of (device, round, attempt, file of the base, which is named by its sha256).
+
+    Attributes:
+        receipts: how each update ended, by round and attempt; None for one that has not ended.
     """
 
     def __init__(
@@ -94,10 +99,12 @@ class BenchDevice:
         self._nonce = ""
         self._hello_at = 0.0
         self._update: ChunkFile | None = None
+        self._manifest: Manifest | None = None
+        self._manifest_at = 0.0
+        self.receipts: dict[tuple[int, int], Outcome | None] = {}
         self._download: DurableReceiver | None = None
         self._offer: Offer | None = None
         self._invited: set[tuple[int, int]] = set()
-        self._trained: set[tuple[int, int]] = set()
         self._inbox = inbox
 
     def start(self) -> None:
@@ -129,6 +136,8 @@ class BenchDevice:
         """Repeat what was not answered, and request what is missing."""
         if self._session is None and self._nonce and now >= self._hello_at:
             self._hello(now)
+        if self._manifest is not None and now >= self._manifest_at:
+            self._announce(self._manifest, now)
         if self._download is None or self._session is None:
             return
         ranges = self._download.next_need(now)
@@ -152,6 +161,13 @@ class BenchDevice:
             self._invited.add((message.round, message.attempt))
             self._send(Accept(**self._addressed(message.round, message.attempt)))
             self._work()
+        elif (
+            isinstance(message, Receipt)
+            and self._manifest is not None
+            and message.artifact == self._manifest.artifact.id
+        ):
+            self.receipts[self._manifest.round, self._manifest.attempt] = message.outcome
+            self._manifest = None
         elif isinstance(message, Finished):
             self._offer = None
 
@@ -172,13 +188,20 @@ class BenchDevice:
         if offer is None or not self._store.has(offer.aggregate.id):
             return
         position = (offer.round, offer.attempt)
-        if position not in self._invited or position in self._trained:
+        if position not in self._invited or position in self.receipts:
             return
-        self._trained.add(position)
-        path = self._store.path(self._store.put(self._make_update(self.name, *position, offer.aggregate.id)))
+        self.receipts[position] = None
+        base = self._store.path(offer.aggregate.id)
+        path = self._store.path(self._store.put(self._make_update(self.name, *position, base)))
         ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, self._party.limits.chunk_bytes))
         self._update = ChunkFile(path, ref)
-        self._send(Manifest(**self._addressed(*position), artifact=ref))
+        self._manifest = Manifest(**self._addressed(*position), artifact=ref)
+        self._announce(self._manifest, time.monotonic())
+
+    def _announce(self, manifest: Manifest, now: float) -> None:
+        """Send a manifest, which is repeated until its receipt is here."""
+        self._manifest_at = now + MANIFEST_AGAIN_S
+        self._send(manifest)
 
     def _addressed(self, round_number: int = 0, attempt: int = 0) -> dict[str, Any]:
         return {
@@ -198,7 +221,10 @@ class BenchDevice:
 
 
 def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeUpdate, pipe: Any) -> None:
-    """A process of its own: sessions that take part in rounds until the other end of the pipe sends something."""
+    """A process of its own: sessions that take part in rounds until the other end of the pipe sends something.
+
+    Then it sends the receipts of each device.
+    """
     inbox: queue.SimpleQueue[tuple[BenchDevice, Delivery | bool]] = queue.SimpleQueue()
     devices = [BenchDevice(party, VerifyKey.from_hex(coordinator), inbox, make_update) for party in parties]
     for device in devices:
@@ -213,5 +239,6 @@ def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeU
             looked_at = now
             for device in devices:
                 device.look_after(now)
+    pipe.send({device.name: device.receipts for device in devices})
     for device in devices:
         device.close()

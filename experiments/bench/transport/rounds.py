@@ -143,10 +143,12 @@ def classifier_spec(federation: str, size: int, rounds: int) -> FederationSpec:
     )
 
 
-def _update(size: int, rounds: int, device: str, round_number: int, attempt: int, base: str) -> bytes:
+def _update(size: int, rounds: int, device: str, round_number: int, attempt: int, base: Path) -> bytes:
     spec, where = classifier_spec(FEDERATION, size, rounds), {"round": round_number, "attempt": attempt}
     report = Report(examples=10)
-    return packed(spec, f"{device} {round_number}", kind="update", client=device, base=base, report=report, **where)
+    return packed(
+        spec, f"{device} {round_number}", kind="update", client=device, base=base.name, report=report, **where
+    )
 
 
 def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
 import sys
+import weakref
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -126,6 +129,34 @@ def test_a_worker_that_keeps_dying_gives_its_job_up(tmp_path: Path, monkeypatch:
         worker.until(JobFailed)
     deaths = [event.deaths for event in worker.events if isinstance(event, WorkerDied)]
     assert deaths == list(range(1, MAX_DEATHS + 1))
+
+
+def test_a_job_that_is_over_is_gone_when_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _count_runners)
+    with driven(tmp_path) as worker:
+        for number in (1, 2, 3):
+            worker.worker.open(replace(JOB, round=number))
+            worker.until(Progressed)
+            (counted,) = (event for event in worker.events if isinstance(event, Progressed))
+            worker.events.clear()
+            assert (counted.round, counted.step) == (number, 1), "runners that are alive"
+
+
+def _count_runners(connection: Connection, settings: WorkerSettings) -> None:
+    """The worker, with runners that refer to themselves as an aggregator does, and no collection but its own."""
+    from coordinator.aggregation import worker
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class Runner:
+        def __init__(self, job: Job, _settings: object, _device: str, send: worker.Send, _public: object) -> None:
+            self.own = self
+            alive.add(self)
+            send(Progressed(os.getpid(), job.round, job.attempt, "teacher", len(alive), 1))
+
+    gc.disable()
+    worker.JobRunner = Runner  # type: ignore[assignment, misc]
+    worker.worker_main(connection, settings)
 
 
 def _die_at_once(*_: object) -> None:

@@ -155,6 +155,20 @@ def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> No
     assert "distil: step" not in text
 
 
+def test_a_refresh_of_now_is_its_live_part_made_once_for_all_who_watch(page: ServedPage) -> None:
+    viewer, operator = page.reader(Role.VIEWER), page.reader()
+    refresh = {"HX-Request": "true"}
+    parts = {reader.ask("GET", "/f/tiny", **refresh)[2] for reader in (viewer, operator) for _ in range(3)}
+    assert len(parts) == 1, "they differ, so each was made for one reader"
+    (part,) = parts
+    assert 'id="live"' in part
+    assert 'id="repairs-count"' in part
+    assert all(word not in part for word in ("<html", "<nav", "form_token"))
+    whole = viewer.get("/f/tiny")[1]
+    assert all(word in whole for word in ('id="live"', 'id="repairs-count"', "<nav", "form_token"))
+    assert Reader(page.port).ask("GET", "/f/tiny", **refresh)[0] == 401
+
+
 def test_presence_is_drawn_from_stored_changes_and_an_offline_device_has_no_health(page: ServedPage) -> None:
     start(page)
     reader = page.reader()

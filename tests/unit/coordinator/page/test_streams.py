@@ -14,8 +14,10 @@ from typing import ClassVar
 
 import pytest
 
+from coordinator.facts.events import OLDEST, LogPage, read_on, start_of
 from coordinator.facts.known import Known
 from coordinator.facts.problems import Problem
+from coordinator.http.facts_api import EventStream
 from coordinator.members.api_tokens import Role
 from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
@@ -90,6 +92,34 @@ def test_a_stream_goes_on_from_the_last_event_that_its_reader_has(page: ServedPa
         fresh.first_id()
         page.made.steering.pause("tiny")
         assert fresh.until("steered")[-1] == "steered"
+
+
+def test_readers_at_one_place_of_the_log_get_the_same_bytes_which_are_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "events.jsonl"
+    log.write_text('{"event": "one"}\n')
+    reads: list[str] = []
+
+    def counted(path: Path, cursor: str) -> LogPage:
+        reads.append(cursor)
+        return read_on(path, cursor)
+
+    monkeypatch.setattr("coordinator.http.facts_api.read_on", counted)
+    stream, start = EventStream(log), start_of(log, "")
+    assert stream.after(start) == (b"", start)
+    with log.open("a") as more:
+        more.write('{"event": "two"}\n')
+    text, following = stream.after(start)
+    with log.open("a") as more:
+        more.write('{"event": "three"}\n')
+    reads.clear()
+    assert all(stream.after(start) == (text, following) for _ in range(50))
+    assert not reads
+    assert b'"two"' in text
+    assert b'"three"' not in text
+    assert b'"three"' in stream.after(following)[0]
+    assert stream.after(OLDEST)[0].count(b"event: log") == 3
 
 
 def test_a_stream_needs_a_token(page: ServedPage) -> None:

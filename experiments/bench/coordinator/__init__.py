@@ -1,0 +1,1 @@
+"""Benchmark of a whole coordinator with many sessions, and of those who watch its page."""

@@ -1,0 +1,160 @@
+"""Rounds of a real coordinator and a real Mosquitto, both by their commands, with many sessions and turns of watchers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import psutil
+
+from coordinator.errors import BrokerError
+from coordinator.members.api_tokens import ApiTokens, Role
+from coordinator.paths import Home
+from coordinator.storage.store import Store
+from experiments.bench.coordinator.stage import set_up
+from experiments.bench.coordinator.watchers import run_watchers
+from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, expect, process_of
+from experiments.demo.event_follower import Follower, whole
+from experiments.demo.processes import POLL_S, Child, children, fedcg
+from fedcg.find_mosquitto import find_mosquitto
+from fedcg.wire.messages.messages import Outcome
+
+READY_S = 60.0
+OPENED, CLOSED = "attempt_opened", "aggregate_stored"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run: `rounds` without watchers, or so many turns of `rounds` without and `rounds` with them."""
+
+    sessions: int
+    rounds: int
+    watchers: int
+    turns: int
+
+    @property
+    def all_rounds(self) -> int:
+        """Rounds of the federation."""
+        return self.rounds * (2 * self.turns if self.watchers else 1)
+
+    def begins_turn(self, number: int) -> bool:
+        """Whether watchers may come or go in a round."""
+        return (number - 1) % self.rounds == 0
+
+    def watchers_in(self, number: int) -> int:
+        """Watchers of the turn that a round is in; turns without them come first."""
+        return self.watchers * ((number - 1) // self.rounds % 2)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The coordinator's processes at one moment.
+
+    Attributes:
+        memory_mb: resident memory of the process, and of its children (the aggregation worker), in 10^6 bytes.
+        processor_s: processor time of the process alone.
+    """
+
+    memory_mb: tuple[float, float]
+    processor_s: float
+
+
+@dataclass
+class Run:
+    """What was observed from outside while the rounds ran.
+
+    Attributes:
+        opened, closed: samples by round.
+        receipts: of all devices, by device and (round, attempt).
+        pages, events: that the watchers got.
+    """
+
+    opened: dict[int, Sample] = field(default_factory=dict)
+    closed: dict[int, Sample] = field(default_factory=dict)
+    receipts: dict[str, Mapping[tuple[int, int], Outcome | None]] = field(default_factory=dict)
+    pages: int = 0
+    events: int = 0
+
+    def updates(self) -> dict[str, int]:
+        """How many updates were sent, how each ended by its receipt, and how many have none."""
+        ends = [end for of_device in self.receipts.values() for end in of_device.values()]
+        named = {outcome.value: ends.count(outcome) for outcome in Outcome if outcome in ends}
+        return {"sent": len(ends), "accepted": 0, **named, "lost": ends.count(None)}
+
+
+async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], None]) -> Run:
+    """Set a federation up and run all its rounds.
+
+    Raises:
+        BrokerError: no Mosquitto here, or the rounds do not end.
+        ProcessError: the broker or the coordinator ended.
+    """
+    if find_mosquitto() is None:
+        raise BrokerError("the bench needs a Mosquitto on this machine: run `make setup-broker`")
+    run = Run()
+    async with children(home.root / "logs") as processes:
+        broker = await processes.start("broker", fedcg("broker", "run", "--dir", home.root), outlives_others=True)
+        await processes.line(broker, "ready", READY_S)
+        announce(f"setting up {setting.sessions} sessions ...")
+        stage = await asyncio.to_thread(set_up, home, setting.sessions, setting.all_rounds)
+        coordinator = await processes.start("coordinator", fedcg("coordinator", "run", "--dir", home.root))
+        await processes.line(coordinator, "coordinator of", READY_S)
+        with ExitStack() as stack:
+            crowd = stack.enter_context(process_of(_watchers(home)))
+            stack.callback(crowd.send, None)
+            devices = [stack.enter_context(process_of(share)) for share in stage.device_processes()]
+            async for event, number in _moments(Follower(home.events_file), coordinator):
+                sample = _sample(coordinator.process.pid)
+                (run.opened if event == OPENED else run.closed)[number] = sample
+                if event == OPENED and setting.begins_turn(number):
+                    _change(crowd, setting.watchers_in(number), run)
+                if event == CLOSED:
+                    announce(f"round {number}: {sum(sample.memory_mb):.0f} MB")
+            _change(crowd, 0, run)
+            for pipe in devices:
+                pipe.send("end")
+                run.receipts |= expect(pipe)
+    return run
+
+
+def _watchers(home: Home) -> Callable[..., None]:
+    with closing(Store.of(home)) as store:
+        token = ApiTokens(store.api).create("watcher", Role.VIEWER).text
+    return partial(run_watchers, home.config().api.port, token, f"/f/{FEDERATION}")
+
+
+async def _moments(follower: Follower, coordinator: Child) -> AsyncIterator[tuple[str, int]]:
+    """When a round opens and closes, as the event log has it, until the federation is finished."""
+    end = time.monotonic() + SECONDS_MAX
+    while time.monotonic() < end:
+        for event in follower.new():
+            name = str(event["event"])
+            if name in (OPENED, CLOSED):
+                end = time.monotonic() + SECONDS_MAX
+                yield name, whole(event, "round")
+            elif name == "attempt_failed":
+                raise BrokerError(f"round {whole(event, 'round')} failed: {event.get('reason')}")
+            elif name == "finished":
+                return
+        if not coordinator.is_running:
+            raise coordinator.ended_too_early()
+        await asyncio.sleep(POLL_S)
+    raise BrokerError(f"no round opened or closed within {SECONDS_MAX:.0f} s; see {coordinator.log}")
+
+
+def _sample(pid: int) -> Sample:
+    process = psutil.Process(pid)
+    own, used = process.memory_info().rss, process.cpu_times()
+    children_rss = sum(child.memory_info().rss for child in process.children(recursive=True))
+    return Sample((round(own / 1e6, 1), round(children_rss / 1e6, 1)), round(used.user + used.system, 2))
+
+
+def _change(crowd: Any, count: int, run: Run) -> None:
+    crowd.send(count)
+    pages, events = expect(crowd)
+    run.pages, run.events = run.pages + pages, run.events + events

@@ -1,0 +1,108 @@
+"""The stage of `fedcg bench coordinator`: a home with a federation of a real method, its devices, and a recorded update."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator.broker.access_lists import publish_access
+from coordinator.cli.opening import create_home
+from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.operations.create_federation import open_federation
+from coordinator.paths import Home
+from coordinator.pki.signing_keys import load_signing_identity
+from coordinator.storage.locks import changing_members
+from coordinator.storage.store import Store
+from experiments.bench.coordinator.replay import Replay
+from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, device_name
+from experiments.bench.transport.peers import Party, run_devices
+from experiments.demo.run_folder import LOOPBACK, free_ports
+from experiments.simulation.batch import RunSetting
+from fedcg.learning.spec import FederationSpec, plan_from_mapping
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.tensors import PartArrays
+from fedcg.wire.parts import DEFAULT_AGGREGATE_CODEC, DEFAULT_UPDATE_CODEC, Report
+from fedcg.wire.transfer.broker_presets import limits_for
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+
+SERVER_ITERATIONS = 20
+PROCESSES = 2
+"""Of devices."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A federation with its devices, before it is run."""
+
+    home: Home
+    devices: Path
+    names: tuple[str, ...]
+    replay: Replay
+
+    def device_processes(self) -> list[Any]:
+        """What each process of devices runs, as arguments of `process_of`."""
+        with contextlib.closing(Store.of(self.home)) as store:
+            coordinator = load_signing_identity(self.home, store).key.public.hex
+        parties = [self._party(name) for name in self.names]
+        shares = [tuple(parties[first::PROCESSES]) for first in range(min(PROCESSES, len(parties)))]
+        return [partial(run_devices, share, coordinator, self.replay.update) for share in shares]
+
+    def _party(self, name: str) -> Party:
+        broker, bundle, limits = self.home.config().broker, self.devices / name, limits_for()
+        tls = TlsFiles(*(bundle / "tls" / file for file in ("ca.pem", "device.pem", "device.key")))
+        mqtt = MqttConfig(broker.host, broker.port, name, tls=tls, protocol="5", in_flight=limits.in_flight)
+        return Party(mqtt, FEDERATION, bundle / "signing.key", bundle / "artifacts", limits)
+
+
+def new_home(root: Path) -> Home:
+    """The home of a coordinator on free ports of this machine."""
+    broker_port, api_port = free_ports(2)
+    config = CoordinatorConfig(broker=BrokerSettings(port=broker_port, host=LOOPBACK), api=ApiSettings(port=api_port))
+    return create_home(root / "home", config)
+
+
+def set_up(home: Home, sessions: int, rounds: int) -> Stage:
+    """Make the federation, the devices, and the update that they send, while the broker runs. Uses torch."""
+    run = RunSetting(
+        clients=1,
+        partition="iid",
+        images_per_client=200,
+        rounds=rounds,
+        generator="mlp_small",
+        codec=DEFAULT_UPDATE_CODEC,
+        aggregate_codec=DEFAULT_AGGREGATE_CODEC,
+        quick=True,
+        params={"server_iterations": SERVER_ITERATIONS},
+    )
+    quorum = {"min_clients": sessions, "min_cohort": 1, "deadline_s": SECONDS_MAX}
+    plan = plan_from_mapping({**run.plan(run.source()), "federation": FEDERATION, **quorum})
+    devices, names = home.root.parent / "devices", tuple(map(device_name, range(sessions)))
+    with contextlib.closing(Store.of(home)) as store, changing_members(home):
+        record = open_federation(home, store, plan)
+        enrol(home, store, names, devices, time.time())
+        publish_access(home)
+    spec = ArtifactStore(home.artifacts).get(record.spec)
+    return Stage(home, devices, names, Replay(spec, *_recorded(run, FederationSpec.parse(spec))))
+
+
+def _recorded(run: RunSetting, spec: FederationSpec) -> tuple[PartArrays, Report]:
+    """What the first local round of a client shares and reports."""
+    import torch
+
+    from experiments.data.client_datasets import build_cohort
+    from experiments.simulation.party_builder import party_of
+    from fedcg.learning.networks.initial_weights import initial_parts
+    from fedcg.learning.registry import get_method
+    from fedcg.learning.tensor_conversion import to_arrays
+
+    torch.set_num_threads(1)
+    party, method = party_of(run, spec, build_cohort(run.source(), spec.image, run.deal())), get_method(spec.method)
+    initial, ((name, dataset),) = initial_parts(spec, party.roots.cohort), party.datasets.items()
+    aggregate, state = method.init_server(spec, initial).aggregate, method.init_client(spec, initial)
+    result = method.local_round(state, dataset.train, aggregate, party.client_context(name, 1))
+    return to_arrays(result.shared.parts), result.report
