@@ -60,7 +60,7 @@ def test_single_settings_take_the_place_of_a_presets_own() -> None:
 
 @pytest.mark.broker
 @pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=[pytest.mark.slow] if name == "emqx" else []) for name in PRESETS]
+    "preset", [pytest.param(name, marks=[] if name == "aws-iot" else [pytest.mark.slow]) for name in PRESETS]
 )
 def test_a_round_goes_through_a_broker_limited_like_the_presets(
     tmp_path: Path, mosquitto: StartMosquitto, preset: PresetName

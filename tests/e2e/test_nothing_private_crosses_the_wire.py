@@ -19,7 +19,7 @@ from tests.support.plant import as_artifact
 from tests.support.stack import Stack, wait_for
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.broker, pytest.mark.timeout(280)]
 THIEF = "site-1"
 
 

@@ -15,7 +15,7 @@ from tests.support.stack import Stack, wait_for
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
 
 # Small enough for seconds, long enough that a phase can be caught in the middle.
-PARAMS = {"epochs": 6, "server_iterations": 1200, "server_batch": 16, "ramp_rounds": 2}
+PARAMS = {"epochs": 4, "server_iterations": 600, "server_batch": 16, "ramp_rounds": 2}
 VICTIM = "site-2"
 STALL_S = 6.0
 

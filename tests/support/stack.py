@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.support.commands import data_of
+from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.toml_edit import set_values
 from tests.support.waiting import free_port, wait_until
 
@@ -88,11 +88,9 @@ class Stack:
         return self.root / "devices" / device / "agent.toml"
 
     def command(self, *arguments: str) -> str:
-        """Run one `fedcg` command to its end."""
-        done = subprocess.run(
-            [sys.executable, "-m", "fedcg", *arguments], capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, f"fedcg {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        """Run one `fedcg` command to its end, in this process."""
+        done = run_fedcg(*arguments)
+        assert done.exit_code == 0, f"fedcg {' '.join(arguments)}: {done.output}"
         return done.stdout
 
     def prepare(self) -> None:

@@ -93,7 +93,9 @@ def silenced(plant: Plant) -> None:
     assert silence(plant.home, ["a"])
 
 
-@pytest.mark.parametrize("change", [revoked, left, silenced])
+@pytest.mark.parametrize(
+    "change", [revoked, *(pytest.param(each, marks=pytest.mark.slow) for each in (left, silenced))]
+)
 def test_a_live_session_is_cut_off_and_stays_so_after_the_broker_is_killed(
     plant: Plant, change: Callable[[Plant], None]
 ) -> None:

@@ -14,7 +14,7 @@ from tests.conftest import StartMosquitto
 from tests.support.broker.throttle import Weather
 from tests.support.wire.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.broker, pytest.mark.timeout(200)]
 PERSISTENCE = ("persistence true", "autosave_interval 1")
 
 
@@ -28,7 +28,6 @@ def make_world(request: pytest.FixtureRequest, tmp_path: Path, mosquitto: StartM
         yield make
 
 
-@pytest.mark.slow
 @BOTH_CARRIERS
 def test_an_agent_killed_in_mid_upload_sends_only_the_rest(make_world: MakeWorld) -> None:
     world = make_world()
@@ -43,7 +42,6 @@ def test_an_agent_killed_in_mid_upload_sends_only_the_rest(make_world: MakeWorld
     assert len(parties.events("a", "agent_started")) == 2
 
 
-@pytest.mark.slow
 @BOTH_CARRIERS
 def test_a_coordinator_killed_in_mid_upload_asks_only_for_the_rest(make_world: MakeWorld) -> None:
     world = make_world()
@@ -59,7 +57,6 @@ def test_a_coordinator_killed_in_mid_upload_asks_only_for_the_rest(make_world: M
     assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + window
 
 
-@pytest.mark.slow
 @BOTH_CARRIERS
 @pytest.mark.parametrize("victim", ["a", COORDINATOR])
 def test_whoever_is_killed_in_mid_download_only_the_rest_is_carried(make_world: MakeWorld, victim: str) -> None:
@@ -74,7 +71,6 @@ def test_whoever_is_killed_in_mid_download_only_the_rest_is_carried(make_world: 
     assert came["resumed"] + came["received"] == chunks_of(came)
 
 
-@pytest.mark.slow
 @BOTH_CARRIERS
 def test_a_transfer_completes_over_a_slow_and_unreliable_link(make_world: MakeWorld) -> None:
     weather = Weather(
@@ -88,12 +84,7 @@ def test_a_transfer_completes_over_a_slow_and_unreliable_link(make_world: MakeWo
 
 @pytest.mark.parametrize(
     ("extra", "way"),
-    [
-        ((), "up"),
-        pytest.param(PERSISTENCE, "up", marks=pytest.mark.slow),
-        pytest.param((), "down", marks=pytest.mark.slow),
-        pytest.param(PERSISTENCE, "down", marks=pytest.mark.slow),
-    ],
+    [((), "up"), (PERSISTENCE, "up"), ((), "down"), (PERSISTENCE, "down")],
 )
 def test_a_broker_killed_in_mid_transfer_loses_nothing_that_had_arrived(
     make_world: MakeWorld, extra: tuple[str, ...], way: str
@@ -109,7 +100,6 @@ def test_a_broker_killed_in_mid_transfer_loses_nothing_that_had_arrived(
     assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20  # what was in flight, once more
 
 
-@pytest.mark.slow
 def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make_world: MakeWorld) -> None:
     world = make_world()
     parties = world.parties

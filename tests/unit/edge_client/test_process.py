@@ -39,6 +39,7 @@ def libraries(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.slow
 def test_the_agent_holds_no_torch_while_its_trainer_does_and_both_end_in_order(start: Start, tmp_path: Path) -> None:
     agent = start()
     log = tmp_path / "store" / "events.jsonl"

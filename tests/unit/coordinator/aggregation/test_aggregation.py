@@ -105,6 +105,7 @@ def test_two_rounds_run_with_the_real_worker(tmp_path: Path) -> None:
     assert not list((world.root / "spill").glob("*/*/*"))
 
 
+@pytest.mark.slow
 def test_a_method_that_shares_nothing_runs_over_the_same_wire(tmp_path: Path) -> None:
     world = real_world(tmp_path / "home", *founded(tmp_path, "local", 1, ""))
     final = run_to_the_end(world)
@@ -223,6 +224,7 @@ def test_the_coordinators_own_process_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_stays_stopped_until_it_is_started_again(tmp_path: Path) -> None:
     with driven(tmp_path) as worker:
         first = worker.until(WorkerReady).pid

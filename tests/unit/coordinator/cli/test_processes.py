@@ -59,6 +59,7 @@ def test_a_coordinator_serves_its_federation_rounds_and_devices_over_http_and_en
     assert process.wait(timeout=20) == 0, processes.log("coordinator")
 
 
+@pytest.mark.slow
 def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused(home: Home, processes: Plant) -> None:
     first = processes.fedcg("coordinator", "coordinator", "run")
 

@@ -123,6 +123,7 @@ def test_a_method_that_needs_public_images_is_refused_without_them(tmp_path: Pat
         make_artifacts(plan, tmp_path / "artifacts")
 
 
+@pytest.mark.slow
 def test_a_feddf_federation_distils_on_the_coordinators_public_images(tmp_path: Path) -> None:
     params = "server_iterations = 3\nserver_batch = 4"
     public = write_public(tmp_path / "public", 6)

@@ -213,7 +213,7 @@ def test_rounds_that_are_under_way_cannot_be_taken_back(made: Federations) -> No
 def test_what_does_not_exist_is_named_with_what_does(made: Federations) -> None:
     with pytest.raises(NotFoundError, match="no federation 'third'; there are: tiny, second"):
         made.steering.stop("third")
-    with pytest.raises(NotFoundError, match="no enrolled device 'z'"):
+    with pytest.raises(NotFoundError, match="no device 'z'"):
         made.steering.disable("z")
 
 

@@ -36,13 +36,16 @@ def pool() -> Iterator[PoolRunner]:
     runner.close()
 
 
-@pytest.mark.parametrize("method", ["fedmd_cg", "fedavg", pytest.param("fedcg", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["fedmd_cg", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "fedcg"))]
+)
 def test_worker_processes_give_the_same_simulation_as_one_process(pool: PoolRunner, method: str) -> None:
     torch.set_num_threads(1)
     one = party_of(method)
     assert_same_simulation(simulate(one, Schedule(rounds=2), runner=pool), simulate(one, Schedule(rounds=2)))
 
 
+@pytest.mark.slow
 def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) -> None:
     one = party_of("fedavg")
     start = get_method("fedavg").init_client(one.spec, initial_parts(one.spec, one.roots.cohort))
@@ -84,6 +87,7 @@ def test_a_task_that_kills_every_worker_is_given_up(pool: PoolRunner) -> None:
         list(pool._all([(deadly, ())]))
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_worker_is_raised_here_and_the_pool_goes_on(pool: PoolRunner) -> None:
     one = party_of("fedavg")
     pool.start(one)
