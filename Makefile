@@ -30,10 +30,10 @@ demo: setup  ## run a whole federation on this machine and print what happened
 	@$(BIN)/fedcg demo $(DEMO_ARGS)
 
 test: setup  ## the tests, under 8 minutes on 2 cores
-	@$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile $(TEST_ARGS)
+	@$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 test-all: setup  ## every test, also the slow ones, under 40 minutes
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 check: setup  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

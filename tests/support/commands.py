@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,14 @@ from fedcg.cli import fedcg
 
 
 def run_fedcg(*words: object, typed: str | None = None, environment: Mapping[str, str] | None = None) -> Result:
-    """`fedcg` with these words: its exit code, what it printed on stdout and stderr."""
-    return CliRunner().invoke(fedcg, [str(word) for word in words], input=typed, env=environment)
+    """`fedcg` with these words: its exit code, what it printed on stdout and stderr. Log handlers that it installs go with it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        return CliRunner().invoke(fedcg, [str(word) for word in words], input=typed, env=environment)
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def data_of(output: str | bytes) -> Any:

@@ -90,7 +90,7 @@ def test_a_device_that_delivers_in_time_teaches_with_its_new_update_alone(make_w
     assert not world.events("late_merged")
 
 
-@pytest.mark.parametrize("late", ["drop", "next"])
+@pytest.mark.parametrize("late", ["drop", pytest.param("next", marks=pytest.mark.slow)])
 def test_an_update_that_is_two_rounds_late_or_dropped_by_policy_is_not_kept(make_world: MakeWorld, late: str) -> None:
     world = late_world(make_world, late, rounds=4)
     slow = world.devices["c"]
