@@ -150,11 +150,10 @@ def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result
 
 
 def _device_line(values: dict[str, Any]) -> str:
-    seen = "never seen" if values["last_seen_at"] is None else f"seen {when(values['last_seen_at'])}"
+    seen = "never seen" if values["last_seen_at"] is None else f"last seen {when(values['last_seen_at'])}"
     expiry = values["certificate_expires_at"]
-    lines = [values["id"], values["state"], *(["silenced"] if values["silenced"] else []), seen]
-    if values["online"]:
-        lines.append(f"online in {', '.join(values['online'])}")
+    lines = [values["id"], values["state"], *(["silenced"] if values["silenced"] else [])]
+    lines.append(f"online in {', '.join(values['online'])}" if values["online"] else seen)
     if values["disabled_at"] is not None:
         lines.append(f"disabled {when(values['disabled_at'])} {values['disabled_because']}".strip())
     if values["state"] == "enrolled" and expiry is not None:

@@ -132,7 +132,7 @@ def _facts(known: Known, device: DeviceRecord, validity: Validity | None, last: 
         state=state,
         online=online,
         enrolled_at=device.enrolled_at,
-        seen_at=device.last_seen_at,
+        seen_at=known.now if online else device.last_seen_at,
         agent=device.agent,
         health=report.get("health"),
         certificate_days=(validity.expires_at - known.now) / DAY_S if validity is not None and is_member else None,

@@ -116,6 +116,7 @@ class DeviceView(DeviceRecord):
     """A device that is or was enrolled.
 
     Attributes:
+        last_seen_at: unix time; of a device that is online, when it came.
         online: the federations in which it has a session.
         participates: the federations whose open attempt it was invited to.
         left_out: by federation, why it is not invited while enough others are there, or at all.

@@ -44,11 +44,13 @@ class PresenceLog:
     noted: Counter[str] = field(default_factory=Counter)
     """Changes of each device since the start."""
 
-    def note(self, device: str, reason: str = "", *, online: bool) -> None:
-        """Store that a device came or went now; of a device that was never enrolled nothing is stored."""
+    def note(self, device: str, reason: str = "", *, online: bool, unseen_s: float = 0.0) -> None:
+        """Store that a device came or went now, and that it was last seen so many seconds ago; nothing of one that was never enrolled."""
         if self.store.device(device) is None:
             return
-        self.store.presence.note(PresenceRecord(self.federation, device, self.clock(), online, reason))
+        now = self.clock()
+        self.store.presence.note(PresenceRecord(self.federation, device, now, online, reason))
+        self.store.saw_device(device, now - unseen_s)
         self.noted[device] += 1
         if self.noted[device] % PRUNE_EVERY == 0:
             self.store.presence.prune(self.federation, self.clock() - KEEP_S, device)
@@ -103,11 +105,11 @@ class Liveness:
             self._presence.note(device, online=True)
         self._round_driver.apply(CameOnline(device))
 
-    def mark_offline(self, device: str, reason: str) -> None:
-        """A device is offline, if it was online."""
+    def mark_offline(self, device: str, reason: str, unseen_s: float = 0.0) -> None:
+        """A device that was last seen so many seconds ago is offline, if it was online."""
         if self.is_online(device):
             self._events.write("offline", client=device, reason=reason)
-            self._presence.note(device, reason, online=False)
+            self._presence.note(device, reason, online=False, unseen_s=unseen_s)
             self._round_driver.apply(WentOffline(device))
 
     def expect(self, device: str, every_s: float | None, now: float) -> None:
@@ -136,5 +138,6 @@ class Liveness:
         for device in sorted(self._round_driver.state.online & self._promises.keys()):
             self.mark_seen(device, self._receiver.last_seen_at(device))
             promise = self._promises[device]
-            if now - promise.last_seen_at > MISSED * promise.every_s:
-                self.mark_offline(device, "it missed its heartbeats")
+            unseen_s = now - promise.last_seen_at
+            if unseen_s > MISSED * promise.every_s:
+                self.mark_offline(device, "it missed its heartbeats", unseen_s)

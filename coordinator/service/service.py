@@ -302,7 +302,7 @@ class Service:
         self._liveness.mark_seen(device, time.monotonic())
         if isinstance(message, DeviceStatus):
             if not message.online:
-                self._liveness.mark_offline(device, "its status or its will reports it offline")
+                self._liveness.mark_offline(device, "it ended its session, or the broker lost it")
         elif isinstance(message, Hello):
             self._hello(device, message)
         elif isinstance(message, Leave):
@@ -335,7 +335,7 @@ class Service:
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self._invitations.forget(device)
         now = self._context.clock()
-        self._context.store.saw_device(device, hello.agent, now)
+        self._context.store.saw_device(device, now, hello.agent)
         unlike = self._cohorts.note(device, hello.cohort)
         if unlike:
             self._events.write("cohort_differs", client=device, unlike=",".join(unlike))

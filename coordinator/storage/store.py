@@ -110,9 +110,10 @@ class Store(schema.Queries):
         """One device, whatever its state."""
         return self._one(DeviceRecord, select(schema.devices).filter_by(id=device))
 
-    def saw_device(self, device: str, agent: str, now: float) -> None:
-        """Store the time of a device's last hello and the version of its agent."""
-        self._write(update(schema.devices).filter_by(id=device).values(last_seen_at=now, agent=agent))
+    def saw_device(self, device: str, at: float, agent: str | None = None) -> None:
+        """Store when a device was last seen, and the version of its agent where it is known anew."""
+        version = {} if agent is None else {"agent": agent}
+        self._write(update(schema.devices).filter_by(id=device).values(last_seen_at=at, **version))
 
     def disable(self, device: str, at: float | None, reason: str) -> None:
         """Store that an enrolled device is not invited since a time, or (None) that it is; one whose membership ended stays as it is."""

@@ -172,8 +172,10 @@ def _phase_started(event: Event) -> Line:
 
 
 def _artifact_stored(event: Event) -> Line:
-    what = "aggregate" if event.get("what") == "aggregate" else "spec"
-    return INFO if what == "aggregate" else DEBUG, f"{{at}}: {what} received ({{bytes!b}} in {{seconds:.1f}} s)"
+    received = "received ({bytes!b} in {seconds:.1f} s)"
+    if event.get("what") != "aggregate":
+        return DEBUG, f"spec {received}"
+    return INFO, f"{{at}}: aggregate {received}" if event.get("round") else f"final aggregate {received}"
 
 
 def _certificate_renewed(event: Event) -> Line:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,8 +89,9 @@ class Stack:
         return self.root / "devices" / device / "agent.toml"
 
     def command(self, *arguments: str) -> str:
-        """Run one `fedcg` command to its end, in this process."""
-        done = run_fedcg(*arguments)
+        """Run one `fedcg` command to its end, on a thread: a browser's driver keeps an event loop in the test's own."""
+        with ThreadPoolExecutor(1) as threads:
+            done = threads.submit(run_fedcg, *arguments).result()
         assert done.exit_code == 0, f"fedcg {' '.join(arguments)}: {done.output}"
         return done.stdout
 

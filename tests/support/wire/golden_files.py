@@ -187,7 +187,7 @@ def fill_database(path: Path) -> None:
     token = TokenRecord("0" * 16, "f" * 64, "line-3", False, 2.0, 9e9, None, None, None, None, None)  # noqa: FBT003
     store.register.add_token(token)
     store.register.end_membership("line-2", DeviceState.REVOKED, "stolen", 50.0)
-    store.saw_device("line-1", "0.1.0", 3.0)
+    store.saw_device("line-1", 3.0, "0.1.0")
     key = ("casting", 1, 1)
     store.open_attempt(key, "0" * 64, frozenset({"line-1", "line-2"}), 10.0, 110.0)
     store.answer(key, "line-1", ParticipantState.ACCEPTED)

@@ -203,8 +203,8 @@ def test_a_change_by_the_page_s_cookie_alone_could_come_from_another_site_and_is
 
 
 def test_devices_are_searched_sorted_and_come_in_pages_that_lose_none(api: Api, operator: httpx.Client) -> None:
-    api.store.saw_device("c", "1.0", 50.0)
-    api.store.saw_device("a", "1.0", 40.0)
+    api.store.saw_device("c", 50.0, "1.0")
+    api.store.saw_device("a", 40.0, "1.0")
     found, path = [], "/api/v1/devices?limit=2&sort=last_seen_at"
     while True:
         page = operator.get(path)

@@ -163,7 +163,7 @@ class Receiver(BaseHTTPRequestHandler):
 
 def test_the_webhook_gets_each_problem_that_opens_and_closes_also_after_it_was_away(make_world: MakeWorld) -> None:
     world = make_world()
-    world.store.saw_device("a", "1", 1.0)
+    world.store.saw_device("a", 1.0, "1")
     receiver = HTTPServer(("127.0.0.1", 0), Receiver)
     thread = threading.Thread(target=receiver.serve_forever, daemon=True)
     thread.start()

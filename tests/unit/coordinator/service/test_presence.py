@@ -38,7 +38,8 @@ def test_silence_is_counted_from_the_last_message_in_units_of_the_promise(tmp_pa
     rounds: Any = Rounds("a", "b", "old", "of chunks")
     chunks: Any = SimpleNamespace(last_seen_at=lambda device: 900.0 if device == "of chunks" else -math.inf)
     store, events = Store(tmp_path / "database.sqlite"), EventLog(tmp_path / "events.jsonl", time.time)
-    liveness = Liveness(rounds, chunks, events, PresenceLog(store, "f"))
+    store.add_device("a", "aa" * 32, 1.0)
+    liveness = Liveness(rounds, chunks, events, PresenceLog(store, "f", lambda: 5000.0))
     for device, every_s in (("a", 10), ("b", 30), ("old", None), ("of chunks", 100)):
         liveness.expect(device, every_s, 0.0)
     for device, at in (("a", 5.0), ("a", 2.0), ("stranger", 2.0)):
@@ -47,6 +48,7 @@ def test_silence_is_counted_from_the_last_message_in_units_of_the_promise(tmp_pa
     assert rounds.online == {"a", "b", "old", "of chunks"}
     liveness.miss_silent(5.0 + MISSED * 10 + 0.1)
     assert rounds.online == {"b", "old", "of chunks"}
+    assert store.devices()[0].last_seen_at == pytest.approx(5000.0 - MISSED * 10 - 0.1)
     liveness.pardon(1000.0)
     liveness.miss_silent(1001.0)
     assert rounds.online == {"b", "old", "of chunks"}
