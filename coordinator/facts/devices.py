@@ -21,7 +21,7 @@ class DeviceFacts:
 
     Attributes:
         state: online | offline | disabled | revoked | left.
-        seen_at: its last hello; unix time.
+        seen_at: when it was last seen, the present for one that is online; unix time.
         health: from its last report, only while it is online.
         certificate_days: until its certificate ends; None for one that holds none of this register.
         last_round: of its last update.
