@@ -33,6 +33,8 @@ SCREENS = {
 }
 LOOKS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
 DEADLINE_MS = 120_000
+EPOCHS = 5000
+"""Of a training that is still going on when a person looks."""
 REPORTED = ("examples", "accuracy", "loss", "health", "shadow", "downloaded", "per_class", "model")
 LOADED = "performance.getEntriesByType('resource').map((each) => each.name).join(' ')"
 SCRIPT_BYTES = (
@@ -129,11 +131,16 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
 
 
 def test_the_training_of_agents_is_shown_with_its_predicted_end(browser: Browser, tmp_path: Path) -> None:
-    stack = Stack(tmp_path, rounds=1, params={"epochs": 200})
+    stack = Stack(tmp_path, rounds=1, params={"epochs": EPOCHS})
     with stack.up():
         page = opened(browser, stack)
         page.goto("/f/shapes")
         for device in stack.devices:
+            settings = {
+                ("broker", "keepalive_s"): 5,
+                ("policy", "max_epochs"): EPOCHS,
+            }  # progress comes with heartbeats
+            set_values(stack.config(device), settings)
             stack.start_agent(device)
         row = page.locator("#c-site-1")
         expect(row).to_contain_text("%, ends about in", timeout=DEADLINE_MS)
