@@ -91,6 +91,7 @@ def run_to_the_end(world: World) -> str:
         return world.wait_finished()
 
 
+@pytest.mark.slow
 def test_two_rounds_run_with_the_real_worker(tmp_path: Path) -> None:
     world = real_world(tmp_path / "home", *founded(tmp_path))
     final = run_to_the_end(world)

@@ -32,6 +32,7 @@ def get(home: Home, path: str) -> tuple[int, Any]:
     return answer.status_code, answer.json()
 
 
+@pytest.mark.slow
 def test_a_coordinator_serves_its_federation_rounds_and_devices_over_http_and_ends_on_sigterm(
     home: Home, processes: Plant
 ) -> None:
