@@ -124,7 +124,9 @@ def _key_lines(text: str) -> dict[Place, int]:
 
 
 def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -> str:
-    location = tuple(str(step) for step in detail["loc"])
+    text = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    first = (text.partition(" ")[0],)  # a problem between settings begins with the name of one
+    location = tuple(str(step) for step in detail["loc"]) or (first if first in places else ())
     where = next(places[location[:n]] for n in range(len(location), -1, -1) if location[:n] in places)
     *tables, name = location or ("(file)",)
     fields = section_of(model, tables).model_fields
@@ -137,7 +139,7 @@ def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -
     elif pattern := _PATTERNS.get(detail.get("ctx", {}).get("pattern", "")):
         message = f"must be {pattern}"
     else:
-        message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        message = text
     return f"{where}{'.'.join((*tables, name))}: {message}" + (f" ({hint})" if hint else "")
 
 

@@ -77,6 +77,16 @@ def test_everything_that_is_wrong_with_a_plan_is_reported_at_once_with_its_line(
         assert line in result.stderr, result.stderr
 
 
+def test_a_problem_between_settings_names_the_line_of_one(tmp_path: Path) -> None:
+    home, plan = tmp_path / "home", tmp_path / "plan.toml"
+    run_fedcg("coordinator", "init", "--dir", str(home))
+    plan.write_text(_run("plan", "--example").stdout.replace("# min_clients = 3", "min_clients = 2"))
+    line = plan.read_text().split("\n").index("min_clients = 2") + 1
+    result = _run("create", str(plan), "--dir", str(home))
+    assert result.exit_code == 2
+    assert f"line {line}: min_clients: min_clients = 2 is below min_cohort = 3" in result.stderr
+
+
 @pytest.mark.slow
 def test_a_parameter_that_the_method_does_not_have_is_reported_in_words(tmp_path: Path) -> None:
     home, plan = tmp_path / "home", tmp_path / "plan.toml"
