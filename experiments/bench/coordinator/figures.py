@@ -14,6 +14,8 @@ from experiments.bench.transport.broker import FEDERATION
 
 WARM = 2
 """Rounds after which memory is compared: allocators and caches have filled."""
+POINTS = 8
+"""Rounds that a slope needs: in fewer, one allocation looks like growth."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ def rounds_of(store: Store, run: Run, setting: Setting) -> list[Round]:
 
 
 def growth_mb(rounds: Sequence[Round]) -> float | None:
-    """Resident memory per round, in 10^6 bytes: the slope of a straight line after `WARM` rounds; None for fewer than three points."""
+    """Resident memory per round, in 10^6 bytes: the slope of a straight line after `WARM` rounds; None for fewer than `POINTS` rounds."""
     later = rounds[WARM:]
-    if len(later) < 3:
+    if len(later) < POINTS:
         return None
     return round(linear_regression([each.round for each in later], [sum(each.memory_mb) for each in later]).slope, 3)
 

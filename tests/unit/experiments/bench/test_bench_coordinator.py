@@ -66,11 +66,9 @@ def test_an_update_without_a_receipt_is_lost() -> None:
 
 
 def test_growth_is_the_slope_of_memory_after_the_first_two_rounds() -> None:
-    assert (
-        growth_mb([closed(1, memory=0), closed(2, memory=50), *(closed(n, memory=300 + 4 * n) for n in (3, 4, 5))])
-        == 4.0
-    )
-    assert growth_mb([closed(number) for number in (1, 2, 3, 4)]) is None
+    later = [closed(number, memory=300 + 4 * number) for number in range(3, 11)]
+    assert growth_mb([closed(1, memory=0), closed(2, memory=50), *later]) == 4.0
+    assert growth_mb([closed(1), closed(2), *later[:-1]]) is None
 
 
 def test_the_cost_of_watchers_is_the_ratio_of_medians_of_neighbouring_turns() -> None:
