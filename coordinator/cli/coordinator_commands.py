@@ -185,7 +185,7 @@ def coordinator_backup(
 @coordinator_app.command("restore")
 @prints
 def coordinator_restore(
-    file: Annotated[Path, typer.Argument(help="A file of `fedcg coordinator backup`.")],
+    file: Annotated[Path, typer.Argument(help="A file of `fedcg coordinator backup`.", exists=True, dir_okay=False)],
     directory: Directory,
     passphrase_file: PassphraseFile = None,
     database: Annotated[

@@ -163,6 +163,9 @@ def test_a_wrong_passphrase_and_a_file_that_is_not_whole_write_nothing(
     code, output = call("coordinator", "restore", file, "--dir", new, "--passphrase-file", tmp_path / "wrong")
     assert (code, new.exists()) == (1, False)
     assert "another passphrase was used for it" in output
+    code, output = call("coordinator", "restore", tmp_path / "none", "--dir", new, *words)
+    assert (code, new.exists()) == (2, False)
+    assert "Invalid value for" in output
 
 
 def test_what_is_there_already_is_not_overwritten(home: Home, words: tuple[object, ...]) -> None:
