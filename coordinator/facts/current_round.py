@@ -130,7 +130,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         enrolled=enrolled,
         clients=sorted(clients, key=lambda each: (list(ClientPhase).index(each.phase), each.client)),
         counts={phase.value: sum(each.phase is phase for each in clients) for phase in ClientPhase},
-        merge=None if service is None else service.merge,
+        merge=None if service is None else service.round_driver.merge,
         waits_for=_waits_for(state, service) if state.phase is Phase.WAITING and not is_over else "",
     )
 
@@ -167,7 +167,7 @@ def _client(
         return ClientNow(client, ClientPhase.DELIVERED)
     if person.state is ParticipantState.DECLINED or client in state.declined:
         return ClientNow(client, ClientPhase.DECLINED, person.reason.replace("_", " "))
-    if service is not None and service.is_uploading(client):
+    if service is not None and service.receiver.is_busy(client):
         return ClientNow(client, ClientPhase.UPLOADING)
     if client not in state.online:
         return ClientNow(client, ClientPhase.SILENT, "it has no session" if service else "no coordinator runs")

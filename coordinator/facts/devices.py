@@ -148,7 +148,7 @@ def _remarks(known: Known, device: DeviceRecord) -> list[str]:
         why = service.state.barred.get(device.id) or service.state.left_out.get(device.id)
         if why and not why.startswith("disabled"):
             remarks.append(f"not invited to {federation}: {why}")
-        if service.is_silenced(device.id):
+        if service.floods.is_silenced(device.id):
             remarks.append(f"silenced in {federation}: it sent too much")
         if refused := service.refused_of(device.id):
             remarks.append(f"{refused} of its messages to {federation} were refused")

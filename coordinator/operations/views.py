@@ -190,7 +190,7 @@ def federation_view(running: Coordinator, record: FederationRecord) -> Federatio
         connected=service is not None and service.is_connected,
         epoch=None if service is None else service.epoch,
         aggregate=aggregates[-1].artifact if aggregates else None,
-        worker_pid=None if service is None else service.worker_pid,
+        worker_pid=None if service is None else service.round_driver.worker_pid,
         online=sorted(state.online),
         participants=sorted(state.participants),
         left_out=dict(state.left_out),
@@ -244,7 +244,7 @@ def device_view(
             if (reason := state.barred.get(device.id) or state.left_out.get(device.id))
         },
         refused=sum(service.refused_of(device.id) for service in services.values()),
-        silenced=device.id in silenced or any(service.is_silenced(device.id) for service in services.values()),
+        silenced=device.id in silenced or any(service.floods.is_silenced(device.id) for service in services.values()),
         progress={
             federation: progress
             for federation, service in services.items()

@@ -26,7 +26,7 @@ from coordinator.service.condition_board import ConditionBoard
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Liveness, PresenceLog
 from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
-from coordinator.service.progress import DeviceProgress, MergeProgress, ProgressBoard
+from coordinator.service.progress import DeviceProgress, ProgressBoard
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
@@ -71,6 +71,8 @@ class Service:
         epoch: number of the lease.
         published: the artifacts that devices may fetch.
         receiver: takes updates.
+        round_driver: drives the rounds; has the merge that runs or the last one, and the worker's process.
+        floods: the devices that are silenced for a while.
         conditions: what its devices report of themselves.
         finished_and_left: set when the federation is over and its devices have left, or a minute later.
     """
@@ -103,8 +105,8 @@ class Service:
             self._refusals,
             self._queue.put,
         )
-        self._round_driver = RoundDriver(context, self._publisher, self.published, self._worker, self.receiver)
-        self._invitations = Invitations(context, self._round_driver, self._publisher, self.receiver)
+        self.round_driver = RoundDriver(context, self._publisher, self.published, self._worker, self.receiver)
+        self._invitations = Invitations(context, self.round_driver, self._publisher, self.receiver)
         self._readers = ThreadPoolExecutor(1, "artifacts")
         read = partial(self._run_on, self._readers)
         self._requests = ArtifactRequests(self.published, self._publisher.chunks, read)
@@ -113,15 +115,15 @@ class Service:
             context,
             self._message_checks,
             self.receiver,
-            self._round_driver,
+            self.round_driver,
             self._publisher,
             self._cohorts,
             partial(self._run_on, self._members_pool),
         )
-        self._floods = FloodLimits()
+        self.floods = FloodLimits()
         self._topics = topics
         self._presence = PresenceLog(context.store, context.federation.id, context.clock)
-        self._liveness = Liveness(self._round_driver, self.receiver, context.events, self._presence)
+        self._liveness = Liveness(self.round_driver, self.receiver, context.events, self._presence)
         self._board = ProgressBoard()
         self.conditions = ConditionBoard(context.store, context.federation.id)
         self._down_since: float | None = None
@@ -133,7 +135,7 @@ class Service:
     @property
     def state(self) -> RoundState:
         """The state of the federation."""
-        return self._round_driver.state
+        return self.round_driver.state
 
     @property
     def store(self) -> Store:
@@ -156,11 +158,6 @@ class Service:
         return self._context.artifacts.problem
 
     @property
-    def worker_pid(self) -> int | None:
-        """The process of the aggregation worker, once it is ready."""
-        return self._round_driver.worker_pid
-
-    @property
     def refusals(self) -> dict[str, int]:
         """Messages refused since the start, by reason, and messages dropped because too many came."""
         return {**self._refusals.counts, "dropped": self._queue.dropped + self.receiver.dropped}
@@ -175,28 +172,15 @@ class Service:
         return self._cohorts.outsiders()
 
     @property
-    def merge(self) -> MergeProgress | None:
-        """The merge that runs, or the last one; None before the first one."""
-        return self._round_driver.merge
-
-    def is_uploading(self, device: str) -> bool:
-        """Whether an update of a device is under way."""
-        return self.receiver.is_busy(device)
-
-    @property
     def progress(self) -> dict[str, DeviceProgress]:
         """How far the training of each participant is that is online and has not delivered; from any thread."""
         return self._board.of(self.state)
-
-    def is_silenced(self, device: str) -> bool:
-        """Whether a device sent so much that it is off the broker's access list for a while."""
-        return self._floods.is_silenced(device)
 
     def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
         self._presence.begin()
         self._members.refresh()
-        self._round_driver.restart()
+        self.round_driver.restart()
         if self.state.phase is not Phase.FINISHED:
             self._worker.start()
         self._members.drop_strangers()
@@ -224,7 +208,7 @@ class Service:
 
         def follow() -> None:
             self._members.refresh()
-            self._round_driver.follow(record, resume=resume)
+            self.round_driver.follow(record, resume=resume)
             done.set_result(None)
 
         self._queue.put(follow)
@@ -263,7 +247,7 @@ class Service:
         is_chunk = kind is TopicKind.UP_CHUNK
         if is_chunk and self.receiver.frame(device, delivery.payload):
             return
-        if not self._floods.admits(device, kind):
+        if not self.floods.admits(device, kind):
             self._refusals.note(delivery.topic, CapacityError("more messages than a device may send"), device)
         elif not is_chunk:
             self._queue.put(delivery, max(1, len(delivery.payload)), device)
@@ -276,20 +260,20 @@ class Service:
         elif isinstance(item, UpdateStored):
             if self.state.is_open(item.at):
                 self._worker.add(item.client, item.artifact)
-            self._round_driver.apply(item)
+            self.round_driver.apply(item)
         elif isinstance(item, UpdateRefused):
-            self._round_driver.apply(item)
+            self.round_driver.apply(item)
         elif isinstance(item, Broken):
             raise item.error
         elif callable(item):
             item()
         else:
             for event in self._worker.follow(item):
-                self._round_driver.follow_worker(event)
+                self.round_driver.follow_worker(event)
 
     def _delivered(self, delivery: Delivery) -> None:
         device, _ = self._message_checks.origin(delivery)
-        if self._floods.is_silenced(device):
+        if self.floods.is_silenced(device):
             return
         if not device and self._members.is_older_than(STRANGER_REFRESH_S):
             self._members.refresh()  # enrolled since the start, perhaps
@@ -319,7 +303,7 @@ class Service:
             if message.phase is None or (self.state.is_open(message.at) and device in self.state.outstanding):
                 self._board.note(device, message, self._context.clock())
         elif isinstance(message, SelfReport):
-            self.conditions.note(device, message, self._context.clock(), is_delayed=self.is_uploading(device))
+            self.conditions.note(device, message, self._context.clock(), is_delayed=self.receiver.is_busy(device))
         elif isinstance(message, Manifest):
             self.receiver.announce(device, message)
         elif isinstance(message, Need):
@@ -336,8 +320,7 @@ class Service:
         self._invitations.forget(device)
         now = self._context.clock()
         self._context.store.saw_device(device, now, hello.agent)
-        unlike = self._cohorts.note(device, hello.cohort)
-        if unlike:
+        if unlike := self._cohorts.note(device, hello.cohort):
             self._events.write("cohort_differs", client=device, unlike=",".join(unlike))
         self._publisher.welcome(device, hello.nonce, nonce, now, version)
         self._liveness.expect(device, hello.heartbeat_s, time.monotonic())
@@ -350,7 +333,7 @@ class Service:
         self._events.write("link", up=change.up, down_s=down_s)
         if not change.up:
             self._has_link = False
-            self._round_driver.apply(change)
+            self.round_driver.apply(change)
             return
         self._liveness.pardon(now)
         self.published.change_chunk_bytes(self._publisher.chunk_bytes)
@@ -359,19 +342,19 @@ class Service:
         self._members.publish_lists()
         self._has_link = True
         if not self._store_problem:
-            self._round_driver.apply(change)
-        self._round_driver.announce()
+            self.round_driver.apply(change)
+        self.round_driver.announce()
         self._invitations.remind()
 
     def _tick(self) -> None:
         self.receiver.tick()
         self._worker.tick()
         self._follow_store()
-        self._round_driver.apply(Tick())
+        self.round_driver.apply(Tick())
         now = time.monotonic()
-        if self.is_connected and (not self._round_driver.is_announced or self._is_offer_due(now)):
-            self._round_driver.announce()  # the queue was full, or a device may not have received it
-        self._members.tick(self._floods.silenced())
+        if self.is_connected and (not self.round_driver.is_announced or self._is_offer_due(now)):
+            self.round_driver.announce()  # the queue was full, or a device may not have received it
+        self._members.tick(self.floods.silenced())
         if now - self._key_read_at >= REFRESH_S:
             self._key_read_at = now
             self._follow_key()
@@ -393,12 +376,12 @@ class Service:
         if bool(before) != bool(self._store_problem):
             self._events.write("artifact_store", reachable=bool(before), reason=self._store_problem)
             up = self._has_link and bool(before)
-            self._round_driver.apply(LinkChanged(up, "store of artifacts"))
+            self.round_driver.apply(LinkChanged(up, "store of artifacts"))
 
     def _is_offer_due(self, now: float) -> bool:
         is_over = self.state.phase is Phase.FINISHED and bool(self.state.online)
         is_wanted = is_over or (self.state.phase is Phase.COLLECTING and bool(self._invitations.unanswered))
-        return is_wanted and now - self._round_driver.announced_at >= OFFER_EVERY_S
+        return is_wanted and now - self.round_driver.announced_at >= OFFER_EVERY_S
 
     def _follow_key(self) -> None:
         """Sign with the new key after `fedcg coordinator rotate-key`."""

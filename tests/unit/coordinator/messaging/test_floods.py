@@ -189,7 +189,7 @@ def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its
         c.start()
         world.wait_event("online", 3)
         beat = Heartbeat(**a._addressed())
-        while not running.service.is_silenced("a"):
+        while not running.service.floods.is_silenced("a"):
             for _ in range(100):
                 a.tell(beat)
         world.wait_event("silenced")
@@ -226,5 +226,5 @@ def test_a_flood_that_stays_below_the_bound_is_thinned_out_before_signatures_are
             a.transport.publish(a.topics.up_chunk("a"), b"not even a chunk")
         wait_until(lambda: running.service.refusals.get("capacity", 0) >= 300, "most are dropped unseen")
         assert running.service.refusals["malformed"] <= 60
-        assert not running.service.is_silenced("a")
+        assert not running.service.floods.is_silenced("a")
         b.tell(Need(**b._addressed(), artifact=world.base_id, ranges=((0, 1),)))

@@ -190,7 +190,7 @@ def test_updates_that_find_no_room_are_a_problem_until_there_is_room(
 
         b.silent = True
         world.start_devices()
-        wait_until(lambda: running.service.is_uploading("a"), "a occupies the folder")
+        wait_until(lambda: running.service.receiver.is_busy("a"), "a occupies the folder")
         assert "full partial store" not in problems()
         b.silent = False
         b.act()
