@@ -1,1 +1,1 @@
-"""An independent observer of the wire, and checks of its recording."""
+"""The audit: what left a device, and what an attacker makes of it."""

@@ -30,7 +30,7 @@ def observe(
 
     Prints `ready` once it listens. Ends on SIGTERM or Ctrl-C with the record complete.
     """
-    from audit.observer import Observer
+    from audit.recording.observer import Observer
     from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
 
     files = TlsFiles(ca=tls / "ca.pem", cert=tls / f"{identity}.pem", key=tls / f"{identity}.key")
@@ -53,7 +53,7 @@ def compare(
 
     Private are the parts extractor and discriminator in the files. Exit code 1 when something leaked.
     """
-    from audit.check import check_recording
+    from audit.recording.comparison import check_recording
 
     result = check_recording(observed, private)
     if as_json:

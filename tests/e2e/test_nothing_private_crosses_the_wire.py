@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from audit.check import Check, check_recording
+from audit.recording.comparison import Check, check_recording
 from fedcg.wire.messages.messages import COORDINATOR, Manifest
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics

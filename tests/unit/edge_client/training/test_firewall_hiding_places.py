@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from audit.check import wire_tensors
-from audit.leakage import Match, PrivateTensor, compare, find_bytes
+from audit.recording.comparison import wire_tensors
+from audit.recording.leakage import Match, PrivateTensor, compare, find_bytes
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from edge_client.firewall import UpdateFacts, build_update

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from audit.capture import Capture
+from audit.recording.capture import Capture
 from audit.errors import CaptureError
 from fedcg.files import READABLE, replace_durably
 from fedcg.wire.messages.topics import Topics

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from audit.leakage import PrivateTensor, WireTensor, compare, correlation, find_bytes
+from audit.recording.leakage import PrivateTensor, WireTensor, compare, correlation, find_bytes
 
 Array = NDArray[Any]
 INITIAL = np.random.default_rng(1).normal(0, 0.1, (16, 6, 5, 5)).astype(np.float32)

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from audit.errors import CaptureError, DecodeError
-from audit.leakage import Match, PrivateTensor, WireTensor, compare, find_bytes
-from audit.observer import ARTIFACTS, WIRE_FILE
+from audit.recording.leakage import Match, PrivateTensor, WireTensor, compare, find_bytes
+from audit.recording.observer import ARTIFACTS, WIRE_FILE
 from fedcg.wire.artifacts.inspection import Inspection, decode, inspect
 from fedcg.wire.errors import WireError
 
