@@ -1,8 +1,6 @@
 """This device's images for a round: decoded once, split by content, held to the round's snapshot. Uses torch.
 
-Where the source has `train/` and `test/`, `test/` is the held-out set and `train/` is split 90/10 into train and val, unless
-there is a `val/` too; otherwise everything is split 80/10/10. The split goes by content hash, so growing data never moves an
-image. A file that can't be decoded is in no split and no snapshot.
+A file that can't be decoded is in no split and no snapshot.
 """
 
 from __future__ import annotations
@@ -17,25 +15,15 @@ from edge_client.store.private_store import PrivateStore
 from fedcg.learning.data.formats import is_array_source, stamp
 from fedcg.learning.data.image_folder import (
     LocalImages,
-    given_split,
     list_files,
     load_folder,
     read_images,
-    split_by_hash,
+    split_source,
 )
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.messages import DeclineReason
-
-# Shares of the images that the source does not split itself, by the splits that it has.
-SHARES = {
-    frozenset[str](): {"train": 0.8, "val": 0.1, "test": 0.1},
-    frozenset({"test"}): {"train": 0.9, "val": 0.1},
-    frozenset({"val"}): {"train": 0.9, "test": 0.1},
-    frozenset({"val", "test"}): {"train": 1.0},
-}
-
 
 @dataclass(frozen=True)
 class RoundData:
@@ -124,7 +112,7 @@ class LocalData:
         found = read_images(self._root, spec.classes, spec.image)
         if found.skipped:
             self._on_skipped(found.skipped)
-        data = _divide(found.images, found.entries, _snapshot_of(found.entries, self._given(spec, found.entries), spec))
+        data = _divide(found.images, found.entries, _snapshot_of(self._root, found.entries, spec))
         if len(data.train) < 2:
             raise DataError(f"{self._root}: {len(data.train)} training images after the split; at least 2 are needed")
         self._listing, self._loaded = listing, (_key(spec, data.snapshot), data)
@@ -147,24 +135,13 @@ class LocalData:
         stats = ((self._root / path).stat() for path in paths)
         return (spec.digest, *zip(paths, ((one.st_size, one.st_mtime_ns) for one in stats), strict=True))
 
-    def _given(self, spec: FederationSpec, entries: list[FileEntry]) -> frozenset[str]:
-        """Which of `test` and `val` the source brings beside `train`; a folder brings it also when it is empty."""
-        named = (given_split(entry.path, spec.classes) for entry in entries)
-        there = {name for name in named if name is not None}
-        if self._root.is_dir():
-            there |= {name for name in ("train", "val", "test") if (self._root / name).is_dir()} - set(spec.classes)
-        return frozenset({"val", "test"} & there) if "train" in there else frozenset()
-
 
 def _key(spec: FederationSpec, snapshot: Snapshot) -> str:
     return f"{spec.digest}/{snapshot.digest}"
 
 
-def _snapshot_of(entries: list[FileEntry], given: frozenset[str], spec: FederationSpec) -> Snapshot:
-    splits = {entry.path: given_split(entry.path, spec.classes) for entry in entries}
-    where = {path: split for path, split in splits.items() if split is not None and split in given}
-    divided = split_by_hash([entry for entry in entries if entry.path not in where], SHARES[given])
-    where |= {entry.path: name for name, chosen in divided.items() for entry in chosen}
+def _snapshot_of(root: Path, entries: list[FileEntry], spec: FederationSpec) -> Snapshot:
+    where = split_source(root, entries, spec.classes)
     return Snapshot(tuple(SnapshotFile(one.path, one.sha256, one.label, where[one.path]) for one in entries))
 
 

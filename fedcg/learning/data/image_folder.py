@@ -24,6 +24,13 @@ from fedcg.learning.spec import ImageForm
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 SPLITS = ("train", "val", "test")
+# Shares of the images that a source does not split itself, by the splits that it has.
+_SHARES = {
+    frozenset[str](): {"train": 0.8, "val": 0.1, "test": 0.1},
+    frozenset({"test"}): {"train": 0.9, "val": 0.1},
+    frozenset({"val"}): {"train": 0.9, "test": 0.1},
+    frozenset({"val", "test"}): {"train": 1.0},
+}
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,23 @@ def split_by_hash(entries: Sequence[FileEntry], fractions: Mapping[str, float]) 
         position = int(entry.sha256[:13], 16) / 16**13
         result[names[min(int(np.searchsorted(bounds, position, side="right")), len(names) - 1)]].append(entry)
     return result
+
+
+def split_source(root: Path, entries: Sequence[FileEntry], classes: Sequence[str]) -> dict[str, str]:
+    """The split of every image of a source, by its path, as a device uses it: `train`, `val` or `test`.
+
+    Where the source has `train/` and `test/`, `test/` is the held-out set and `train/` is split 90/10 into train and val, unless
+    there is a `val/` too (a folder counts also when it is empty); otherwise everything is split 80/10/10. The split goes by
+    content hash, so growing data never moves an image.
+    """
+    named = {entry.path: given_split(entry.path, classes) for entry in entries}
+    there = set(named.values()) - {None}
+    if root.is_dir():
+        there |= {name for name in SPLITS if (root / name).is_dir()} - set(classes)
+    given = frozenset({"val", "test"} & there) if "train" in there else frozenset[str]()
+    where = {path: split for path, split in named.items() if split is not None and split in given}
+    divided = split_by_hash([entry for entry in entries if entry.path not in where], _SHARES[given])
+    return where | {entry.path: name for name, chosen in divided.items() for entry in chosen}
 
 
 def normalise(images: torch.Tensor, form: ImageForm) -> torch.Tensor:
