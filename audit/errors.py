@@ -1,13 +1,16 @@
 """Errors of the audit.
 
 AuditError
-├── CaptureError    a recording that can't be read or written
-└── DecodeError     recorded bytes that are no artifact
+├── CaptureError    a recording that can't be read or written, or lacks what was asked for
+├── DecodeError     bytes that are not what they should be: an artifact, private weights
+└── TruthError      images or private weights that are not those of the update
 """
 
 from __future__ import annotations
 
-from fedcg.errors import FedcgError
+from typing import ClassVar
+
+from fedcg.errors import BAD_INPUT, FedcgError
 
 
 class AuditError(FedcgError):
@@ -20,3 +23,21 @@ class CaptureError(AuditError):
 
 class DecodeError(AuditError):
     """Recorded bytes that are no artifact."""
+
+
+class TruthError(AuditError):
+    """Images or private weights that are not those of the update."""
+
+    exit_code: ClassVar[int] = BAD_INPUT
+
+
+class UnknownAttackError(AuditError):
+    """An attack that there is not."""
+
+    exit_code: ClassVar[int] = BAD_INPUT
+
+
+class GateFormError(AuditError):
+    """A gate that can't be read."""
+
+    exit_code: ClassVar[int] = BAD_INPUT

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from audit.recording.capture import Capture
 from audit.errors import CaptureError
+from audit.recording.capture import Capture
 from fedcg.files import READABLE, replace_durably
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.transport import Delivery, Transport

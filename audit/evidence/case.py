@@ -1,0 +1,134 @@
+"""What an attacker has (`View`) and what is true (`Truth`): different types, so that no attack reads the truth by accident.
+
+An attack computes its guess from a `View` alone; only its score reads the `Truth`. A ceiling is the same attack with a view to which
+one piece of the truth was added on purpose, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Aggregate, Method, Weights
+from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part, Report
+
+
+class Knowledge(str, Enum):
+    """What an attacker uses beside the spec, which everybody has. The values are words for a report."""
+
+    UPDATE = "the update"
+    BATCH = "the gradient of one batch instead of an update"
+    BEFORE = "the aggregate that the round started from"
+    AFTER = "the aggregate after the round"
+    OTHERS = "the updates of the other clients"
+    REPORT = "the report fields that were sent"
+    START = "the weights that the private networks started from, as the public seed gives them"
+    AUXILIARY = "labelled images of the same kind"
+    CANDIDATES = "a list of images one of which is the right one"
+    PRIVATE = "the private extractor itself (not sent; a ceiling)"
+
+
+@dataclass(frozen=True)
+class View:
+    """All that an attacker has of one client in one round.
+
+    Attributes:
+        update: decoded, the parts that were sent.
+        before: the decoded aggregate that the round started from; `after` the one it ended with, None where it did not cross.
+        others: the other clients' updates of the same round, by client.
+        report: the fields that were sent with the update.
+        auxiliary: labelled images of the same kind that no client holds.
+        private: private parts that the attacker has been given: empty, but for ceilings and positive controls.
+    """
+
+    spec: FederationSpec
+    client: str
+    round: int
+    update: Mapping[Part, Weights]
+    before: Aggregate
+    after: Aggregate | None = None
+    others: Mapping[str, Mapping[Part, Weights]] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+    auxiliary: ImageSet | None = None
+    private: Mapping[Part, Weights] = field(default_factory=dict)
+
+    @property
+    def method(self) -> Method:
+        """The federation's method."""
+        return get_method(self.spec.method)
+
+    @property
+    def shares_extractor(self) -> bool:
+        """Whether the whole model is sent."""
+        return Part.EXTRACTOR in self.update
+
+    def start(self) -> Mapping[Part, Weights]:
+        """Every part's initial weights by the public seed: those of the private parts too, where the device has no cohort secret."""
+        return initial_parts(self.spec, spec_root(self.spec.seed))
+
+    def with_private(self, parts: Mapping[Part, Weights]) -> View:
+        """The view of an attacker who has been given private parts."""
+        return replace(self, private=parts)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What only the device knows.
+
+    Attributes:
+        train: the images that the round was trained on.
+        held_out: images of the same device that no training has seen.
+        before: private parts as the round started; `after` as it ended. None where they were not given: then nothing that needs
+            them (ceilings, gradients of single batches) can be computed.
+    """
+
+    train: ImageSet
+    held_out: ImageSet
+    before: Mapping[Part, Weights] | None = None
+    after: Mapping[Part, Weights] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One update under audit.
+
+    Attributes:
+        streams: every random number of the audit follows from its seed.
+    """
+
+    view: View
+    truth: Truth
+    streams: Streams
+
+    def model(self, *, after: bool = False) -> Mapping[Part, Weights] | None:
+        """The device's whole model as the round started (or ended): its private parts and the shared ones; None without `--private`."""
+        private = self.truth.after if after else self.truth.before
+        if private is None:
+            return None
+        return {**private, **(self.view.update if after else self.view.before.parts)}
+
+    def lacks(
+        self,
+        *,
+        auxiliary: bool = False,
+        private: bool = False,
+        held_out: bool = False,
+        parts: frozenset[Part] = frozenset(),
+    ) -> str | None:
+        """What an attack needs and this case has not, as a sentence for the report with the remedy; None where all is there."""
+        missing = sorted(part.value for part in parts - self.view.update.keys())
+        if missing:
+            return f"{self.view.spec.method} sends no {' and no '.join(missing)}"
+        if auxiliary and (self.view.auxiliary is None or len(self.view.auxiliary) < 2 * self.view.spec.class_count):
+            return "the attacker needs labelled images of the same kind: give --auxiliary"
+        if private and self.truth.before is None:
+            return "the gradients of single batches follow from the device's private networks: give --private"
+        if held_out and len(self.truth.held_out) < 2:
+            return "there are no images of the device that were not trained on: give some as --held-out"
+        return None

@@ -1,0 +1,131 @@
+"""Reads what only the device knows: its images, divided as the agent divided them, and its private weights. Nothing of it is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from audit.errors import DecodeError, TruthError
+from audit.evidence.case import Truth, View
+from fedcg.learning.data.image_folder import read_images, split_source
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Weights
+from fedcg.learning.networks.assembly import layout_of
+from fedcg.learning.registry import get_method
+from fedcg.wire.parts import Part
+
+PrivateParts = Mapping[Part, Weights]
+
+
+def read_truth(view: View, data: Path, private: Path | None = None, held_out: Path | None = None) -> Truth:
+    """The device's images and, where given, its private weights, checked against the update.
+
+    Args:
+        view: the update.
+        data: the images as the agent has them; what it does not train on is held out.
+        private: the agent's store, or a file of a simulation with `before/` and `after/`.
+        held_out: more images of the same kind that were not trained on.
+
+    Raises:
+        DataError: images can't be read.
+        TruthError: they are not those of the update, or the weights are not those of the round.
+    """
+    spec = view.spec
+    found = read_images(data, spec.classes, spec.image)
+    where = split_source(data, found.entries, spec.classes)
+    seen, unseen_rows = (
+        [row for row, one in enumerate(found.entries) if (where[one.path] == "train") is is_train]
+        for is_train in (True, False)
+    )
+    train, unseen = found.images.rows(seen), found.images.rows(unseen_rows)
+    if held_out is not None:
+        unseen = joined(unseen, read_images(held_out, spec.classes, spec.image).images)
+    _check_counts(view, train, data)
+    before, after = (None, None) if private is None else read_private(view, private)
+    return Truth(train, unseen, before, after)
+
+
+def joined(some: ImageSet, more: ImageSet) -> ImageSet:
+    """Both, one after the other."""
+    return ImageSet(torch.cat([some.images, more.images]), torch.cat([some.labels, more.labels]), some.classes)
+
+
+def _check_counts(view: View, train: ImageSet, data: Path) -> None:
+    """Whether the update can come from these images, as far as its report shows."""
+    examples, counts = view.report.examples, view.report.label_counts
+    if examples is not None and examples != len(train):
+        raise TruthError(
+            f"{data} holds {len(train)} training images, and the update of {view.client} was trained on {examples}: "
+            "these are not the images that the model saw (or they changed since then)"
+        )
+    if counts is not None and counts != train.label_counts():
+        raise TruthError(
+            f"{data}: images per class are {train.label_counts()}, the update of {view.client} reports {counts}"
+        )
+
+
+def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateParts | None]:
+    """A device's private parts before and after the round.
+
+    Args:
+        view: of the round.
+        place: the agent's store (the folder that holds `generations/`), of which the two newest rounds are there, or a safetensors
+            file with keys `before/PART/NAME` and `after/PART/NAME`.
+
+    Raises:
+        DecodeError: it can't be read.
+        TruthError: the round is not there, or the tensors are not those of the spec.
+    """
+    wanted = get_method(view.spec.method).private_parts
+    if place.is_dir():
+        states = dict(map(_round_of, sorted((place / "generations").glob("*"))))
+        if view.round not in states:
+            raise TruthError(
+                f"{place} holds the private weights of rounds {sorted(states) or 'none'}, not of round {view.round}: an agent keeps the last two"
+            )
+        after = _parts(states[view.round], "personal", wanted)
+        before = _parts(states[view.round - 1], "personal", wanted) if view.round - 1 in states else None
+    else:
+        before, after = (_parts(place, when, wanted) for when in ("before", "after"))
+    for parts in (before, after):
+        _check_layout(view, parts, place)
+    return before, after
+
+
+def _round_of(generation: Path) -> tuple[int, Path]:
+    """(round, file of tensors) of a generation in an agent's store."""
+    try:
+        described = json.loads((generation / "state.json").read_text().partition("\n")[0])  # its checksum follows
+        return int(described["cursor"]["round"]), generation / "state.safetensors"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DecodeError(f"{generation} is no generation of an agent's store: {error}") from error
+
+
+def _parts(file: Path, prefix: str, wanted: frozenset[Part]) -> PrivateParts:
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise DecodeError(f"{file} can't be read as safetensors: {error}") from error
+    found: dict[Part, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        slot, _, rest = key.partition("/")
+        part, _, name = rest.partition("/")
+        if slot == prefix and part in {one.value for one in wanted}:
+            found.setdefault(Part(part), {})[name] = tensor
+    return found
+
+
+def _check_layout(view: View, parts: PrivateParts | None, place: Path) -> None:
+    for part, weights in (parts or {}).items():
+        if layout_of(weights) != tuple(view.spec.layouts[part]):
+            raise TruthError(
+                f"{place}: its {part.value} has other tensors than the federation's: another network or device?"
+            )
+    missing = sorted(part.value for part in get_method(view.spec.method).private_parts - (parts or {}).keys())
+    if parts is not None and missing:
+        raise TruthError(f"{place} holds no {', '.join(missing)}")

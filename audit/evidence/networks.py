@@ -1,0 +1,155 @@
+"""The networks of an attacker: differentiable twice, and with an estimate in the place of the private extractor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+
+from audit.evidence.case import Knowledge, View
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import ClientState, RoundContext, Weights
+from fedcg.learning.networks import build_part, load_part, weights_of
+from fedcg.learning.networks.initial_weights import shadow_spec
+from fedcg.learning.networks.pooled import AveragedConv2d, MaxedConv2d
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.training.losses import cross_entropy
+from fedcg.learning.training.training_loop import image_blocks, slices
+from fedcg.wire.parts import Part
+
+_POOLS: Mapping[type[nn.Module], Callable[[], nn.Module]] = {
+    AveragedConv2d: lambda: nn.AvgPool2d(2),
+    MaxedConv2d: lambda: nn.MaxPool2d(2),
+}
+_SURROGATE_LR = 1e-3
+_SURROGATE_BATCH = 32
+
+
+class Extractor(str, Enum):
+    """Where an attacker's extractor comes from; the values are words for a report."""
+
+    SENT = "sent (whole model)"
+    RANDOM = "random"
+    START = "start of the public seed"
+    SURROGATE = "surrogate"
+    TRUE = "true"
+
+    @property
+    def knowledge(self) -> frozenset[Knowledge]:
+        """What it takes beside the update."""
+        needed = {
+            Extractor.START: {Knowledge.START},
+            Extractor.SURROGATE: {Knowledge.AUXILIARY},
+            Extractor.TRUE: {Knowledge.PRIVATE},
+        }
+        return frozenset(needed.get(self, set()))
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Extractor and classifier for an attack: pixels in, logits out, differentiable as often as one likes; eval mode.
+
+    Attributes:
+        form: the spec's image form: pixels are [N, C, H, W] float32 in [0, 1], normalised inside.
+    """
+
+    extractor: nn.Module
+    classifier: nn.Module
+    form: ImageForm
+
+    def features(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[N, C, H, W] in [0, 1] -> [N, *feature_shape]."""
+        mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.form.mean, self.form.std))
+        features: torch.Tensor = self.extractor((pixels - mean) / std)
+        return features
+
+    def logits(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[N, C, H, W] in [0, 1] -> [N, classes]."""
+        logits: torch.Tensor = self.classifier(self.features(pixels))
+        return logits
+
+
+def twice_differentiable(module: nn.Module) -> nn.Module:
+    """The same function with torch's own layers, in place: our pooled convolutions have gradients of the first order alone.
+
+    The order of the parameters stays.
+    """
+    for name, child in module.named_children():
+        pool = _POOLS.get(type(child))
+        if pool is None:
+            twice_differentiable(child)
+            continue
+        assert isinstance(child, nn.Conv2d)
+        plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
+        plain.load_state_dict(child.state_dict())
+        setattr(module, name, nn.Sequential(plain, pool()))
+    return module
+
+
+def whole_model(spec: FederationSpec, extractor: Weights, classifier: Weights) -> WholeModel:
+    """A model with these weights."""
+    parts = ((Part.EXTRACTOR, extractor), (Part.CLASSIFIER, classifier))
+    nets = [twice_differentiable(load_part(spec, part, weights)).eval() for part, weights in parts]
+    return WholeModel(nets[0], nets[1], spec.image)
+
+
+def estimated_extractor(
+    view: View, source: Extractor, classifier: Weights, streams: Streams, epochs: int = 20, draws: int = 0
+) -> Weights:
+    """An attacker's extractor.
+
+    Args:
+        view: what the attacker has.
+        source: where it comes from. `SURROGATE` is trained on the auxiliary images to fit the classifier, which stands still
+            (from the public start, which is never worse than a random one).
+        classifier: the one it is to fit.
+        streams: for random weights and the order of images.
+        epochs: of a surrogate.
+        draws: which of several random ones.
+
+    Raises:
+        ValueError: the view lacks what the source takes.
+    """
+    if source is Extractor.SENT:
+        return view.update[Part.EXTRACTOR]
+    if source is Extractor.TRUE:
+        return view.private[Part.EXTRACTOR]
+    if source is Extractor.RANDOM:
+        return weights_of(build_part(view.spec, Part.EXTRACTOR, streams.generator("extractor", draws)))
+    if source is Extractor.START:
+        return view.start()[Part.EXTRACTOR]
+    if view.auxiliary is None:
+        raise ValueError("a surrogate extractor is trained on auxiliary images, and there are none")
+    return _surrogate(view.spec, view.start()[Part.EXTRACTOR], classifier, view.auxiliary, streams, epochs)
+
+
+def _surrogate(
+    spec: FederationSpec, start: Weights, classifier: Weights, images: ImageSet, streams: Streams, epochs: int
+) -> Weights:
+    extractor = load_part(spec, Part.EXTRACTOR, start).train()
+    judge = load_part(spec, Part.CLASSIFIER, classifier).eval()
+    optimiser = torch.optim.Adam(extractor.parameters(), lr=_SURROGATE_LR)
+    steps = epochs * -(-len(images) // _SURROGATE_BATCH)
+    for block in image_blocks(images, spec, _SURROGATE_BATCH, steps, streams.at("surrogate")):
+        for rows in slices(len(block.labels), _SURROGATE_BATCH):
+            loss = cross_entropy(judge(extractor(block.images[rows])), block.labels[rows])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    return weights_of(extractor)
+
+
+def trained_alone(
+    view: View, start: Mapping[Part, Weights], images: ImageSet, streams: Streams, epochs: int
+) -> dict[Part, Weights]:
+    """Extractor and classifier after training on images as a device trains alone: shadow and reference models, overfitted controls."""
+    spec = shadow_spec(view.spec)
+    spec = spec.model_copy(update={"params": {**spec.params, "epochs": epochs, "steps": 0}})
+    state = ClientState({part: start[part] for part in (Part.EXTRACTOR, Part.CLASSIFIER)})
+    ctx = RoundContext(spec, view.round, 1, spec.rounds, streams)
+    return dict(get_method("local").local_round(state, images, None, ctx).private.parts)

@@ -1,0 +1,203 @@
+"""Reads the updates of a federation that really crossed: from an observer's recording, or a coordinator's folder of artifacts.
+
+Nothing in such a folder is believed: names are checked against sha256, sizes are bounded, tensors must have the spec's layout and codec.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from audit.errors import CaptureError, DecodeError
+from audit.evidence.case import View
+from audit.recording.observer import ARTIFACTS, WIRE_FILE
+from fedcg.files import file_sha256
+from fedcg.learning.errors import LearningError
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Aggregate
+from fedcg.learning.registry import get_method
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_weights
+from fedcg.wire.artifacts.artifacts import Artifact, ArtifactHeader, Base, codecs_for, read_header, unpack
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.parts import Report
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_GAPS = {
+    "incomplete": "transfers that began and did not end",
+    "bases_not_seen": "aggregates that updates build on and that were not recorded",
+    "undecoded": "artifacts that could not be decoded",
+    "lost_frames": "frames that the observer could not keep up with",
+    "damaged_frames": "damaged frames",
+}
+
+
+@dataclass(frozen=True)
+class RecordedUpdates:
+    """The artifacts of one federation.
+
+    Attributes:
+        headers: of updates and aggregates, by id.
+        gaps: what the recording says that it lacks, in words.
+    """
+
+    folder: Path
+    spec: FederationSpec
+    headers: Mapping[str, ArtifactHeader]
+    gaps: tuple[str, ...]
+
+    def updates(self) -> dict[tuple[str, int], str]:
+        """The update of each client and round, by (client, round): that of the last attempt."""
+        found = [(one.client, one.round, one.attempt, id_) for id_, one in self.headers.items() if one.kind == "update"]
+        return {(client, number): id_ for client, number, _, id_ in sorted(found)}
+
+    def view(
+        self, client: str | None = None, round_number: int | None = None, auxiliary: ImageSet | None = None
+    ) -> View:
+        """What an attacker has of one client in one round.
+
+        Args:
+            client: the only one in the folder where it is None.
+            round_number: the last one of the client where it is None.
+            auxiliary: what the attacker has beside.
+
+        Raises:
+            CaptureError: no such update, or the aggregate that it builds on is not there.
+            DecodeError: an artifact is not what the spec says.
+        """
+        there = self.updates()
+        clients = sorted({name for name, _ in there})
+        if client is None and len(clients) != 1:
+            raise CaptureError(
+                f"{self.folder} holds updates of {', '.join(clients) or 'nobody'}: name one with --client"
+            )
+        client = client or clients[0]
+        rounds = sorted(number for name, number in there if name == client)
+        round_number = round_number or (rounds[-1] if rounds else 0)
+        if (client, round_number) not in there:
+            raise CaptureError(
+                f"{self.folder} holds no update of {client} in round {round_number}; there are those of "
+                f"{', '.join(clients) or 'nobody'}{f', of {client} in rounds {rounds}' if rounds else ''}"
+            )
+        return self._view(client, round_number, there, auxiliary)
+
+    def _view(self, client: str, number: int, there: Mapping[tuple[str, int], str], auxiliary: ImageSet | None) -> View:
+        header = self.headers[there[client, number]]
+        base = self._base(header)
+        after = next((one for one in self._aggregates(number) if self.headers[one].base == base.id), None)
+        others = {name: id_ for (name, at), id_ in there.items() if at == number and name != client}
+        return View(
+            self.spec,
+            client,
+            number,
+            to_weights(self._decoded(there[client, number], base).parts),
+            self._aggregate(base.id),
+            None if after is None else self._aggregate(after),
+            {name: to_weights(self._decoded(id_, self._base(self.headers[id_])).parts) for name, id_ in others.items()},
+            header.report or Report(),
+            auxiliary,
+        )
+
+    def _aggregates(self, number: int) -> Iterator[str]:
+        return (id_ for id_, one in self.headers.items() if one.kind == "aggregate" and one.round == number)
+
+    def _base(self, header: ArtifactHeader) -> Base:
+        if header.base is None or header.base not in self.headers or self.headers[header.base].kind != "aggregate":
+            raise CaptureError(
+                f"{self.folder} lacks aggregate {header.base}, which the update of {header.client} in round {header.round} "
+                "builds on: record from before the round's start, or take the coordinator's artifacts"
+            )
+        return Base(header.base, self._decoded(header.base).parts)
+
+    def _aggregate(self, id_: str) -> Aggregate:
+        decoded = self._decoded(id_)
+        return Aggregate(to_weights(decoded.parts), decoded.header.label_distribution)
+
+    def _decoded(self, id_: str, base: Base | None = None) -> Artifact:
+        spec, header, method = self.spec, self.headers[id_], get_method(self.spec.method)
+        parts = method.shared_down if header.kind == "aggregate" else frozenset(spec.upload)
+        codec = spec.aggregate_codec if header.kind == "aggregate" else spec.codec
+        layouts = {part: spec.layouts[part] for part in sorted(parts)}
+        known = (
+            None
+            if base is None or not spec.with_base
+            else Base(base.id, {part: base.parts[part] for part in spec.with_base})
+        )
+        codecs = codecs_for(layouts, codec, frozenset() if known is None else frozenset(known.parts))
+        try:
+            return unpack((self.folder / id_).read_bytes(), layouts, codecs=codecs, base=known)
+        except (WireError, OSError) as error:
+            what = f"the {header.kind} of {header.client} in round {header.round} ({id_[:12]})"
+            raise DecodeError(f"{what} is not what the federation's spec says: {error}") from error
+
+
+def read_updates(folder: Path, federation: str | None = None) -> RecordedUpdates:
+    """The updates in an observer's folder, a coordinator's home, or any folder of artifacts that are named by their sha256.
+
+    Args:
+        folder: it.
+        federation: which one, where there are several.
+
+    Raises:
+        CaptureError: no such folder, no spec of a federation in it, or several.
+        DecodeError: a file is not what its name says.
+    """
+    place = folder / ARTIFACTS if (folder / ARTIFACTS).is_dir() else folder
+    if not place.is_dir():
+        raise CaptureError(f"{folder}: no such folder; give an observer's folder or a coordinator's artifacts")
+    specs: dict[str, FederationSpec] = {}
+    headers: dict[str, ArtifactHeader] = {}
+    for path in sorted(path for path in place.iterdir() if _SHA256.fullmatch(path.name)):
+        if path.stat().st_size > MAX_ARTIFACT_BYTES:
+            raise DecodeError(f"{path} is larger than any artifact ({MAX_ARTIFACT_BYTES} bytes)")
+        if file_sha256(path) != path.name:
+            raise DecodeError(f"{path} is damaged: its sha256 is not its name")
+        data = path.read_bytes()
+        try:
+            if data[:1] == b"{":
+                spec = FederationSpec.parse(data)
+                specs[spec.federation] = spec
+            else:
+                headers[path.name] = read_header(data)
+        except (WireError, ValueError, LearningError):
+            continue  # a coordinator's folder also holds its own states
+    spec = _chosen(specs, federation, folder)
+    strange = sorted({one.federation for one in headers.values()} - specs.keys())
+    if strange and not any(one.federation == spec.federation for one in headers.values()):
+        raise CaptureError(
+            f"{folder} holds updates of federation {', '.join(strange)}, and the spec of {spec.federation}"
+        )
+    mine = {id_: one for id_, one in headers.items() if one.federation == spec.federation}
+    return RecordedUpdates(place, spec, mine, _gaps(folder / WIRE_FILE))
+
+
+def _chosen(specs: Mapping[str, FederationSpec], federation: str | None, folder: Path) -> FederationSpec:
+    names = sorted(specs)
+    if federation is None and len(names) == 1:
+        return specs[names[0]]
+    if federation is not None and federation in specs:
+        return specs[federation]
+    if not names:
+        raise CaptureError(
+            f"{folder} holds no federation's spec: give an observer's folder or a coordinator's artifacts"
+        )
+    wanted = f"no federation {federation}" if federation else f"{len(names)} federations: name one with --federation"
+    raise CaptureError(f"{folder} holds {wanted}; there is {', '.join(names)}")
+
+
+def _gaps(path: Path) -> tuple[str, ...]:
+    """What an observer's record says that it lacks; nothing where there is no record."""
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        raise CaptureError(f"{path} can't be read: {error}") from error
+    found = {name: record.get(name) for name in _GAPS}
+    return tuple(
+        f"{len(value) if isinstance(value, list) else value} {_GAPS[name]}" for name, value in found.items() if value
+    )

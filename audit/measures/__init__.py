@@ -1,0 +1,1 @@
+"""Figures with their floors, ceilings and confidence intervals."""

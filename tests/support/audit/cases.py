@@ -1,0 +1,78 @@
+"""Updates of small simulated federations, as cases for an audit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from audit.evidence.case import Case, Truth, View
+from audit.evidence.device_data import joined
+from experiments.data.client_datasets import build_cohort
+from experiments.settings.options import root_secret
+from experiments.simulation.batch import RunSetting
+from experiments.simulation.party_builder import party_of
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Weights
+from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import Streams
+from fedcg.learning.simulation.simulation import simulated_rounds
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.spec import plan_from_mapping
+from fedcg.wire.parts import Part, Report
+
+
+@functools.lru_cache(maxsize=8)
+def simulated_case(*, auxiliary: int = 300, client: str = "client-1", **setting: object) -> Case:
+    """The last round of a simulation, as an audit has it of one client.
+
+    Args:
+        auxiliary: images that no client holds, from the common test set.
+        client: whose update.
+        setting: of the run (`RunSetting`); small by default: 3 clients, 2 rounds, 100 images each, 2 epochs, digits, FedCG.
+    """
+    defaults = {
+        "clients": 3,
+        "rounds": 2,
+        "images_per_client": 100,
+        "local_epochs": 2,
+        "quick": True,
+        "partition": "iid",
+    }
+    run = RunSetting.model_validate({**defaults, **setting})
+    source = run.source()
+    spec = complete_spec(plan_from_mapping(run.plan(source)))
+    party = party_of(run, spec, build_cohort(source, spec.image, run.deal()))
+    before, after = _last_two(list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=run.rounds))))
+    method, data = get_method(spec.method), party.datasets[client]
+    sent = {name: _some(state.parts, method.shared_up) for name, state in after.states.items()}
+    assert party.common is not None
+    view = View(
+        spec,
+        client,
+        run.rounds,
+        sent[client],
+        before.aggregate,
+        after.aggregate,
+        {name: parts for name, parts in sent.items() if name != client},
+        Report(examples=len(data.train)),
+        _first(party.common, auxiliary),
+    )
+    private = (_some(one.states[client].parts, method.private_parts) for one in (before, after))
+    truth = Truth(data.train, joined(data.val, data.test), *private)
+    return Case(view, truth, Streams(root_secret(run.seed, "audit")))
+
+
+def _last_two(rounds: list[Simulation]) -> tuple[Simulation, Simulation]:
+    assert len(rounds) >= 2, "an audit of round 1 would need the start as a simulation"
+    return rounds[-2], rounds[-1]
+
+
+def _some(parts: Mapping[Part, Weights], wanted: frozenset[Part]) -> dict[Part, Weights]:
+    return {part: parts[part] for part in sorted(wanted)}
+
+
+def _first(images: ImageSet, count: int) -> ImageSet:
+    return images.rows(torch.arange(min(count, len(images))))
