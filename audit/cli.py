@@ -1,7 +1,8 @@
-"""`fedcg audit`: record the traffic of a broker, and check the recording against private weights."""
+"""`fedcg audit`: record the traffic of a broker, check the recording against private weights, attack what was sent."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -11,7 +12,8 @@ import typer
 
 from fedcg.json_output import print_data
 
-app = typer.Typer(no_args_is_help=True, help="Record independently the data that left the devices, and check it.")
+app = typer.Typer(no_args_is_help=True, help="Record independently the data that left the devices, and attack it.")
+GATE_EXIT = 3  # a gate did not pass
 
 
 @app.command()
@@ -64,3 +66,78 @@ def compare(
             typer.echo(f"LEAK: {match}")
     if result.matches:
         raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    updates: Annotated[Path, typer.Option(help="an observer's folder, or a coordinator's home or artifacts")],
+    data: Annotated[
+        Path, typer.Option(help="the device's images, as its agent has them; they are the truth and stay here")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="folder for report.html and report.json; an interrupted audit goes on in it")
+    ],
+    private: Annotated[
+        Path | None, typer.Option(help="the agent's store (or a simulation's file): for ceilings and single batches")
+    ] = None,
+    held_out: Annotated[Path | None, typer.Option(help="more images of the device that were never trained on")] = None,
+    auxiliary: Annotated[
+        Path | None, typer.Option(help="labelled images of the same kind that an attacker could have")
+    ] = None,
+    federation: Annotated[str | None, typer.Option(help="which one, where there are several")] = None,
+    client: Annotated[str | None, typer.Option(help="whose update, where there are several")] = None,
+    round_number: Annotated[int | None, typer.Option("--round", min=1, help="default: the client's last one")] = None,
+    attacks: Annotated[str, typer.Option(help="names, separated by commas; default: all (`fedcg audit attacks`)")] = "",
+    effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="a minute, ten, hours")] = "default",
+    seed: Annotated[int, typer.Option(help="of all random numbers")] = 0,
+    processes: Annotated[int | None, typer.Option(min=1, help="attacks at once; default: one per CPU")] = None,
+    gate: Annotated[
+        str, typer.Option(help="bounds, e.g. reid_gain<0.02,mia_auc<0.60,label_l1_gain<0.05; exit code 3 beyond one")
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="drop what is in the folder")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print report.json")] = False,
+) -> None:
+    """Attack what a device sent in a round, and report what came back.
+
+    The report says what was tried, what came back beyond the best guess, and what was not tried. Exit code 3 when a gate did not
+    pass, 1 when an attack failed to run. The report shows images of the device: it is for the device's owner.
+    """
+    from rich.console import Console
+
+    from audit.attacks.attack import Effort
+    from audit.run.audit import PAGE_FILE, AuditOptions, run_audit
+
+    names = tuple(filter(None, (name.strip() for name in attacks.split(","))))
+    options = AuditOptions(
+        updates, data, out, private, held_out, auxiliary, federation, client, round_number, names, Effort(effort), seed,
+        processes or len(os.sched_getaffinity(0)), gate, force,
+    )  # fmt: skip
+    console = Console(stderr=True)
+    done = run_audit(options, console)
+    if as_json:
+        print_data(done.report)
+    else:
+        for finding in done.findings:
+            typer.echo(f"{finding.attack.title}: {finding.summary()}")
+        for verdict in done.verdicts:
+            typer.echo(f"gate {verdict.condition}: {'passed' if verdict.passed else 'FAILED'}, {verdict.why}")
+        typer.echo(f"report: {out / PAGE_FILE}")
+    if not all(verdict.passed for verdict in done.verdicts):
+        raise typer.Exit(GATE_EXIT)
+    if done.failed:
+        raise typer.Exit(1)
+
+
+@app.command(name="attacks")
+def list_attacks(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+    """List the attacks: their names, the question that each answers, and the papers."""
+    from audit.attacks.catalogue import chosen_attacks
+
+    found = chosen_attacks(())
+    if as_json:
+        print_data(
+            [{"name": one.name, "title": one.title, "question": one.question, "source": one.source} for one in found]
+        )
+        return
+    for one in found:
+        typer.echo(f"{one.name}: {one.title}. {one.question} ({one.source})")

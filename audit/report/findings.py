@@ -1,0 +1,148 @@
+"""From outcomes to what a report states: per attack a verdict and the figure that stands for it, and the facts of the update."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from importlib.metadata import version
+from typing import Any
+
+from audit.attacks.attack import Attack
+from audit.evidence.case import Case
+from audit.measures.figures import Figure, Outcome
+from audit.report.gate import Verdict, is_possible
+
+REPORT_FORMAT = 1
+
+
+class Result(str, Enum):
+    """The result of an attack; the values are words for a report."""
+
+    LEAKED = "something came back"
+    NOTHING = "nothing beyond guessing"
+    UNPROVEN = "not proven: its positive control failed"
+    NOT_TRIED = "not tried"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was audited, in facts.
+
+    Attributes:
+        sent: numbers sent per part; `size`: bytes of the update's artifact, None where only its content is known.
+        gaps: what the recording lacks.
+        images: (trained on, held out) of the device, `auxiliary` of the attacker.
+        settings: seed, effort, attacks asked for.
+        command: to repeat it.
+    """
+
+    federation: str
+    method: str
+    network: str
+    client: str
+    round: int
+    sent: Mapping[str, int]
+    fields: tuple[str, ...]
+    images: tuple[int, int]
+    auxiliary: int
+    gaps: tuple[str, ...]
+    settings: Mapping[str, Any]
+    command: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An attack with its outcome and what it comes to."""
+
+    attack: Attack
+    outcome: Outcome
+    result: Result
+    headline: Figure | None
+
+    def summary(self) -> str:
+        """One line for a terminal."""
+        if self.headline is None:
+            return f"{self.result.value} ({self.outcome.skipped})"
+        found = self.headline
+        return (
+            f"{self.result.value}; {found.title} {as_number(found.value.value, found.unit)} against {as_number(found.floor, found.unit)} "
+            f"for {found.floor_is} ({found.setting})"
+        )
+
+
+def as_number(value: float | None, unit: str = "") -> str:
+    """A figure's number as a person reads it: shares in percent."""
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f} %" if unit == "share" else f"{value:.3g}{f' {unit}' if unit else ''}"
+
+
+def subject_of(case: Case, gaps: Sequence[str], settings: Mapping[str, Any], command: str) -> Subject:
+    """The facts of an audited update."""
+    view, truth = case.view, case.truth
+    return Subject(
+        view.spec.federation,
+        view.spec.method,
+        view.spec.network.split,
+        view.client,
+        view.round,
+        {
+            part.value: sum(tensor.numel() for tensor in weights.values())
+            for part, weights in sorted(view.update.items())
+        },
+        tuple(sorted(field.value for field in view.report.fields())),
+        (len(truth.train), len(truth.held_out)),
+        0 if view.auxiliary is None else len(view.auxiliary),
+        tuple(gaps),
+        settings,
+        command,
+    )
+
+
+def finding_of(attack: Attack, outcome: Outcome) -> Finding:
+    """What an outcome comes to: the possible setting whose gain is most surely above 0 stands for it."""
+    possible = [figure for figure in outcome.figures if is_possible(figure)]
+    if outcome.skipped is not None or not possible:
+        return Finding(attack, outcome, Result.NOT_TRIED, None)
+    leaks = [figure for figure in possible if figure.gain.low > 0]
+    headline = max(leaks or possible, key=_share_of_range)
+    if leaks:
+        return Finding(attack, outcome, Result.LEAKED, headline)
+    passed = all(control.passed for control in outcome.controls)
+    return Finding(attack, outcome, Result.NOTHING if passed else Result.UNPROVEN, headline)
+
+
+def _share_of_range(figure: Figure) -> float:
+    """The gain's lower bound as a share of what could be gained at all, so that dB and shares compare."""
+    whole = abs((figure.ceiling if figure.ceiling is not None else 1.0) - figure.floor)
+    return figure.gain.low / max(whole, 1e-9)
+
+
+def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Verdict]) -> dict[str, Any]:
+    """The whole report as JSON values (`report.json`); pictures stay in the folder of outcomes and in the page."""
+    return {
+        "format": REPORT_FORMAT,
+        "subject": asdict(subject),
+        "versions": {name: version(name) for name in ("fedcg-edge", "torch", "numpy", "scikit-image")}
+        | {"python": platform.python_version()},
+        "attacks": [
+            {
+                "name": finding.attack.name,
+                "title": finding.attack.title,
+                "source": finding.attack.source,
+                "result": finding.result.value,
+                "seconds": finding.outcome.seconds,
+                "skipped": finding.outcome.skipped,
+                "figures": [
+                    {**asdict(figure), "knowledge": sorted(figure.knowledge), "is_ceiling": not is_possible(figure)}
+                    for figure in finding.outcome.figures
+                ],
+                "controls": [asdict(control) for control in finding.outcome.controls],
+                "notes": list(finding.outcome.notes),
+            }
+            for finding in findings
+        ],
+        "gates": [asdict(verdict) for verdict in gates],
+    }
