@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 
-from audit.errors import GateFormError
 from audit.evidence.case import Knowledge
 from audit.measures.figures import Figure, Outcome
-
-_CONDITION = re.compile(r"\s*([a-z][a-z0-9_]*?)(_gain)?\s*<\s*(-?\d+(?:\.\d+)?)\s*")
-FIGURES = ("label_l1", "label_accuracy", "psnr", "ssim", "rank", "reid", "mia_auc", "mia_tpr", "class_ssim", "memory_auc",
-           "inverter_psnr", "inverter_ssim", "epsilon")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Condition:
-    """`NAME<BOUND` or `NAME_gain<BOUND`."""
-
-    figure: str
-    of_gain: bool
-    bound: float
-
-    def __str__(self) -> str:
-        """As it is written."""
-        return f"{self.figure}{'_gain' if self.of_gain else ''}<{self.bound:g}"
+from audit.report.conditions import FIGURES as FIGURES
+from audit.report.conditions import Condition
+from audit.report.conditions import parse_gate as parse_gate
+from fedcg.wire.parts import MAX_GAIN, AuditFigure
 
 
 @dataclass(frozen=True)
@@ -35,23 +21,6 @@ class Verdict:
     condition: str
     passed: bool
     why: str
-
-
-def parse_gate(text: str) -> tuple[Condition, ...]:
-    """Read conditions, separated by commas: `reid_gain<0.02,mia_auc<0.60`.
-
-    Raises:
-        GateFormError: not of this form, or a figure that there is not; names it.
-    """
-    found = []
-    for piece in filter(str.strip, text.split(",")):
-        matched = _CONDITION.fullmatch(piece)
-        if matched is None:
-            raise GateFormError(f"gate {piece.strip()!r}: write NAME<NUMBER or NAME_gain<NUMBER, separated by commas")
-        if matched[1] not in FIGURES:
-            raise GateFormError(f"gate {piece.strip()!r}: no figure {matched[1]!r}; there are {', '.join(FIGURES)}")
-        found.append(Condition(matched[1], matched[2] is not None, float(matched[3])))
-    return tuple(found)
 
 
 def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple[Verdict, ...]:
@@ -87,3 +56,16 @@ def _upper(condition: Condition, figure: Figure) -> float:
 def is_possible(figure: Figure) -> bool:
     """Whether the attacker of a figure has only what a real one can have."""
     return Knowledge.PRIVATE not in figure.knowledge
+
+
+def largest_gains(outcomes: Sequence[Outcome]) -> dict[AuditFigure, float]:
+    """By figure, the upper end of the gain's interval over all settings that a real attacker can have, within `MAX_GAIN`.
+
+    Figures of an attack that failed its positive control are left out: they show nothing.
+    """
+    sound = [one for one in outcomes if all(control.passed for control in one.controls)]
+    possible = [
+        figure for one in sound for figure in one.figures if is_possible(figure) and not isnan(figure.gain.high)
+    ]
+    found = {name: [figure.gain.high for figure in possible if figure.name == name] for name in FIGURES}
+    return {name: min(max(*highs, -MAX_GAIN), MAX_GAIN) for name, highs in found.items() if highs}

@@ -103,6 +103,9 @@ def _latest(path: Path) -> Status:
         elif name == "phase_started":
             phase = event.get("phase")
             found["training"] = WAITS if phase == "wait" else f"{about}: {phase}"
+        elif name == "audited":
+            verdict = "may be sent" if event.get("passed") else "withheld"
+            found["last_audit"] = f"{about}: {verdict}; {event.get('report')}"
         elif name == "trainer_died":
             found["last_trainer_death"] = f"exit code {event.get('exit_code')} {event.get('reason')}".strip()
         elif name in ("link", "welcomed"):

@@ -10,6 +10,7 @@ seen.json       highest (epoch, round, attempt) of a broadcast
 coordinator.json  the coordinator's key that counts, once it was replaced
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
+audit/          the report of the last audit of an update, with pictures
 events.jsonl    see `fedcg.event_log`
 """
 
@@ -42,6 +43,7 @@ from fedcg.wire.transfer.partial_files import Partials
 STORE_FORMAT = 1
 SECRET_BYTES = 32
 RECEIPTS_KEPT = 64
+AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
 PARTIAL_FILES = 8
 PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 

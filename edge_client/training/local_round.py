@@ -46,7 +46,7 @@ from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import DeclineReason
-from fedcg.wire.parts import ClassAccuracies, Health, Part, Report, ReportField, is_delta
+from fedcg.wire.parts import AuditFigure, ClassAccuracies, Health, Part, Report, ReportField, is_delta
 
 BEST_SLOTS = ("best", "best_shadow")
 
@@ -216,17 +216,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     shadow = None if done.shadow is None else measure(spec, done.shadow.parts, done.data, common, work.place)
     figures = generator_figures(spec, personal, done.data.train, done.ctx.streams)
     report = _report(work, spec, done, own, shadow)
-    facts = UpdateFacts(
-        device=work.config.device,
-        round=attempt.round,
-        attempt=attempt.attempt,
-        versions={"torch": str(torch.__version__), "fedcg-edge": version("fedcg-edge")},
-        determinism=_determinism(work, done.ctx),
-    )
-    shared = to_arrays(done.result.shared.parts)
-    update = build_update(
-        shared, report, spec=spec, policy=work.config.policy, facts=facts, base=Base(command.aggregate, done.base.parts)
-    )
+    update = _update(work, spec, done, report, Base(command.aggregate, done.base.parts))
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
     scores = dict(done.start.scores)
     trained = {"best": (personal, own)}
@@ -265,6 +255,51 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         seconds=round(work.clock() - done.started, 3),
     )
     return generation
+
+
+def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Report, base: Base) -> bytes:
+    """The update that may be kept for sending: it passed the firewall and, where the owner asks for one, the audit."""
+    facts = UpdateFacts(
+        device=work.config.device,
+        round=done.ctx.round,
+        attempt=done.ctx.attempt,
+        versions={"torch": str(torch.__version__), "fedcg-edge": version("fedcg-edge")},
+        determinism=_determinism(work, done.ctx),
+    )
+    shared, policy = to_arrays(done.result.shared.parts), work.config.policy
+    update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base)
+    if not work.config.audit.is_on:
+        return update
+    gains = _audit(work, spec, done, update, base)
+    if ReportField.AUDIT not in policy.allow_report:
+        return update
+    # The same tensors in the same coding; the header gains the figures that were found in them.
+    report = report.model_copy(update={"audit": gains})
+    return build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base)
+
+
+def _audit(
+    work: Workplace, spec: FederationSpec, done: _Outcome, update: bytes, base: Base
+) -> dict[AuditFigure, float]:
+    """Audit an update; the figures. A gate that does not hold ends the round before anything of it is stored."""
+    from edge_client.training.release_audit import Release, audit_release  # of the extra `audit`
+
+    before, after = done.start.personal.parts, done.result.private.parts
+    labels = done.base.header.label_distribution
+    release = Release(spec, update, base, labels, done.data, before, after, done.ctx.streams)
+    started = work.clock()
+    judged = audit_release(work.config, release, done.ctx.progress)
+    work.events.write(
+        "audited",
+        round=done.ctx.round,
+        attempt=done.ctx.attempt,
+        passed=not judged.failed,
+        detail="; ".join(judged.not_run),
+        report=str(judged.page),
+        seconds=round(work.clock() - started, 1),
+    )
+    judged.check()
+    return judged.gains
 
 
 def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured, shadow: Measured | None) -> Report:

@@ -112,6 +112,12 @@ def _link(event: Event) -> Line:
     return INFO, f"the link to the broker is back after {down_s:.0f} s"
 
 
+def _audited(event: Event) -> Line:
+    level, verdict = (INFO, "may be sent") if event.get("passed") else (WARNING, "is withheld")
+    failed = "; attacks that did not run: {detail}" if event.get("detail") else ""
+    return level, f"{{at}}: the audit took {{seconds:.0f}} s, the update {verdict}{failed}. Report: {{report}}"
+
+
 def _declined(event: Event) -> Line:
     who = "{client} declined" if event.get("client") else "declined"
     detail = ": {detail}" if event.get("detail") else ""
@@ -228,6 +234,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "link": _link,
     "accepted": _accepted,
     "declined": _declined,
+    "audited": _audited,
     "finished": _finished,
     "refused": _refused,
     "phase_started": _phase_started,
