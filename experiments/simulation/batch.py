@@ -17,6 +17,7 @@ from experiments.data.source import Source
 from experiments.errors import OptionError
 from experiments.settings.options import Setting, parse_params
 from fedcg.files import replace_durably
+from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.spec import ParameterValue
 from fedcg.wire.parts import AggregateCodec, UpdateCodec
 
@@ -51,6 +52,7 @@ class RunSetting(Setting):
         precision: of training steps; "bf16" on CUDA devices alone.
         batched_clients: clients train together, where the method can; None: on a CUDA device. Other last digits.
         codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.codecs`).
+        privacy: the mechanisms of every client; a setting without any has the JSON that it had before there were some.
         paper: the published setting that this run started from.
     """
 
@@ -90,6 +92,7 @@ class RunSetting(Setting):
             description="a free label that distinguishes an ablation's runs",
         ),
     ] = ""
+    privacy: Annotated[PrivacySettings, Field(exclude_if=lambda privacy: not privacy.is_on)] = OFF
     paper: str | None = None
 
     @model_validator(mode="after")
@@ -107,9 +110,16 @@ class RunSetting(Setting):
 
     @property
     def name(self) -> str:
-        """The run's file name, without its ending; codecs are named where there are any."""
+        """The run's file name, without its ending; codecs and mechanisms are named where there are any."""
         codecs = "" if (self.codec, self.aggregate_codec) == ("f32", "f32") else f"{self.codec}-{self.aggregate_codec}"
-        parts = (self.paper or self.data_name, self.method, self.variant, codecs, f"seed{self.seed}")
+        parts = (
+            self.paper or self.data_name,
+            self.method,
+            self.variant,
+            self.privacy.label,
+            codecs,
+            f"seed{self.seed}",
+        )
         return "-".join(re.sub(r"[^A-Za-z0-9._=-]+", "-", part).strip("-") for part in parts if part)
 
     def plan(self, source: Source) -> dict[str, object]:

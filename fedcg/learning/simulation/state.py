@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedcg.learning.choice import is_preferred
+from fedcg.learning.mechanisms.accountant import Spent
 from fedcg.learning.method import Aggregate, ClientState, ServerState
 from fedcg.learning.simulation.tasks import RoundRecord
 
@@ -49,6 +50,7 @@ class Simulation:
         aggregate_seconds: of each round.
         global_accuracy: (round, accuracy) of the average of all clients' models, for measured rounds.
         update_bytes: of each round, mean over its updates as they were coded; 0 where there were none. Empty without a coding.
+        spent: what the DP-SGD of each client has spent; empty without.
         ended_early: validation stood still for as long as the schedule allows.
     """
 
@@ -63,6 +65,7 @@ class Simulation:
     aggregate_seconds: tuple[float, ...] = ()
     global_accuracy: tuple[tuple[int, float], ...] = ()
     update_bytes: tuple[int, ...] = ()
+    spent: Mapping[str, Spent] = field(default_factory=dict)
     ended_early: bool = False
 
     @property
