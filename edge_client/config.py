@@ -6,6 +6,7 @@ Relative paths are relative to the file. Knows nothing of networks or training; 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from audit.installation import EXTRA, missing_packages
 from audit.report.conditions import parse_gate
 from edge_client.errors import ConfigError
 from fedcg.config_file import nearest, read_toml, section_of
+from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.wire.messages.enrolment_messages import URL_PATTERN, PresetName
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
@@ -145,7 +147,7 @@ class AuditSection(_Section):
 
     @property
     def obstacle(self) -> str:
-        """Why this device can't make the audit that is asked for, with the remedy; empty where it can."""
+        """Why this device can't make its audit, with the remedy; empty where it can."""
         missing = missing_packages() if self.is_on else ()
         if missing:
             return f"[audit] before_publish = \"{self.before_publish}\" needs {' and '.join(missing)}: pip install '{EXTRA}'"
@@ -213,6 +215,13 @@ class AgentConfig(_Section):
     training: TrainingSection = TrainingSection()
     export: ExportSection = ExportSection()
     audit: AuditSection = AuditSection()
+    privacy: PrivacySettings = OFF
+
+    @property
+    def privacy_obstacle(self) -> str:
+        """Why this device can't train with its mechanisms, with the remedy; empty where it can."""
+        is_missing = self.privacy.dp_sgd is not None and find_spec("opacus") is None
+        return "[privacy.dp_sgd] needs opacus: pip install 'fedcg-edge[privacy]'" if is_missing else ""
 
     @property
     def training_lock(self) -> Path:

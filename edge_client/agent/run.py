@@ -37,10 +37,10 @@ def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_
         The exit code.
 
     Raises:
-        EdgeError: keys or private store can't be used, another agent uses the store, or an audit that is asked for can't be made.
+        EdgeError: keys or private store can't be used, another agent uses the store, or an extra is not installed that its settings need.
         WireError: the TLS files can't be used.
     """
-    if problem := config.audit.obstacle:
+    if problem := config.audit.obstacle or config.privacy_obstacle:
         raise ConfigError(problem)
     keys = load_keys(config)
     if config.tls is not None:

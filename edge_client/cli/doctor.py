@@ -88,6 +88,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "cohort secret": _cohort_secret,
         "training": _training,
         "audit": _audit,
+        "privacy": _privacy,
     }
     chosen = checks if only is None else {name: checks[name] for name in only}
     return tuple(Finding(name, *check(config, now)) for name, check in chosen.items())
@@ -310,3 +311,11 @@ def _audit(config: AgentConfig, now: datetime) -> Result:
         return "failed", problem, 'or set before_publish = "off", and updates are sent without an audit'
     gate = audit.gate or "none: the report is written, and no update is withheld"
     return "ok", f"{audit.before_publish}, {', '.join(audit.attacks) or 'all attacks'}; gate {gate}", ""
+
+
+def _privacy(config: AgentConfig, now: datetime) -> Result:
+    if not config.privacy.is_on:
+        return "ok", "no mechanism is on: updates are sent as training leaves them", ""
+    if config.privacy_obstacle:
+        return "failed", config.privacy_obstacle, "or take the table [privacy.dp_sgd] out of agent.toml"
+    return "ok", config.privacy.label, ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, StoreDamagedError, StoreFormatError
@@ -76,6 +78,7 @@ def _state(store: PrivateStore) -> Status:
     deliveries = store.deliveries()
     last = deliveries[-1] if deliveries else None
     return {
+        "privacy_spent": _spent(store.privacy()),
         "round": None if generation is None else generation.round_attempt.round,
         "attempt": None if generation is None else generation.round_attempt.attempt,
         "spec": None if generation is None else generation.spec,
@@ -86,6 +89,14 @@ def _state(store: PrivateStore) -> Status:
         else f"round {last.round}.{last.attempt}: {last.outcome} {last.reason}".strip(),
         "problem": "; ".join(problems) or None,
     }
+
+
+def _spent(record: Mapping[str, Any]) -> str | None:
+    if not record:
+        return None
+    budget = "" if record["budget"] is None else f" of {record['budget']:g}"
+    rest = "" if record["covered"] else "; rounds that were sent without DP-SGD are not covered"
+    return f"epsilon {record['epsilon']:.3g}{budget} at delta {record['delta']:g}{rest}"
 
 
 def _latest(path: Path) -> Status:
