@@ -16,7 +16,8 @@ from audit.measures.figures import Outcome
 from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
 from edge_client.session.events import ChooseModel
-from edge_client.training import local_round, model_selection
+from edge_client.training import local_round
+from edge_client.training.evaluation import measure
 from edge_client.training.messages import Committed, Failed
 from edge_client.training.model_selection import choose_model
 from fedcg.learning.mechanisms.balance import last_bias, log_prior
@@ -241,14 +242,13 @@ def test_a_downloaded_classifier_is_fitted_to_the_devices_labels_where_they_are_
     work = trainer._work
     data = work.data.for_round(spec, spec.rounds + 1)
     before = sent(site, site.store.artifacts.get(site.aggregate))[Part.CLASSIFIER][last_bias(spec)]
-    seen = {}
+    seen: list[Any] = []
 
     def kept(spec_: Any, parts: Any, *rest: Any) -> Any:
-        seen[len(seen)] = parts[Part.CLASSIFIER][last_bias(spec)]
+        seen.append(parts[Part.CLASSIFIER][last_bias(spec)])
         return measure(spec_, parts, *rest)
 
-    measure = model_selection.measure
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_selection, "measure", kept)
+        patch.setattr("edge_client.training.model_selection.measure", kept)
         choose_model(work, ChooseModel(spec.digest, site.aggregate))
     assert np.allclose(seen[1].numpy(), before + log_prior(data.train.label_counts()).numpy(), atol=1e-6)

@@ -159,10 +159,10 @@ def test_the_report_with_its_pictures_lies_in_the_store_for_its_owner_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def outcome() -> Outcome:
-        picture = png(stand_in.cases[-1].truth.train.images[0].float() / 255)
+        picture = png(attack.cases[-1].truth.train.images[0].float() / 255)
         return Outcome("labels", (figure(),), pictures=(Pictures("What came back", (("true", (picture,)),)),))
 
-    stand_in = install(monkeypatch, StandIn(outcome))
+    attack = install(monkeypatch, StandIn(outcome))
     site = audited_site(tmp_path, "label_l1_gain<0.2")
     site.declined()
     folder = site.store.root / "audit"
