@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opacus.accountants import RDPAccountant
@@ -12,10 +13,26 @@ from experiments.simulation.batch import PlannedRun, RunSetting
 from fedcg.learning.privacy import PrivacySettings
 from tests.support.commands import data_of, run_fedcg
 
-SMALL = (
-    "simulate --clients 2 --partition iid --images-per-client 40 --rounds 2 --local-epochs 1 --image-size 16 "
-    "--no-shadow --no-plot --no-tensorboard --workers 1"
-).split()
+SMALL = [
+    "simulate",
+    "--clients",
+    "2",
+    "--partition",
+    "iid",
+    "--images-per-client",
+    "40",
+    "--rounds",
+    "2",
+    "--local-epochs",
+    "1",
+    "--image-size",
+    "16",
+    "--no-shadow",
+    "--no-plot",
+    "--no-tensorboard",
+    "--workers",
+    "1",
+]
 
 
 def test_a_private_run_states_its_epsilon_in_name_record_and_line(tmp_path: Path) -> None:
@@ -88,14 +105,8 @@ def test_a_published_table_can_be_run_with_mechanisms_and_the_record_says_so() -
     from experiments.papers.plan import table_batch
 
     privacy = PrivacySettings(gradient_noise=0.1)
-    batch = table_batch(
-        "fedcg:table1:cifar10-4",
-        {"privacy": privacy, "data": "digits"},
-        frozenset({"privacy", "data"}),
-        ["fedavg"],
-        [0],
-        {},
-    )
+    asked: dict[str, Any] = {"privacy": privacy, "data": "digits"}
+    batch = table_batch("fedcg:table1:cifar10-4", asked, frozenset(asked), ["fedavg"], [0], {})
     (run,) = batch.runs
     assert run.setting.privacy == privacy
     assert run.reduced["privacy"] == (None, privacy.model_dump(mode="json"))

@@ -26,7 +26,7 @@ from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training.private_training import train_classifier_privately
 from fedcg.learning.training.training_loop import FeatureSource, PenaltyMaker, no_penalty
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import bright_images, context, plan, quick_spec, same_parts
+from tests.support.learning.learning_cases import GREY, bright_images, context, plan, plan_of, quick_spec, same_parts
 from tests.support.learning.stub_networks import GivenFeatures
 
 PRIVATE = PrivacySettings.model_validate({"dp_sgd": {"noise_multiplier": 1.1}})
@@ -38,7 +38,7 @@ def without_noise(clip: float) -> DpSgdSettings:
 
 def private_spec(name: str, split: str = "lenet5_relu", **params: ParameterValue) -> FederationSpec:
     network = NetworkChoice(noise_dim=8, split=split, discriminator="mlp_plain")
-    return complete_spec(plan(name, network, **params))
+    return complete_spec(plan_of(name, network, GREY, params))
 
 
 def private_context(spec: FederationSpec, privacy: PrivacySettings = PRIVATE, root: bytes = b"device") -> RoundContext:

@@ -119,7 +119,7 @@ def test_a_gradients_noise_has_the_deviation_asked_for() -> None:
     weight = torch.nn.Parameter(torch.zeros(20_000))
     optimiser = NoisyOptimiser(torch.optim.SGD([weight], lr=1.0), 0.1, stream(4))
     optimiser.zero_grad()
-    (2.0 * weight.sum()).backward()  # type: ignore[no-untyped-call]
+    (2.0 * weight.sum()).backward()
     optimiser.step()
     moved = weight.detach()
     assert float(moved.mean()) == pytest.approx(-2.0, abs=0.01)

@@ -31,7 +31,7 @@ def private_party(name: str = "fedavg", **dp_sgd: float) -> Party:
 def epsilon(steps: int, rate: float) -> float:
     accountant = RDPAccountant()
     accountant.history = [(1.0, rate, steps)]
-    return accountant.get_epsilon(delta=1e-5)
+    return float(accountant.get_epsilon(delta=1e-5))
 
 
 def test_every_client_spends_by_its_own_images_and_all_stages() -> None:
