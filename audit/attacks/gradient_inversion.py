@@ -7,8 +7,8 @@ the classifier's gradient gives away exactly. Every guess is a function of a `Vi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -26,7 +26,6 @@ from audit.attacks.inversion_search import (
     feature_distance,
     gradient_distance,
     search,
-    start_pixels,
     with_statistics,
 )
 from audit.attacks.jacobian_rank import MAX_PIXELS, RANK_TOLERANCE, pixel_rank
@@ -35,15 +34,16 @@ from audit.evidence.closed_form import attacker_model, lacks_closed_form, reveal
 from audit.evidence.networks import Extractor, WholeModel, whole_model
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient, gradient, weight_difference, with_noise
 from audit.measures.figures import Control, Figure, Outcome, Pictures
-from audit.measures.images import png, psnr, ssim, unit_pixels
-from audit.measures.statistics import Values, bootstrap
+from audit.measures.images import png, psnr, unit_pixels
+from audit.measures.reconstructions import MEASURES, Reconstructions, nearest_row, trivial_guesses
+from audit.measures.statistics import bootstrap
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.networks import load_part
+from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 
-_PRIOR = 1e-3
-_NOISY_PRIOR = 1e-1
+# Weights of the total variation, chosen on CIFAR-10 with LeNet5: the right model, noise on the gradient, an estimated extractor.
+_PRIOR, _NOISY_PRIOR, _LOOSE_PRIOR = 0.03, 0.01, 1.0
 _DEVIATIONS = (0.001**0.5, 0.1**0.5)  # FedCG table 2: noise of variance 0.001 and 0.1
 _CONTROL_GAIN_DB = 3.0
 _SHOWN = 8
@@ -101,48 +101,40 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """Guesses of one setting, in the order of the images that they are compared with, both [N, C, H, W] in [0, 1].
-
-    Attributes:
-        floors: trivial guesses by name, each with the images that it is compared with.
-    """
+    """What one setting came to; `diverged` is the share of its searches that did."""
 
     setting: Setting
-    guesses: torch.Tensor
-    truth: torch.Tensor
-    floors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    images: Reconstructions
     diverged: float
 
 
 def _settings(view: View, effort: Effort) -> list[Setting]:
     """What is tried on a method that sends the whole model, or the classifier alone."""
-    steps = effort.of(40, 100, 300)
+    steps, quick = effort.of(40, 100, 300), effort is Effort.QUICK
     paper = Search(steps, Start.NOISE, restarts=effort.of(1, 2, 4), soft_labels=True)
-    plain, prior = Search(steps, Start.GREY), Search(steps, Start.GREY, _PRIOR)
-    noisy = Search(steps, Start.GREY, _NOISY_PRIOR)
-    signed = Search(3 * steps, Start.GREY, _PRIOR, signed_adam=True)
-    quick = effort is Effort.QUICK
+    prior, loose = Search(steps, Start.GREY, _PRIOR), Search(steps, Start.GREY, _LOOSE_PRIOR)
     if view.shares_extractor:
         sent = Extractor.SENT
-        found = [Setting(sent, Match.GRADIENT, paper), Setting(sent, Match.GRADIENT, prior)]
+        found = [Setting(sent, Match.GRADIENT, paper)]
+        found += [Setting(sent, match, prior) for match in (Match.GRADIENT, Match.FEATURES)]
         if quick:
             return found
-        found += [Setting(sent, Match.GRADIENT, plain), Setting(sent, Match.COSINE, signed)]
-        found += [Setting(sent, Match.GRADIENT, how, 1, noise) for noise in _DEVIATIONS for how in (plain, noisy)]
+        signed, noisy = Search(2 * steps, Start.GREY, _PRIOR, signed_adam=True), Search(steps, Start.GREY, _NOISY_PRIOR)
+        found += [Setting(sent, Match.GRADIENT, Search(steps, Start.GREY)), Setting(sent, Match.COSINE, signed)]
+        found += [Setting(sent, Match.GRADIENT, how, 1, noise) for noise in _DEVIATIONS for how in (paper, noisy)]
         found += [Setting(sent, Match.GRADIENT, prior, rows) for rows in (4, 16)]
         return [*found, Setting(sent, Match.COSINE, prior, 0)]
-    sources = [Extractor.RANDOM, Extractor.START, Extractor.TRUE]
-    if view.auxiliary is not None:
-        sources.insert(2, Extractor.SURROGATE)
-    best = sources[-2]
+    sources = [Extractor.RANDOM, Extractor.START, *([] if view.auxiliary is None else [Extractor.SURROGATE])]
     found = [Setting(Extractor.RANDOM, Match.GRADIENT, paper)]
     if quick:
-        return [*found, *(Setting(source, Match.FEATURES, prior) for source in sources[-2:])]
+        return [*found, Setting(sources[-1], Match.FEATURES, loose), Setting(Extractor.TRUE, Match.FEATURES, prior)]
     if Part.GENERATOR in view.update:
-        found += [Setting(Extractor.RANDOM, Match.STATISTICS, paper), Setting(best, Match.STATISTICS, prior)]
-    found += [Setting(source, match, prior) for source in sources for match in (Match.GRADIENT, Match.FEATURES)]
-    found += [Setting(best, Match.GRADIENT, prior, rows) for rows in (4, 16)]
-    return [*found, Setting(best, Match.COSINE, prior, 0)]
+        found += [Setting(Extractor.RANDOM, Match.STATISTICS, paper), Setting(sources[-1], Match.STATISTICS, loose)]
+    for match in (Match.GRADIENT, Match.FEATURES):
+        found += [Setting(source, match, loose) for source in sources]
+        found.append(Setting(Extractor.TRUE, match, prior))
+    found += [Setting(sources[-1], Match.GRADIENT, loose, rows) for rows in (4, 16)]
+    return [*found, Setting(sources[-1], Match.COSINE, loose, 0)]
 
 
 def _objective(view: View, model: WholeModel, seen: BatchGradient, match: Match, labels: torch.Tensor) -> Objective:
@@ -185,24 +177,6 @@ def _form(view: View) -> tuple[int, int, int]:
     return view.spec.image.channels, view.spec.image.height, view.spec.image.width
 
 
-def _trivial(view: View, truth: ImageSet, stream: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
-    """The guesses of one who has seen no update: the first two take nothing, the others the label and auxiliary images."""
-    noise = start_pixels(Start.NOISE, len(truth), _form(view), stream).clamp(0, 1)
-    yield "the noise that a search starts from, clamped", noise
-    yield "grey", start_pixels(Start.GREY, len(truth), _form(view), stream)
-    if view.auxiliary is None:
-        return
-    pixels = unit_pixels(view.auxiliary.images)
-    yield "the mean of the auxiliary images", pixels.mean(0).expand(len(truth), *_form(view))
-    means, nearest = [], []
-    for image, label in zip(unit_pixels(truth.images), truth.labels, strict=True):
-        same = pixels[view.auxiliary.labels == label] if (view.auxiliary.labels == label).any() else pixels
-        means.append(same.mean(0))
-        nearest.append(same[(same - image).square().flatten(1).sum(1).argmin()])
-    yield "the mean auxiliary image of its class", torch.stack(means)
-    yield "the nearest auxiliary image of its class", torch.stack(nearest)
-
-
 def _batch_trial(
     case: Case, model: WholeModel, setting: Setting, images: ImageSet, streams: Streams, tick: Tick
 ) -> Trial:
@@ -220,8 +194,13 @@ def _batch_trial(
         guesses.append(_in_best_order(found.pixels, pixels[rows]))
         diverged.append(found.diverged)
         tick()
-    floors = {name: (guess, pixels) for name, guess in _trivial(view, images, streams.generator("floor"))}
-    return Trial(setting, torch.cat(guesses), pixels, floors, float(np.mean(diverged)))
+    return Trial(setting, _compared(view, torch.cat(guesses), images, streams), float(np.mean(diverged)))
+
+
+def _compared(view: View, guesses: torch.Tensor, images: ImageSet, streams: Streams) -> Reconstructions:
+    pixels = unit_pixels(images.images)
+    floors = {name: (guess, pixels) for name, guess in trivial_guesses(view, images, streams.generator("floor"))}
+    return Reconstructions(guesses, pixels, floors)
 
 
 def _in_best_order(guesses: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
@@ -239,58 +218,33 @@ def _round_trial(case: Case, model: WholeModel, setting: Setting, streams: Strea
     pools = [unit_pixels(train.images[train.labels == label]) for label in classes]
 
     def beside_nearest(guesses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = zip(guesses, pools, strict=True)
-        return guesses, torch.stack([pool[(pool - one).square().flatten(1).sum(1).argmin()] for one, pool in pairs])
+        return guesses, torch.stack([pool[nearest_row(one, pool)] for one, pool in zip(guesses, pools, strict=True)])
 
     first = ImageSet(torch.stack([(pool[0] * 255).byte() for pool in pools]), classes, train.classes)
-    floors = {name: beside_nearest(guess) for name, guess in _trivial(view, first, streams.generator("floor"))}
-    return Trial(setting, *beside_nearest(found.pixels[classes]), floors, found.diverged)
+    floors = {name: beside_nearest(guess) for name, guess in trivial_guesses(view, first, streams.generator("floor"))}
+    return Trial(setting, Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
 
 
-def _figure(trial: Trial, name: str, ceiling: float | None, seed: int) -> Figure:
-    measure, title, unit = (
-        (psnr, "Reconstruction, PSNR", "dB") if name == "psnr" else (ssim, "Reconstruction, SSIM", "")
-    )
-    values = measure(trial.guesses, trial.truth)
-    floor_is, floor = _best_floor(trial, measure)
-    return Figure(
-        name,
-        title,
-        trial.setting.words,
-        trial.setting.knowledge,
-        bootstrap(values, seed),
-        float(floor.mean()),
-        floor_is,
-        bootstrap(values - floor, seed),
-        len(values),
-        ceiling,
-        unit,
-    )
+def _control(case: Case, images: ImageSet, match: Match, effort: Effort, streams: Streams, tick: Tick) -> Control:
+    """Whole-model gradients of the same images by FedCG's LeNet5 (sigmoids) at initial weights.
 
-
-def _best_floor(trial: Trial, measure: Callable[[torch.Tensor, torch.Tensor], Values]) -> tuple[str, Values]:
-    """The trivial guess of the highest mean, and its values, image by image."""
-    found = {name: measure(guess, truth) for name, (guess, truth) in trial.floors.items()}
-    best = max(found, key=lambda name: float(found[name].mean()))
-    return best, found[best]
-
-
-def _control(case: Case, images: ImageSet, effort: Effort, streams: Streams, tick: Tick) -> Control:
-    """Whole-model gradients of single images at the public start, where nothing is saturated yet."""
-    view, start = case.view, case.view.start()
-    model = whole_model(view.spec, start[Part.EXTRACTOR], start[Part.CLASSIFIER])
-    setting = Setting(Extractor.SENT, Match.GRADIENT, Search(effort.of(60, 100, 300), Start.GREY, _PRIOR))
+    Not the federation's own network: with ReLU and max pooling a search over gradients gets stuck, whatever leaks.
+    """
+    spec = case.view.spec
+    spec = spec.model_copy(update={"network": spec.network.model_copy(update={"split": "lenet5"})})
+    start = {part: weights_of(build_part(spec, part, streams.generator(part.value))) for part in _WHOLE}
+    view, model = replace(case.view, spec=spec), whole_model(spec, start[Part.EXTRACTOR], start[Part.CLASSIFIER])
+    setting = Setting(Extractor.SENT, match, Search(effort.of(50, 100, 300), Start.GREY, _PRIOR))
     pixels, guesses = unit_pixels(images.images), []
     for row in range(len(images)):
         one = slice(row, row + 1)
-        seen = batch_gradient(view.spec, start, pixels[one], images.labels[one], _WHOLE)
+        seen = batch_gradient(spec, start, pixels[one], images.labels[one], _WHOLE)
         guesses.append(_guess(view, model, seen, setting, streams.generator("search", row)).pixels)
         tick()
-    floors = {name: (guess, pixels) for name, guess in _trivial(view, images, streams.generator("floor"))}
-    trial = Trial(setting, torch.cat(guesses), pixels, floors, 0.0)
-    value, floor = float(psnr(trial.guesses, pixels).mean()), float(_best_floor(trial, psnr)[1].mean())
+    found = _compared(view, torch.cat(guesses), images, streams)
+    value, floor = found.mean("psnr"), float(found.best_floor("psnr")[1].mean())
     return Control(
-        f"PSNR in dB from gradients of the whole model at its initial weights ({len(images)} images, from grey)",
+        f"PSNR in dB by {match.value}, LeNet5 with sigmoids at initial weights, whole model ({len(images)} images)",
         value,
         f"at least {_CONTROL_GAIN_DB:g} dB above the floor of {floor:.2f} dB",
         value - floor >= _CONTROL_GAIN_DB,
@@ -345,12 +299,14 @@ def _rows_for(setting: Setting, images: ImageSet) -> ImageSet:
 
 def _figures(trials: Sequence[Trial], streams: Streams) -> Iterator[Figure]:
     """PSNR and SSIM of every setting; the ceiling is the best of those where the true extractor was given."""
-    for name, measure in (("psnr", psnr), ("ssim", ssim)):
-        means = {one.setting: float(measure(one.guesses, one.truth).mean()) for one in trials}
+    for name in MEASURES:
+        means = {one.setting: one.images.mean(name) for one in trials}
         ceiling = max((mean for one, mean in means.items() if one.extractor is Extractor.TRUE), default=None)
         for trial in trials:
-            given = trial.setting.extractor is Extractor.TRUE or not trial.setting.rows
-            yield _figure(trial, name, None if given else ceiling, streams.seed("bootstrap", name))
+            setting = trial.setting
+            given = setting.extractor is Extractor.TRUE or not setting.rows
+            seed = streams.seed("bootstrap", name)
+            yield trial.images.figure(name, setting.words, setting.knowledge, None if given else ceiling, seed)
 
 
 def _pictures(trials: Sequence[Trial]) -> tuple[Pictures, ...]:
@@ -358,10 +314,12 @@ def _pictures(trials: Sequence[Trial]) -> tuple[Pictures, ...]:
     tables = []
     for rows in sorted({trial.setting.rows for trial in trials}):
         same = [trial for trial in trials if trial.setting.rows == rows]
-        shown = [("original", same[0].truth, ("",) * _SHOWN)]
+        shown = [("original", same[0].images.truth, ("",) * _SHOWN)]
         for trial in same if rows else same[:1]:
-            values = psnr(trial.guesses, trial.truth)
-            shown.append((trial.setting.words, trial.guesses, tuple(f"{value:.1f} dB" for value in values[:_SHOWN])))
+            values = psnr(trial.images.guesses, trial.images.truth)
+            shown.append(
+                (trial.setting.words, trial.images.guesses, tuple(f"{value:.1f} dB" for value in values[:_SHOWN]))
+            )
         title = {0: "From the round's weight difference", 1: "From one image's gradient"}.get(
             rows, f"Batches of {rows}"
         )
@@ -371,15 +329,16 @@ def _pictures(trials: Sequence[Trial]) -> tuple[Pictures, ...]:
 
 
 def _notes(case: Case, trials: Sequence[Trial]) -> tuple[str, ...]:
-    single = next(trial for trial in trials if trial.setting.rows == 1)
-    values = {name: float(psnr(*pair).mean()) for name, pair in single.floors.items()}
-    diverged = np.mean([trial.diverged for trial in trials])
-    noise, *_ = values.values()
+    floors = next(trial for trial in trials if trial.setting.rows == 1).images.floors
+    values = {name: float(psnr(*pair).mean()) for name, pair in floors.items()}
+    guesses = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
+    unlabelled, diverged = max(list(values.values())[:3]), np.mean([trial.diverged for trial in trials])
+    papers = (
+        "The papers' 6.23 dB for FedSplit is the clamped noise that a search starts from: nothing was reconstructed."
+    )
     return (
-        f"Trivial guesses, PSNR in dB: {'; '.join(f'{name} {value:.2f}' for name, value in values.items())}. "
-        f"The best that takes no label is {max(list(values.values())[:3]):.2f} dB.",
-        f"The papers' 6.23 dB for FedSplit is the clamped noise that a search starts from ({noise:.2f} dB here): it shows that "
-        "nothing was reconstructed, not how hard that is.",
+        f"Trivial guesses, PSNR in dB: {guesses}. The best that takes no label: {unlabelled:.2f}.",
+        f"{papers} That noise scores {values['clamped noise']:.2f} dB here.",
         f"{diverged:.0%} of the searches diverged (a loss that is not finite, or above that of the start).",
         "The start of the public seed is that of the device only where the federation has no cohort secret.",
         f"Rank: singular values above {RANK_TOLERANCE:g} of the largest; not computed for more than {MAX_PIXELS} pixels.",
@@ -396,19 +355,21 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     if case.view.shares_extractor and pixels > 1024:
         ranked = effort.of(0, 1, 2)
     runs = sum(len(_rows_for(one, images)) // one.rows if one.rows else 1 for one in plan)
-    total = runs + len({one.extractor for one in plan}) + len(images) + ranked
+    total = runs + len({one.extractor for one in plan}) + 2 * len(images) + ranked
     steps = itertools.count(1)
 
     def tick() -> None:
         progress(next(steps), total)
 
-    control = _control(case, images, effort, streams.at("control"), tick)
+    controls = tuple(
+        _control(case, images, match, effort, streams.at("control"), tick) for match in (Match.GRADIENT, Match.FEATURES)
+    )
     trials = list(_trials(case, plan, images, effort, streams, tick))
     rank = [_rank_figure(case, images.rows(range(ranked)), streams.at("rank"), tick)] if ranked else []
     return Outcome(
         ATTACK.name,
         (*_figures(trials, streams), *rank),
-        (control,),
+        controls,
         _pictures(trials),
         notes=_notes(case, trials),
         extra={f"diverged: {trial.setting.words}": trial.diverged for trial in trials},

@@ -5,16 +5,20 @@ That layer computes W h + b, so that ∂L/∂W = δ hᵀ and ∂L/∂b = δ: the
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from audit.evidence.case import View
 from audit.evidence.networks import Extractor, WholeModel, estimated_extractor, whole_model
 from audit.evidence.observed_gradient import BatchGradient, parameters_of
-from fedcg.learning.networks import build_part
+from fedcg.learning.networks import build_part, feature_shape
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
+
+_TINY = 1e-12
 
 
 def attacker_model(view: View, source: Extractor, streams: Streams, epochs: int) -> WholeModel:
@@ -62,6 +66,18 @@ def linear_inputs(model: WholeModel, pixels: torch.Tensor) -> torch.Tensor:
     finally:
         hook.remove()
     return caught[0]
+
+
+def standardised(features: torch.Tensor, spec: FederationSpec) -> torch.Tensor:
+    """Inputs of the first linear layer [N, D] with each map of each image at mean 0 and deviation 1; without maps each image as a whole.
+
+    What is left is where a map is bright, which two extractors of one start have in common; levels and spreads are not.
+    """
+    shape = feature_shape(spec)
+    maps = shape[0] if math.prod(shape) == features.shape[1] > shape[0] else 1
+    split = features.unflatten(1, (maps, -1))
+    spread = split.var(dim=2, keepdim=True, unbiased=False) + _TINY
+    return ((split - split.mean(dim=2, keepdim=True)) / spread.sqrt()).flatten(1)
 
 
 def revealed_features(model: WholeModel, seen: BatchGradient) -> torch.Tensor:
