@@ -5,12 +5,14 @@ Papers: Salem et al. 2019 (ML-Leaks), Ma et al. 2024 (PPIDSG), Zarifzadeh et al.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from scipy.stats import norm
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
 
 from audit.evidence.case import View
@@ -196,10 +198,16 @@ def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
 
 def _classifier(members: Values, others: Values, units: int, lr: float, streams: Streams) -> Callable[[Values], Values]:
     """A network of one hidden layer that was trained to tell rows [N, D] from rows [M, D]; gives the probability of the first."""
-    network = MLPClassifier((units,), learning_rate_init=lr, random_state=streams.seed("network") % 2**32)
-    rows, is_member = np.vstack([members, others]), np.repeat([1, 0], [len(members), len(others)])
-    for _ in range(_ATTACK_EPOCHS):
-        network.partial_fit(rows, is_member, classes=[0, 1])
+    network = MLPClassifier(
+        (units,),
+        learning_rate_init=lr,
+        max_iter=_ATTACK_EPOCHS,
+        n_iter_no_change=_ATTACK_EPOCHS,
+        random_state=streams.seed("network") % 2**32,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # the papers give the number of epochs
+        network.fit(np.vstack([members, others]), np.repeat([1, 0], [len(members), len(others)]))
 
     def probability(some: Values) -> Values:
         found: Values = network.predict_proba(some)[:, 1]
