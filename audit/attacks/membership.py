@@ -22,6 +22,7 @@ from audit.attacks.shadow_models import (
     log_ratio,
     ml_leaks,
     rmia,
+    rmia_by_others,
     target_of,
     train_shadows,
     two_shadows,
@@ -141,7 +142,9 @@ def _attempts(
     """Name, score, what takes its place without the update, and what it takes beside."""
     yield "ML-Leaks", ml_leaks, ml_leaks, frozenset()
     if target.others is not None:
-        yield "PPIDSG's two shadow models", two_shadows, two_shadows, frozenset({Knowledge.OTHERS})
+        beside = frozenset({Knowledge.OTHERS})
+        yield "PPIDSG's two shadow models", two_shadows, two_shadows, beside
+        yield "RMIA by other clients", rmia_by_others, rmia_by_others, beside
     yield "RMIA", rmia, rmia, frozenset()
     if len(target.references) >= _LIRA_MODELS:
         yield "LiRA, offline", lira_offline, lira_offline, frozenset()

@@ -179,8 +179,7 @@ def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
     Raises:
         ValueError: no other client's update is there.
     """
-    if target.others is None:
-        raise ValueError("PPIDSG's attack needs the updates of other clients")
+    others = _others_of(target)
 
     def seen_by(model: WholeModel, some: ImageSet) -> Values:
         return np.hstack([posteriors(model, some), np.eye(len(some.classes))[some.labels.numpy()]])
@@ -188,12 +187,18 @@ def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
     first, second = target.shadows[0].seen, target.shadows[0].unseen
     judge = _classifier(
         seen_by(target.victim, first),
-        seen_by(target.others, second),
+        seen_by(others, second),
         _PAIR_UNITS,
         _PAIR_LR,
         streams.at("two_shadows"),
     )
     return judge(seen_by(target.victim, images))
+
+
+def _others_of(target: Target) -> WholeModel:
+    if target.others is None:
+        raise ValueError("this attack takes the updates of other clients, and there are none")
+    return target.others
 
 
 def _classifier(members: Values, others: Values, units: int, lr: float, streams: Streams) -> Callable[[Values], Values]:
@@ -236,6 +241,15 @@ def rmia(target: Target, images: ImageSet, streams: Streams) -> Values:
     share = np.searchsorted(population, ratios, side="right")
     found: Values = (share + 1 / (1 + np.exp(-ratios))) / (len(population) + 1)
     return found
+
+
+def rmia_by_others(target: Target, images: ImageSet, streams: Streams) -> Values:
+    """RMIA with the other clients' mean model as its reference: as well trained as the victim's, on other images.
+
+    Raises:
+        ValueError: no other client's update is there.
+    """
+    return rmia(replace(target, references=(_others_of(target),)), images, streams)
 
 
 def lira_offline(target: Target, images: ImageSet, streams: Streams) -> Values:
