@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from audit.attacks.catalogue import ATTACKS
 from audit.errors import GateFormError
-from audit.installation import EXTRA, missing_packages
+from audit.run.packages import EXTRA, missing_packages
 from audit.report.conditions import parse_gate
 from edge_client.errors import ConfigError
 from fedcg.config_file import nearest, read_toml, section_of
