@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from audit.attacks.catalogue import ATTACKS
 from audit.errors import GateFormError
-from audit.run.packages import EXTRA, missing_packages
 from audit.report.conditions import parse_gate
+from audit.run.packages import EXTRA, missing_packages
 from edge_client.errors import ConfigError
 from fedcg.config_file import nearest, read_toml, section_of
 from fedcg.learning.privacy import OFF, PrivacySettings
