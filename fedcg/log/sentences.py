@@ -25,7 +25,7 @@ DECLINE_ADVICE = {
     "spec_refused": "`fedcg agent status` on the device names the cause",
     "training_failed": "`fedcg agent status` on the device names the cause: memory, disk or private store",
     "diverged": "look at the device's images; where several devices diverge, lower the learning rate of the plan",
-    "withheld": "the device's owner decides: `fedcg agent status` there names the gate or the privacy budget that kept the update back",
+    "withheld": "its owner decides: the gate of [audit] or the budget of [privacy] held it back; `fedcg agent status` there names it",
     "interrupted": "nothing: its agent was stopped, and takes part again when it runs",
 }
 """What a person does about a device that declines, by its reason."""
