@@ -93,7 +93,7 @@ def test_a_device_whose_gate_holds_is_merged_and_its_figures_reach_the_page_wher
     assert set(told) == {OPEN, SILENT}
     assert ("audit" in told[OPEN], "audit" in told[SILENT]) == (True, False)
     shown = _page(stack, f"/devices/{OPEN}").partition('id="privacy-shapes"')[2].partition("</section>")[0]
-    assert f"{largest:+.3g}" in shown
+    assert f"{largest:+.3g}".replace("-", "\N{MINUS SIGN}") in shown
     assert "label distribution, L1 distance" in shown
     assert 'id="privacy-shapes"' not in _page(stack, f"/devices/{SILENT}")
 

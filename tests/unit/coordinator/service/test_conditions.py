@@ -119,7 +119,7 @@ def test_figures_of_a_devices_own_audit_and_its_privacy_budget_reach_its_page_an
         "What the device&#39;s own audit found" if "&#39;" in shown else "What the device's own audit found",
         "label distribution, L1 distance",
         "+0.0421",
-        "-0.01",
+        "\N{MINUS SIGN}0.01",
         "epsilon 3.2 of 8 at delta 1e-05",
     ):
         assert text in shown, shown
