@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, StoreDamagedError, StoreFormatError
 from edge_client.identity.credentials import read_certificate
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import PRIVACY_FILE, PrivateStore
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
 from fedcg.event_log import EventValue, read_events
+from fedcg.wire.parts import PrivacySpent
 
 Status = dict[str, EventValue]
 WAITS = "waits until another federation's training on this device is done"
@@ -94,9 +97,13 @@ def _state(store: PrivateStore) -> Status:
 def _spent(record: Mapping[str, Any]) -> str | None:
     if not record:
         return None
-    budget = "" if record["budget"] is None else f" of {record['budget']:g}"
-    rest = "" if record["covered"] else "; rounds that were sent without DP-SGD are not covered"
-    return f"epsilon {record['epsilon']:.3g}{budget} at delta {record['delta']:g}{rest}"
+    try:
+        found = PrivacySpent.model_validate({name: record.get(name) for name in PrivacySpent.model_fields})
+    except ValidationError:
+        return f"unknown: {PRIVACY_FILE} in the store is damaged"
+    budget = "" if found.budget is None else f" of {found.budget:g}"
+    rest = "" if record.get("covered") else "; rounds that were sent without DP-SGD are not covered"
+    return f"epsilon {found.epsilon:.3g}{budget} at delta {found.delta:g}{rest}"
 
 
 def _latest(path: Path) -> Status:

@@ -116,7 +116,7 @@ def test_figures_of_a_devices_own_audit_and_its_privacy_budget_reach_its_page_an
     assert device.receipts()[0].outcome is Outcome.ACCEPTED
     shown = reader.get("/devices/a")[1].partition('id="privacy-tiny"')[2].partition("</section>")[0]
     for text in (
-        "What the device&#39;s own audit found" if "&#39;" in shown else "What the device's own audit found",
+        "What the device&#39;s own audit found",
         "label distribution, L1 distance",
         "+0.0421",
         "\N{MINUS SIGN}0.01",
@@ -126,6 +126,12 @@ def test_figures_of_a_devices_own_audit_and_its_privacy_budget_reach_its_page_an
     assert "membership" not in shown
     assert 'id="privacy-tiny"' not in reader.get("/devices/b")[1]
     assert set(TITLES) == set(get_args(AuditFigure))
+    (attempt,) = json.loads(reader.get("/api/v1/federations/tiny/rounds/1")[1])["attempts"]
+    (update,) = attempt["updates"]
+    assert update["report"]["audit"] == {"label_l1": 0.0421, "reid": -0.01}
+    assert update["report"]["epsilon"] == {"epsilon": 3.2, "delta": 1e-5, "budget": 8.0}
+    schemas = json.loads(reader.get("/openapi.json")[1])["components"]["schemas"]
+    assert {"audit", "epsilon"} <= set(schemas["Report"]["properties"])
 
 
 def test_a_condition_outlives_the_service(make_world: MakeWorld) -> None:

@@ -31,6 +31,7 @@ from tests.unit.edge_client.training.test_release_audit import StandIn, figure, 
 
 DELTA = 1e-3
 BATCH = 12
+DAMAGED = b'{"spent": "{}"}'
 
 
 def site_with(root: Path, privacy: PrivacySettings, *, shadow: bool = False) -> Site:
@@ -213,7 +214,7 @@ def test_a_record_that_is_gone_or_damaged_ends_participation_and_is_never_a_reco
     site = site_with(tmp_path, dp_sgd())
     site.trainer().do(site.round(1))
     path = site.store.root / "privacy.json"
-    for content in (None, b'{"spent": "{}"}', b"\0"):
+    for content in (None, DAMAGED, b"\0"):
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content)
@@ -221,6 +222,8 @@ def test_a_record_that_is_gone_or_damaged_ends_participation_and_is_never_a_reco
         assert isinstance(report, Failed)
         assert (report.reason, str(path) in report.detail) == (DeclineReason.TRAINING_FAILED, True)
         assert "backup" in report.detail
+        if content == DAMAGED:
+            assert read_status(site.config)["privacy_spent"] == "unknown: privacy.json in the store is damaged"
     assert site.state().generation.round_attempt == RoundAttempt(1, 1)
 
 
