@@ -87,6 +87,7 @@ class Judged:
         """
         if self.failed:
             reasons = "; ".join(f"{one.condition}: {one.why}" for one in self.failed)
+            reasons = reasons.replace("--auxiliary", "[audit] auxiliary")  # as a person gives it here
             raise RoundError(
                 DeclineReason.WITHHELD,
                 f"the update was audited and not sent: {reasons}. {self.page} has the report; "

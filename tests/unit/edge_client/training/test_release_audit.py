@@ -43,9 +43,13 @@ class StandIn:
     def __init__(self, outcome: Callable[[], Outcome] | None = None) -> None:
         self.cases: list[Case] = []
         self.efforts: list[Effort] = []
+        self.needs_auxiliary = False
         self._outcome = outcome or (
             lambda: Outcome("labels", (figure(), figure(high=0.9, knowledge=Knowledge.PRIVATE)))
         )
+
+    def lacks(self, case: Case) -> str | None:
+        return case.lacks(auxiliary=True) if self.needs_auxiliary else None
 
     def run(self, case: Case, effort: Effort, progress: AttackProgress) -> Outcome:
         self.cases.append(case)
@@ -57,7 +61,7 @@ class StandIn:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn) -> StandIn:
-    attack = Attack("labels", "Label distribution", "Which labels?", "ours", lambda case: None, stand_in.run)
+    attack = Attack("labels", "Label distribution", "Which labels?", "ours", stand_in.lacks, stand_in.run)
     monkeypatch.setitem(sys.modules, "audit.attacks.label_distribution", SimpleNamespace(ATTACK=attack))
     return stand_in
 
@@ -234,6 +238,15 @@ def test_auxiliary_images_reach_the_attacker_and_without_readable_ones_nothing_i
     assert "[audit] auxiliary" in failed.detail
     assert site.store.generations.current() == (None, ())
     assert isinstance(auxiliary(tmp_path / "aux"), Committed)
+    stand_in.needs_auxiliary = True
+    audit = AuditSection(before_publish="quick", gate="label_l1<9", attacks=("labels",))
+    site.config = site.config.model_copy(update={"audit": audit})
+    without = site.trainer().do(site.round(2))
+    assert isinstance(without, Failed)
+    assert (
+        "not measured (labels: the attacker needs labelled images of the same kind: give [audit] auxiliary)"
+        in without.detail
+    )
     images = stand_in.cases[-1].view.auxiliary
     assert images is not None
     assert len(images) == 4 * len(CLASSES)
