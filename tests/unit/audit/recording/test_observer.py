@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from audit.errors import CaptureError, DecodeError
 from audit.recording.capture import Capture
 from audit.recording.comparison import check_recording
-from audit.errors import CaptureError, DecodeError
 from audit.recording.observer import Observer
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack
 from fedcg.wire.messages.key_chain import make_link
