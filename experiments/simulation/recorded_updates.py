@@ -26,7 +26,6 @@ from edge_client.firewall import UpdateFacts, build_update
 from experiments.simulation.batch import RunSetting
 from fedcg.files import replace_durably
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import ATTEMPT, ClientData, Party
 from fedcg.learning.simulation.state import Simulation
@@ -71,8 +70,8 @@ class RecordedUpdates:
         for artifact in self._store.ids():
             self._capture.add(self._store.get(artifact))
 
-    def write_images(self, setting: RunSetting, auxiliary: ImageSet) -> None:
-        """Write what is known before the first round: the clients' images, an attacker's, and the start of the private parts.
+    def begin(self, setting: RunSetting, auxiliary: ImageSet) -> None:
+        """Write what is fixed before the first round: the clients' images, an attacker's, and the start of the private parts.
 
         Args:
             setting: of the run.
@@ -148,13 +147,9 @@ class RecordedUpdates:
             f"{when}/{part.value}/{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for when, parts in (("before", found), ("after", left))
             for part in wanted
-            for name, tensor in _weights(parts, part).items()
+            for name, tensor in parts.get(part, {}).items()
         }
         replace_durably(self._folder / _TRUTH / f"{client}-round-{now.rounds}.safetensors", save(tensors))
-
-
-def _weights(parts: Mapping[Part, Weights], part: Part) -> Weights:
-    return parts.get(part, {})
 
 
 def _report(client: str, now: Simulation) -> Report:

@@ -130,7 +130,7 @@ class Runs:
             recorded = RecordedUpdates(
                 self.recording(planned), party, planned.kept_rounds, stood or beginning(party, schedule)
             )
-            recorded.write_images(setting, auxiliary)
+            recorded.begin(setting, auxiliary)
 
         def keep(now: Simulation) -> None:
             if recorded is not None:  # before the checkpoint: a round that is lost is trained, and recorded, again

@@ -17,7 +17,7 @@ from audit.recording.comparison import check_recording
 from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.source import Source
 from experiments.settings.options import root_secret
-from experiments.simulation.batch import PlannedRun, RunSetting
+from experiments.simulation.batch import PlannedRun, RunSetting, load_batch
 from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import party_of
 from experiments.simulation.single_run import Runs
@@ -299,6 +299,15 @@ def test_a_run_that_stops_between_recording_and_checkpoint_goes_on_to_the_record
     assert {name for name in stood if stood[name] != undisturbed.get(name)} == {"wire.json"}
 
 
+def test_recording_changes_no_figure_of_a_run(tmp_path: Path) -> None:
+    recorded(SMALL, tmp_path / "kept")
+    (tmp_path / "plain").mkdir()
+    plain = Runs(tmp_path / "plain", simulate, ignore).run(PlannedRun(setting=SMALL))
+    kept = json.loads((tmp_path / "kept" / f"{SMALL.name}.json").read_text())
+    assert {**kept, "seconds": None} == {**json.loads(json.dumps(plain)), "seconds": None}
+    assert not (tmp_path / "plain" / "updates").exists()
+
+
 def test_only_the_rounds_asked_for_are_recorded_and_clients_trained_together_give_the_same_files(
     tmp_path: Path,
 ) -> None:
@@ -365,6 +374,25 @@ def test_a_finished_run_without_a_recording_is_named_with_what_to_do(tmp_path: P
     assert late.exit_code == 0
     assert "done before, without a recording of its updates; --force runs it again" in late.stderr
     assert "recorded updates" not in late.stderr
+
+
+def test_a_resumed_run_may_begin_to_record_its_later_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, save = tmp_path / "out", Checkpoints.save
+
+    def save_and_stop(self: Checkpoints, now: Simulation, seconds: float) -> None:
+        save(self, now, seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "save", save_and_stop)
+    assert run_fedcg("simulate", *TINY, "--method", "fedavg", "--out", out).exit_code == 130
+    monkeypatch.undo()
+    late = run_fedcg("simulate", "--resume", out, "--keep-updates", "all", "--no-tensorboard", "--no-plot")
+    assert late.exit_code == 0, late.output
+    folder = out / "updates" / "digits-fedavg-seed0"
+    assert [ids(folder, "update", number) == {} for number in (1, 2)] == [True, False]
+    assert json.loads((folder / "wire.json").read_text())["bases_not_seen"] == []
+    (planned,) = load_batch(out).runs
+    assert planned.keep_updates == "all"
 
 
 @pytest.mark.parametrize(
