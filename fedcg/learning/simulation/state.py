@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedcg.learning.choice import is_preferred
-from fedcg.learning.method import Aggregate, ClientState, ServerState
+from fedcg.learning.method import Aggregate, ClientState, ServerState, SharedResult
 from fedcg.learning.simulation.tasks import RoundRecord
+from fedcg.wire.parts import Report
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Schedule:
         evaluate_every: clients are measured after every so many rounds, and after the last.
         participation: share of the clients that take part in a round, in (0, 1].
         early_stop: end after so many rounds without a better validation of any client; None: never.
+        kept_updates: rounds whose updates stay in `Simulation.sent`.
     """
 
     rounds: int | None = None
@@ -27,6 +29,15 @@ class Schedule:
     evaluate_every: int = 1
     participation: float = 1.0
     early_stop: int | None = None
+    kept_updates: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A client's update before it is coded: the shared parts, and all that it could report."""
+
+    shared: SharedResult
+    report: Report
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class Simulation:
         global_accuracy: (round, accuracy) of the average of all clients' models, for measured rounds.
         update_bytes: of each round, mean over its updates as they were coded; 0 where there were none. Empty without a coding.
         ended_early: validation stood still for as long as the schedule allows.
+        sent: by client, the updates of the last round where the schedule keeps them. No checkpoint holds them.
     """
 
     rounds: int
@@ -64,6 +76,7 @@ class Simulation:
     global_accuracy: tuple[tuple[int, float], ...] = ()
     update_bytes: tuple[int, ...] = ()
     ended_early: bool = False
+    sent: Mapping[str, Sent] = field(default_factory=dict)
 
     @property
     def aggregate(self) -> Aggregate:
