@@ -163,13 +163,20 @@ def _report(client: str, now: Simulation) -> Report:
 
 
 def _client_arrays(data: ClientData) -> dict[str, Any]:
-    """What the client trained on as training images; validation and test images, which no training saw, as test images."""
+    """What the client trained on, and the images that no training saw, as validation and test images.
+
+    Both of these are there where there are two such images: a device divides a source that lacks one of them itself.
+    """
     unseen = ImageSet(
         torch.cat([data.val.images, data.test.images]),
         torch.cat([data.val.labels, data.test.labels]),
         data.test.classes,
     )
-    return _arrays("train", data.train) | (_arrays("test", unseen) if len(unseen) else {})
+    val = max(1, len(data.val)) if len(data.test) else len(unseen) // 2
+    parts = {"train": data.train, "val": unseen.rows(range(val)), "test": unseen.rows(range(val, len(unseen)))}
+    return {
+        name: array for part, images in parts.items() if len(images) for name, array in _arrays(part, images).items()
+    }
 
 
 def _arrays(part: str, images: ImageSet) -> dict[str, Any]:
