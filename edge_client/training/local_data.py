@@ -25,6 +25,7 @@ from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.messages import DeclineReason
 
+
 @dataclass(frozen=True)
 class RoundData:
     """The images of one round, per split, and the snapshot they come from."""

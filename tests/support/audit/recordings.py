@@ -25,24 +25,25 @@ def write_recording(case: Case, folder: Path) -> dict[str, str]:
         (folder / "artifacts" / artifact_id(data)).write_bytes(data)
         return artifact_id(data)
 
-    common = {"method": spec.method, "federation": spec.federation, "attempt": 1}
-    head = ArtifactHeader(kind="aggregate", round=view.round - 1, client=COORDINATOR, **common)
-    data = pack(head, to_arrays(view.before.parts), spec.aggregate_codec)
+    first = ArtifactHeader(
+        kind="aggregate",
+        method=spec.method,
+        federation=spec.federation,
+        round=view.round - 1,
+        attempt=1,
+        client=COORDINATOR,
+    )
+    data = pack(first, to_arrays(view.before.parts), spec.aggregate_codec)
     ids = {"spec": keep(spec.canonical()), "before": keep(data)}
     layouts = {part: spec.layouts[part] for part in sorted(view.before.parts)}
     decoded = unpack(data, layouts, codecs=codecs_for(layouts, spec.aggregate_codec))
     base = Base(ids["before"], {part: decoded.parts[part] for part in spec.with_base})
     for client, parts in {view.client: view.update, **view.others}.items():
-        head = ArtifactHeader(
-            kind="update",
-            round=view.round,
-            client=client,
-            base=ids["before"],
-            report=view.report if client == view.client else None,
-            **common,
-        )
+        report = view.report if client == view.client else None
+        made = {"kind": "update", "round": view.round, "client": client, "base": ids["before"], "report": report}
+        head = first.model_copy(update=made)
         ids[client] = keep(pack(head, to_arrays(parts), spec.codec, base if spec.with_base else None))
-    head = ArtifactHeader(kind="aggregate", round=view.round, client=COORDINATOR, base=ids["before"], **common)
+    head = first.model_copy(update={"round": view.round, "base": ids["before"]})
     ids["after"] = keep(pack(head, to_arrays(view.after.parts), spec.aggregate_codec))
     return ids
 
@@ -57,7 +58,7 @@ def write_images(images: ImageSet, held_out: ImageSet | None, file: Path) -> Pat
             ("test", held_out.rows((~rows).nonzero()[:, 0])),
         ):
             arrays |= {f"{name}_images": _pixels(some), f"{name}_labels": some.labels.numpy()}
-    np.savez(file, **arrays)
+    np.savez(file, allow_pickle=False, **arrays)
     return file
 
 
