@@ -1,0 +1,192 @@
+"""Class shares of a round's clients from their whole updates, after many steps, without one real image. Knows no truth.
+
+* readout: a classifier that was trained on shares pi predicts pi for inputs that show no class (the label shift of Saerens et al. 2002):
+  its mean prediction over probes, which are samples of the sent generator, random numbers where none is sent;
+* responses: the last layer's change against shares, calibrated on classifiers that the attacker trains from the same aggregate on probes
+  with shares that it knows (after RLU, Ma et al. ICLR 2023, whose responses are of one step and of SGD; training covers any optimiser).
+  The cohort's mean change is taken off: what all clients share is not this client's;
+* generator: rare classes are trained less. Movement of the label embedding's row (and towards zero, which is all that weight decay does to
+  a row without images), of the class's mean feature and of its spread, and how well the received classifier recognises the class;
+  weighed to fit all clients' shares as the two above infer them;
+* together: the mean of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from torch import nn
+
+from audit.attacks.attack import Effort
+from audit.evidence.case import View
+from fedcg.learning.method import Weights
+from fedcg.learning.networks import build_part, feature_shape, load_part, weights_of
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.training_loop import generate, steps_of, task_optimiser
+from fedcg.wire.parts import Part
+
+_PROBES = 600  # in all; at least _LEAST_OF_CLASS of a class
+_LEAST_OF_CLASS = 4
+_CONCENTRATIONS = (0.2, 0.5, 1.0, 3.0)  # of the shadows' shares: from a class or two to nearly all alike
+_UNKNOWN_EXAMPLES = 1000
+_RIDGE = 1e-3
+Shares = Mapping[str, torch.Tensor]
+"""Shares or counts of the classes, [C] or [clients, C] with the client under audit first, by how they were found."""
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Features that an attacker makes itself.
+
+    Attributes:
+        features: [C, R, *feature_shape], R for each class; without a generator they are random numbers, whatever the class.
+    """
+
+    features: torch.Tensor
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """All of them, [C * R, *feature_shape], class by class."""
+        return self.features.flatten(0, 1)
+
+
+def probes_for(spec: FederationSpec, generator: Weights | None, stream: torch.Generator) -> Probes:
+    """Samples of a generator, or numbers between 0 and 1."""
+    each = max(_LEAST_OF_CLASS, _PROBES // spec.class_count)
+    shape = (spec.class_count, each, *feature_shape(spec))
+    if generator is None:
+        return Probes(torch.rand(shape, generator=stream))
+    labels = torch.arange(spec.class_count).repeat_interleave(each)
+    noise = torch.randn(len(labels), spec.network.noise_dim, generator=stream)
+    return Probes(generate(load_part(spec, Part.GENERATOR, generator), noise, labels).view(shape))
+
+
+def last_layer(classifier: nn.Module, classes: int) -> str | None:
+    """The name of the linear layer, with a bias, that gives the logits; None where there is no such layer."""
+    found = [(name, module) for name, module in classifier.named_modules() if isinstance(module, nn.Linear)]
+    name, last = found[-1] if found else (None, None)
+    return name if last is not None and last.out_features == classes and last.bias is not None else None
+
+
+def response(spec: FederationSpec, before: Weights, after: Weights) -> torch.Tensor:
+    """The change of the last layer, [C, 2]: of its biases, of the sums of its weights; each with mean 0 over the classes."""
+    layer = last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count)
+    bias = after[f"{layer}.bias"] - before[f"{layer}.bias"]
+    weight = (after[f"{layer}.weight"] - before[f"{layer}.weight"]).sum(1)
+    return _centred(torch.stack([bias, weight], 1))
+
+
+def _centred(values: torch.Tensor) -> torch.Tensor:
+    return values - values.mean(-2, keepdim=True)
+
+
+def fitted(values: torch.Tensor, shares: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A conditional logit: shares [K, C] = softmax over the classes of values [K, C, F] @ w; classes are exchangeable, so F numbers fit all.
+
+    Returns:
+        The function from values [..., C, F] to shares [..., C].
+    """
+    scale = values.flatten(0, 1).std(0) + 1e-8
+    scaled, wanted = (values / scale).double(), shares.double()
+
+    def loss(weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        given = torch.from_numpy(weights)
+        logits = (scaled @ given).log_softmax(1)
+        value = -(wanted * logits).sum() / len(wanted) + _RIDGE * given.square().sum()
+        slope = torch.einsum("kc,kcf->f", logits.exp() - wanted, scaled) / len(wanted) + 2 * _RIDGE * given
+        return float(value), slope.numpy()
+
+    found = torch.from_numpy(minimize(loss, np.zeros(values.shape[2]), jac=True, method="L-BFGS-B").x).float() / scale
+    return lambda some: (some @ found).softmax(-1)
+
+
+def by_responses(
+    view: View, sent: Sequence[Weights], streams: Streams, shadows: int, most: int, tick: Tick
+) -> torch.Tensor:
+    """Shares [clients, C] from the last layer's change, calibrated on `shadows` classifiers of at most `most` steps."""
+    spec, before = view.spec, view.before.parts[Part.CLASSIFIER]
+    probes = probes_for(spec, view.before.parts.get(Part.GENERATOR), streams.generator("shadow probes"))
+    drawn = np.random.default_rng(streams.seed("shadow shares"))
+    values, shares = [], []
+    for shadow in range(shadows):
+        concentration = _CONCENTRATIONS[shadow % len(_CONCENTRATIONS)]
+        known = torch.from_numpy(drawn.dirichlet([concentration] * spec.class_count)).float()
+        after = _trained_on(view, probes, known, streams.generator("shadow", shadow), most)
+        values.append(response(spec, before, after))
+        shares.append(known)
+        tick()
+    seen = torch.stack([response(spec, before, one) for one in sent])
+    alone = len(sent) == 1
+    return fitted(torch.stack(values), torch.stack(shares))(seen if alone else seen - seen.mean(0))
+
+
+def _trained_on(view: View, probes: Probes, shares: torch.Tensor, stream: torch.Generator, most: int) -> Weights:
+    """The aggregate's classifier after a round's steps on probes of these shares."""
+    params = view.method.params_type.model_validate(view.spec.params)
+    network = load_part(view.spec, Part.CLASSIFIER, view.before.parts[Part.CLASSIFIER]).train()
+    optimiser = task_optimiser(network.parameters(), params)
+    for _ in range(min(most, steps_of(params, view.report.examples or _UNKNOWN_EXAMPLES))):
+        labels = torch.multinomial(shares, params.batch_size, replacement=True, generator=stream)
+        rows = torch.randint(probes.features.shape[1], labels.shape, generator=stream)
+        loss = nn.functional.cross_entropy(network(probes.features[labels, rows]), labels)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return weights_of(network)
+
+
+@torch.no_grad()
+def by_readout(view: View, parts: Mapping[Part, Weights], streams: Streams) -> torch.Tensor:
+    """Shares [C]: the mean prediction of a received classifier on probes of the received generator, or of the aggregate's."""
+    generator = parts.get(Part.GENERATOR, view.before.parts.get(Part.GENERATOR))
+    probes = probes_for(view.spec, generator, streams.generator("readout"))
+    classifier = load_part(view.spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval()
+    predicted: torch.Tensor = classifier(probes.rows).softmax(1).mean(0)
+    return predicted
+
+
+@torch.no_grad()
+def generator_statistics(view: View, parts: Mapping[Part, Weights], streams: Streams) -> torch.Tensor:
+    """[C, 5] of a sent generator, each with mean 0 over the classes: see the module's docstring."""
+    spec, before, after = view.spec, view.before.parts[Part.GENERATOR], parts[Part.GENERATOR]
+    old, new = (probes_for(spec, one, streams.generator("statistics")).features for one in (before, after))
+    row = before["embedding.weight"]
+    moved = after["embedding.weight"] - row
+    logits = load_part(spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval()(new.flatten(0, 1))
+    own = logits.log_softmax(1).view(*new.shape[:2], -1)
+    old, new = old.flatten(2), new.flatten(2)
+    columns = (
+        (moved.norm(dim=1) + 1e-9).log(),
+        (moved * row.sign()).mean(1),
+        ((new - old).mean(1).norm(dim=1) + 1e-9).log(),
+        (new.std(1).mean(1) + 1e-6).log() - (old.std(1).mean(1) + 1e-6).log(),
+        own.mean(1).diagonal(),
+    )
+    return _centred(torch.stack(columns, 1))
+
+
+def inferred(view: View, streams: Streams, effort: Effort, tick: Tick) -> Shares:
+    """What the updates of a round show of each client's class shares, [clients, C]; the client under audit first."""
+    sent = [view.update, *(view.others[name] for name in sorted(view.others))]
+    found = {
+        "readout": torch.stack([by_readout(view, parts, streams) for parts in sent]),
+        "responses": by_responses(
+            view,
+            [parts[Part.CLASSIFIER] for parts in sent],
+            streams,
+            effort.of(4, 8, 24),
+            effort.of(1000, 4000, 20_000),
+            tick,
+        ),
+    }
+    if Part.GENERATOR in view.update and Part.GENERATOR in view.before.parts:
+        values = torch.stack([generator_statistics(view, parts, streams) for parts in sent])
+        found["generator"] = fitted(values, (found["readout"] + found["responses"]) / 2)(values)
+    return {**found, "together": torch.stack(list(found.values())).mean(0)}

@@ -1,0 +1,292 @@
+"""How many images of each class a device holds, from the classifier (and the generator) that it sends.
+
+From the whole update: `class_shares`. From the gradient of ONE BATCH, which a server sees where devices send after every step:
+  * PPIDSG eq. 1-3 (Ma et al. 2024). The formulas are lost in our text of it; read by the chain rule of eq. 13-14: the gradient of the
+    last layer's weights is mean_i (p_ic - y_ic) h_ij, so with S = sum_j h_j its sum over j is about (p_c - n_c / N) S, and
+    n_c = N (p_c - sum_j grad_cj / S). p and S come from probes, drawn several times; the most frequent count of a class stands (their mode);
+  * the gradient of the last bias is mean_i (p_ic - y_ic), so n_c = N (p_c - grad_c): the same without S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+
+from audit.attacks.attack import Attack, Effort, Progress
+from audit.attacks.class_shares import Probes, Shares, Tick, by_readout, inferred, last_layer, probes_for
+from audit.evidence.case import Case, Knowledge, View
+from audit.evidence.networks import trained_alone
+from audit.evidence.observed_gradient import BatchGradient, batch_gradient
+from audit.measures.figures import Control, Curve, Figure, Interval, Outcome
+from audit.measures.images import unit_pixels
+from audit.measures.statistics import Values, bootstrap
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Weights
+from fedcg.learning.networks import build_part, load_part
+from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part, Report
+
+_DRAWS = 5  # of probes, for PPIDSG's mode
+_BATCHES = (32, 64, 128)
+_CONTROL_IMAGES = 150  # of each class
+_CONTROL_EPOCHS = 20
+_WHOLE = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
+
+
+def counts_of(shares: torch.Tensor, rows: int) -> torch.Tensor:
+    """Whole numbers [C] that sum to `rows`, nearest to shares [C] (negative ones are 0): largest remainders."""
+    shares = shares.clamp(min=0)
+    exact = shares / shares.sum() * rows if shares.sum() > 0 else torch.full_like(shares, rows / len(shares))
+    counts = exact.floor()
+    counts[(exact - counts).argsort(descending=True)[: rows - int(counts.sum())]] += 1
+    return counts
+
+
+def labels_by_bias(bias: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+    """Shares of a batch: predicted [C] - gradient of the last bias [C]."""
+    return predicted - bias
+
+
+def labels_by_weight(weight: torch.Tensor, predicted: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Shares of a batch by PPIDSG eq. 3.
+
+    Args:
+        weight: gradient of the last layer's weights, [C, D].
+        predicted: mean prediction on probes, [C].
+        inputs: mean input of the last layer on probes, [D].
+    """
+    return predicted - weight.sum(1) / inputs.sum()
+
+
+@dataclass(frozen=True)
+class ProbeMeans:
+    """Means over probes at the round's start: `predicted` [C], and `inputs` [D] of the last layer."""
+
+    predicted: torch.Tensor
+    inputs: torch.Tensor
+
+
+@torch.no_grad()
+def probe_means(spec: FederationSpec, classifier: Weights, probes: Probes) -> ProbeMeans:
+    """What PPIDSG's attacker estimates from random samples."""
+    network = load_part(spec, Part.CLASSIFIER, classifier).eval()
+    kept: list[torch.Tensor] = []
+    last = network.get_submodule(str(last_layer(network, spec.class_count)))
+    last.register_forward_pre_hook(lambda _, given: kept.append(given[0].mean(0)))
+    return ProbeMeans(network(probes.rows).softmax(1).mean(0), kept[0])
+
+
+def guessed_batch(spec: FederationSpec, seen: BatchGradient, means: Sequence[ProbeMeans]) -> Shares:
+    """The counts [C] of a batch's classes, by which gradient they were read from; the mode over several draws of probes."""
+    network = build_part(spec, Part.CLASSIFIER)
+    layer = last_layer(network, spec.class_count)
+    gradients = dict(zip((name for name, _ in network.named_parameters()), seen.values, strict=True))
+    weight, bias = gradients[f"{layer}.weight"], gradients[f"{layer}.bias"]
+    found = {
+        "weight gradient, PPIDSG eq. 3": [labels_by_weight(weight, one.predicted, one.inputs) for one in means],
+        "bias gradient": [labels_by_bias(bias, one.predicted) for one in means],
+    }
+    return {
+        name: counts_of(torch.stack([counts_of(one, seen.rows) for one in some]).mode(0).values, seen.rows)
+        for name, some in found.items()
+    }
+
+
+def trivial_guesses(view: View, streams: Streams) -> dict[str, torch.Tensor]:
+    """Shares [C] that need nothing of the client: all alike, and the federation's as it publishes them or as the others' updates show."""
+    count = view.spec.class_count
+    found = {"every class alike": torch.full((count,), 1 / count)}
+    if view.before.label_distribution is not None:
+        found["the federation's published mean"] = torch.tensor(view.before.label_distribution)
+    elif view.others:
+        shares = [by_readout(view, parts, streams) for parts in view.others.values()]
+        found["the mean that the others' updates show"] = torch.stack(shares).mean(0)
+    return found
+
+
+def _distance(guess: torch.Tensor, true: torch.Tensor | Values) -> float:
+    """L1, between 0 and 2."""
+    return float(np.abs(guess.double().numpy() - np.asarray(true, dtype=np.float64)).sum())
+
+
+def _shares_of(images: ImageSet) -> torch.Tensor:
+    return torch.tensor(images.label_counts(), dtype=torch.float64) / len(images)
+
+
+def update_figures(case: Case, guesses: Shares, trivial: Shares) -> list[Figure]:
+    """The whole-update guesses against the truth; intervals are over the images (another draw of as many with the same shares)."""
+    rows = nn.functional.one_hot(case.truth.train.labels, case.view.spec.class_count).double().numpy()
+    true, seed = rows.mean(0), case.streams.seed("labels", "bootstrap")
+    best = min(trivial, key=lambda name: _distance(trivial[name], true))
+
+    def interval(statistic: Callable[[Values], float]) -> Interval:
+        found = bootstrap(
+            rows, seed, statistic
+        )  # a resample is never nearer to equal shares than they are: keep the value inside
+        return Interval(found.value, min(found.low, found.value), max(found.high, found.value))
+
+    def figure(name: str, guess: torch.Tensor) -> Figure:
+        return Figure(
+            name="label_l1",
+            title="Class shares of the device, L1 distance to the truth (0 exact, 2 disjoint)",
+            setting=f"whole update, {name}",
+            knowledge=_WHOLE,
+            value=interval(lambda some: _distance(guess, some.mean(0))),
+            floor=_distance(trivial[best], true),
+            floor_is=best,
+            gain=interval(lambda some: _distance(trivial[best], some.mean(0)) - _distance(guess, some.mean(0))),
+            samples=len(rows),
+            ceiling=None if case.view.report.label_counts is None else 0.0,
+        )
+
+    order = ("together", *(name for name in guesses if name != "together"))
+    return [figure(name, guesses[name][0]) for name in order]
+
+
+def batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> list[Figure]:
+    """The share of a batch's labels that are right (PPIDSG's success rate), over random batches at the round's start."""
+    spec, train, model = case.view.spec, case.truth.train, case.model()
+    assert model is not None
+    streams = case.streams.at("labels", "batches", size)
+    means, stream = _means_of(spec, case.view.before.parts, streams), streams.generator("rows")
+    plain = {name: counts_of(shares, size) for name, shares in trivial.items()}
+    right: dict[str, list[float]] = {}
+    for _ in range(batches):
+        some = train.rows(torch.randperm(len(train), generator=stream)[:size])
+        seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))
+        for name, counts in {**guessed_batch(spec, seen, means), **plain}.items():
+            right.setdefault(name, []).append(_right(counts, some))
+    scores = {name: np.array(values) for name, values in right.items()}
+    best = max(trivial, key=lambda name: float(scores[name].mean()))
+    return [
+        Figure(
+            name="label_accuracy",
+            title="Labels of one batch that are right",
+            setting=f"batches of {size}, {name}",
+            knowledge=(Knowledge.BATCH, Knowledge.BEFORE),
+            value=bootstrap(scores[name], streams.seed("bootstrap")),
+            floor=float(scores[best].mean()),
+            floor_is=best,
+            gain=bootstrap(scores[name] - scores[best], streams.seed("bootstrap")),
+            samples=batches,
+            unit="share",
+        )
+        for name in scores
+        if name not in trivial
+    ]
+
+
+def _means_of(spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams) -> list[ProbeMeans]:
+    generator = parts.get(Part.GENERATOR)
+    probes = [probes_for(spec, generator, streams.generator("probes", draw)) for draw in range(_DRAWS)]
+    return [probe_means(spec, parts[Part.CLASSIFIER], some) for some in probes]
+
+
+def _right(counts: torch.Tensor, batch: ImageSet) -> float:
+    true = torch.tensor(batch.label_counts())
+    return float(torch.minimum(counts, true).sum() / len(batch))
+
+
+def single_class_control(case: Case) -> Control:
+    """A batch of one class at an untrained LeNet5 with sigmoids, where PPIDSG's tables have 100 %."""
+    spec = case.view.spec
+    if min(spec.image.height, spec.image.width) >= 16:
+        spec = spec.model_copy(update={"network": spec.network.model_copy(update={"split": "lenet5"})})
+    model, streams = initial_parts(spec, spec_root(spec.seed)), case.streams.at("labels", "single class")
+    some = _images_of(case.truth.train, 1, min(_BATCHES))
+    seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))
+    found = guessed_batch(spec, seen, _means_of(spec, {Part.CLASSIFIER: model[Part.CLASSIFIER]}, streams))
+    worst = min(_right(counts, some) for counts in found.values())
+    return Control(
+        "A batch of one class, untrained LeNet5 with sigmoids: labels that are right", worst, "1", worst > 0.99
+    )
+
+
+def two_class_control(case: Case, effort: Effort, tick: Tick) -> Control:
+    """The update of a simulated client that trained on two classes (one where there are fewer than four)."""
+    view, streams = case.view, case.streams.at("labels", "two classes")
+    some = _images_of(case.truth.train, 2 if view.spec.class_count >= 4 else 1, _CONTROL_IMAGES)
+    start = {**view.start(), **view.before.parts}
+    sent = trained_alone(view, start, some, streams, _CONTROL_EPOCHS)[Part.CLASSIFIER]
+    planted = replace(view, update={Part.CLASSIFIER: sent}, report=Report(examples=len(some)))
+    true = _shares_of(some)
+    found = _distance(inferred(planted, streams, effort, tick)["together"][0], true)
+    limit = min(_distance(guess, true) for guess in trivial_guesses(view, streams).values()) / 2
+    title = "Class shares of a simulated client with two classes, L1 distance"
+    return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit)
+
+
+def _images_of(images: ImageSet, classes: int, of_each: int) -> ImageSet:
+    """The first images of the most frequent classes."""
+    chosen = torch.tensor(images.label_counts()).argsort(descending=True)[:classes]
+    return images.rows(torch.cat([(images.labels == label).nonzero().flatten()[:of_each] for label in chosen]))
+
+
+def _shares_curve(spec: FederationSpec, lines: Mapping[str, torch.Tensor]) -> Curve:
+    points = {name: tuple((float(at), float(share)) for at, share in enumerate(line)) for name, line in lines.items()}
+    return Curve("Shares of the classes", "class (index in the spec's list)", "share", points)
+
+
+def _notes(case: Case, headline: Figure, guess: torch.Tensor, true: torch.Tensor) -> tuple[str, ...]:
+    rank = float(spearmanr(guess.numpy(), true.numpy()).statistic)
+    told = "with them it is exact" if headline.ceiling == 0.0 else "they are not reported here"
+    worth = (
+        f"What leaving label_counts out is worth: the update alone gives the class shares with an L1 distance of "
+        f"{headline.value.value:.2f}, where the best trivial guess has {headline.floor:.2f}; {told}."
+    )
+    about = (
+        "No real image is used: probes are samples of the sent generator or random numbers. Intervals of label_l1 are over "
+        "the device's images; there is one update, so what other training runs would give is not in them."
+    )
+    return worth, f"Rank correlation (Spearman) of inferred and true shares: {rank:.2f}.", about
+
+
+def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
+    streams, private = case.streams.at("labels"), case.truth.before is not None
+    sizes = [size for size in _BATCHES if size <= len(case.truth.train)] if private else []
+    steps = 2 * effort.of(4, 8, 24) + len(sizes) + 1
+    done = iter(range(1, steps + 1))
+
+    def tick() -> None:
+        progress(next(done), steps)
+
+    trivial = trivial_guesses(case.view, streams)
+    guesses = inferred(case.view, streams, effort, tick)
+    figures = update_figures(case, guesses, trivial)
+    for size in sizes:
+        figures += batch_figures(case, size, effort.of(16, 64, 256), trivial)
+        tick()
+    controls = (single_class_control(case), two_class_control(case, effort, tick))
+    tick()
+    true, guess = _shares_of(case.truth.train), guesses["together"][0]
+    lines = {"true": true, "inferred": guess, figures[0].floor_is: trivial[figures[0].floor_is]}
+    notes = _notes(case, figures[0], guess, true)
+    missing = () if private else (f"Single batches were not tried: {case.lacks(private=True)}.",)
+    return Outcome(
+        ATTACK.name, tuple(figures), controls, curves=(_shares_curve(case.view.spec, lines),), notes=notes + missing
+    )
+
+
+def _lacks(case: Case) -> str | None:
+    spec = case.view.spec
+    missing = case.lacks(parts=frozenset({Part.CLASSIFIER}))
+    if missing is None and last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count) is None:
+        return f"the classifier of {spec.network.split} does not end in a linear layer with a bias"
+    return missing
+
+
+ATTACK = Attack(
+    name="labels",
+    title="Label distribution",
+    question="Does the update show how many images of each class the device has?",
+    source="PPIDSG eq. 1-3; RLU (Ma et al. 2023); label shift (Saerens et al. 2002)",
+    lacks=_lacks,
+    run=_run,
+)
