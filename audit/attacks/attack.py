@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -28,6 +29,12 @@ class Effort(str, Enum):
 
 Progress = Callable[[int, int], None]
 """(steps done, steps in all); an attack calls it at least every few seconds."""
+
+
+def counter(progress: Progress, total: int) -> Callable[[], None]:
+    """A function to call after each of `total` steps."""
+    steps = itertools.count(1)
+    return lambda: progress(next(steps), total)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,400 @@
+"""Whether the generator that was sent has memorised training images: its samples' distance to them, and images decoded from its samples.
+
+Both compare images that were trained on with equally many of the same classes that were not: whatever holds for all images of a
+class cancels out. FedCG §3.4 holds that a generator shows a distribution and no image; nobody has measured it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from audit.attacks.attack import Attack, Effort, Progress, counter
+from audit.evidence.case import Case, Knowledge, Truth, View
+from audit.evidence.image_generator import ImageGenerator
+from audit.evidence.networks import Extractor, estimated_extractor
+from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
+from audit.measures.images import png, psnr, ssim, unit_pixels
+from audit.measures.statistics import Values, auc, auc_interval, bootstrap
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Weights
+from fedcg.learning.networks import load_part
+from fedcg.learning.seeds import Streams
+from fedcg.learning.training.training_loop import adam, extract_features, generate
+from fedcg.wire.parts import Part
+
+_NAME = "memorisation"
+_MOST_NUMBERS = 1 << 24  # of the samples of one class: 64 MB
+_DECODER_LR = 1e-3
+_BATCH = 32
+_PERMUTATIONS = 1000
+_PLANTED_NOISE = 0.01
+
+Samples = Callable[[int, int], torch.Tensor]
+"""(class, how many) -> features of a generator, [n, F]."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Images that were trained on and images that were not: equally many of each class, in the same order of classes."""
+
+    train: ImageSet
+    held_out: ImageSet
+
+    @property
+    def classes(self) -> list[int]:
+        """The classes there are."""
+        return sorted(set(self.train.labels.tolist()))
+
+
+def matched(truth: Truth, most: int, stream: torch.Generator) -> Matched:
+    """At most so many of each class, drawn from both."""
+    rows: tuple[list[int], list[int]] = ([], [])
+    for label in range(len(truth.train.classes)):
+        found = [torch.nonzero(some.labels == label).flatten() for some in (truth.train, truth.held_out)]
+        count = min(most, *map(len, found))
+        for chosen, some in zip(rows, found, strict=True):
+            chosen += some[torch.randperm(len(some), generator=stream)[:count]].tolist()
+    return Matched(truth.train.rows(rows[0]), truth.held_out.rows(rows[1]))
+
+
+def samples_of(view: View, generator: Weights, streams: Streams) -> Samples:
+    """G(z, y) of a generator; the noise of a class is the same for every generator."""
+    network = load_part(view.spec, Part.GENERATOR, generator)
+
+    def draw(label: int, count: int) -> torch.Tensor:
+        noise = torch.randn(count, view.spec.network.noise_dim, generator=streams.generator("noise", label))
+        return generate(network, noise, torch.full((count,), label)).flatten(1)
+
+    return draw
+
+
+def planted(features: torch.Tensor, labels: torch.Tensor, streams: Streams) -> Samples:
+    """A generator that has memorised: the features of training images in turn, with noise of 1 % of their deviation."""
+
+    def draw(label: int, count: int) -> torch.Tensor:
+        mine = features[labels == label]
+        noise = torch.randn(count, features.shape[1], generator=streams.generator("planted", label))
+        return mine[torch.arange(count) % len(mine)] + _PLANTED_NOISE * features.std() * noise
+
+    return draw
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """How near images are to the samples.
+
+    Attributes:
+        train: [N] minus the distance of each image that was trained on to the nearest sample of its class; `held_out` likewise.
+        nearer: share of the samples that are nearer to an image trained on than to any held out (SDMetrics' overfitting protection).
+    """
+
+    train: Values
+    held_out: Values
+    nearer: float
+
+
+def nearness(
+    train: torch.Tensor, held_out: torch.Tensor, labels: torch.Tensor, samples: Samples, count: int
+) -> Nearness:
+    """Distances of features [N, F], both of the same labels [N], to the nearest of `count` samples of their class (fewer of long features)."""
+    count = max(2, min(count, _MOST_NUMBERS // train.shape[1]))
+    found, shares = torch.empty(2, len(labels)), []
+    for label in labels.unique().tolist():
+        mine = labels == label
+        drawn = samples(label, count)
+        distances = [torch.cdist(some[mine], drawn) for some in (train, held_out)]
+        for row, some in zip(found, distances, strict=True):
+            row[mine] = -some.min(1).values
+        shares.append((distances[0].min(0).values < distances[1].min(0).values).double().mean())
+    scores = found.double().numpy()
+    return Nearness(scores[0], scores[1], float(torch.stack(shares).mean()))
+
+
+def trained_decoder(
+    known: ImageSet, features: torch.Tensor, steps: int, streams: Streams, tick: Callable[[], None]
+) -> nn.Module:
+    """A network from features [N, F] back to the pixels of the images [N] that they are of, by least squares."""
+    deviation, mean = torch.std_mean(features, 0)
+    decoder, stream = ImageGenerator(features.shape[1], known, streams.generator("decoder")), streams.generator("steps")
+    optimiser, scale = adam(decoder.parameters(), _DECODER_LR, 0.0), deviation + 1e-6 + 0.01 * deviation.mean()
+    pixels, inputs = unit_pixels(known.images), (features - mean) / scale
+    for _ in range(steps):
+        rows = torch.randint(len(pixels), (_BATCH,), generator=stream)
+        loss = nn.functional.mse_loss(decoder(inputs[rows]), pixels[rows])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        tick()
+    return _Standardised(decoder, mean, scale)
+
+
+class _Standardised(nn.Module):
+    """A decoder behind the scale of its inputs."""
+
+    def __init__(self, decoder: nn.Module, mean: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.decoder, self._mean, self._scale = decoder, mean, scale
+
+    @torch.no_grad()
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        pixels: torch.Tensor = self.decoder((features - self._mean) / self._scale)
+        return pixels.clamp(0, 1)
+
+
+def likeness(
+    measure: Callable[[torch.Tensor, torch.Tensor], Values], pictures: torch.Tensor, images: torch.Tensor
+) -> Values:
+    """A measure of every pair, [pictures, images]."""
+    pairs = measure(pictures.repeat_interleave(len(images), 0), images.repeat(len(pictures), 1, 1, 1))
+    return pairs.reshape(len(pictures), len(images))
+
+
+def nearest_gain(tables: Sequence[Values], seed: int) -> tuple[Interval, float, Interval]:
+    """How much nearer each picture's nearest image that was trained on is than its nearest held-out one.
+
+    Pictures of a class share their nearest image, so they are no independent samples: the gain's interval comes from 1,000 draws of which
+    images count as trained on, which is what the figure would be where nothing was memorised.
+
+    Args:
+        tables: by class, likeness [pictures, 2 n]: n images that were trained on, then n held out.
+        seed: of the draws.
+
+    Returns:
+        Likeness to the nearest image trained on, to the nearest held-out one, and the gain.
+    """
+    drawn = np.random.default_rng(seed)
+
+    def nearest_of(some: Sequence[Values]) -> Values:
+        return np.concatenate([table.reshape(len(table), 2, -1).max(axis=2) for table in some])
+
+    nearest = nearest_of(tables)
+    chance = [
+        nearest_of([drawn.permutation(table, axis=1) for table in tables]).mean(axis=0) for _ in range(_PERMUTATIONS)
+    ]
+    low, high = np.percentile([train - held_out for train, held_out in chance], [2.5, 97.5])
+    train, held_out = nearest.mean(axis=0)
+    gain = float(train - held_out)
+    return bootstrap(nearest[:, 0], seed), float(held_out), Interval(gain, gain - float(high), gain - float(low))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How much is done: `samples` of the generator a class, steps of the `decoder`, `pictures` decoded a class, `images` matched a class."""
+
+    samples: int
+    decoder: int
+    pictures: int
+    images: int
+    surrogate_epochs: int
+
+    @staticmethod
+    def of(effort: Effort) -> _Plan:
+        return _Plan(
+            effort.of(300, 2000, 10_000),
+            effort.of(200, 1500, 5000),
+            effort.of(4, 10, 40),
+            effort.of(20, 50, 200),
+            effort.of(5, 20, 40),
+        )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One extractor's view of the images: all features are [N, F]."""
+
+    source: Extractor
+    images: Matched
+    train: torch.Tensor
+    held_out: torch.Tensor
+    decoder: nn.Module | None
+    plan: _Plan
+    seed: int
+
+    def nearness(self, samples: Samples) -> Nearness:
+        """Of the matched images."""
+        return nearness(self.train, self.held_out, self.images.train.labels, samples, self.plan.samples)
+
+    def tables(self, samples: Samples, measure: Callable[[torch.Tensor, torch.Tensor], Values]) -> list[Values]:
+        """By class, likeness of decoded samples to the images trained on and to those held out."""
+        return [likeness(measure, self.decoded(samples, label), self.pixels(label)) for label in self.images.classes]
+
+    def decoded(self, samples: Samples, label: int) -> torch.Tensor:
+        """Pictures of a class's samples."""
+        assert self.decoder is not None
+        pictures: torch.Tensor = self.decoder(samples(label, self.plan.pictures))
+        return pictures
+
+    def pixels(self, label: int) -> torch.Tensor:
+        """A class's images that were trained on, then those held out."""
+        both = (self.images.train, self.images.held_out)
+        return unit_pixels(torch.cat([some.images[some.labels == label] for some in both]))
+
+
+def _memory_figure(setting: _Setting, mine: Samples, before: Samples | None) -> tuple[Figure, float]:
+    """`memory_auc` and the share of samples that are nearer to images trained on."""
+    found = setting.nearness(mine)
+    value = auc_interval(found.train, found.held_out, setting.seed)
+    floor, floor_is = (np.zeros_like(found.train), np.zeros_like(found.train)), "a coin's toss"
+    if before is not None:
+        earlier = setting.nearness(before)
+        if auc(earlier.train, earlier.held_out) > 0.5:
+            floor = earlier.train, earlier.held_out
+            floor_is = "the same distances to the generator before the round"
+
+    def gain(rows: Values) -> float:
+        return auc(rows[:, 0], rows[:, 1]) - auc(rows[:, 2], rows[:, 3])
+
+    rows = np.stack([found.train, found.held_out, *floor], axis=1)
+    return (
+        Figure(
+            name="memory_auc",
+            title="images trained on told from others by their distance to the generator's samples",
+            setting=f"extractor: {setting.source.value}",
+            knowledge=_knowledge(setting, Knowledge.CANDIDATES),
+            value=value,
+            floor=auc(*floor),
+            floor_is=floor_is,
+            gain=bootstrap(rows, setting.seed, gain),
+            samples=len(rows),
+        ),
+        found.nearer,
+    )
+
+
+def _knowledge(setting: _Setting, *more: Knowledge) -> tuple[Knowledge, ...]:
+    return tuple(sorted({Knowledge.UPDATE, *more} | setting.source.knowledge, key=lambda one: one.value))
+
+
+def _decoded_figures(setting: _Setting, mine: Samples) -> list[Figure]:
+    figures = []
+    for name, measure, unit in (("inverter_psnr", psnr, "dB"), ("inverter_ssim", ssim, "")):
+        value, floor, gain = nearest_gain(setting.tables(mine, measure), setting.seed)
+        figures.append(
+            Figure(
+                name=name,
+                title="likeness of decoded samples to the nearest image trained on",
+                setting=f"extractor: {setting.source.value}",
+                knowledge=_knowledge(setting, Knowledge.AUXILIARY),
+                value=value,
+                floor=floor,
+                floor_is="the nearest of equally many images of the class that were not trained on",
+                gain=gain,
+                samples=setting.plan.pictures * len(setting.images.classes),
+                unit=unit,
+            )
+        )
+    return figures
+
+
+def _controls(setting: _Setting, streams: Streams) -> list[Control]:
+    """The same on a planted generator that has memorised."""
+    memory = planted(setting.train, setting.images.train.labels, streams)
+    found = setting.nearness(memory)
+    value = auc(found.train, found.held_out)
+    controls = [
+        Control("planted generator that returns training features: memory_auc", value, "above 0.9", value > 0.9)
+    ]
+    if setting.decoder is not None:
+        gain = nearest_gain(setting.tables(memory, psnr), setting.seed)[2]
+        controls.append(
+            Control(
+                "planted generator that returns training features: gain of inverter_psnr in dB",
+                gain.value,
+                "above 0, confidence bound included",
+                gain.low > 0,
+            )
+        )
+    return controls
+
+
+def _pictures(setting: _Setting, mine: Samples) -> Pictures:
+    columns = []
+    for label in setting.images.classes[:10]:
+        decoded, images = setting.decoded(mine, label)[:1], setting.pixels(label)
+        order = psnr(decoded.repeat(len(images), 1, 1, 1), images).reshape(2, -1).argmax(axis=1)
+        columns.append((decoded[0], images[order[0]], images[len(images) // 2 + order[1]]))
+    names = ("decoded sample", "nearest image trained on", "nearest image not trained on")
+    rows = tuple((name, tuple(png(column[at]) for column in columns)) for at, name in enumerate(names))
+    return Pictures(f"what the generator's samples look like (extractor: {setting.source.value})", rows)
+
+
+def _settings(case: Case, plan: _Plan, streams: Streams, tick: Callable[[], None]) -> list[_Setting]:
+    """The attacker's setting first, then with the true extractor."""
+    view, images = case.view, matched(case.truth, plan.images, streams.generator("matched"))
+    settings = []
+    for source in _sources(case):
+        given = view.with_private(case.truth.after or {})
+        weights = estimated_extractor(given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs)
+        extractor = load_part(view.spec, Part.EXTRACTOR, weights)
+        train, held_out, known = (
+            extract_features(extractor, some.images, view.spec).flatten(1) if some is not None else None
+            for some in (images.train, images.held_out, view.auxiliary)
+        )
+        assert train is not None
+        assert held_out is not None
+        decoder = None
+        if view.auxiliary is not None and known is not None:
+            decoder = trained_decoder(view.auxiliary, known, plan.decoder, streams, tick)
+        settings.append(_Setting(source, images, train, held_out, decoder, plan, streams.seed("draws")))
+    return settings
+
+
+def _sources(case: Case) -> tuple[Extractor, ...]:
+    if case.view.shares_extractor:
+        return (Extractor.SENT,)
+    mine = () if case.lacks(auxiliary=True) else (Extractor.SURROGATE,)
+    return mine if case.truth.after is None else (*mine, Extractor.TRUE)
+
+
+def run(case: Case, effort: Effort, progress: Progress) -> Outcome:
+    """Distances and decoded pictures by the attacker's extractor, and by the true one where it was given."""
+    plan, streams, sources = _Plan.of(effort), case.streams.at(_NAME), _sources(case)
+    tick = counter(progress, len(sources) * plan.decoder)
+    mine = samples_of(case.view, case.view.update[Part.GENERATOR], streams)
+    earlier = case.view.before.parts.get(Part.GENERATOR)
+    before = None if earlier is None else samples_of(case.view, earlier, streams)
+    figures, pictures, extra = [], [], {}
+    settings = _settings(case, plan, streams, tick)
+    for setting in settings:
+        figure, nearer = _memory_figure(setting, mine, before)
+        figures.append(figure)
+        extra[f"samples nearer to images trained on (extractor: {setting.source.value})"] = nearer
+        if setting.decoder is not None:
+            figures += _decoded_figures(setting, mine)
+            pictures.append(_pictures(setting, mine))
+    return Outcome(
+        _NAME,
+        tuple(figures),
+        tuple(_controls(settings[-1], streams)),
+        tuple(pictures),
+        notes=("images trained on are compared with equally many of the same classes that were not",),
+        extra=extra,
+    )
+
+
+def lacks(case: Case) -> str | None:
+    """Why it can't be tried: no generator was sent, or nothing to compare training images with."""
+    missing = case.lacks(held_out=True, parts=frozenset({Part.GENERATOR, Part.CLASSIFIER}))
+    if missing:
+        return missing
+    if not _sources(case):
+        return case.lacks(auxiliary=True)
+    both = [set(some.labels.tolist()) for some in (case.truth.train, case.truth.held_out)]
+    if not both[0] & both[1]:
+        return "no class has images that were trained on and others that were not: give some as --held-out"
+    return None
+
+
+ATTACK = Attack(
+    _NAME,
+    "Memorisation by the generator",
+    "Does the generator that is sent give away training images?",
+    "FedCG §3.4 (the claim); distances as SDMetrics' DCROverfittingProtection; an inverter of features",
+    lacks,
+    run,
+)
