@@ -19,7 +19,7 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.learning.training.losses import cross_entropy
-from fedcg.learning.training.training_loop import image_blocks, slices
+from fedcg.learning.training.training_loop import adam, image_blocks, slices
 from fedcg.wire.parts import Part
 
 _POOLS: Mapping[type[nn.Module], Callable[[], nn.Module]] = {
@@ -133,7 +133,7 @@ def _surrogate(
 ) -> Weights:
     extractor = load_part(spec, Part.EXTRACTOR, start).train()
     judge = load_part(spec, Part.CLASSIFIER, classifier).eval()
-    optimiser = torch.optim.Adam(extractor.parameters(), lr=_SURROGATE_LR)
+    optimiser = adam(extractor.parameters(), _SURROGATE_LR, 0.0)
     steps = epochs * -(-len(images) // _SURROGATE_BATCH)
     for block in image_blocks(images, spec, _SURROGATE_BATCH, steps, streams.at("surrogate")):
         for rows in slices(len(block.labels), _SURROGATE_BATCH):

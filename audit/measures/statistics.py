@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
-from sklearn.metrics import roc_auc_score, roc_curve
+from scipy.stats import binomtest, rankdata
+from sklearn.metrics import roc_curve
 
 from audit.measures.figures import CONFIDENCE, Interval
 
@@ -38,7 +38,8 @@ def bootstrap(
 
 def auc(members: Values, others: Values) -> float:
     """Area under the ROC curve of scores [N] and [M]; higher scores mean member."""
-    return float(roc_auc_score(*_joined(members, others)))
+    ranks = rankdata(np.concatenate([members, others]))[: len(members)].sum()
+    return float((ranks - len(members) * (len(members) + 1) / 2) / (len(members) * len(others)))
 
 
 def auc_interval(members: Values, others: Values, seed: int) -> Interval:

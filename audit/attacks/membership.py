@@ -1,0 +1,375 @@
+"""Membership: was this image in the client's training set? From the classifier alone, with the generator, and against the generator.
+
+The attacker is handed images without the flag; as many members as others of every class, so that the labels alone give nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from audit.attacks.attack import Attack, Effort, Progress
+from audit.attacks.shadow_models import (
+    Score,
+    Shadow,
+    Target,
+    lira_offline,
+    log_ratio,
+    ml_leaks,
+    rmia,
+    rmia_by_others,
+    target_of,
+    train_shadows,
+    two_shadows,
+)
+from audit.evidence.case import Case, Knowledge, Truth, View
+from audit.evidence.networks import Extractor, WholeModel, trained_alone
+from audit.measures.figures import CONFIDENCE, Control, Curve, Figure, Interval, Outcome
+from audit.measures.images import unit_pixels
+from audit.measures.statistics import Values, auc, auc_interval, roc, true_positive_rate
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.networks import load_part
+from fedcg.learning.seeds import Streams
+from fedcg.learning.training.training_loop import generate
+from fedcg.wire.parts import Part
+
+_RATES = ((0.01, 100), (0.001, 10_000))  # false positive rates, and how many non-members a figure at each takes
+_RESAMPLES = 200
+_AUC_OF_CHANCE = 0.5
+_FLOOR_IS = "the same without the update: a model of auxiliary images alone, and their features in place of generated ones; or chance"
+_TINY = 1e-9
+_LIRA_MODELS = 8  # below, a deviation per image is no estimate
+_FEWEST = 10
+_CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 200, 0.7
+_CONTROL_PARAMS = {"optimiser": "adam", "lr": 3e-3, "weight_decay": 0.0, "batch_size": 16}
+_PLANTED_NOISE = 0.01  # deviation of a memorising generator's samples, as a share of the features' own
+_USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CANDIDATES)
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One attack in one situation: scores of the candidates by the update, and without it.
+
+    Attributes:
+        given: the scores where the attacker was given the extractor; None where there are none.
+    """
+
+    setting: str
+    knowledge: frozenset[Knowledge]
+    score: Values
+    blind: Values
+    given: Values | None
+
+
+def balanced_pairs(truth: Truth, most: int, stream: torch.Generator) -> tuple[ImageSet, Flags]:
+    """Candidates in random order, and which are members: of every class as many members as others, at most `most` of each in all."""
+    inside, outside = [], []
+    for label in range(len(truth.train.classes)):
+        sides = [torch.nonzero(some.labels == label).flatten() for some in (truth.train, truth.held_out)]
+        count = min(map(len, sides))
+        rows = [some[torch.randperm(len(some), generator=stream)[:count]] for some in sides]
+        inside.append(rows[0])
+        outside.append(rows[1])
+    members, others = torch.cat(inside), torch.cat(outside)
+    kept = torch.randperm(len(members), generator=stream)[:most]
+    first, second = truth.train.rows(members[kept]), truth.held_out.rows(others[kept])
+    order = torch.randperm(2 * len(kept), generator=stream)
+    mixed = ImageSet(
+        torch.cat([first.images, second.images]), torch.cat([first.labels, second.labels]), first.classes
+    ).rows(order)
+    return mixed, (order < len(kept)).numpy()
+
+
+def nearest_distance(
+    features: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor, sample_labels: torch.Tensor
+) -> Values:
+    """Euclidean distance of features [N, D] to the nearest sample [M, D] of the same class, [N]; of any class where there is none."""
+    found = torch.empty(len(features))
+    for label in labels.unique():
+        rows, same = labels == label, sample_labels == label
+        found[rows] = torch.cdist(features[rows], samples[same] if bool(same.any()) else samples).amin(1)
+    return found.double().numpy()
+
+
+@torch.no_grad()
+def _features(model: WholeModel, images: ImageSet) -> torch.Tensor:
+    return torch.cat([model.features(unit_pixels(some)).flatten(1) for some in images.images.split(512)])
+
+
+@dataclass(frozen=True)
+class GeneratorDistance:
+    """GAN-Leaks (Chen et al. 2020, eq. 3 and its calibration): how much nearer a sample of the generator is than a real image.
+
+    Attributes:
+        samples: [M, D] features; `labels` [M] of them.
+    """
+
+    samples: torch.Tensor
+    labels: torch.Tensor
+
+    def __call__(self, target: Target, images: ImageSet, streams: Streams) -> Values:
+        """Distance to the nearest auxiliary image's features less that to the nearest sample."""
+        near = nearest_distance(_features(target.victim, images), images.labels, self.samples, self.labels)
+        found: Values = -to_auxiliary(target, images, streams) - near
+        return found
+
+    def with_classifier(self, target: Target, images: ImageSet, streams: Streams) -> Values:
+        """The log likelihood ratio of two normals: RMIA's log ratio and this score, in the population's deviations, added."""
+        total = np.zeros(len(images))
+        for score in (log_ratio, self):
+            usual = score(target, target.population, streams)
+            total += (score(target, images, streams) - usual.mean()) / (usual.std() + _TINY)
+        return total
+
+
+def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> Values:
+    """-(distance of the features to the nearest auxiliary image's): what takes no generator."""
+    known = target.shadows[0].seen
+    return -nearest_distance(
+        _features(target.victim, images), images.labels, _features(target.victim, known), known.labels
+    )
+
+
+def _attempts(
+    target: Target, generator: GeneratorDistance | None
+) -> Iterator[tuple[str, Score, Score, frozenset[Knowledge]]]:
+    """Name, score, what takes its place without the update, and what it takes beside."""
+    yield "ML-Leaks", ml_leaks, ml_leaks, frozenset()
+    if target.others is not None:
+        beside = frozenset({Knowledge.OTHERS})
+        yield "PPIDSG's two shadow models", two_shadows, two_shadows, beside
+        yield "RMIA by other clients", rmia_by_others, rmia_by_others, beside
+    yield "RMIA", rmia, rmia, frozenset()
+    if len(target.references) >= _LIRA_MODELS:
+        yield "LiRA, offline", lira_offline, lira_offline, frozenset()
+    if generator is not None:
+        yield "generator alone", generator, to_auxiliary, frozenset()
+        yield "RMIA and generator", generator.with_classifier, rmia, frozenset()
+
+
+def _lacks(case: Case) -> str | None:
+    missing = case.lacks(auxiliary=True, held_out=True, parts=frozenset({Part.CLASSIFIER}))
+    if missing is not None:
+        return missing
+    pairs = sum(map(min, zip(case.truth.train.label_counts(), case.truth.held_out.label_counts(), strict=True)))
+    if pairs < _FEWEST:
+        return f"of the same classes there are {pairs} held-out images beside the training images, {_FEWEST} are needed: give more as --held-out"
+    return None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the attacks on one update have in common; `shadows` without the one that stands for the update in the floor, `blind`."""
+
+    case: Case
+    view: View
+    shadows: tuple[Shadow, ...]
+    blind: Shadow
+    population: ImageSet
+    candidates: ImageSet
+    per_class: int
+    streams: Streams
+    step: Callable[[], None]
+
+    def target(self, view: View, source: Extractor, shadows: tuple[Shadow, ...] | None = None) -> Target:
+        """What scores are computed from, for a view."""
+        some = self.shadows if shadows is None else shadows
+        return target_of(view, source, some, self.population, self.streams, self.step)
+
+    def generator(self) -> GeneratorDistance | None:
+        """The sent generator's samples, as many of every class; None where none is sent."""
+        weights, spec = self.view.update.get(Part.GENERATOR), self.view.spec
+        if weights is None:
+            return None
+        labels = torch.arange(spec.class_count).repeat_interleave(self.per_class)
+        noise = torch.randn(len(labels), spec.network.noise_dim, generator=self.streams.generator("noise"))
+        return GeneratorDistance(
+            generate(load_part(spec, Part.GENERATOR, weights), noise, labels).flatten(1).detach(), labels
+        )
+
+
+def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
+    assert case.view.auxiliary is not None
+    streams, done = case.streams.at(ATTACK.name), [0]
+    sources = (Extractor.SENT,) if case.view.shares_extractor else (Extractor.START, Extractor.SURROGATE)
+    count = effort.of(2, 4, 16)
+    steps = count + 4 + len(sources) * (count + 4)
+
+    def step() -> None:
+        done[0] += 1
+        progress(min(done[0], steps), steps)
+
+    candidates, members = balanced_pairs(case.truth, effort.of(200, 1000, 10_000), streams.generator("candidates"))
+    order = torch.randperm(len(case.view.auxiliary), generator=streams.generator("auxiliary"))
+    order = order[: effort.of(400, 2000, 20_000)]
+    population, fit = (case.view.auxiliary.rows(some) for some in order.tensor_split([len(order) // 4]))
+    view = replace(case.view, auxiliary=fit)
+    epochs = _epochs_of(view, len(fit) // 2, effort.of(10, 60, 200))
+    *shadows, blind = train_shadows(view, fit, count + 1, epochs, streams, step)
+    per_class = effort.of(200, 1000, 5000)
+    prepared = _Prepared(case, view, tuple(shadows), blind, population, candidates, per_class, streams, step)
+    trials = [trial for source in sources for trial in _trials(prepared, source)]
+    controls = (*_overfitted(case.truth, prepared), *_planted(prepared, members))
+    progress(steps, steps)
+    seed = streams.seed("bootstrap")
+    return Outcome(
+        ATTACK.name,
+        tuple(figure for trial in trials for figure in _figures(trial, members, seed)),
+        controls,
+        curves=(_curve(trials, members),),
+        notes=_notes(trials, candidates, members, epochs, count),
+    )
+
+
+def _epochs_of(view: View, rows: int, most: int) -> int:
+    """Epochs of a shadow model: the round's, or, where the extractor stays at the client, those of all its rounds, at most `most`."""
+    params = view.method.params_type.model_validate(view.spec.params)
+    of_round = math.ceil(params.steps * params.batch_size / rows) or params.epochs
+    return min(of_round if view.shares_extractor else of_round * view.round, most)
+
+
+def _trials(prepared: _Prepared, source: Extractor) -> Iterator[_Trial]:
+    """Every attack that can be tried with extractors from this source."""
+    view, images, streams = prepared.view, prepared.candidates, prepared.streams
+    target, after = prepared.target(view, source), prepared.case.truth.after
+    sent = {part: weights for part, weights in prepared.blind.parts.items() if part in view.update}
+    blind = replace(target, victim=prepared.target(replace(view, update=sent, others={}), source, ()).victim)
+    given = None
+    if source is not Extractor.SENT and after is not None:
+        given = prepared.target(view.with_private(after), Extractor.TRUE)
+    for name, score, trivial, beside in _attempts(target, prepared.generator()):
+        yield _Trial(
+            f"{name}, extractor: {source.value}",
+            frozenset(_USED) | source.knowledge | beside,
+            score(target, images, streams),
+            trivial(blind, images, streams),
+            None if given is None else score(given, images, streams),
+        )
+
+
+def _figures(trial: _Trial, members: Flags, seed: int) -> Iterator[Figure]:
+    """AUC, and the true positive rates that there are images enough for."""
+    inside, outside, rows = trial.score[members], trial.score[~members], int((~members).sum())
+    blind, given = trial.blind, trial.given
+    knowledge = tuple(sorted(trial.knowledge, key=lambda one: one.name))
+    floor = max(_AUC_OF_CHANCE, auc(blind[members], blind[~members]))
+    ceiling = None if given is None else auc(given[members], given[~members])
+    value, gain = auc_interval(inside, outside, seed), auc_gain(trial.score, blind, members, seed)
+    title = "Membership: area under the ROC curve"
+    yield Figure("mia_auc", title, trial.setting, knowledge, value, floor, _FLOOR_IS, gain, len(members), ceiling)
+    for rate, fewest in _RATES:
+        if rows < fewest:
+            continue
+        found = true_positive_rate(inside, outside, rate)
+        floor = max(rate, true_positive_rate(blind[members], blind[~members], rate).value)
+        ceiling = None if given is None else true_positive_rate(given[members], given[~members], rate).value
+        gain = Interval(found.value - floor, found.low - floor, found.high - floor)
+        title = f"Membership: members found at {rate:.1%} false positives"
+        setting = trial.setting if rate == _RATES[0][0] else f"{trial.setting}, at {rate:.1%}"
+        yield Figure(
+            "mia_tpr", title, setting, knowledge, found, floor, _FLOOR_IS, gain, len(members), ceiling, "share"
+        )
+
+
+def auc_gain(score: Values, blind: Values, members: Flags, seed: int) -> Interval:
+    """AUC over the larger of 0.5 and the blind score's, with a bootstrap that resamples images for both scores alike."""
+    inside, outside = np.flatnonzero(members), np.flatnonzero(~members)
+    drawn = np.random.default_rng(seed)
+
+    def gain(some: NDArray[np.int64], more: NDArray[np.int64]) -> float:
+        return auc(score[some], score[more]) - max(_AUC_OF_CHANCE, auc(blind[some], blind[more]))
+
+    found = [gain(drawn.choice(inside, len(inside)), drawn.choice(outside, len(outside))) for _ in range(_RESAMPLES)]
+    low, high = np.percentile(found, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
+    return Interval(gain(inside, outside), float(low), float(high))
+
+
+def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[Control]:
+    """A whole model that learnt a few of the client's images with random labels by heart: nothing but membership explains a hit."""
+    streams = prepared.streams.at("control")
+
+    def relabelled(some: ImageSet, what: str) -> ImageSet:
+        stream = streams.generator("labels", what)
+        chosen = some.rows(torch.randperm(len(some), generator=stream)[:_CONTROL_ROWS])
+        return replace(chosen, labels=torch.randint(len(some.classes), (len(chosen),), generator=stream))
+
+    view, shadow_images = prepared.view, prepared.view.auxiliary
+    assert shadow_images is not None
+    known = {**view.spec.params, **_CONTROL_PARAMS}
+    spec = view.spec.model_copy(update={"params": known, "augment_flip": False, "augment_crop": 0})
+    view, start = replace(view, spec=spec, others={}), {**view.start(), **view.before.parts}
+    members, others = relabelled(truth.train, "members"), relabelled(truth.held_out, "others")
+    halves = [
+        relabelled(shadow_images.rows(some), str(at))
+        for at, some in enumerate(torch.arange(len(shadow_images)).tensor_split(2))
+    ]
+    trained = [trained_alone(view, start, some, streams, _CONTROL_EPOCHS) for some in (members, halves[0])]
+    prepared.step()
+    target = prepared.target(
+        replace(view, update=trained[0]), Extractor.SENT, (Shadow(trained[1], halves[0], halves[1]),)
+    )
+    for name, score in (("ML-Leaks", ml_leaks), ("RMIA", rmia)):
+        value = auc(score(target, members, streams), score(target, others, streams))
+        title = f"{name} on a model sent whole that learnt {len(members)} images with random labels in {_CONTROL_EPOCHS} epochs"
+        yield _control(title, value)
+
+
+def _planted(prepared: _Prepared, members: Flags) -> Iterator[Control]:
+    """A generator whose samples are the members' features."""
+    if Part.GENERATOR not in prepared.view.update:
+        return
+    source = Extractor.SENT if prepared.view.shares_extractor else Extractor.START
+    target, candidates = prepared.target(prepared.view, source, prepared.shadows[:1]), prepared.candidates
+    known = candidates.rows(torch.from_numpy(members.nonzero()[0]))
+    features = _features(target.victim, known)
+    noise = torch.randn(features.shape, generator=prepared.streams.generator("planted"))
+    planted = GeneratorDistance(features + _PLANTED_NOISE * features.std() * noise, known.labels)
+    scores = planted(target, candidates, prepared.streams)
+    yield _control("GAN-Leaks on samples that are the members' features", auc(scores[members], scores[~members]))
+
+
+def _control(title: str, value: float) -> Control:
+    return Control(title, value, f"AUC above {_CONTROL_AUC}", value > _CONTROL_AUC)
+
+
+def _curve(trials: Sequence[_Trial], members: Flags) -> Curve:
+    lines = {
+        trial.setting: tuple(point for point in roc(trial.score[members], trial.score[~members]) if point[0] > 0)
+        for trial in trials
+    }
+    return Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
+
+
+def _notes(trials: Sequence[_Trial], images: ImageSet, members: Flags, epochs: int, count: int) -> tuple[str, ...]:
+    best = max(trials, key=lambda trial: auc(trial.score[members], trial.score[~members]))
+    labels = images.labels.numpy()
+    classes = ", ".join(
+        f"{name} {auc(best.score[members & (labels == at)], best.score[~members & (labels == at)]):.2f}"
+        for at, name in enumerate(images.classes)
+        if int((labels == at).sum()) >= _FEWEST
+    )
+    notes = [
+        f"Shadow and reference models: {count}, trained on {epochs} epochs of auxiliary images.",
+        f"AUC per class of the strongest attack ({best.setting}): {classes or 'too few images'}.",
+        "PPIDSG's attack network learns from images that neither model saw, as published: a low figure of it proves nothing.",
+    ]
+    if int((~members).sum()) < _RATES[1][1]:
+        notes.append("A true positive rate at 0.1 % false positives would take 10,000 images that were not trained on.")
+    return tuple(notes)
+
+
+ATTACK = Attack(
+    name="membership",
+    title="Membership of single images",
+    question="Can an attacker who holds an image find out whether the client trained on it?",
+    source="Salem et al. 2019 (ML-Leaks); PPIDSG section 3; Zarifzadeh et al. 2024 (RMIA) eq. 2-4, 10; "
+    "Carlini et al. 2022 (LiRA); Chen et al. 2020 (GAN-Leaks) eq. 3",
+    lacks=_lacks,
+    run=_run,
+)

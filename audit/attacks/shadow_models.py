@@ -1,0 +1,265 @@
+"""Shadow models and the membership scores that are made with them; a score is computed from a `View` and candidates alone.
+
+Papers: Salem et al. 2019 (ML-Leaks), Ma et al. 2024 (PPIDSG), Zarifzadeh et al. 2024 (RMIA), Carlini et al. 2022 (LiRA).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy.stats import norm
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.neural_network import MLPClassifier
+
+from audit.evidence.case import View
+from audit.evidence.networks import Extractor, WholeModel, estimated_extractor, trained_alone, whole_model
+from audit.measures.images import unit_pixels
+from audit.measures.statistics import Values
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Weights
+from fedcg.learning.seeds import Streams
+from fedcg.wire.parts import Part
+
+_TOP = 3  # posteriors that ML-Leaks' attack network sees (Salem et al. 2019, section III)
+_LEAKS_UNITS, _PAIR_UNITS = 64, 128
+_LEAKS_LR, _PAIR_LR = 1e-2, 5e-3  # PPIDSG: Adam, 0.005; ML-Leaks gives none
+_ATTACK_EPOCHS = 100
+_OFFLINE_SLOPE = 0.3  # a of RMIA's eq. 10, the paper's value for CIFAR-10
+_BATCH = 512
+_TINY = 1e-6
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A model that the attacker trained as the client trains.
+
+    Attributes:
+        parts: extractor and classifier.
+        seen: the images that it was trained on; `unseen` others of the same kind.
+    """
+
+    parts: Mapping[Part, Weights]
+    seen: ImageSet
+    unseen: ImageSet
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a score is computed from.
+
+    Attributes:
+        victim: the client's model as far as the attacker can put it together.
+        others: the mean of the other clients' models, put together likewise; None where no other update is there.
+        references: the shadow models', put together likewise.
+        shadows: the shadow models, in the order of `references`.
+        population: images of the same kind that no model was trained on (z of RMIA).
+    """
+
+    victim: WholeModel
+    others: WholeModel | None
+    references: tuple[WholeModel, ...]
+    shadows: tuple[Shadow, ...]
+    population: ImageSet
+
+
+Score = Callable[[Target, ImageSet, Streams], Values]
+"""(target, candidates, streams) -> [N], higher for members."""
+
+
+def train_shadows(
+    view: View, images: ImageSet, count: int, epochs: int, streams: Streams, trained: Callable[[], None]
+) -> tuple[Shadow, ...]:
+    """Shadow models, each trained on a random half of the images, as the client trains from the round's start.
+
+    Private parts start from the public seed's weights: the attacker has no others.
+
+    Args:
+        view: gives start and training parameters.
+        images: auxiliary ones, at least 4.
+        count: how many models.
+        epochs: of each.
+        streams: for halves and orders.
+        trained: called after each model.
+    """
+    start, found = {**view.start(), **view.before.parts}, []
+    for number in range(count):
+        order = torch.randperm(len(images), generator=streams.generator("half", number))
+        seen, unseen = (images.rows(some) for some in order.tensor_split(2))
+        parts = trained_alone(view, start, seen, streams.at("shadow", number), epochs)
+        found.append(Shadow(parts, seen, unseen))
+        trained()
+    return tuple(found)
+
+
+def put_together(view: View, source: Extractor, streams: Streams) -> WholeModel:
+    """The classifier of an update on an extractor from a source."""
+    classifier = view.update[Part.CLASSIFIER]
+    return whole_model(view.spec, estimated_extractor(view, source, classifier, streams), classifier)
+
+
+def target_of(
+    view: View,
+    source: Extractor,
+    shadows: tuple[Shadow, ...],
+    population: ImageSet,
+    streams: Streams,
+    step: Callable[[], None],
+) -> Target:
+    """What an attacker who takes extractors from `source` has to compute scores from.
+
+    Where the victim's own extractor is there (sent, or given for a ceiling), shadow models keep theirs. `step` is called after
+    each model that was put together.
+    """
+    streams = streams.at("surrogate")
+    own = Extractor.SENT if source in (Extractor.SENT, Extractor.TRUE) else source
+    mean = mean_parts(list(view.others.values()))
+
+    def together(update: Mapping[Part, Weights], extractor: Extractor) -> WholeModel:
+        step()
+        return put_together(replace(view, update=update), extractor, streams)
+
+    return Target(
+        together(view.update, source),
+        together(mean, source) if Part.CLASSIFIER in mean else None,
+        tuple(together(one.parts, own) for one in shadows),
+        shadows,
+        population,
+    )
+
+
+def mean_parts(updates: Sequence[Mapping[Part, Weights]]) -> dict[Part, Weights]:
+    """The mean of several updates, each once; counters are the first one's; empty where there is none."""
+    first = updates[0] if updates else {}
+    return {
+        part: {
+            name: torch.stack([one[part][name] for one in updates]).mean(0) if tensor.is_floating_point() else tensor
+            for name, tensor in weights.items()
+        }
+        for part, weights in first.items()
+    }
+
+
+@torch.no_grad()
+def posteriors(model: WholeModel, images: ImageSet) -> Values:
+    """Softmax of the logits of images, [N, classes]."""
+    blocks = [model.logits(unit_pixels(some)).softmax(1) for some in images.images.split(_BATCH)]
+    found: Values = torch.cat(blocks).double().numpy()
+    return found
+
+
+def confidence(model: WholeModel, images: ImageSet) -> Values:
+    """The posterior of the images' labels, [N]."""
+    return posteriors(model, images)[np.arange(len(images)), images.labels.numpy()]
+
+
+def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
+    """ML-Leaks' adversary 1: a network of 64 units tells a shadow model's top 3 posteriors on seen images from unseen ones."""
+
+    def top(model: WholeModel, some: ImageSet) -> Values:
+        found: Values = np.sort(posteriors(model, some), axis=1)[:, : -_TOP - 1 : -1]
+        return found
+
+    model, shadow = target.references[0], target.shadows[0]
+    judge = _classifier(
+        top(model, shadow.seen), top(model, shadow.unseen), _LEAKS_UNITS, _LEAKS_LR, streams.at("ml_leaks")
+    )
+    return judge(top(target.victim, images))
+
+
+def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
+    """PPIDSG's attack: the victim's model on one half of the auxiliary images is "member", the others' on the other half "not".
+
+    Read so (section 3, appendix): the attack network (C, 128, 2; Adam 0.005; 100 epochs) sees posteriors and one-hot label, and a
+    candidate is put to it with the victim's posteriors.
+
+    Raises:
+        ValueError: no other client's update is there.
+    """
+    others = _others_of(target)
+
+    def seen_by(model: WholeModel, some: ImageSet) -> Values:
+        return np.hstack([posteriors(model, some), np.eye(len(some.classes))[some.labels.numpy()]])
+
+    first, second = target.shadows[0].seen, target.shadows[0].unseen
+    judge = _classifier(
+        seen_by(target.victim, first),
+        seen_by(others, second),
+        _PAIR_UNITS,
+        _PAIR_LR,
+        streams.at("two_shadows"),
+    )
+    return judge(seen_by(target.victim, images))
+
+
+def _others_of(target: Target) -> WholeModel:
+    if target.others is None:
+        raise ValueError("this attack takes the updates of other clients, and there are none")
+    return target.others
+
+
+def _classifier(members: Values, others: Values, units: int, lr: float, streams: Streams) -> Callable[[Values], Values]:
+    """A network of one hidden layer that was trained to tell rows [N, D] from rows [M, D]; gives the probability of the first."""
+    network = MLPClassifier(
+        (units,),
+        learning_rate_init=lr,
+        max_iter=_ATTACK_EPOCHS,
+        n_iter_no_change=_ATTACK_EPOCHS,
+        random_state=streams.seed("network") % 2**32,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # the papers give the number of epochs
+        network.fit(np.vstack([members, others]), np.repeat([1, 0], [len(members), len(others)]))
+
+    def probability(some: Values) -> Values:
+        found: Values = network.predict_proba(some)[:, 1]
+        return found
+
+    return probability
+
+
+def log_ratio(target: Target, images: ImageSet, streams: Streams) -> Values:
+    """RMIA's log Pr(x | θ) / Pr(x), [N], with Pr(x) from reference models that have not seen x (offline).
+
+    Pr(x) = ((1 + a) · mean of the references' confidences + 1 - a) / 2 (eq. 10).
+    """
+    unseen = np.mean([confidence(model, images) for model in target.references], axis=0)
+    expected = ((1 + _OFFLINE_SLOPE) * unseen + 1 - _OFFLINE_SLOPE) / 2
+    ratio: Values = np.log(np.maximum(confidence(target.victim, images), _TINY) / expected)
+    return ratio
+
+
+def rmia(target: Target, images: ImageSet, streams: Streams) -> Values:
+    """RMIA (eq. 2-4) at γ = 1: share of the population z with LR(x, z) = ratio(x) / ratio(z) >= γ.
+
+    With one population for all x the share is a non-decreasing function of ratio(x); ties are put in the order of the ratio.
+    """
+    ratios, population = log_ratio(target, images, streams), np.sort(log_ratio(target, target.population, streams))
+    share = np.searchsorted(population, ratios, side="right")
+    found: Values = (share + 1 / (1 + np.exp(-ratios))) / (len(population) + 1)
+    return found
+
+
+def rmia_by_others(target: Target, images: ImageSet, streams: Streams) -> Values:
+    """RMIA with the other clients' mean model as its reference: as well trained as the victim's, on other images.
+
+    Raises:
+        ValueError: no other client's update is there.
+    """
+    return rmia(replace(target, references=(_others_of(target),)), images, streams)
+
+
+def lira_offline(target: Target, images: ImageSet, streams: Streams) -> Values:
+    """LiRA's offline test: 1 - Pr(Z > φ) with Z normal, moments of φ = log p / (1 - p) over each image's reference models."""
+    victim, *references = (_scaled(model, images) for model in (target.victim, *target.references))
+    found: Values = norm.logcdf(victim, np.mean(references, axis=0), np.std(references, axis=0) + _TINY)
+    return found
+
+
+def _scaled(model: WholeModel, images: ImageSet) -> Values:
+    known = np.clip(confidence(model, images), _TINY, 1 - _TINY)
+    found: Values = np.log(known / (1 - known))
+    return found

@@ -1,0 +1,262 @@
+"""Membership attacks: formulas by hand, what an attacker is handed, and the attacks on real updates."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from audit.attacks import shadow_models
+from audit.attacks.attack import Effort
+from audit.attacks.membership import ATTACK, GeneratorDistance, auc_gain, balanced_pairs, nearest_distance
+from audit.attacks.shadow_models import (
+    Target,
+    log_ratio,
+    mean_parts,
+    ml_leaks,
+    rmia,
+    rmia_by_others,
+    target_of,
+    train_shadows,
+    two_shadows,
+)
+from audit.evidence.case import Case, Knowledge
+from audit.evidence.device_data import joined
+from audit.evidence.networks import Extractor, WholeModel
+from audit.measures.figures import Figure, Outcome
+from audit.measures.statistics import Values, auc
+from fedcg.learning.image_set import ImageSet
+from fedcg.wire.parts import Part
+from tests.support.audit.cases import simulated_case
+
+
+def _images(labels: list[int]) -> ImageSet:
+    return ImageSet(torch.zeros(len(labels), 1, 32, 32, dtype=torch.uint8), torch.tensor(labels), ("a", "b"))
+
+
+def _target_with(monkeypatch: pytest.MonkeyPatch, known: dict[str, list[float]], population: ImageSet) -> Target:
+    """A target whose models have the given confidences: keyed by model, then for the population by model + "z"."""
+    models = {name: object.__new__(WholeModel) for name in ("victim", "first", "second")}
+    names = {id(model): name for name, model in models.items()}
+
+    def confidence(model: WholeModel, images: ImageSet) -> Values:
+        return np.array(known[names[id(model)] + ("z" if images is population else "")])
+
+    monkeypatch.setattr(shadow_models, "confidence", confidence)
+    return Target(models["victim"], None, (models["first"], models["second"]), (), population)
+
+
+def test_rmias_ratio_divides_by_the_offline_estimate_of_the_images_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = _images([0, 1])
+    target = _target_with(monkeypatch, {"victim": [0.8, 0.2], "first": [0.3, 0.2], "second": [0.5, 0.2]}, _images([0]))
+    # a = 0.3: Pr(x) = (1.3 · 0.4 + 0.7) / 2 = 0.61, and (1.3 · 0.2 + 0.7) / 2 = 0.48
+    expected = np.log([0.8 / 0.61, 0.2 / 0.48])
+    assert log_ratio(target, images, simulated_streams()) == pytest.approx(expected)
+
+
+def test_rmias_score_is_the_share_of_the_population_that_the_image_is_likelier_than(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    population = _images([0, 0, 0])
+    confidences = {"victim": [0.9, 0.5], "victimz": [0.4, 0.6, 0.8]}
+    target = _target_with(
+        monkeypatch,
+        {**confidences, "first": [0.5, 0.5], "second": [0.5, 0.5], "firstz": [0.5] * 3, "secondz": [0.5] * 3},
+        population,
+    )
+    score = rmia(target, _images([0, 0]), simulated_streams())
+    assert (score * 4).astype(int).tolist() == [3, 1]  # likelier than all three, than one
+    assert score[0] > score[1]
+
+
+def simulated_streams() -> shadow_models.Streams:
+    return simulated_case(method="fedavg").streams
+
+
+def test_the_distance_is_that_to_the_nearest_sample_of_the_images_class() -> None:
+    features, labels = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1, 2])
+    samples, of = torch.tensor([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]]), torch.tensor([0, 0, 1])
+    # class 0: 5 and 10; class 1: 1; class 2 has no sample: the nearest of any class is (0, 1), at 1
+    assert nearest_distance(features, labels, samples, of).tolist() == pytest.approx([5.0, 1.0, 1.0])
+
+
+def test_the_mean_of_updates_takes_each_once_and_leaves_counters() -> None:
+    first = {Part.CLASSIFIER: {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}}
+    second = {Part.CLASSIFIER: {"w": torch.tensor([3.0, 6.0]), "n": torch.tensor(5)}}
+    mean = mean_parts([first, second])[Part.CLASSIFIER]
+    assert mean["w"].tolist() == [2.0, 4.0]
+    assert int(mean["n"]) == 3
+    assert mean_parts([]) == {}
+
+
+def test_candidates_have_as_many_members_as_others_of_every_class() -> None:
+    case = simulated_case(method="fedavg")
+    images, members = balanced_pairs(case.truth, 40, case.streams.generator("x"))
+    assert len(images) == 80
+    assert members.sum() == 40
+    labels = images.labels.numpy()
+    assert np.array_equal(np.bincount(labels[members], minlength=10), np.bincount(labels[~members], minlength=10))
+    trained_on = {one.numpy().tobytes() for one in case.truth.train.images}
+    assert [one.numpy().tobytes() in trained_on for one in images.images] == members.tolist()
+
+
+def test_the_gain_is_over_the_larger_of_chance_and_the_blind_score() -> None:
+    members = np.repeat([True, False], 50)
+    drawn = np.random.default_rng(0)
+    good, noise = members + 0.5 * drawn.normal(size=100), drawn.normal(size=100)
+    alike = auc_gain(good, good, members, 0)
+    assert (alike.value, alike.low, alike.high) == (0.0, 0.0, 0.0)
+    inverted = auc_gain(good, -good, members, 0)
+    assert inverted.value == pytest.approx(auc(good[members], good[~members]) - 0.5)
+    assert inverted.low > 0.2
+    assert auc_gain(noise, noise + good, members, 0).value < 0
+
+
+def test_the_area_under_the_curve_counts_ties_as_half() -> None:
+    # pairs (1, 1) tie, (1, 0) right, (2, 1) right, (2, 0) right: 3.5 of 4
+    assert auc(np.array([1.0, 2.0]), np.array([1.0, 0.0])) == pytest.approx(3.5 / 4)
+
+
+@functools.lru_cache(maxsize=1)
+def _overfitted() -> tuple[Target, ImageSet, ImageSet, Case]:
+    """A target that learnt 40 images with random labels, in a form that takes a second."""
+    case = simulated_case(method="fedavg")
+    stream = case.streams.generator("labels")
+    assert case.view.auxiliary is not None
+
+    def relabelled(some: ImageSet) -> ImageSet:
+        return replace(some, labels=torch.randint(10, (len(some),), generator=stream))
+
+    members, others = (relabelled(some.rows(range(40))) for some in (case.truth.train, case.truth.held_out))
+    fit, population = (
+        relabelled(some) for some in (case.view.auxiliary.rows(range(80)), case.view.auxiliary.rows(range(80, 290)))
+    )
+    spec = case.view.spec.model_copy(update={"params": {**case.view.spec.params, "lr": 3e-3}})
+    view = replace(case.view, spec=spec, others={})
+    victim = train_shadows(view, joined(members, others), 1, 80, case.streams.at("victim"), _nothing)[0]
+    shadows = train_shadows(view, fit, 1, 80, case.streams, _nothing)
+    target = target_of(replace(view, update=victim.parts), Extractor.SENT, shadows, population, case.streams, _nothing)
+    return target, victim.seen, victim.unseen, case
+
+
+def _nothing() -> None:
+    pass
+
+
+def test_scores_find_what_a_model_learnt_by_heart() -> None:
+    target, seen, unseen, case = _overfitted()
+    for score in (ml_leaks, rmia):
+        found = auc(score(target, seen, case.streams), score(target, unseen, case.streams))
+        assert found > 0.8, score.__name__
+
+
+def test_ppidsgs_attack_takes_other_clients_updates() -> None:
+    target, seen, _, case = _overfitted()
+    with pytest.raises(ValueError, match="updates of other clients, and there are none"):
+        two_shadows(target, seen, case.streams)
+    beside = replace(target, others=target.references[0])
+    score = two_shadows(beside, seen, case.streams)
+    assert score.shape == (len(seen),)
+    assert np.array_equal(score, two_shadows(beside, seen, case.streams))
+
+
+def test_other_clients_models_are_references_as_good_as_shadow_models() -> None:
+    target, seen, unseen, case = _overfitted()
+    beside = replace(target, others=target.references[0])
+    by_others = rmia_by_others(beside, seen, case.streams)
+    assert np.array_equal(by_others, rmia(target, seen, case.streams))
+    assert auc(by_others, rmia_by_others(beside, unseen, case.streams)) > 0.8
+
+
+def test_images_that_samples_were_taken_from_are_found_and_the_sum_of_both_scores_keeps_them() -> None:
+    target, seen, unseen, case = _overfitted()
+    features = torch.stack([target.victim.features(one[None].float() / 255).flatten().detach() for one in seen.images])
+    planted = GeneratorDistance(features, seen.labels)
+    for score in (planted, planted.with_classifier):
+        assert auc(score(target, seen, case.streams), score(target, unseen, case.streams)) > 0.9
+
+
+def test_a_case_without_the_attackers_images_or_without_images_to_compare_says_what_to_give() -> None:
+    case = simulated_case(method="fedcg")
+    bare = Case(replace(case.view, auxiliary=None), case.truth, case.streams)
+    assert "--auxiliary" in (ATTACK.lacks(bare) or "")
+    few = Case(case.view, replace(case.truth, held_out=case.truth.held_out.rows(range(4))), case.streams)
+    assert "--held-out" in (ATTACK.lacks(few) or "")
+    silent = Case(replace(case.view, update={}), case.truth, case.streams)
+    assert "classifier" in (ATTACK.lacks(silent) or "")
+    assert ATTACK.lacks(case) is None
+
+
+def _run(case: Case) -> Outcome:
+    return ATTACK.run(case, Effort.QUICK, lambda done, steps: None)
+
+
+def _rmia(found: Outcome) -> Figure:
+    return next(one for one in found.figures if one.setting == "RMIA, extractor: sent (whole model)")
+
+
+@pytest.mark.slow
+def test_a_whole_model_after_many_epochs_leaks_membership_and_a_shuffled_truth_does_not() -> None:
+    case = simulated_case(method="fedavg", local_epochs=30)
+    state = torch.get_rng_state()
+    found = _run(case)
+    assert torch.equal(state, torch.get_rng_state())
+    figure = _rmia(found)
+    assert figure.gain.low > 0
+    assert figure.value.low <= figure.value.value <= figure.value.high
+    assert 0.5 <= figure.floor < figure.value.value
+    assert Knowledge.START not in figure.knowledge
+    assert all(control.passed for control in found.controls)
+    assert _rmia(_run(case)).value == figure.value
+
+    mixed = joined(case.truth.train, case.truth.held_out)
+    order = torch.randperm(len(mixed), generator=case.streams.generator("mix"))
+    sides = (mixed.rows(some) for some in order.tensor_split([len(case.truth.train)]))
+    train, held_out = sides
+    shuffled = Case(case.view, replace(case.truth, train=train, held_out=held_out), case.streams)
+    assert _rmia(_run(shuffled)).gain.low < 0
+
+
+@pytest.mark.slow
+def test_controls_fail_where_the_attack_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def constant(model: WholeModel, images: ImageSet) -> Values:
+        return np.full((len(images), len(images.classes)), 0.1)
+
+    monkeypatch.setattr(shadow_models, "posteriors", constant)
+    monkeypatch.setattr("audit.attacks.membership._features", lambda model, images: torch.zeros(len(images), 8))
+    found = _run(simulated_case(method="fedcg"))
+    assert len(found.controls) == 3
+    assert not any(control.passed for control in found.controls)
+
+
+@pytest.mark.slow
+def test_with_a_generator_every_attack_is_tried_by_two_estimated_extractors_beside_the_true_one() -> None:
+    found = _run(simulated_case(method="fedcg"))
+    names = (
+        "ML-Leaks",
+        "PPIDSG's two shadow models",
+        "RMIA by other clients",
+        "RMIA",
+        "generator alone",
+        "RMIA and generator",
+    )
+    sources = (Extractor.START, Extractor.SURROGATE)
+    assert [one.setting for one in found.figures if one.name == "mia_auc"] == [
+        f"{name}, extractor: {source.value}" for source in sources for name in names
+    ]
+    assert all(one.ceiling is not None for one in found.figures)
+    assert [control.passed for control in found.controls] == [True, True, True]
+    assert set(found.curves[0].lines) == {one.setting for one in found.figures}
+    assert found.curves[0].log_x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["lenet5_relu", "cnn_bn"])
+def test_a_classifier_alone_is_tried_without_a_generator(network: str) -> None:
+    found = _run(simulated_case(method="fedsplit", network=network))
+    names = {one.setting.split(",")[0] for one in found.figures}
+    assert names == {"ML-Leaks", "PPIDSG's two shadow models", "RMIA by other clients", "RMIA"}
+    assert all(control.passed for control in found.controls)
