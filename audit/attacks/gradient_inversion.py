@@ -1,0 +1,390 @@
+"""Gradient inversion: images from the gradients of single images, of batches, and from the weight difference of a whole round.
+
+DLG (Zhu 2019; FedCG eq. 7), iDLG (Zhao 2020), cosine with total variation (Geiping 2020), FedCG eq. 8, and the match of features that
+the classifier's gradient gives away exactly. Every guess is a function of a `View` and of an observed gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from audit.attacks.attack import Attack, Effort, Progress
+from audit.attacks.inversion_search import (
+    Found,
+    Objective,
+    Search,
+    Start,
+    channel_statistics,
+    cosine_distance,
+    feature_distance,
+    gradient_distance,
+    search,
+    with_statistics,
+)
+from audit.attacks.jacobian_rank import MAX_PIXELS, RANK_TOLERANCE, pixel_rank
+from audit.evidence.case import Case, Knowledge, View
+from audit.evidence.closed_form import attacker_model, lacks_closed_form, revealed_features, revealed_labels
+from audit.evidence.networks import Extractor, WholeModel, whole_model
+from audit.evidence.observed_gradient import BatchGradient, batch_gradient, gradient, weight_difference, with_noise
+from audit.measures.figures import Control, Figure, Outcome, Pictures
+from audit.measures.images import png, psnr, unit_pixels
+from audit.measures.reconstructions import MEASURES, Reconstructions, nearest_row, trivial_guesses
+from audit.measures.statistics import bootstrap
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.networks import build_part, load_part, weights_of
+from fedcg.learning.seeds import Streams
+from fedcg.wire.parts import Part
+
+# Weights of the total variation, chosen on CIFAR-10 with LeNet5: the right model, noise on the gradient, an estimated extractor.
+_PRIOR, _NOISY_PRIOR, _LOOSE_PRIOR = 0.03, 0.01, 1.0
+_DEVIATIONS = (0.001**0.5, 0.1**0.5)  # FedCG table 2: noise of variance 0.001 and 0.1
+_CONTROL_GAIN_DB = 3.0
+_SHOWN = 8
+_GENERATED = 64
+_WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
+
+Tick = Callable[[], None]
+
+
+class Match(str, Enum):
+    """What is to come out alike; the values are words for a report."""
+
+    GRADIENT = "gradient"
+    COSINE = "gradient's direction"
+    STATISTICS = "gradient and generator statistics (FedCG eq. 8)"
+    FEATURES = "features in closed form"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One attacker's situation.
+
+    Attributes:
+        rows: images in a batch; 0: the weight difference of the whole round, one image per class.
+        deviation: of Gaussian noise on every observed number.
+    """
+
+    extractor: Extractor
+    match: Match
+    how: Search
+    rows: int = 1
+    deviation: float = 0.0
+
+    @property
+    def words(self) -> str:
+        """For a report; unique among the settings of a run."""
+        what = {0: "weight difference of the round", 1: "one image"}.get(self.rows, f"batch of {self.rows}")
+        noise = f", noise of variance {self.deviation**2:.3g}" if self.deviation else ""
+        labels = ", labels searched (DLG)" if self.how.soft_labels else ""
+        prior = "with" if self.how.prior else "no"
+        optimiser = "Adam on signs" if self.how.signed_adam else "L-BFGS"
+        return (
+            f"{what}{noise}: {self.match.value}, extractor {self.extractor.value}, from {self.how.start.value}{labels}, "
+            f"{prior} prior, {optimiser}"
+        )
+
+    @property
+    def knowledge(self) -> tuple[Knowledge, ...]:
+        """What the attacker uses."""
+        needed = {Knowledge.BATCH if self.rows else Knowledge.UPDATE, Knowledge.BEFORE, *self.extractor.knowledge}
+        if self.match is Match.STATISTICS:
+            needed.add(Knowledge.UPDATE)
+        return tuple(one for one in Knowledge if one in needed)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one setting came to; `diverged` is the share of its searches that did."""
+
+    setting: Setting
+    images: Reconstructions
+    diverged: float
+
+
+def _settings(view: View, effort: Effort) -> list[Setting]:
+    """What is tried on a method that sends the whole model, or the classifier alone."""
+    steps, quick = effort.of(40, 100, 300), effort is Effort.QUICK
+    paper = Search(steps, Start.NOISE, restarts=effort.of(1, 2, 4), soft_labels=True)
+    prior, loose = Search(steps, Start.GREY, _PRIOR), Search(steps, Start.GREY, _LOOSE_PRIOR)
+    if view.shares_extractor:
+        sent = Extractor.SENT
+        found = [Setting(sent, Match.GRADIENT, paper)]
+        found += [Setting(sent, match, prior) for match in (Match.GRADIENT, Match.FEATURES)]
+        if quick:
+            return found
+        signed, noisy = Search(2 * steps, Start.GREY, _PRIOR, signed_adam=True), Search(steps, Start.GREY, _NOISY_PRIOR)
+        found += [Setting(sent, Match.GRADIENT, Search(steps, Start.GREY)), Setting(sent, Match.COSINE, signed)]
+        found += [Setting(sent, Match.GRADIENT, how, 1, noise) for noise in _DEVIATIONS for how in (paper, noisy)]
+        found += [Setting(sent, Match.GRADIENT, prior, rows) for rows in (4, 16)]
+        return [*found, Setting(sent, Match.COSINE, prior, 0)]
+    sources = [Extractor.RANDOM, Extractor.START, *([] if view.auxiliary is None else [Extractor.SURROGATE])]
+    found = [Setting(Extractor.RANDOM, Match.GRADIENT, paper)]
+    if quick:
+        return [*found, Setting(sources[-1], Match.FEATURES, loose), Setting(Extractor.TRUE, Match.FEATURES, prior)]
+    if Part.GENERATOR in view.update:
+        found += [Setting(Extractor.RANDOM, Match.STATISTICS, paper), Setting(sources[-1], Match.STATISTICS, loose)]
+    for match in (Match.GRADIENT, Match.FEATURES):
+        found += [Setting(source, match, loose) for source in sources]
+        found.append(Setting(Extractor.TRUE, match, prior))
+    found += [Setting(sources[-1], Match.GRADIENT, loose, rows) for rows in (4, 16)]
+    return [*found, Setting(sources[-1], Match.COSINE, loose, 0)]
+
+
+def _objective(view: View, model: WholeModel, seen: BatchGradient, match: Match, labels: torch.Tensor) -> Objective:
+    if match is Match.FEATURES:
+        return feature_distance(model, revealed_features(model, seen).unsqueeze(0))
+    if match is Match.COSINE:
+        return cosine_distance(model, seen)
+    if match is Match.STATISTICS:
+        return with_statistics(gradient_distance(model, seen), model, _generated_statistics(view, labels))
+    return gradient_distance(model, seen)
+
+
+def _generated_statistics(view: View, labels: torch.Tensor) -> torch.Tensor:
+    """Channel statistics of what the client's generator makes of the batch's labels."""
+    generator = load_part(view.spec, Part.GENERATOR, view.update[Part.GENERATOR]).eval()
+    wanted = labels.repeat_interleave(_GENERATED)
+    stream = Streams(b"generated").generator("noise")  # public: any noise serves
+    noise = torch.randn(len(wanted), view.spec.network.noise_dim, generator=stream)
+    with torch.no_grad():
+        return channel_statistics(generator(noise, wanted))
+
+
+def _round_difference(view: View, parts: tuple[Part, ...]) -> BatchGradient:
+    """The round's weight difference read as the gradient of one image per class; its length means nothing."""
+    values = []
+    for part in parts:
+        moved = weight_difference(view.update[part], view.before.parts[part])
+        values += [moved[name] for name, _ in load_part(view.spec, part, view.update[part]).named_parameters()]
+    return BatchGradient(parts, tuple(values), view.spec.class_count)
+
+
+def _guess(view: View, model: WholeModel, seen: BatchGradient, setting: Setting, stream: torch.Generator) -> Found:
+    """The attack itself: from what is observed to pixels."""
+    labels = revealed_labels(seen) if setting.rows else torch.arange(seen.rows)
+    objective = _objective(view, model, seen, setting.match, labels)
+    return search(objective, labels, _form(view), view.spec.class_count, setting.how, stream)
+
+
+def _form(view: View) -> tuple[int, int, int]:
+    return view.spec.image.channels, view.spec.image.height, view.spec.image.width
+
+
+def _batch_trial(
+    case: Case, model: WholeModel, setting: Setting, images: ImageSet, streams: Streams, tick: Tick
+) -> Trial:
+    """The attack on single images or batches; each batch's guesses are put into the order that fits the truth best."""
+    view, true = case.view, case.model()
+    assert true is not None
+    pixels, parts = unit_pixels(images.images), _WHOLE if case.view.shares_extractor else (Part.CLASSIFIER,)
+    guesses, diverged = [], []
+    for first in range(0, len(images), setting.rows):
+        rows = slice(first, first + setting.rows)
+        seen = batch_gradient(view.spec, true, pixels[rows], images.labels[rows], parts)
+        if setting.deviation:
+            seen = with_noise(seen, setting.deviation, streams.generator("gradient noise", first))
+        found = _guess(view, model, seen, setting, streams.generator("search", first))
+        guesses.append(_in_best_order(found.pixels, pixels[rows]))
+        diverged.append(found.diverged)
+        tick()
+    return Trial(setting, _compared(view, torch.cat(guesses), images, streams), float(np.mean(diverged)))
+
+
+def _compared(view: View, guesses: torch.Tensor, images: ImageSet, streams: Streams) -> Reconstructions:
+    pixels = unit_pixels(images.images)
+    floors = {name: (guess, pixels) for name, guess in trivial_guesses(view, images, streams.generator("floor"))}
+    return Reconstructions(guesses, pixels, floors)
+
+
+def _in_best_order(guesses: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    cost = torch.cdist(truth.flatten(1), guesses.flatten(1)).square()
+    return guesses[linear_sum_assignment(cost.numpy())[1]]
+
+
+def _round_trial(case: Case, model: WholeModel, setting: Setting, streams: Streams, tick: Tick) -> Trial:
+    """The attack on the weight difference; each class's guess is compared with the training image that it resembles most."""
+    view, train = case.view, case.truth.train
+    parts = _WHOLE if view.shares_extractor else (Part.CLASSIFIER,)
+    found = _guess(view, model, _round_difference(view, parts), setting, streams.generator("search"))
+    tick()
+    classes = train.labels.unique()
+    pools = [unit_pixels(train.images[train.labels == label]) for label in classes]
+
+    def beside_nearest(guesses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return guesses, torch.stack([pool[nearest_row(one, pool)] for one, pool in zip(guesses, pools, strict=True)])
+
+    first = ImageSet(torch.stack([(pool[0] * 255).byte() for pool in pools]), classes, train.classes)
+    floors = {name: beside_nearest(guess) for name, guess in trivial_guesses(view, first, streams.generator("floor"))}
+    return Trial(setting, Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
+
+
+def _control(case: Case, images: ImageSet, match: Match, effort: Effort, streams: Streams, tick: Tick) -> Control:
+    """Whole-model gradients of the same images by FedCG's LeNet5 (sigmoids) at initial weights.
+
+    Not the federation's own network: with ReLU and max pooling a search over gradients gets stuck, whatever leaks.
+    """
+    spec = case.view.spec
+    spec = spec.model_copy(update={"network": spec.network.model_copy(update={"split": "lenet5"})})
+    start = {part: weights_of(build_part(spec, part, streams.generator(part.value))) for part in _WHOLE}
+    view, model = replace(case.view, spec=spec), whole_model(spec, start[Part.EXTRACTOR], start[Part.CLASSIFIER])
+    setting = Setting(Extractor.SENT, match, Search(effort.of(50, 100, 300), Start.GREY, _PRIOR))
+    pixels, guesses = unit_pixels(images.images), []
+    for row in range(len(images)):
+        one = slice(row, row + 1)
+        seen = batch_gradient(spec, start, pixels[one], images.labels[one], _WHOLE)
+        guesses.append(_guess(view, model, seen, setting, streams.generator("search", row)).pixels)
+        tick()
+    found = _compared(view, torch.cat(guesses), images, streams)
+    value, floor = found.mean("psnr"), float(found.best_floor("psnr")[1].mean())
+    return Control(
+        f"PSNR in dB by {match.value}, LeNet5 with sigmoids at initial weights, whole model ({len(images)} images)",
+        value,
+        f"at least {_CONTROL_GAIN_DB:g} dB above the floor of {floor:.2f} dB",
+        value - floor >= _CONTROL_GAIN_DB,
+    )
+
+
+def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> Figure:
+    """The share of the pixels that one image's gradient determines, at the device's true model."""
+    view, true = case.view, case.model()
+    assert true is not None
+    model, whole = whole_model(view.spec, true[Part.EXTRACTOR], true[Part.CLASSIFIER]), view.shares_extractor
+    shares = []
+    for row in range(len(images)):
+        label = images.labels[row : row + 1]
+
+        def seen(pixels: torch.Tensor, label: torch.Tensor = label) -> tuple[torch.Tensor, ...]:
+            return gradient(model, pixels, label, _WHOLE, create_graph=True) if whole else (model.features(pixels),)
+
+        pixels = unit_pixels(images.images[row : row + 1])
+        shares.append(pixel_rank(seen, pixels, streams.generator(row)) / pixels.numel())
+        tick()
+    value = bootstrap(np.array(shares), streams.seed("bootstrap"))
+    # The classifier's gradient is a function of the features, and the features of the gradient: both have one rank.
+    setting = f"one image, {'whole model' if whole else 'classifier only'}: rank of the Jacobian"
+    title, floor_is = "Pixels that a gradient can determine", "no gradient, which determines no pixel"
+    knowledge = (Knowledge.BATCH, Knowledge.BEFORE) if whole else (Knowledge.BATCH, Knowledge.BEFORE, Knowledge.PRIVATE)
+    return Figure("rank", title, setting, knowledge, value, 0.0, floor_is, value, len(shares), 1.0, "share")
+
+
+def _trials(
+    case: Case, plan: Sequence[Setting], images: ImageSet, effort: Effort, streams: Streams, tick: Tick
+) -> Iterator[Trial]:
+    models: dict[Extractor, WholeModel] = {}
+    for setting in plan:
+        source = setting.extractor
+        if source not in models:
+            view = case.view.with_private(case.truth.before or {}) if source is Extractor.TRUE else case.view
+            models[source] = attacker_model(view, source, streams, effort.of(5, 20, 60))
+            tick()
+        run = streams.at(setting.words)
+        if setting.rows:
+            yield _batch_trial(case, models[source], setting, _rows_for(setting, images), run, tick)
+        else:
+            yield _round_trial(case, models[source], setting, run, tick)
+
+
+def _rows_for(setting: Setting, images: ImageSet) -> ImageSet:
+    """All images one by one, or two batches of them."""
+    wanted = len(images) if setting.rows == 1 else min(len(images), 2 * setting.rows)
+    return images.rows(range(wanted // setting.rows * setting.rows))
+
+
+def _figures(trials: Sequence[Trial], streams: Streams) -> Iterator[Figure]:
+    """PSNR and SSIM of every setting; the ceiling is the best of those where the true extractor was given."""
+    for name in MEASURES:
+        means = {one.setting: one.images.mean(name) for one in trials}
+        ceiling = max((mean for one, mean in means.items() if one.extractor is Extractor.TRUE), default=None)
+        for trial in trials:
+            setting = trial.setting
+            given = setting.extractor is Extractor.TRUE or not setting.rows
+            seed = streams.seed("bootstrap", name)
+            yield trial.images.figure(name, setting.words, setting.knowledge, None if given else ceiling, seed)
+
+
+def _pictures(trials: Sequence[Trial]) -> tuple[Pictures, ...]:
+    """Originals over reconstructions: single images in one table, batches and the round in one each."""
+    tables = []
+    for rows in sorted({trial.setting.rows for trial in trials}):
+        same = [trial for trial in trials if trial.setting.rows == rows]
+        shown = [("original", same[0].images.truth, ("",) * _SHOWN)]
+        for trial in same if rows else same[:1]:
+            values = psnr(trial.images.guesses, trial.images.truth)
+            shown.append(
+                (trial.setting.words, trial.images.guesses, tuple(f"{value:.1f} dB" for value in values[:_SHOWN]))
+            )
+        title = {0: "From the round's weight difference", 1: "From one image's gradient"}.get(
+            rows, f"Batches of {rows}"
+        )
+        lines = tuple((words, tuple(png(one) for one in images[:_SHOWN])) for words, images, _ in shown)
+        tables.append(Pictures(title, lines, tuple(captions[: len(lines[0][1])] for *_, captions in shown)))
+    return tuple(tables)
+
+
+def _notes(case: Case, trials: Sequence[Trial]) -> tuple[str, ...]:
+    floors = next(trial for trial in trials if trial.setting.rows == 1).images.floors
+    values = {name: float(psnr(*pair).mean()) for name, pair in floors.items()}
+    guesses = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
+    unlabelled, diverged = max(list(values.values())[:3]), np.mean([trial.diverged for trial in trials])
+    papers = (
+        "The papers' 6.23 dB for FedSplit is the clamped noise that a search starts from: nothing was reconstructed."
+    )
+    return (
+        f"Trivial guesses, PSNR in dB: {guesses}. The best that takes no label: {unlabelled:.2f}.",
+        f"{papers} That noise scores {values['clamped noise']:.2f} dB here.",
+        f"{diverged:.0%} of the searches diverged (a loss that is not finite, or above that of the start).",
+        "The start of the public seed is that of the device only where the federation has no cohort secret.",
+        f"Rank: singular values above {RANK_TOLERANCE:g} of the largest; not computed for more than {MAX_PIXELS} pixels.",
+    )
+
+
+def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
+    streams, train = case.streams.at(ATTACK.name), case.truth.train
+    order = torch.randperm(len(train), generator=streams.generator("images"))
+    images = train.rows(order[: effort.of(4, 16, 32)])
+    plan = [one for one in _settings(case.view, effort) if one.rows <= len(images) or one.rows == 0]
+    pixels = int(np.prod(_form(case.view)))
+    ranked = 0 if pixels > MAX_PIXELS else effort.of(1, 2, 4)
+    if case.view.shares_extractor and pixels > 1024:
+        ranked = effort.of(0, 1, 2)
+    runs = sum(len(_rows_for(one, images)) // one.rows if one.rows else 1 for one in plan)
+    total = runs + len({one.extractor for one in plan}) + 2 * len(images) + ranked
+    steps = itertools.count(1)
+
+    def tick() -> None:
+        progress(next(steps), total)
+
+    controls = tuple(
+        _control(case, images, match, effort, streams.at("control"), tick) for match in (Match.GRADIENT, Match.FEATURES)
+    )
+    trials = list(_trials(case, plan, images, effort, streams, tick))
+    rank = [_rank_figure(case, images.rows(range(ranked)), streams.at("rank"), tick)] if ranked else []
+    return Outcome(
+        ATTACK.name,
+        (*_figures(trials, streams), *rank),
+        controls,
+        _pictures(trials),
+        notes=_notes(case, trials),
+        extra={f"diverged: {trial.setting.words}": trial.diverged for trial in trials},
+    )
+
+
+def _lacks(case: Case) -> str | None:
+    return case.lacks(private=True, parts=frozenset({Part.CLASSIFIER})) or lacks_closed_form(case.view.spec)
+
+
+ATTACK = Attack(
+    "inversion",
+    "Gradient inversion",
+    "Can images be reconstructed from what was sent?",
+    "DLG (Zhu 2019), iDLG (Zhao 2020), Geiping 2020 eq. 4, FedCG eq. 7-8",
+    _lacks,
+    _run,
+)
