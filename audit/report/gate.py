@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from audit.errors import GateFormError
-from audit.evidence.case import Knowledge
 from audit.measures.figures import Figure, Outcome
 
 _CONDITION = re.compile(r"\s*([a-z][a-z0-9_]*?)(_gain)?\s*<\s*(-?\d+(?:\.\d+)?)\s*")
@@ -57,14 +56,16 @@ def parse_gate(text: str) -> tuple[Condition, ...]:
 def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple[Verdict, ...]:
     """Whether each condition holds: for every setting that a real attacker can have, by the upper end of the interval.
 
-    A figure that was not measured, or whose attack failed its own positive control, does not pass: nothing was shown.
+    Attacks on the update itself decide; where a figure has none, those on the gradient of one batch do. A figure that was not
+    measured, or whose attack failed its own positive control, does not pass: nothing was shown.
     """
     return tuple(_judged(condition, outcomes) for condition in conditions)
 
 
 def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> Verdict:
     named = [(outcome, figure) for outcome in outcomes for figure in outcome.figures if figure.name == condition.figure]
-    possible = [(outcome, figure) for outcome, figure in named if is_possible(figure)]
+    possible = [(outcome, figure) for outcome, figure in named if figure.is_possible]
+    possible = [pair for pair in possible if pair[1].is_of_update] or possible
     if not possible:
         reasons = [f"{one.attack}: {one.skipped}" for one in outcomes if one.skipped]
         return Verdict(
@@ -82,8 +83,3 @@ def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> Verdict:
 
 def _upper(condition: Condition, figure: Figure) -> float:
     return (figure.gain if condition.of_gain else figure.value).high
-
-
-def is_possible(figure: Figure) -> bool:
-    """Whether the attacker of a figure has only what a real one can have."""
-    return Knowledge.PRIVATE not in figure.knowledge

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from audit.errors import GateFormError
@@ -38,6 +40,13 @@ def test_a_ceiling_is_no_risk() -> None:
         "x", (_figure("reid", Interval(0.0, 0.0, 0.0)), _figure("reid", Interval(0.9, 0.8, 1.0), given=True))
     )
     assert judge(parse_gate("reid_gain<0.02"), [outcome])[0].passed
+
+
+def test_the_gradient_of_a_batch_decides_only_where_nothing_was_measured_on_the_update() -> None:
+    batch = replace(_figure("reid", Interval(0.9, 0.8, 1.0)), knowledge=(Knowledge.UPDATE, Knowledge.BATCH))
+    assert not judge(parse_gate("reid_gain<0.02"), [Outcome("x", (batch,))])[0].passed
+    both = Outcome("x", (batch, _figure("reid", Interval(0.0, 0.0, 0.01))))
+    assert judge(parse_gate("reid_gain<0.02"), [both])[0].passed
 
 
 def test_what_was_not_measured_or_not_proven_does_not_pass() -> None:

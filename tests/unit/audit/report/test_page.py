@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
-from audit.measures.figures import Curve
+from audit.evidence.case import Knowledge
+from audit.measures.figures import Curve, Interval, Outcome
 from audit.report.charts import svg
-from audit.report.findings import Result, report_of
+from audit.report.findings import Result, finding_of, report_of
 from audit.report.page import render
-from tests.support.audit.reports import SUBJECT, VERDICTS, findings
+from tests.support.audit.reports import SUBJECT, VERDICTS, attack, figure, findings
 
 
 def _page() -> str:
@@ -24,6 +26,14 @@ def test_a_ceiling_never_stands_for_an_attack() -> None:
     headline = findings()[0].headline
     assert headline is not None
     assert headline.setting == "classifier alone"
+
+
+def test_the_gradient_of_a_batch_is_not_what_left() -> None:
+    batch = replace(figure("reid", Interval(0.9, 0.8, 1.0)), knowledge=(Knowledge.BATCH,))
+    assert finding_of(attack("x"), Outcome("x", (batch,))).result is Result.HYPOTHETICAL
+    quiet = figure("reid", Interval(0.0, -0.1, 0.1))
+    found = finding_of(attack("x"), Outcome("x", (batch, quiet)))
+    assert (found.result, found.headline) == (Result.NOTHING, quiet)
 
 
 def test_the_page_loads_nothing() -> None:
@@ -42,7 +52,7 @@ def test_texts_can_not_become_markup() -> None:
 
 def test_the_first_screen_says_what_was_found_and_what_was_not_tried() -> None:
     verdict = _page().split('id="verdict"')[1].split("</section>")[0]
-    assert "1 of 3 attacks got something back" in verdict
+    assert "1 of 3 attacks got something back from this update" in verdict
     assert "gate reid_gain&lt;0.02: FAILED" in verdict
     assert "classifier (61,000 numbers), generator (120,000 numbers); report fields accuracy, examples" in verdict
     assert "attack epsilon (the attacker needs labelled images of the same kind: give --auxiliary)" in verdict
