@@ -38,6 +38,7 @@ from experiments.simulation.batch import (
 )
 from experiments.simulation.run_slots import Lanes, default_workers, open_lanes, open_ray_lanes
 from fedcg.json_output import print_data
+from fedcg.learning.privacy import parse_mechanisms
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import plan_from_mapping
 
@@ -54,6 +55,13 @@ class SimulateOptions(BaseModel):
     params: Annotated[
         list[str],
         Field(description="a parameter, key=value of every method or METHOD.key=value of one; repeat for more"),
+    ] = []
+    privacy: Annotated[
+        list[str],
+        Field(
+            description="a mechanism of every client, KEY=VALUE or dp_sgd.KEY=VALUE, e.g. update_clip=1; repeat for more: "
+            "see docs/methods.md"
+        ),
     ] = []
     paper: Annotated[
         str | None,
@@ -127,6 +135,7 @@ def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> B
     """The runs that options mean, those of a published table where one is named."""
     own = RunSetting.model_fields.keys() - SimulateOptions.model_fields.keys()
     fields = {name: values[name] for name in values if name in own} | {"data": data_text(values["data"])}
+    fields["privacy"] = parse_mechanisms(options.privacy)
     if options.paper is None:
         methods = options.method or ["fedcg"]
         params = parse_method_params(options.params, tuple(methods))
@@ -156,7 +165,11 @@ def _check(batch: Batch) -> None:
         check(setting)
         _check_method(setting)
     sources = {data: setting.source() for data, setting in {setting.data: setting for setting in settings}.items()}
-    for setting in {(setting.data, setting.network, setting.image_size): setting for setting in settings}.values():
+    networks = {
+        (setting.data, setting.network, setting.image_size, setting.method if setting.privacy.is_on else ""): setting
+        for setting in settings
+    }
+    for setting in networks.values():
         _check_network(setting, sources[setting.data])
     for data, deal in dict.fromkeys((setting.data, setting.deal()) for setting in settings):
         deal_out(sources[data], deal)
@@ -187,10 +200,13 @@ def _check_method(setting: RunSetting) -> None:
 
 
 def _check_network(setting: RunSetting, source: Source) -> None:
-    """The split's least size of an image; one of the user's own is run on random images of the data's form."""
+    """The split's least size of an image, and layers that mechanisms can't have; one of the user's own is run on random images."""
+    from fedcg.learning.mechanisms.protected_round import check_mechanisms
     from fedcg.learning.networks.assembly import split_of
 
-    split_of(plan_from_mapping(setting.plan(source)))
+    plan = plan_from_mapping(setting.plan(source))
+    split_of(plan)
+    check_mechanisms(plan, get_method(setting.method), setting.privacy)
 
 
 def _check_device(device: str) -> None:

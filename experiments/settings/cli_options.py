@@ -15,7 +15,7 @@ from experiments.data.source import DIGITS
 from experiments.errors import ExperimentError, OptionError
 from experiments.settings.options import Setting
 from fedcg.errors import BadInputError
-from fedcg.learning.errors import NetworkError
+from fedcg.learning.errors import NetworkError, PrivacyError
 from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import allow_here, check_name
 
@@ -23,7 +23,7 @@ Values = dict[str, Any]
 """Every option of a command by the name of its field, typed or by default."""
 
 # Options that are not called `--FIELD`, or have no `--no-FIELD` beside them; and what stands for a value in the help.
-_NAMES = {"params": "--set", "as_json": "--json", "force": "--force"}
+_NAMES = {"params": "--set", "privacy": "--mechanism", "as_json": "--json", "force": "--force"}
 _METAVARS = {"crop": "PIXELS", "ray": "[ADDRESS]"}
 
 
@@ -76,7 +76,7 @@ def bad_input_ends() -> Iterator[None]:
         yield
     except ValidationError as error:
         raise BadInputError(reasons(error)) from error
-    except (ExperimentError, NetworkError) as error:
+    except (ExperimentError, NetworkError, PrivacyError) as error:
         raise BadInputError(str(error)) from error
 
 

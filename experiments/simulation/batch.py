@@ -17,6 +17,7 @@ from experiments.data.source import Source
 from experiments.errors import OptionError
 from experiments.settings.options import Setting, parse_params
 from fedcg.files import replace_durably
+from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.spec import ParameterValue
 from fedcg.wire.parts import AggregateCodec, UpdateCodec
 
@@ -53,6 +54,7 @@ class RunSetting(Setting):
         batched_clients: clients train together, where the method can; None: on a CUDA device. Other last digits.
         codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.codecs`).
         start: the root of the private parts' initial weights.
+        privacy: the mechanisms of every client; a setting without any has the JSON that it had before there were some.
         paper: the published setting that this run started from.
     """
 
@@ -101,6 +103,7 @@ class RunSetting(Setting):
             description="a free label that distinguishes an ablation's runs",
         ),
     ] = ""
+    privacy: Annotated[PrivacySettings, Field(exclude_if=lambda privacy: not privacy.is_on)] = OFF
     paper: str | None = None
 
     @model_validator(mode="after")
@@ -118,10 +121,17 @@ class RunSetting(Setting):
 
     @property
     def name(self) -> str:
-        """The run's file name, without its ending; codecs and the start are named where they are not the default."""
+        """The run's file name, without its ending; codecs, mechanisms and the start are named where they are not the default."""
         codecs = "" if (self.codec, self.aggregate_codec) == ("f32", "f32") else f"{self.codec}-{self.aggregate_codec}"
-        start = "" if self.start == "cohort" else f"{self.start}-start"
-        parts = (self.paper or self.data_name, self.method, self.variant, codecs, start, f"seed{self.seed}")
+        parts = (
+            self.paper or self.data_name,
+            self.method,
+            self.variant,
+            self.privacy.label,
+            codecs,
+            "" if self.start == "cohort" else f"{self.start}-start",
+            f"seed{self.seed}",
+        )
         return "-".join(re.sub(r"[^A-Za-z0-9._=-]+", "-", part).strip("-") for part in parts if part)
 
     def plan(self, source: Source) -> dict[str, object]:

@@ -18,6 +18,7 @@ from experiments.demo.summary import percent
 from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun
 from experiments.simulation.run_slots import Lanes
 from experiments.simulation.simulation_curves import draw_curves, write_tables
+from experiments.simulation.simulation_record import label_of
 from experiments.simulation.single_run import FailedRun, Runs, write_failures
 from experiments.simulation.tensorboard import EventFiles
 from fedcg.learning.simulation.state import Simulation
@@ -153,8 +154,20 @@ class BatchRunner:
 def _figures(record: Mapping[str, Any]) -> str:
     mean, seconds = record["mean"], record["seconds"]["total"]
     known = [f"{label} {percent(mean[name])}" for label, name in _measured(mean)]
-    parts = [f"accuracy in %: {', '.join(known)}", f"{record['rounds']} rounds in {seconds:.0f} s", *_troubles(record)]
+    parts = [
+        f"accuracy in %: {', '.join(known)}",
+        *_spent(record),
+        f"{record['rounds']} rounds in {seconds:.0f} s",
+        *_troubles(record),
+    ]
     return "; ".join(parts)
+
+
+def _spent(record: Mapping[str, Any]) -> Iterator[str]:
+    """The epsilon of the client that spent most, where DP-SGD was on."""
+    spent = [client["epsilon"] for client in record["clients"] if client.get("epsilon") is not None]
+    if spent:
+        yield f"epsilon at most {max(spent):.2f} at delta {record['setting']['privacy']['dp_sgd']['delta']:g}"
 
 
 def _so_far(now: Simulation) -> str:
@@ -194,7 +207,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> Table:
         result.add_column(label, justify="right", no_wrap=True)
     for record in records:
         below = [client["below_local"] for client in record["clients"] if client["below_local"] is not None]
-        name = " ".join(filter(None, (record["method"], record["variant"], f"seed {record['seed']}")))
+        name = f"{label_of(record)} seed {record['seed']}"
         figures = (percent(record["mean"][figure]) for figure in _COLUMNS.values())
         counted = f"{sum(below)} of {len(below)}" if below else "-"
         result.add_row(name, *figures, counted, f"{record['seconds']['total']:.0f}")

@@ -31,7 +31,7 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
     # Test images dealt out evenly are the common set: clients are measured on their own share, the average of them on all.
     common = None if run.test == "even" else cohort.common
     coding = coding_of(spec)
-    return Party(spec, cohort.clients, roots, common, run.device, cohort.public, run.precision, coding)
+    return Party(spec, cohort.clients, roots, common, run.device, cohort.public, run.precision, coding, run.privacy)
 
 
 def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from experiments.simulation.simulation_record import COLUMNS, read_records
+from experiments.simulation.simulation_record import COLUMNS, label_of, read_records
 from fedcg.files import READABLE, replace_durably
 
 RUNS_FILE, CURVES_FILE, PICTURE_FILE = "runs.csv", "curves.csv", "curves.png"
@@ -73,7 +73,7 @@ def draw_curves(folder: Path) -> None:
 def _draw_panel(panel: Any, records: Sequence[Record]) -> None:
     by_label: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        by_label[" ".join(filter(None, (record["method"], record["variant"])))].append(record)
+        by_label[label_of(record)].append(record)
     for index, (label, some) in enumerate(sorted(by_label.items())):
         for column, line in (("accuracy", "-"), ("local", "--")):
             rounds, means, spreads = mean_curve(some, column)

@@ -18,6 +18,7 @@ from experiments.demo.summary import mean
 from experiments.record import machine, versions
 from experiments.simulation.batch import PlannedRun
 from fedcg.files import READABLE, replace_durably
+from fedcg.learning.mechanisms.accountant import Spent
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.state import Failure, Simulation
@@ -81,6 +82,7 @@ def record_of(
         "reduced": {name: list(pair) for name, pair in planned.reduced.items()},
         "method": spec.method,
         "variant": run.variant,
+        **({"mechanisms": run.privacy.label} if run.privacy.is_on else {}),
         "seed": run.seed,
         "data": run.data_name,
         "partition": run.partition,
@@ -133,6 +135,8 @@ def _client(party: Party, result: Simulation, name: str) -> dict[str, Any]:
     below = None
     if name in result.shadows and best.accuracy is not None and local.local_accuracy is not None:
         below = best.accuracy < local.local_accuracy
+    settings, spent = party.privacy.dp_sgd, result.spent.get(name)
+    epsilon = {} if settings is None else {"epsilon": (spent or Spent()).epsilon(settings.delta)}
     figures = {
         "accuracy_personal": best.accuracy,
         "accuracy_local": local.local_accuracy,
@@ -149,7 +153,7 @@ def _client(party: Party, result: Simulation, name: str) -> dict[str, Any]:
         "val_images": len(data.val),
         "test_images": len(data.test),
         "label_counts": list(data.train.label_counts()),
-        **{key: _rounded(value) for key, value in figures.items()},
+        **{key: _rounded(value) for key, value in {**figures, **epsilon}.items()},
         "best_round": best.round,
         "below_local": below,
         "failures": _failures(result.failures.get(name, ())),
@@ -177,6 +181,11 @@ def _rounded(value: float | None) -> float | int | None:
     if value is None or isinstance(value, int):
         return value
     return round(value, _DIGITS) if math.isfinite(value) else None
+
+
+def label_of(record: Mapping[str, Any]) -> str:
+    """What a run is called beside runs of other seeds: method, variant and mechanisms."""
+    return " ".join(filter(None, (record["method"], record["variant"], record.get("mechanisms"))))
 
 
 def write_json(value: Mapping[str, Any], path: Path) -> None:

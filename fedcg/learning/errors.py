@@ -3,6 +3,7 @@
 LearningError
 ├── DataError            a folder, file or array that is not the data the spec describes
 ├── NetworkError         a network that cannot be built, or weights that do not fit it
+├── PrivacyError         a mechanism that can't be had with this method, network or installation
 └── UnknownMethodError   no file of that name in `fedcg/learning/methods/`
 
 `fedcg.learning.method.DivergedError` (NaN or an exploding loss) belongs to the contract of a method and stands there.
@@ -25,6 +26,10 @@ class DataError(LearningError):
 
 class NetworkError(LearningError):
     """A network that cannot be built for this spec, or weights that do not fit it."""
+
+
+class PrivacyError(LearningError):
+    """A mechanism that can't be had with this method, network or installation; the message names the setting to change."""
 
 
 class UnknownMethodError(LearningError):

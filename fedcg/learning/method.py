@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part, Report
@@ -123,6 +124,7 @@ class RoundContext:
         public: unlabelled images, [N, C, H, W] uint8, that the server half may use; None where there are none.
         precision: of training steps; "bf16" for CUDA devices (see `precision`).
         graphs: whether training steps on a CUDA device may run as CUDA graphs.
+        privacy: this client's mechanisms; all off by default. A server half has none.
         most_rows: rows that go through a teacher at once, where memory is short; None: as many as are fast. Other last digits.
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
         watch_loss: called with the mean loss of the last steps of "distil", at intervals, each time before the `progress` of its step.
@@ -139,6 +141,7 @@ class RoundContext:
     public: torch.Tensor | None = None
     precision: Precision = "f32"
     graphs: bool = True
+    privacy: PrivacySettings = OFF
     most_rows: int | None = None
 
 
@@ -253,6 +256,8 @@ class Method:
         continued: parts that a local round goes on training from the aggregate's weights; None: all that come down. Updates of others
             are not coded as the difference to it.
         needs_public: the server half can't do without `RoundContext.public`.
+        private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
+            each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
         local_rounds: `local_round` of several clients of a simulation together on one device, the same results within 1e-4; an
             error that is one client's alone stands in its result's place. None where only one after the other will do.
     """
@@ -270,6 +275,7 @@ class Method:
     aggregator: Callable[[ServerState, RoundContext, Spill], Aggregator]
     continued: frozenset[Part] | None = None
     needs_public: bool = False
+    private_stages: int = 0
     local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
 
     @property

@@ -37,8 +37,9 @@ from fedcg.learning.method import (
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.stacked import can_stack
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.private_training import train_task
 from fedcg.learning.training.stacked_training import Learner, train_classifiers
-from fedcg.learning.training.training_loop import PenaltyMaker, no_penalty, train_classifier
+from fedcg.learning.training.training_loop import PenaltyMaker, no_penalty
 from fedcg.wire.parts import Part, Report
 
 PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
@@ -93,6 +94,7 @@ def averaging_method(
         init_server=partial(init_server_of, shared | downloads),
         aggregator=aggregator or partial(_average, params_type, shared),
         needs_public=needs_public,
+        private_stages=1,
         local_rounds=half.rounds_of if penalty_of is unpenalised else None,
     )
 
@@ -141,7 +143,7 @@ class _LocalHalf(Generic[Params]):
         """One client's local round."""
         params, nets, data = self._ready(Turn(state, data, ctx), aggregate)
         penalty = self.penalty_of(nets, params, ctx)
-        loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
+        loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
         return self._result(nets, data, loss)
 
     def rounds_of(self, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[LocalResult | Exception]:

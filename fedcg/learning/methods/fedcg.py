@@ -7,6 +7,7 @@ Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, w
   * eq. 4 is minimised, with the non-saturating generator loss, one generator pass for both steps; Adam's betas are (0.5, 0.999);
   * generated rows come in pairs of one label (the first half of the batch's labels, twice), so that the mode-seeking term
     compares two draws of the SAME class; the batch keeps its size, and its labels their distribution;
+  * with `balance = logits` or DP-SGD (`RoundContext.privacy`) the generator asks for labels drawn from all classes alike;
   * eq. 5's softmax is over the weighted SUM of logits; eq. 6 is KL(ensemble ‖ student).
 `aggregation` offers the two other server halves that FedMD-CG's table 3 puts beneath FedCG's clients; the default is FedCG's own.
 """
@@ -14,6 +15,7 @@ Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -26,6 +28,8 @@ from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.dp_sgd import poisson_batches, private_step_count, private_steps, sampling_rate
+from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -42,16 +46,20 @@ from fedcg.learning.methods._averaging import init_client_of, init_server_of, lo
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.discriminators import rows_are_independent
 from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import (
     Divergence,
     discriminator_loss,
+    fake_loss,
     feature_mse,
     generator_loss,
     mode_seeking,
     paired_labels,
+    real_loss,
 )
 from fedcg.learning.training.precision import Network, in_precision
+from fedcg.learning.training.private_training import checked_every, train_task
 from fedcg.learning.training.training_loop import (
     Block,
     FeatureSource,
@@ -63,7 +71,6 @@ from fedcg.learning.training.training_loop import (
     generate,
     slices,
     steps_of,
-    train_classifier,
 )
 from fedcg.wire.parts import Part
 
@@ -124,11 +131,13 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in Part}
     data = data.to(ctx.device)
     penalty = feature_penalty(nets[Part.GENERATOR], gamma(ctx.round, params), ctx)
-    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
-    draws = steps_of(params, len(data)) * params.batch_size
-    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, draws)
+    loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
+    is_private = ctx.privacy.dp_sgd is not None
+    steps = private_step_count(params, len(data)) if is_private else steps_of(params, len(data))
+    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, steps * params.batch_size)
     with seeded_layers(ctx, "generate"):
-        train_gan(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
+        train = train_gan_privately if is_private else train_gan
+        train(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
     return local_result(nets, SHARED, data, loss, LabelCounts.OPTIONAL)
 
 
@@ -159,16 +168,20 @@ def train_gan(
     generator.train()
     discriminator.train()
     judge, forger = (
-        adam(network.parameters(), params.gan_lr, params.weight_decay, _GAN_BETAS)
-        for network in (discriminator, generator)
+        with_gradient_noise(_gan_adam(network, params), ctx, "generate", part)
+        for part, network in ((Part.DISCRIMINATOR, discriminator), (Part.GENERATOR, generator))
     )
     steps, done = steps_of(params, len(source.labels)), 0
     meter = LossMeter("generator and discriminator", ctx.device)
     plain = gan_step(in_precision(generator, ctx), discriminator, judge, forger, params)
     step = graphed(plain, [generator, discriminator], [judge, forger], steps if ctx.graphs else 0)
+    asked = ctx.streams.generator("generate", "asked")
     for real, labels, noise in feature_blocks(source, params, ctx):
+        inputs: tuple[torch.Tensor, ...] = (real, labels, noise)
+        if ctx.privacy.balance == "logits":
+            inputs = (*inputs, torch.randint(ctx.spec.class_count, labels.shape, generator=asked).to(ctx.device))
         for rows in slices(len(labels), params.batch_size):
-            meter.add(step(real[rows], labels[rows], noise[rows]))
+            meter.add(step(*(tensor[rows] for tensor in inputs)))
             done += 1
             ctx.progress("generate", done, steps)
         meter.check()
@@ -181,34 +194,96 @@ def gan_step(
     forger: torch.optim.Optimizer,
     params: FedcgParams,
 ) -> Step:
-    """One step of D (by `judge`), then of G (by `forger`), on (real features, their labels, noise); returns both losses' sum."""
-    weights = list(discriminator.parameters())
+    """One step of D (by `judge`), then of G (by `forger`), on (real features, their labels, noise); returns both losses' sum.
+
+    A fourth tensor has the labels that the generator is asked for; without one they are those of the real features.
+    """
     joint = params.discriminator_passes == "joint" and rows_are_independent(discriminator)
     judge_both = discriminator if joint else partial(discriminator, passes=2)
 
-    def step(real: torch.Tensor, labels: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        asked = paired_labels(labels)
+    def step(real: torch.Tensor, labels: torch.Tensor, z: torch.Tensor, *drawn: torch.Tensor) -> torch.Tensor:
+        asked = paired_labels(drawn[0] if drawn else labels)
         fake = generator(z, asked)
-        size, half = len(asked), len(asked) // 2
+        size = len(asked)
         logits = judge_both(torch.cat([real, fake.detach()]), torch.cat([labels, asked]))
         loss = discriminator_loss(logits[:size], logits[size:])
         judge.zero_grad()
         loss.backward()
         judge.step()
-        for weight in weights:
-            weight.requires_grad_(False)  # noqa: FBT003 - torch's own signature
-        forged = generator_loss(discriminator(fake, asked))
-        forged = forged + params.diversity * mode_seeking(
-            fake[:half], fake[half : 2 * half], z[:half], z[half : 2 * half]
-        )
-        forger.zero_grad()
-        forged.backward()
-        forger.step()
-        for weight in weights:
-            weight.requires_grad_(True)  # noqa: FBT003
-        return loss + forged
+        return loss + forge(discriminator, forger, fake, asked, z, params.diversity)
 
     return step
+
+
+def forge(
+    discriminator: nn.Module,
+    forger: torch.optim.Optimizer,
+    fake: torch.Tensor,
+    asked: torch.Tensor,
+    z: torch.Tensor,
+    diversity: float,
+) -> torch.Tensor:
+    """The generator's step of eq. 4 on its features of (z, asked), with the discriminator held fixed; returns its loss."""
+    half = len(asked) // 2
+    weights = list(discriminator.parameters())
+    for weight in weights:
+        weight.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+    forged = generator_loss(discriminator(fake, asked))
+    forged = forged + diversity * mode_seeking(fake[:half], fake[half : 2 * half], z[:half], z[half : 2 * half])
+    forger.zero_grad()
+    forged.backward()
+    forger.step()
+    for weight in weights:
+        weight.requires_grad_(True)  # noqa: FBT003
+    return forged
+
+
+def train_gan_privately(
+    generator: nn.Module, discriminator: nn.Module, source: FeatureSource, params: FedcgParams, ctx: RoundContext
+) -> None:
+    """`train_gan` with DP-SGD on the discriminator's real rows; the generator's rows, labels and steps depend on no image.
+
+    Raises:
+        DivergedError: a loss is not finite or exploded.
+    """
+    assert ctx.privacy.dp_sgd is not None
+    generator.train()
+    discriminator.train()
+    judge, forger = (_gan_adam(network, params) for network in (discriminator, generator))
+    streams, rows, size = ctx.streams.at("generate"), len(source.labels), params.batch_size
+    rate, steps = sampling_rate(rows, size), private_step_count(params, rows)
+    augmenter, order = Augmenter(ctx.spec, streams), streams.generator("order")
+    noise, labels = streams.generator("noise"), streams.generator("asked")
+    meter = LossMeter("generator and discriminator", ctx.device)
+    seed = ctx.streams.at("privacy").seed("generate")
+    with private_steps([discriminator], judge, ctx.privacy.dp_sgd, rate * rows, seed) as private:
+        for done, index in enumerate(poisson_batches(rows, rate, steps, order), 1):
+            z = torch.randn(size, ctx.spec.network.noise_dim, generator=noise).to(ctx.device)
+            asked = paired_labels(torch.randint(ctx.spec.class_count, (size,), generator=labels).to(ctx.device))
+            fake = generator(z, asked)
+            real = source.rows(index, augmenter) if len(index) else None
+            private.step(
+                len(index),
+                None if real is None else partial(_loss_of, real_loss, discriminator, *real),
+                partial(_loss_of, fake_loss, discriminator, fake.detach(), asked),
+            )
+            meter.add(forge(discriminator, forger, fake, asked, z, params.diversity))
+            ctx.progress("generate", done, steps)
+            if done == steps or done % checked_every(params) == 0:
+                meter.check()
+
+
+def _gan_adam(network: nn.Module, params: FedcgParams) -> torch.optim.Optimizer:
+    return adam(network.parameters(), params.gan_lr, params.weight_decay, _GAN_BETAS)
+
+
+def _loss_of(
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    discriminator: nn.Module,
+    features: torch.Tensor,
+    labels: torch.Tensor,
+) -> torch.Tensor:
+    return loss(discriminator(features, labels))
 
 
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
@@ -232,6 +307,7 @@ METHOD = Method(
     shared_down=SHARED,
     private_parts=PRIVATE,
     label_counts=LabelCounts.OPTIONAL,
+    private_stages=2,
     init_client=partial(init_client_of, frozenset(Part)),
     local_round=local_round,
     init_server=partial(init_server_of, SHARED),

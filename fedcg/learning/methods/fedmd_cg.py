@@ -29,6 +29,7 @@ from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator, uniform
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -195,6 +196,7 @@ def train_generator(
     generator.train()
     classifier.eval().requires_grad_(False)  # noqa: FBT003 - torch's own signature
     optimiser = adam(generator.parameters(), params.generator_lr, params.weight_decay)
+    optimiser = with_gradient_noise(optimiser, ctx, "generate", Part.GENERATOR)
     step: Step | None = None
     steps, done = steps_of(params, len(source.labels)), 0
     meter = LossMeter("generator", ctx.device)

@@ -35,7 +35,7 @@ def proximal(nets: Mapping[Part, nn.Module], params: FedproxParams, ctx: RoundCo
         return params.mu / 2.0 * torch.stack(moved).sum()
 
     def per_block(block: Block) -> Penalty | None:
-        return Penalty(loss) if params.mu > 0.0 else None
+        return Penalty(loss, of_rows=False) if params.mu > 0.0 else None
 
     return per_block
 

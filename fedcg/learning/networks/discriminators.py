@@ -4,6 +4,7 @@ FedCG writes D(h) without the label, but calls the pair a conditional GAN and do
 enters by projection: logit = ψ(φ(h)) + <embedding(y), φ(h)>. Concatenated to the features, ten numbers beside 400 are
 easily ignored, and the classifier then recognises few generated rows. Every layer with weights on φ and ψ is spectrally
 normalised, as in the authors' code. No batch norm: real and generated rows can then go through in ONE pass.
+`conv_plain` and `mlp_plain` are the default ones without spectral norm, for DP-SGD: no buffer, and no row sees another.
 `conv_published` is the authors' own network: concatenated label, spectral norm AND batch norm, so real and generated rows need
 a pass each, as in their code.
 """
@@ -46,10 +47,12 @@ class Passes(nn.Sequential):
 class ProjectionDiscriminator(nn.Module):
     """ψ(φ(h)) + <embedding(y), φ(h)> over a body φ that ends in a vector."""
 
-    def __init__(self, body: nn.Module, width: int, input_shape: tuple[int, ...], classes: int) -> None:
+    def __init__(
+        self, body: nn.Module, head: nn.Linear, input_shape: tuple[int, ...], classes: int, width: int
+    ) -> None:
         super().__init__()
         self.body = body
-        self.head = SpectralLinear(width, 1)
+        self.head = head
         self.embedding = empty_embedding(classes, width)
         self.input_shape = input_shape
 
@@ -89,13 +92,18 @@ def _as_maps(feature_shape: tuple[int, ...]) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def _conv(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+def _conv(conv: Callable[[int, int, Size], nn.Module], linear: Callable[[int, int], nn.Linear]) -> DiscriminatorBuilder:
     """Mirror of the published generator: convolutions 128-256-512 and a last one down to a single position."""
-    shape = _as_maps(feature_shape)
-    layers: list[nn.Module] = []
-    for before, after, kernel in _convolutions(*shape):
-        layers += [SpectralConv2d(before, after, kernel), nn.LeakyReLU(_SLOPE)]
-    return ProjectionDiscriminator(Passes(*layers, nn.Flatten()), _WIDTHS[-1], shape, classes)
+
+    def build(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+        shape = _as_maps(feature_shape)
+        layers: list[nn.Module] = []
+        for before, after, kernel in _convolutions(*shape):
+            layers += [conv(before, after, kernel), nn.LeakyReLU(_SLOPE)]
+        body, width = Passes(*layers, nn.Flatten()), _WIDTHS[-1]
+        return ProjectionDiscriminator(body, linear(width, 1), shape, classes, width)
+
+    return build
 
 
 def _conv_published(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -109,11 +117,15 @@ def _conv_published(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
     return ConcatenatingDiscriminator(Passes(*layers), (channels, height, width), classes)
 
 
-def _mlp(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+def _mlp(linear: Callable[[int, int], nn.Linear]) -> DiscriminatorBuilder:
     """Features - 256 - 1."""
-    width = math.prod(feature_shape)
-    body = Passes(SpectralLinear(width, _HIDDEN), nn.LeakyReLU(_SLOPE))
-    return ProjectionDiscriminator(body, _HIDDEN, (width,), classes)
+
+    def build(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+        width = math.prod(feature_shape)
+        body = Passes(linear(width, _HIDDEN), nn.LeakyReLU(_SLOPE))
+        return ProjectionDiscriminator(body, linear(_HIDDEN, 1), (width,), classes, _HIDDEN)
+
+    return build
 
 
 def rows_are_independent(discriminator: nn.Module) -> bool:
@@ -121,4 +133,10 @@ def rows_are_independent(discriminator: nn.Module) -> bool:
     return not any(isinstance(layer, nn.BatchNorm2d) for layer in discriminator.modules())
 
 
-DISCRIMINATORS: Mapping[str, DiscriminatorBuilder] = {"conv": _conv, "conv_published": _conv_published, "mlp": _mlp}
+DISCRIMINATORS: Mapping[str, DiscriminatorBuilder] = {
+    "conv": _conv(SpectralConv2d, SpectralLinear),
+    "conv_plain": _conv(nn.Conv2d, nn.Linear),
+    "conv_published": _conv_published,
+    "mlp": _mlp(SpectralLinear),
+    "mlp_plain": _mlp(nn.Linear),
+}

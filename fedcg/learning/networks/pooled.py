@@ -20,6 +20,11 @@ def is_exporting() -> bool:
     return bool(torch.jit.is_tracing() or torch.compiler.is_exporting())  # type: ignore[no-untyped-call, attr-defined]
 
 
+def is_transformed() -> bool:
+    """Whether torch.func differentiates row by row (per-sample gradients): it takes torch's own operations only."""
+    return torch._C._are_functorch_transforms_active()  # noqa: SLF001 - what torch.autograd.Function itself asks
+
+
 class AveragedConv2d(nn.Conv2d):
     """`nn.AvgPool2d(2)(nn.Conv2d(inputs, outputs, kernel)(images))`."""
 
@@ -89,7 +94,7 @@ class MaxedConv2d(nn.Conv2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[B, inputs, H, W] -> [B, outputs, (H - kernel + 1) // 2, (W - kernel + 1) // 2]."""
         assert self.bias is not None
-        if is_exporting() or input.device.type != "cpu":
+        if is_exporting() or is_transformed() or input.device.type != "cpu":
             return F.max_pool2d(super().forward(input), 2)
         # A gradient of the input costs more in stride 2 than the four maps save.
         in_turn = not (torch.is_grad_enabled() and input.requires_grad)

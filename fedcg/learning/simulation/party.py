@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Precision, RoundContext, Weights
+from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
@@ -73,6 +74,7 @@ class Party:
         public: [N, C, H, W] uint8 without labels, for the server half of methods that use it.
         precision: of training steps; "bf16" for CUDA devices.
         coding: what the wire does to updates and aggregates; None: nothing.
+        privacy: the mechanisms of every client.
     """
 
     spec: FederationSpec
@@ -83,10 +85,11 @@ class Party:
     public: torch.Tensor | None = None
     precision: Precision = "f32"
     coding: Coding | None = None
+    privacy: PrivacySettings = OFF
 
     def client_context(self, client: str, number: int) -> RoundContext:
         """The context of a client in a round."""
-        return self._context(self.roots.devices[client], number, None)
+        return replace(self._context(self.roots.devices[client], number, None), privacy=self.privacy)
 
     def server_context(self, number: int) -> RoundContext:
         """The context of the server half in a round."""

@@ -15,6 +15,7 @@ import torch
 
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.protected_round import check_mechanisms, neutral_parts
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
@@ -28,6 +29,7 @@ from fedcg.learning.method import (
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.privacy_budget import spent_after_round
 from fedcg.learning.simulation.runners import Runner, SerialRunner
 from fedcg.learning.simulation.state import Failure, Schedule, Sent, Simulation
 from fedcg.learning.simulation.tasks import (
@@ -59,6 +61,9 @@ def simulate(
         runner: who trains; this process when None. The caller closes it.
         resume: where an interrupted run of the same party and schedule stood; from the start when None.
         on_round: called after every round with where the simulation stands.
+
+    Raises:
+        PrivacyError: a mechanism that the method or its networks can't have.
     """
     now = resume
     for now in simulated_rounds(party, schedule, runner=runner, resume=resume):
@@ -71,6 +76,7 @@ def simulated_rounds(
     party: Party, schedule: Schedule = Schedule(), *, runner: Runner | None = None, resume: Simulation | None = None
 ) -> Iterator[Simulation]:
     """Where a federation stands after each round that is left to do; arguments as those of `simulate`."""
+    check_mechanisms(party.spec, get_method(party.spec.method), party.privacy)
     runner = runner or SerialRunner()
     runner.start(party)
     total = schedule.rounds or party.spec.rounds
@@ -120,9 +126,10 @@ def beginning(party: Party, schedule: Schedule) -> Simulation:
 
 def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulation, *, last: bool) -> Simulation:
     number = now.rounds + 1
+    invited = participants(party, schedule, number)
+    spent, refusals = spent_after_round(party, invited, now.spent)
     tasks = [
-        LocalTask(name, number, now.states[name], now.shadows.get(name))
-        for name in participants(party, schedule, number)
+        LocalTask(name, number, now.states[name], now.shadows.get(name)) for name in invited if name not in refusals
     ]
     sent: dict[str, Sent] = {}
     keep = sent if number in schedule.kept_updates else None
@@ -139,7 +146,10 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
         server=server,
         states={**now.states, **{name: result.private for name, result in present.items()}},
         shadows={**now.shadows, **shadows},
-        failures=_noted(now.failures, {name: outcome.failure for name, outcome in outcomes.items()}, number),
+        spent=spent,
+        failures=_noted(
+            now.failures, {**refusals, **{name: outcome.failure for name, outcome in outcomes.items()}}, number
+        ),
         shadow_failures=_noted(
             now.shadow_failures, {name: outcome.shadow_failure for name, outcome in outcomes.items()}, number
         ),
@@ -223,19 +233,25 @@ def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[s
             record = replace(record, loss=outcome.result.report.loss, seconds=outcome.seconds)
         curves[name] = (*curves[name], record)
     return replace(
-        now, curves=curves, global_accuracy=(*now.global_accuracy, (now.rounds, _global_accuracy(party, now.states)))
+        now,
+        curves=curves,
+        global_accuracy=(*now.global_accuracy, (now.rounds, _global_accuracy(party, now.states, now.rounds))),
     )
 
 
-def _global_accuracy(party: Party, states: Mapping[str, ClientState]) -> float:
+def _global_accuracy(party: Party, states: Mapping[str, ClientState], number: int) -> float:
     """FedMD-CG's global test accuracy: of the average of the clients' whole models, extractors too, by number of images.
 
     Measured on the common test set, or on all clients' own test images together where there is none.
     """
     names = sorted(states)
     weights = {name: float(len(party.datasets[name].train)) for name in names}
+    models = {
+        name: neutral_parts(states[name].parts, party.datasets[name].train, party.client_context(name, number))
+        for name in names
+    }
     average: dict[Part, Weights] = {
-        part: weighted_average((weights[name], states[name].parts[part]) for name in names if weights[name] > 0)
+        part: weighted_average((weights[name], models[name][part]) for name in names if weights[name] > 0)
         for part in _PERSONAL
     }
     images = party.common if party.common is not None and len(party.common) else _together(party, names)

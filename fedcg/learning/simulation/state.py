@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedcg.learning.choice import is_preferred
+from fedcg.learning.mechanisms.accountant import Spent
 from fedcg.learning.method import Aggregate, ClientState, ServerState, SharedResult
 from fedcg.learning.simulation.tasks import RoundRecord
 from fedcg.wire.parts import Report
@@ -60,6 +61,7 @@ class Simulation:
         aggregate_seconds: of each round.
         global_accuracy: (round, accuracy) of the average of all clients' models, for measured rounds.
         update_bytes: of each round, mean over its updates as they were coded; 0 where there were none. Empty without a coding.
+        spent: what the DP-SGD of each client has spent; empty without.
         ended_early: validation stood still for as long as the schedule allows.
         sent: by client, the updates of the last round where the schedule keeps them. No checkpoint holds them.
     """
@@ -75,6 +77,7 @@ class Simulation:
     aggregate_seconds: tuple[float, ...] = ()
     global_accuracy: tuple[tuple[int, float], ...] = ()
     update_bytes: tuple[int, ...] = ()
+    spent: Mapping[str, Spent] = field(default_factory=dict)
     ended_early: bool = False
     sent: Mapping[str, Sent] = field(default_factory=dict)
 

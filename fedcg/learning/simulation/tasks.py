@@ -13,6 +13,7 @@ from functools import partial
 
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.protected_round import personal_parts, protected_round
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
@@ -27,6 +28,7 @@ from fedcg.learning.method import (
     check_finite,
 )
 from fedcg.learning.networks.initial_weights import shadow_spec
+from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.training.evaluation import evaluate, generator_figures
@@ -140,7 +142,7 @@ def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) 
         for task in tasks
     ]
     shadowed = {
-        task.client: Turn(task.shadow, turn.data, replace(turn.ctx, spec=shadow_spec(party.spec)))
+        task.client: Turn(task.shadow, turn.data, replace(turn.ctx, spec=shadow_spec(party.spec), privacy=OFF))
         for task, turn in zip(tasks, turns, strict=True)
         if task.shadow is not None
     }
@@ -164,12 +166,13 @@ def _outcome(task: LocalTask, trained: _Attempt, shadow: _Attempt | None) -> Loc
 
 
 def _attempts(method: Method, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[_Attempt]:
-    if len(turns) > 1 and method.local_rounds is not None:
+    is_plain = not any(turn.ctx.privacy.is_on for turn in turns)  # stacked networks share their steps
+    if len(turns) > 1 and method.local_rounds is not None and is_plain:
         started = time.perf_counter()
         answers = method.local_rounds(turns, aggregate)
         seconds = (time.perf_counter() - started) / len(turns)
         return [_attempt(partial(_given, answer), seconds) for answer in answers]
-    return [_attempt(partial(method.local_round, turn.state, turn.data, aggregate, turn.ctx)) for turn in turns]
+    return [_attempt(partial(protected_round, method, turn.state, turn.data, aggregate, turn.ctx)) for turn in turns]
 
 
 def _given(answer: LocalResult | Exception) -> LocalResult:
@@ -211,15 +214,16 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple
         return None if found is None else found.accuracy
 
     val, local_val = measured(parts, data.val), measured(task.shadow, data.val)
-    streams = party.client_context(task.client, task.number).streams.at("measure")
-    figures = generator_figures(spec, parts, data.train, streams)
+    ctx = party.client_context(task.client, task.number)
+    figures = generator_figures(spec, parts, data.train, ctx.streams.at("measure"))
+    downloaded = personal_parts(aggregate.parts, data.train, ctx)
     return task.client, RoundRecord(
         round=task.number,
         accuracy=accuracy(parts, data.test),
         validation=None if val is None else val.accuracy,
         validation_loss=None if val is None else val.loss,
         common=accuracy(parts, party.common),
-        accuracy_after=accuracy({**parts, **aggregate.parts}, data.test) if aggregate.parts else None,
+        accuracy_after=accuracy({**parts, **downloaded}, data.test) if downloaded else None,
         local_accuracy=accuracy(task.shadow, data.test),
         local_validation=None if local_val is None else local_val.accuracy,
         local_validation_loss=None if local_val is None else local_val.loss,

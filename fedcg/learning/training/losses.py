@@ -37,7 +37,17 @@ def discriminator_loss(real_logits: torch.Tensor, fake_logits: torch.Tensor) -> 
     Printed is log(1 - D(h)) + log D(ĥ); read as MINIMISED so that D tends to 1 on real features. The binary
     cross-entropy has the same optimum and slope where D is wrong, without the printed form's minus infinity.
     """
-    return F.softplus(-real_logits).mean() + F.softplus(fake_logits).mean()
+    return real_loss(real_logits) + fake_loss(fake_logits)
+
+
+def real_loss(logits: torch.Tensor) -> torch.Tensor:
+    """-log D(h), the half of `discriminator_loss` for real features."""
+    return F.softplus(-logits).mean()
+
+
+def fake_loss(logits: torch.Tensor) -> torch.Tensor:
+    """-log(1 - D(ĥ)), the half of `discriminator_loss` for generated features."""
+    return F.softplus(logits).mean()
 
 
 def generator_loss(fake_logits: torch.Tensor) -> torch.Tensor:

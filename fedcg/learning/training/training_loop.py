@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
 from fedcg.learning.data.image_folder import normalise, usable_rows
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.seeds import Streams
@@ -59,10 +61,12 @@ class Penalty:
         loss: the same function for every block. It refers to no tensor of a block but through its arguments: on a CUDA device
             a step is recorded once and replayed.
         rows: what it needs of the block beside features and logits, each [R, ...]: noise that was drawn, targets.
+        of_rows: whether it is a mean over rows, row j of which depends on image j alone; a penalty on weights is not.
     """
 
     loss: PenaltyLoss
     rows: tuple[torch.Tensor, ...] = ()
+    of_rows: bool = True
 
     def __call__(self, rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The loss of one batch of the block."""
@@ -229,6 +233,7 @@ def train_classifier(
     extractor.train()
     classifier.train()
     optimiser = task_optimiser([*extractor.parameters(), *classifier.parameters()], params)
+    optimiser = with_gradient_noise(optimiser, ctx, "classify")
     steps, done = steps_of(params, len(data)), 0
     task, whole = LossMeter("classification", ctx.device), LossMeter("classification with penalties", ctx.device)
     step: Step | None = None
@@ -238,7 +243,9 @@ def train_classifier(
             inputs = (block.images, block.labels, *(() if extra is None else extra.rows))
             if step is None:
                 extract, classify = (in_precision(network, ctx) for network in (extractor, classifier))
-                plain = classification_step(extract, classify, optimiser, None if extra is None else extra.loss)
+                plain = classification_step(
+                    extract, classify, optimiser, None if extra is None else extra.loss, ctx.privacy.dropout
+                )
                 step = graphed(plain, [extractor, classifier], [optimiser], steps if ctx.graphs else 0)
             for rows in slices(len(block.labels), params.batch_size):
                 losses = step(*(tensor[rows] for tensor in inputs))
@@ -252,13 +259,17 @@ def train_classifier(
 
 
 def classification_step(
-    extractor: Network, classifier: Network, optimiser: torch.optim.Optimizer, penalty: PenaltyLoss | None
+    extractor: Network,
+    classifier: Network,
+    optimiser: torch.optim.Optimizer,
+    penalty: PenaltyLoss | None,
+    dropout: float = 0.0,
 ) -> Step:
     """One step on (images [B, ...], labels [B], the penalty's rows); returns [cross-entropy, that with the penalty]."""
 
     def step(images: torch.Tensor, labels: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
         features = extractor(images)
-        logits = classifier(features)
+        logits = classifier(dropped(features, dropout))
         task = loss = cross_entropy(logits, labels)
         if penalty is not None:
             loss = task + penalty(features, logits, *beside)
@@ -268,6 +279,11 @@ def classification_step(
         return torch.stack([task.detach(), loss.detach()])
 
     return step
+
+
+def dropped(features: torch.Tensor, share: float) -> torch.Tensor:
+    """Features of which a share at random is 0, the others scaled up for it; draws as layers do (`seeded_layers`)."""
+    return F.dropout(features, share) if share else features
 
 
 @torch.no_grad()

@@ -165,7 +165,8 @@ def test_of_equal_pixels_the_first_gets_the_gradient_as_in_torchs_pool(in_turn: 
 
 def test_only_the_published_discriminator_needs_a_pass_for_each_kind_of_row() -> None:
     independent = {name: rows_are_independent(build((16, 5, 5), 3)) for name, build in DISCRIMINATORS.items()}
-    assert independent == {"conv": True, "conv_published": False, "mlp": True}
+    alone = {"conv": True, "conv_plain": True, "conv_published": False, "mlp": True, "mlp_plain": True}
+    assert independent == alone
 
 
 def test_adam_takes_torchs_steps_in_any_memory_order() -> None:

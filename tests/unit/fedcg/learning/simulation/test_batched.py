@@ -165,7 +165,7 @@ def test_a_simulation_with_batched_clients_is_the_simulation_without(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart = run(method, batched=False)
-    monkeypatch.setattr("fedcg.learning.methods._averaging.train_classifier", None)  # nobody trains alone
+    monkeypatch.setattr("fedcg.learning.methods._averaging.train_task", None)  # nobody trains alone
     together = run(method, batched=True)
     mine, other = parts_of(together), parts_of(apart)
     assert mine.keys() == other.keys()

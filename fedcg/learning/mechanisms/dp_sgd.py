@@ -1,0 +1,190 @@
+"""DP-SGD (Abadi et al., 2016): Poisson-sampled batches, every image's gradient clipped, Gaussian noise on their sum. By Opacus.
+
+What (ε, δ) covers: the weights that a client sends, against anyone who has all of its updates, for one image more or less among
+its training images. Every network that sees images and feeds what is sent is trained this way: extractor and classifier with one
+clip over both, then FedCG's discriminator on the features of its real rows. Both stages' steps count: an image takes part in both.
+A generator that learns from such a discriminator alone, and asks for labels drawn without a look at the data, is covered by it
+(post-processing), and so is everything a server makes of the updates. A method with another network that is trained on
+images or labels is refused (`Method.private_stages`).
+
+What it does not cover: the numbers of a report (examples, label counts, loss, accuracy), the choice of a best round by validation
+images (it decides what a device keeps and serves, not what it sends), whether a device takes part, and the personal model where
+somebody other than the owner of the images can ask it: its weights are covered, its held-out figures are not. A shadow is trained
+without DP-SGD and never sent. The number of training images counts as public: it sets
+the sampling rate and the number of steps. A person or thing in k images has up to k times the ε, at a larger δ.
+
+Noise and sampling come from `torch.Generator`s that the device's secret stream seeds with 63 bits: whoever lacks the secret can't
+repeat them. They are not cryptographic generators, and nothing here defends against attacks on floating-point noise, for
+which one would have to see single noisy gradients; here only weights after many steps leave.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fedcg.learning.errors import PrivacyError
+from fedcg.learning.method import Method, TrainingParams
+from fedcg.learning.networks.assembly import NetworkSpec, skeleton
+from fedcg.learning.networks.layer_randomness import lent_generators
+from fedcg.learning.privacy import DpSgdSettings
+from fedcg.learning.registry import get_method, method_names
+from fedcg.wire.parts import Part
+
+Loss = Callable[[], torch.Tensor]
+_SETTINGS = {
+    Part.EXTRACTOR: ("network.split", "lenet5 or lenet5_relu"),
+    Part.CLASSIFIER: ("network.split", "lenet5 or lenet5_relu"),
+    Part.DISCRIMINATOR: ("network.discriminator", "mlp_plain or conv_plain"),
+}
+
+
+def check_dp_sgd(spec: NetworkSpec, method: Method) -> None:
+    """Check that DP-SGD can train every network of a method that sees images.
+
+    Raises:
+        PrivacyError: Opacus is not installed, the method has a stage that DP-SGD can't cover, or a network has layers whose
+            rows see each other or that keep statistics of them.
+    """
+    if importlib.util.find_spec("opacus") is None:
+        raise PrivacyError("dp_sgd needs Opacus: pip install 'fedcg-edge[privacy]'")
+    if not method.private_stages:
+        covered = [name for name in method_names() if get_method(name).private_stages]
+        raise PrivacyError(
+            f"dp_sgd can't cover {method.name}: a network of it is trained on images or labels without a gradient for each "
+            f"image; choose one of {', '.join(covered)}"
+        )
+    for part in sorted(method.private_parts | method.shared_up):
+        if part in _SETTINGS and (layer := _unfit_layer(spec, part)):
+            setting, choices = _SETTINGS[part]
+            name = spec.network.discriminator if part is Part.DISCRIMINATOR else spec.network.split
+            raise PrivacyError(
+                f"dp_sgd can't train the {part.value} of {setting} = {name}: {layer} has no gradient for each image; "
+                f"choose {choices}"
+            )
+
+
+def _unfit_layer(spec: NetworkSpec, part: Part) -> str:
+    """The type of the first layer in which rows see each other, or which keeps numbers beside its weights; or nothing."""
+    with lent_generators(0):
+        layers = list(skeleton(spec, part).modules())
+    mixing = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm._LazyNormBase)  # noqa: SLF001 - torch has no other name
+    unfit = [
+        layer for layer in layers if isinstance(layer, mixing) or next(layer.buffers(recurse=False), None) is not None
+    ]
+    return type(unfit[0]).__name__ if unfit else ""
+
+
+def poisson_batches(rows: int, rate: float, steps: int, stream: torch.Generator) -> Iterator[torch.Tensor]:
+    """Indices of `steps` batches, each row in each batch with probability `rate`, independently; a batch may be empty."""
+    for _ in range(steps):
+        yield (torch.rand(rows, generator=stream) < rate).nonzero().flatten()
+
+
+def sampling_rate(rows: int, batch_size: int) -> float:
+    """The probability with which an image is in a batch: `batch_size` are expected, or all where there are fewer."""
+    return min(1.0, batch_size / rows)
+
+
+def private_step_count(params: TrainingParams, rows: int) -> int:
+    """Steps of one stage: `params.steps`, or as many as `params.epochs` over `rows` rows have batches."""
+    return params.steps or params.epochs * math.ceil(rows / params.batch_size)
+
+
+class PrivateSteps:
+    """Takes optimiser steps in which no image's gradient counts for more than `clip`, with noise.
+
+    A step's gradient is (sum over the batch of clipped gradients + N(0, (σ · clip)²)) / expected rows, plus the gradient of what
+    depends on no image.
+
+    Args:
+        module: what is trained; every layer treats rows independently.
+        optimiser: over its weights.
+        settings: noise and clip.
+        expected_rows: rate · rows, not the rows of one batch: those depend on which images there are.
+        noise: stream of the noise, on the module's device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        settings: DpSgdSettings,
+        expected_rows: float,
+        noise: torch.Generator,
+    ) -> None:
+        from opacus.grad_sample import GradSampleModule
+        from opacus.optimizers import DPOptimizer
+
+        self._weights = list(module.parameters())
+        self._sampled = GradSampleModule(module)
+        self._sampled.disable_hooks()  # but in `step`: elsewhere the module's gradients are nobody's images'
+        self._optimiser = optimiser
+        self._private = DPOptimizer(
+            optimiser,
+            noise_multiplier=settings.noise_multiplier,
+            max_grad_norm=settings.clip,
+            expected_batch_size=expected_rows,
+            generator=noise,
+        )
+
+    def step(self, rows: int, of_images: Loss | None = None, of_no_image: Loss | None = None) -> None:
+        """One step.
+
+        Args:
+            rows: images of the batch.
+            of_images: mean over the batch of a loss whose row j depends on image j alone; an empty batch needs none.
+            of_no_image: a loss that depends on no image.
+        """
+        self._private.zero_grad(set_to_none=True)
+        added = None
+        if of_no_image is not None:
+            added = torch.autograd.grad(of_no_image(), self._weights, allow_unused=True)
+        if rows and of_images is not None:
+            self._sampled.enable_hooks()
+            try:
+                of_images().backward()
+            finally:
+                self._sampled.disable_hooks()
+        else:
+            for weight in self._weights:
+                weight.grad_sample = weight.new_zeros((0, *weight.shape))  # type: ignore[attr-defined]
+        self._private.pre_step()
+        if added is not None:
+            for weight, gradient in zip(self._weights, added, strict=True):
+                if gradient is not None:
+                    assert weight.grad is not None
+                    weight.grad.add_(gradient)
+        self._optimiser.step()
+
+    def close(self) -> None:
+        """Leave the module as it was found, but for its weights."""
+        self._sampled.to_standard_module()
+
+
+@contextmanager
+def private_steps(
+    modules: Iterable[nn.Module],
+    optimiser: torch.optim.Optimizer,
+    settings: DpSgdSettings,
+    expected_rows: float,
+    seed: int,
+) -> Iterator[PrivateSteps]:
+    """`PrivateSteps` of some modules that are clipped together; `seed` is of the noise."""
+    together = nn.ModuleList(modules)
+    device = next(together.parameters()).device
+    noise = torch.Generator(device).manual_seed(seed)
+    with warnings.catch_warnings():
+        # Opacus hooks every layer, also the first, whose input needs no gradient; torch warns of that, and it is what is meant.
+        warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
+        steps = PrivateSteps(together, optimiser, settings, expected_rows, noise)
+        try:
+            yield steps
+        finally:
+            steps.close()

@@ -1,0 +1,148 @@
+"""The mechanisms that a device puts around any method to make its updates reveal less. Settings only, and torch-free.
+
+They belong to the device, not to the spec: each client chooses its own, and the server half of a method needs to know none of
+them. All are off by default, and then not one bit of a result changes. What they do is in `fedcg.learning.mechanisms`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from fedcg.learning.errors import PrivacyError
+
+_Scale = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DpSgdSettings(_Frozen):
+    """DP-SGD (Abadi et al., 2016) in place of the ordinary local steps; what its ε covers is said in `mechanisms.dp_sgd`.
+
+    Attributes:
+        noise_multiplier: σ; the noise on a sum of gradients has the standard deviation σ · clip.
+        clip: L2 norm to which one image's gradient is cut.
+        delta: δ of the guarantee; well below one over the number of images.
+        budget_epsilon: a round that would bring ε above it is not trained; None: no end.
+    """
+
+    noise_multiplier: Annotated[
+        float, Field(gt=0, allow_inf_nan=False, description="noise of a step, in units of clip (sigma)")
+    ]
+    clip: Annotated[_Bound, Field(description="L2 norm to which the gradient of one image is cut")] = 1.0
+    delta: Annotated[float, Field(gt=0, lt=1, description="delta of the guarantee; well below 1 / images")] = 1e-5
+    budget_epsilon: Annotated[
+        _Bound | None, Field(description="no round is trained that would bring epsilon above it")
+    ] = None
+
+
+class PrivacySettings(_Frozen):
+    """Every mechanism of one device; what is off has its default.
+
+    Attributes:
+        update_clip: L2 norm to which the update's difference to its aggregate is cut, over all shared float tensors together.
+        update_noise: standard deviation of Gaussian noise on every number of that difference.
+        prune: share of the numbers of each tensor of that difference, smallest in magnitude, that become 0.
+        label_counts_noise: scale of discrete Laplace noise on reported label counts.
+        gradient_noise: standard deviation of Gaussian noise on every number of every gradient of the local steps.
+        dropout: share of the features that the classifier does not see in a local step.
+        balance: what keeps the client's label distribution out of the classifier that is sent (`mechanisms.balance`).
+        dp_sgd: None: ordinary steps.
+    """
+
+    update_clip: Annotated[_Bound | None, Field(description="cut the update's L2 distance from its aggregate")] = None
+    update_noise: Annotated[_Scale, Field(description="standard deviation of noise on every number of the update")] = (
+        0.0
+    )
+    prune: Annotated[
+        float, Field(ge=0, lt=1, description="share of the update's numbers, the smallest, that become 0")
+    ] = 0.0
+    label_counts_noise: Annotated[_Scale, Field(description="scale of Laplace noise on reported label counts")] = 0.0
+    gradient_noise: Annotated[_Scale, Field(description="standard deviation of noise on every local gradient")] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1, description="of features, between extractor and classifier")] = 0.0
+    balance: Annotated[
+        Literal["none", "logits", "bias"],
+        Field(
+            description="keep the label distribution out of the classifier that is sent: logit adjustment, or no bias"
+        ),
+    ] = "none"
+    dp_sgd: Annotated[DpSgdSettings | None, Field(description="differentially private local steps")] = None
+
+    @model_validator(mode="after")
+    def _covered_by_dp_sgd(self) -> Self:
+        if self.dp_sgd is None:
+            return self
+        if self.gradient_noise:
+            raise ValueError("dp_sgd puts its own noise on gradients: leave gradient_noise out")
+        if self.balance == "logits":
+            raise ValueError(
+                "balance = logits trains with the exact label distribution, which dp_sgd's epsilon does not cover: "
+                "leave one of them out, or use balance = bias"
+            )
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any mechanism is on."""
+        return self != OFF
+
+    @property
+    def label(self) -> str:
+        """What is on, for the name of a run: `update_clip=1.0-update_noise=0.01`; nothing where nothing is."""
+        return "-".join(f"{key}={value}" for key, value in _leaves(self.model_dump(mode="json", exclude_defaults=True)))
+
+
+OFF = PrivacySettings()
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def parse_mechanisms(pairs: Sequence[str]) -> PrivacySettings:
+    """Read `key=value` and `dp_sgd.key=value` as typed on a command line.
+
+    Raises:
+        PrivacyError: names every pair that is not of that form, of an unknown key, or out of range.
+    """
+    fields: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        owner, dot, name = key.partition(".")
+        if not equals or not key or (dot and (owner != "dp_sgd" or not name)) or key == "dp_sgd":
+            raise PrivacyError(
+                f"--mechanism {pair!r}: write KEY=VALUE, such as update_clip=1, or dp_sgd.KEY=VALUE, "
+                "such as dp_sgd.noise_multiplier=1.1"
+            )
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        if dot:
+            fields.setdefault(owner, {})[name] = value
+        else:
+            fields[key] = value
+    try:
+        return PrivacySettings.model_validate(fields)
+    except ValidationError as error:
+        raise PrivacyError("; ".join(map(_reason, error.errors(include_url=False)))) from error
+
+
+def _reason(problem: Mapping[str, Any]) -> str:
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] != "extra_forbidden":
+        return " ".join(filter(None, ("--mechanism", key))) + f": {problem['msg']}"
+    known = [name for name in PrivacySettings.model_fields if name != "dp_sgd"]
+    known += [f"dp_sgd.{name}" for name in DpSgdSettings.model_fields]
+    return f"--mechanism {key}: no such mechanism; there are {', '.join(known)}"
