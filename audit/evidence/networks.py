@@ -85,7 +85,8 @@ def twice_differentiable(module: nn.Module) -> nn.Module:
             twice_differentiable(child)
             continue
         assert isinstance(child, nn.Conv2d)
-        plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
+        with torch.random.fork_rng(devices=[]):  # its initial values, which are overwritten, come from the global state
+            plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
         plain.load_state_dict(child.state_dict())
         setattr(module, name, nn.Sequential(plain, pool()))
     return module
