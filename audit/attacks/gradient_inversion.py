@@ -351,9 +351,8 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     images = train.rows(order[: effort.of(4, 16, 32)])
     plan = [one for one in _settings(case.view, effort) if one.rows <= len(images) or one.rows == 0]
     pixels = int(np.prod(_form(case.view)))
-    ranked = 0 if pixels > MAX_PIXELS else effort.of(1, 2, 4)
-    if case.view.shares_extractor and pixels > 1024:
-        ranked = effort.of(0, 1, 2)
+    ranked = effort.of(0, 1, 2) if case.view.shares_extractor else effort.of(1, 2, 4)
+    ranked *= pixels <= MAX_PIXELS
     runs = sum(len(_rows_for(one, images)) // one.rows if one.rows else 1 for one in plan)
     total = runs + len({one.extractor for one in plan}) + 2 * len(images) + ranked
     steps = itertools.count(1)
