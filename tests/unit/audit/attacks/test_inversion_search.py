@@ -51,7 +51,7 @@ def test_searched_labels_reach_the_right_class() -> None:
 
 
 def test_the_best_restart_is_the_one_of_the_smallest_loss_and_lost_ones_are_counted() -> None:
-    seen = []
+    seen: list[int] = []
 
     def only_the_second_is_finite(pixels: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         if pixels.flatten()[0] == 0.5:  # the grey image that sets the scale

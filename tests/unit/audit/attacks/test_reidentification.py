@@ -11,6 +11,7 @@ from audit.attacks import reidentification
 from audit.attacks.attack import Effort
 from audit.attacks.reidentification import ATTACK, LineUp, ranks
 from audit.evidence.case import Case
+from audit.evidence.observed_gradient import batch_gradient
 from audit.measures.figures import Figure, Outcome
 from fedcg.learning.image_set import ImageSet
 from tests.support.audit.cases import simulated_case
@@ -59,10 +60,10 @@ def test_the_control_fails_when_the_attack_is_broken(monkeypatch: pytest.MonkeyP
 
 
 def test_gradients_of_other_images_give_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = reidentification.batch_gradient
-
     def of_noise(spec, model, pixels, labels, parts):  # type: ignore[no-untyped-def]
-        return real(spec, model, torch.rand(pixels.shape, generator=torch.Generator().manual_seed(1)), labels, parts)
+        return batch_gradient(
+            spec, model, torch.rand(pixels.shape, generator=torch.Generator().manual_seed(1)), labels, parts
+        )
 
     monkeypatch.setattr(reidentification, "batch_gradient", of_noise)
     (figure,) = run(simulated_case(method="fedavg")).figures
