@@ -137,21 +137,22 @@ def _settings(view: View, effort: Effort) -> list[Setting]:
     return [*found, Setting(sources[-1], Match.COSINE, loose, 0)]
 
 
-def _objective(view: View, model: WholeModel, seen: BatchGradient, match: Match, labels: torch.Tensor) -> Objective:
+def _objective(
+    view: View, model: WholeModel, seen: BatchGradient, match: Match, labels: torch.Tensor, stream: torch.Generator
+) -> Objective:
     if match is Match.FEATURES:
         return feature_distance(model, revealed_features(model, seen).unsqueeze(0))
     if match is Match.COSINE:
         return cosine_distance(model, seen)
     if match is Match.STATISTICS:
-        return with_statistics(gradient_distance(model, seen), model, _generated_statistics(view, labels))
+        return with_statistics(gradient_distance(model, seen), model, _generated_statistics(view, labels, stream))
     return gradient_distance(model, seen)
 
 
-def _generated_statistics(view: View, labels: torch.Tensor) -> torch.Tensor:
+def _generated_statistics(view: View, labels: torch.Tensor, stream: torch.Generator) -> torch.Tensor:
     """Channel statistics of what the client's generator makes of the batch's labels."""
     generator = load_part(view.spec, Part.GENERATOR, view.update[Part.GENERATOR]).eval()
     wanted = labels.repeat_interleave(_GENERATED)
-    stream = Streams(b"generated").generator("noise")  # public: any noise serves
     noise = torch.randn(len(wanted), view.spec.network.noise_dim, generator=stream)
     with torch.no_grad():
         return channel_statistics(generator(noise, wanted))
@@ -169,7 +170,7 @@ def _round_difference(view: View, parts: tuple[Part, ...]) -> BatchGradient:
 def _guess(view: View, model: WholeModel, seen: BatchGradient, setting: Setting, stream: torch.Generator) -> Found:
     """The attack itself: from what is observed to pixels."""
     labels = revealed_labels(seen) if setting.rows else torch.arange(seen.rows)
-    objective = _objective(view, model, seen, setting.match, labels)
+    objective = _objective(view, model, seen, setting.match, labels, stream)
     return search(objective, labels, _form(view), view.spec.class_count, setting.how, stream)
 
 

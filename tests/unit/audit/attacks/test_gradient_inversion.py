@@ -10,7 +10,7 @@ import torch
 from audit.attacks import gradient_inversion
 from audit.attacks.attack import Effort
 from audit.attacks.gradient_inversion import ATTACK
-from audit.attacks.inversion_search import Found
+from audit.attacks.inversion_search import Found, Objective
 from audit.evidence.case import Case, Knowledge
 from audit.measures.figures import Outcome
 from audit.measures.reconstructions import Reconstructions, trivial_guesses
@@ -26,8 +26,10 @@ def run(case: Case) -> tuple[Outcome, list[tuple[int, int]]]:
 def in_the_blink_of_an_eye(monkeypatch: pytest.MonkeyPatch, pixels: float) -> None:
     """Every search ends at once with one constant image."""
 
-    def constant(objective: object, labels: torch.Tensor, form: tuple[int, int, int], *_: object) -> Found:
-        return Found(torch.full((len(labels), *form), pixels), 0.0, 0.0)
+    def constant(objective: Objective, labels: torch.Tensor, form: tuple[int, int, int], *_: object) -> Found:
+        found = torch.full((len(labels), *form), pixels)
+        assert objective(found, labels).isfinite()
+        return Found(found, 0.0, 0.0)
 
     monkeypatch.setattr(gradient_inversion, "search", constant)
 
@@ -97,13 +99,19 @@ def test_the_rounds_weight_difference_is_the_gradient_that_moved_it() -> None:
 
 
 @pytest.mark.slow
-def test_batches_noise_and_the_whole_round_are_tried_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "single", "own"),
+    [("fedavg", 9, "noise of variance 0.1"), ("fedcg", 11, "generator statistics (FedCG eq. 8), extractor surrogate")],
+)
+def test_batches_and_the_whole_round_are_tried_by_default(
+    monkeypatch: pytest.MonkeyPatch, method: str, single: int, own: str
+) -> None:
     in_the_blink_of_an_eye(monkeypatch, 0.5)
-    outcome = ATTACK.run(simulated_case(method="fedavg"), Effort.DEFAULT, lambda done, total: None)
+    outcome = ATTACK.run(simulated_case(method=method), Effort.DEFAULT, lambda done, total: None)
     settings = "\n".join(figure.setting for figure in outcome.figures)
-    for words in ("batch of 4", "batch of 16", "weight difference of the round", "noise of variance 0.1"):
+    for words in ("batch of 4", "batch of 16", "weight difference of the round", own):
         assert words in settings
-    assert {len(table.rows) for table in outcome.pictures} == {2, 10}
+    assert {len(table.rows) for table in outcome.pictures} == {2, 1 + single}
 
 
 def test_a_guess_that_is_the_floor_has_no_gain_and_shuffled_truth_has_none_either() -> None:
