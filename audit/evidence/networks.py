@@ -85,9 +85,9 @@ def twice_differentiable(module: nn.Module) -> nn.Module:
             twice_differentiable(child)
             continue
         assert isinstance(child, nn.Conv2d)
-        with torch.random.fork_rng(devices=[]):  # its initial values, which are overwritten, come from the global state
+        with torch.device("meta"):  # where nothing is drawn from the global random state
             plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
-        plain.load_state_dict(child.state_dict())
+        plain.load_state_dict(child.state_dict(), assign=True)
         setattr(module, name, nn.Sequential(plain, pool()))
     return module
 
