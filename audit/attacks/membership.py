@@ -18,6 +18,7 @@ from audit.attacks.shadow_models import (
     Score,
     Shadow,
     Target,
+    learnt_by_heart,
     lira_offline,
     log_ratio,
     ml_leaks,
@@ -28,7 +29,7 @@ from audit.attacks.shadow_models import (
     two_shadows,
 )
 from audit.evidence.case import Case, Knowledge, Truth, View
-from audit.evidence.networks import Extractor, WholeModel, trained_alone
+from audit.evidence.networks import Extractor, WholeModel
 from audit.measures.figures import CONFIDENCE, Control, Curve, Figure, Interval, Outcome
 from audit.measures.images import unit_pixels
 from audit.measures.statistics import Values, auc, auc_interval, roc, true_positive_rate
@@ -46,7 +47,6 @@ _TINY = 1e-9
 _LIRA_MODELS = 8  # below, a deviation per image is no estimate
 _FEWEST = 10
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 200, 0.7
-_CONTROL_PARAMS = {"optimiser": "adam", "lr": 3e-3, "weight_decay": 0.0, "batch_size": 16}
 _PLANTED_NOISE = 0.01  # deviation of a memorising generator's samples, as a share of the features' own
 _USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CANDIDATES)
 Flags = NDArray[np.bool_]
@@ -257,7 +257,7 @@ def _figures(trial: _Trial, members: Flags, seed: int) -> Iterator[Figure]:
     """AUC, and the true positive rates that there are images enough for."""
     inside, outside, rows = trial.score[members], trial.score[~members], int((~members).sum())
     blind, given = trial.blind, trial.given
-    knowledge = tuple(sorted(trial.knowledge, key=lambda one: one.name))
+    knowledge = tuple(one for one in Knowledge if one in trial.knowledge)
     floor = max(_AUC_OF_CHANCE, auc(blind[members], blind[~members]))
     ceiling = None if given is None else auc(given[members], given[~members])
     value, gain = auc_interval(inside, outside, seed), auc_gain(trial.score, blind, members, seed)
@@ -299,21 +299,10 @@ def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[Control]:
         chosen = some.rows(torch.randperm(len(some), generator=stream)[:_CONTROL_ROWS])
         return replace(chosen, labels=torch.randint(len(some.classes), (len(chosen),), generator=stream))
 
-    view, shadow_images = prepared.view, prepared.view.auxiliary
-    assert shadow_images is not None
-    known = {**view.spec.params, **_CONTROL_PARAMS}
-    spec = view.spec.model_copy(update={"params": known, "augment_flip": False, "augment_crop": 0})
-    view, start = replace(view, spec=spec, others={}), {**view.start(), **view.before.parts}
     members, others = relabelled(truth.train, "members"), relabelled(truth.held_out, "others")
-    halves = [
-        relabelled(shadow_images.rows(some), str(at))
-        for at, some in enumerate(torch.arange(len(shadow_images)).tensor_split(2))
-    ]
-    trained = [trained_alone(view, start, some, streams, _CONTROL_EPOCHS) for some in (members, halves[0])]
-    prepared.step()
-    target = prepared.target(
-        replace(view, update=trained[0]), Extractor.SENT, (Shadow(trained[1], halves[0], halves[1]),)
-    )
+    seen, unseen = relabelled(prepared.shadows[0].seen, "seen"), relabelled(prepared.shadows[0].unseen, "unseen")
+    whole, shadow = (learnt_by_heart(prepared.view, some, _CONTROL_EPOCHS, streams) for some in (members, seen))
+    target = prepared.target(whole, Extractor.SENT, (Shadow(shadow.update, seen, unseen),))
     for name, score in (("ML-Leaks", ml_leaks), ("RMIA", rmia)):
         value = auc(score(target, members, streams), score(target, others, streams))
         title = f"{name} on a model sent whole that learnt {len(members)} images with random labels in {_CONTROL_EPOCHS} epochs"

@@ -85,8 +85,9 @@ def twice_differentiable(module: nn.Module) -> nn.Module:
             twice_differentiable(child)
             continue
         assert isinstance(child, nn.Conv2d)
-        plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
-        plain.load_state_dict(child.state_dict())
+        with torch.device("meta"):  # elsewhere its initial weights would be drawn from torch's global generator
+            plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
+        plain.load_state_dict(child.state_dict(), assign=True)
         setattr(module, name, nn.Sequential(plain, pool()))
     return module
 
