@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from scipy.special import logit
 from scipy.stats import norm
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
@@ -265,12 +266,7 @@ def rmia_by_others(target: Target, images: ImageSet, streams: Streams) -> Values
 
 def lira_offline(target: Target, images: ImageSet, streams: Streams) -> Values:
     """LiRA's offline test: 1 - Pr(Z > φ) with Z normal, moments of φ = log p / (1 - p) over each image's reference models."""
-    victim, *references = (_scaled(model, images) for model in (target.victim, *target.references))
+    known = (np.clip(confidence(model, images), _TINY, 1 - _TINY) for model in (target.victim, *target.references))
+    victim, *references = map(logit, known)
     found: Values = norm.logcdf(victim, np.mean(references, axis=0), np.std(references, axis=0) + _TINY)
-    return found
-
-
-def _scaled(model: WholeModel, images: ImageSet) -> Values:
-    known = np.clip(confidence(model, images), _TINY, 1 - _TINY)
-    found: Values = np.log(known / (1 - known))
     return found
