@@ -112,8 +112,11 @@ def _estimates(view: View, streams: Streams) -> Iterator[tuple[Extractor, Extrac
         return
     for source in (Extractor.START, Extractor.SURROGATE):
         if source is Extractor.START or view.auxiliary is not None:
-            estimate = estimated_extractor(view, source, view.update[Part.CLASSIFIER], streams)
-            yield source, (estimate, estimate)
+            before, after = (
+                estimated_extractor(view, source, parts[Part.CLASSIFIER], streams)
+                for parts in (view.before.parts, view.update)
+            )
+            yield source, (before, after)
 
 
 def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Progress) -> tuple[View, Extractors]:

@@ -164,7 +164,8 @@ def posteriors(model: WholeModel, images: ImageSet) -> Values:
 
 def confidence(model: WholeModel, images: ImageSet) -> Values:
     """The posterior of the images' labels, [N]."""
-    return posteriors(model, images)[np.arange(len(images)), images.labels.numpy()]
+    found: Values = posteriors(model, images)[np.arange(len(images)), images.labels.numpy()]
+    return found
 
 
 def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
