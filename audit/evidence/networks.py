@@ -85,11 +85,7 @@ def twice_differentiable(module: nn.Module) -> nn.Module:
             twice_differentiable(child)
             continue
         assert isinstance(child, nn.Conv2d)
-<<<<<<< HEAD
         with torch.device("meta"):  # where nothing is drawn from the global random state
-=======
-        with torch.device("meta"):  # elsewhere its initial weights would be drawn from torch's global generator
->>>>>>> wt-A3
             plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
         plain.load_state_dict(child.state_dict(), assign=True)
         setattr(module, name, nn.Sequential(plain, pool()))
