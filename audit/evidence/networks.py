@@ -14,12 +14,13 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, RoundContext, Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.initial_weights import shadow_spec
+from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.pooled import AveragedConv2d, MaxedConv2d
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.learning.training.losses import cross_entropy
-from fedcg.learning.training.training_loop import image_blocks, slices
+from fedcg.learning.training.training_loop import adam, image_blocks, slices
 from fedcg.wire.parts import Part
 
 _POOLS: Mapping[type[nn.Module], Callable[[], nn.Module]] = {
@@ -94,7 +95,8 @@ def twice_differentiable(module: nn.Module) -> nn.Module:
 def whole_model(spec: FederationSpec, extractor: Weights, classifier: Weights) -> WholeModel:
     """A model with these weights."""
     parts = ((Part.EXTRACTOR, extractor), (Part.CLASSIFIER, classifier))
-    nets = [twice_differentiable(load_part(spec, part, weights)).eval() for part, weights in parts]
+    with lent_generators(0):  # torch's layers draw weights when they are made
+        nets = [twice_differentiable(load_part(spec, part, weights)).eval() for part, weights in parts]
     return WholeModel(nets[0], nets[1], spec.image)
 
 
@@ -133,7 +135,7 @@ def _surrogate(
 ) -> Weights:
     extractor = load_part(spec, Part.EXTRACTOR, start).train()
     judge = load_part(spec, Part.CLASSIFIER, classifier).eval()
-    optimiser = torch.optim.Adam(extractor.parameters(), lr=_SURROGATE_LR)
+    optimiser = adam(extractor.parameters(), _SURROGATE_LR, 0.0)
     steps = epochs * -(-len(images) // _SURROGATE_BATCH)
     for block in image_blocks(images, spec, _SURROGATE_BATCH, steps, streams.at("surrogate")):
         for rows in slices(len(block.labels), _SURROGATE_BATCH):
