@@ -20,6 +20,7 @@ from audit.measures.figures import Control, Figure, Outcome, Pictures
 from audit.measures.images import png, ssim, unit_pixels
 from audit.measures.statistics import Values, bootstrap
 from fedcg.learning.networks import load_part
+from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.training_loop import adam
 from fedcg.wire.parts import Part
@@ -79,7 +80,8 @@ def widened(classifier: nn.Module) -> nn.Module:
     found = _last_layer(classifier)
     assert found is not None
     name, last = found
-    wider = nn.Linear(last.in_features, last.out_features + 1, bias=last.bias is not None)
+    with lent_generators(0):  # values to be overwritten
+        wider = nn.Linear(last.in_features, last.out_features + 1, bias=last.bias is not None)
     state = {key: torch.cat([value, torch.zeros_like(value[:1])]) for key, value in last.state_dict().items()}
     wider.load_state_dict(state)
     parent, _, child = name.rpartition(".")
