@@ -33,6 +33,7 @@ _DECODER_LR = 1e-3
 _BATCH = 32
 _PERMUTATIONS = 1000
 _PLANTED_NOISE = 0.01
+_FAR = 3.0  # deviations of the known features: samples of a generator that is little trained lie far outside of them
 
 Samples = Callable[[int, int], torch.Tensor]
 """(class, how many) -> features of a generator, [n, F]."""
@@ -142,7 +143,8 @@ class _Standardised(nn.Module):
 
     @torch.no_grad()
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        pixels: torch.Tensor = self.decoder((features - self._mean) / self._scale)
+        inputs = ((features - self._mean) / self._scale).clamp(-_FAR, _FAR)
+        pixels: torch.Tensor = self.decoder(inputs)
         return pixels.clamp(0, 1)
 
 
