@@ -37,6 +37,8 @@ _FAR = 3.0  # deviations of the known features: samples of a generator that is l
 
 Samples = Callable[[int, int], torch.Tensor]
 """(class, how many) -> features of a generator, [n, F]."""
+Decoder = Callable[[torch.Tensor], torch.Tensor]
+"""Features [N, F] -> pictures [N, C, H, W] in [0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def nearness(
 
 def trained_decoder(
     known: ImageSet, features: torch.Tensor, steps: int, streams: Streams, tick: Callable[[], None]
-) -> nn.Module:
+) -> Decoder:
     """A network from features [N, F] back to the pixels of the images [N] that they are of, by least squares."""
     deviation, mean = torch.std_mean(features, 0)
     decoder, stream = ImageGenerator(features.shape[1], known, streams.generator("decoder")), streams.generator("steps")
@@ -131,21 +133,13 @@ def trained_decoder(
         loss.backward()
         optimiser.step()
         tick()
-    return _Standardised(decoder, mean, scale)
-
-
-class _Standardised(nn.Module):
-    """A decoder behind the scale of its inputs."""
-
-    def __init__(self, decoder: nn.Module, mean: torch.Tensor, scale: torch.Tensor) -> None:
-        super().__init__()
-        self.decoder, self._mean, self._scale = decoder, mean, scale
 
     @torch.no_grad()
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        inputs = ((features - self._mean) / self._scale).clamp(-_FAR, _FAR)
-        pixels: torch.Tensor = self.decoder(inputs)
+    def decode(some: torch.Tensor) -> torch.Tensor:
+        pixels: torch.Tensor = decoder(((some - mean) / scale).clamp(-_FAR, _FAR))
         return pixels.clamp(0, 1)
+
+    return decode
 
 
 def likeness(
@@ -213,7 +207,7 @@ class _Setting:
     images: Matched
     train: torch.Tensor
     held_out: torch.Tensor
-    decoder: nn.Module | None
+    decoder: Decoder | None
     plan: _Plan
     seed: int
 
@@ -228,8 +222,7 @@ class _Setting:
     def decoded(self, samples: Samples, label: int) -> torch.Tensor:
         """Pictures of a class's samples."""
         assert self.decoder is not None
-        pictures: torch.Tensor = self.decoder(samples(label, self.plan.pictures))
-        return pictures
+        return self.decoder(samples(label, self.plan.pictures))
 
     def pixels(self, label: int) -> torch.Tensor:
         """A class's images that were trained on, then those held out."""
@@ -305,14 +298,8 @@ def _controls(setting: _Setting, streams: Streams) -> list[Control]:
     ]
     if setting.decoder is not None:
         gain = nearest_gain(setting.tables(memory, psnr), setting.seed)[2]
-        controls.append(
-            Control(
-                "planted generator that returns training features: gain of inverter_psnr in dB",
-                gain.value,
-                "above 0, confidence bound included",
-                gain.low > 0,
-            )
-        )
+        title = "planted generator that returns training features: gain of inverter_psnr in dB"
+        controls.append(Control(title, gain.value, "above 0, confidence bound included", gain.low > 0))
     return controls
 
 
@@ -338,19 +325,15 @@ def _with_ceilings(figures: Sequence[Figure]) -> tuple[Figure, ...]:
 def _settings(case: Case, plan: _Plan, streams: Streams, tick: Callable[[], None]) -> list[_Setting]:
     """The attacker's setting first, then with the true extractor."""
     view, images = case.view, matched(case.truth, plan.images, streams.generator("matched"))
-    settings = []
+    both, settings = (images.train, images.held_out), []
     for source in _sources(case):
         given = view.with_private(case.truth.after or {})
         weights = estimated_extractor(given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs)
         extractor = load_part(view.spec, Part.EXTRACTOR, weights)
-        train, held_out, known = (
-            extract_features(extractor, some.images, view.spec).flatten(1) if some is not None else None
-            for some in (images.train, images.held_out, view.auxiliary)
-        )
-        assert train is not None
-        assert held_out is not None
+        train, held_out = (extract_features(extractor, some.images, view.spec).flatten(1) for some in both)
         decoder = None
-        if view.auxiliary is not None and known is not None:
+        if view.auxiliary is not None:
+            known = extract_features(extractor, view.auxiliary.images, view.spec).flatten(1)
             decoder = trained_decoder(view.auxiliary, known, plan.decoder, streams, tick)
         settings.append(_Setting(source, images, train, held_out, decoder, plan, streams.seed("draws")))
     return settings

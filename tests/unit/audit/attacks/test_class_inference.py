@@ -13,6 +13,7 @@ from audit.attacks import class_inference
 from audit.attacks.attack import Effort
 from audit.attacks.catalogue import get_attack
 from audit.evidence.case import Case, Knowledge
+from audit.evidence.networks import trained_alone
 from audit.measures.figures import Outcome
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import simulated_case
@@ -48,6 +49,15 @@ def test_an_update_equal_to_the_aggregate_before_the_round_gains_nothing() -> No
     (figure,) = attacked(silent).figures
     assert figure.floor_is == "the same attack on the aggregate before the round"
     assert (figure.gain.value, figure.gain.low, figure.gain.high) == (0.0, 0.0, 0.0)
+
+
+def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_the_aggregate_before() -> None:
+    case = whole_model_case()
+    start = case.view.start()
+    update = trained_alone(case.view, start, case.truth.train, case.streams, 30)
+    view = replace(case.view, update=update, before=replace(case.view.before, parts=start))
+    (figure,) = attacked(replace(case, view=view)).figures
+    assert figure.gain.low > 0.05
 
 
 def test_the_control_fails_when_the_attack_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
