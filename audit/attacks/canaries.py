@@ -7,8 +7,8 @@ coin chose, and an attacker guesses from what that run would send which ones the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 
 from audit.attacks.attack import Attack, Effort, Progress
-from audit.attacks.shadow_models import confidence
+from audit.attacks.shadow_models import confidence, learnt_by_heart
 from audit.evidence.case import Case, Knowledge, View
 from audit.evidence.device_data import joined
-from audit.evidence.networks import Extractor, estimated_extractor, trained_alone, whole_model
+from audit.evidence.networks import Extractor, estimated_extractor, whole_model
 from audit.measures.figures import CONFIDENCE, Control, Figure, Interval, Outcome
 from audit.measures.statistics import Values
 from fedcg.learning.image_set import ImageSet
@@ -33,9 +33,10 @@ _SHARES = (1.0, 0.5, 0.25, 0.1)  # of the canaries that are guessed, the surest 
 _BLOCKS = 4  # a canary is so many blocks of random colours a side
 _BISECTIONS = 40
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_BOUND = 64, 100, 0.5
-_CONTROL_PARAMS = {"optimiser": "adam", "lr": 3e-3, "weight_decay": 0.0, "batch_size": 16}
+_QUARTERS = {"classify": 0, "generate": 1}  # of the progress, by phase of a local round; the last is the control's
 _TINY = 1e-9
 Flags = NDArray[np.bool_]
+Extractors = tuple[Weights, Weights]
 
 
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
@@ -95,64 +96,41 @@ def make_canaries(spec: FederationSpec, count: int, streams: Streams) -> ImageSe
     return ImageSet(images, torch.randint(spec.class_count, (count,), generator=stream), spec.classes)
 
 
-@dataclass(frozen=True)
-class CanaryRun:
-    """One run with canaries.
-
-    Attributes:
-        view: what the attacker has of it.
-        private: parts that it did not send; before and after.
-        included: which canaries were trained on; the attacker has not got it.
-    """
-
-    view: View
-    private: tuple[Mapping[Part, Weights], Mapping[Part, Weights]]
-    canaries: ImageSet
-    included: Flags
-
-
-def _run_with_canaries(
-    case: Case, canaries: ImageSet, included: Flags, streams: Streams, progress: Progress
-) -> CanaryRun:
-    """The method's own local round, from where the real one started."""
-    view, before = case.view, case.truth.before
-    assert before is not None
-    data = joined(case.truth.train, canaries.rows(np.flatnonzero(included)))
-    phases: list[str] = []  # at most three; the fourth quarter is the control's
-
-    def report(phase: str, done: int, of: int) -> None:
-        if phase not in phases:
-            phases.append(phase)
-        progress((len(phases) - 1) * of + done, 4 * of)
-
-    ctx = RoundContext(view.spec, view.round, 1, view.spec.rounds, streams.at("run"), progress=report)
-    state = ClientState({**before, **view.before.parts})
-    result = view.method.local_round(state, data, view.before, ctx)
-    after = {part: result.private.parts[part] for part in before}
-    return CanaryRun(replace(view, update=result.shared.parts), (before, after), canaries, included)
-
-
-def label_likelihoods(view: View, extractors: tuple[Weights, Weights], canaries: ImageSet) -> tuple[Values, Values]:
-    """Log posterior of each canary's label [N] before the round and after it, by the extractors of then."""
+def label_likelihoods(view: View, extractors: Extractors, canaries: ImageSet) -> tuple[Values, Values]:
+    """Log posterior of each canary's label [N] before the round, and how much the round added to it."""
     before, after = (
         np.log(confidence(whole_model(view.spec, extractor, parts[Part.CLASSIFIER]), canaries) + _TINY)
         for extractor, parts in zip(extractors, (view.before.parts, view.update), strict=True)
     )
-    return before, after
+    return before, after - before
 
 
-def _guesses(run: CanaryRun, source: Extractor, streams: Streams) -> tuple[Values, Values]:
-    """Scores of the canaries: how much likelier the round made the label, and, without the update, how likely it was before."""
-    view = run.view
-    if source is Extractor.SENT:
-        extractors = view.before.parts[Part.EXTRACTOR], view.update[Part.EXTRACTOR]
-    elif source is Extractor.TRUE:
-        extractors = run.private[0][Part.EXTRACTOR], run.private[1][Part.EXTRACTOR]
-    else:
-        estimate = estimated_extractor(view, source, view.update[Part.CLASSIFIER], streams)
-        extractors = estimate, estimate
-    before, after = label_likelihoods(view, extractors, run.canaries)
-    return after - before, before
+def _estimates(view: View, streams: Streams) -> Iterator[tuple[Extractor, Extractors]]:
+    """The extractors, before the round and after it, that the attacker has or makes."""
+    if view.shares_extractor:
+        yield Extractor.SENT, (view.before.parts[Part.EXTRACTOR], view.update[Part.EXTRACTOR])
+        return
+    for source in (Extractor.START, Extractor.SURROGATE):
+        if source is Extractor.START or view.auxiliary is not None:
+            before, after = (
+                estimated_extractor(view, source, parts[Part.CLASSIFIER], streams)
+                for parts in (view.before.parts, view.update)
+            )
+            yield source, (before, after)
+
+
+def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Progress) -> tuple[View, Extractors]:
+    """The method's own local round from where the real one started, on the canaries too: what is sent, and the true extractors."""
+    view, before = case.view, case.model()
+    assert before is not None
+
+    def report(phase: str, done: int, of: int) -> None:
+        progress(_QUARTERS.get(phase, 2) * of + done, 4 * of)
+
+    ctx = RoundContext(view.spec, view.round, 1, view.spec.rounds, streams.at("run"), progress=report)
+    result = view.method.local_round(ClientState(before), joined(case.truth.train, canaries), view.before, ctx)
+    extractors = before[Part.EXTRACTOR], result.private.parts[Part.EXTRACTOR]
+    return replace(view, update=result.shared.parts), extractors
 
 
 def _lacks(case: Case) -> str | None:
@@ -165,13 +143,14 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
         return Outcome(ATTACK.name, skipped="it takes a whole local round: run it with default or thorough effort")
     canaries = make_canaries(case.view.spec, count, streams)
     included = (torch.rand(count, generator=streams.generator("coin")) < 0.5).numpy()
-    run = _run_with_canaries(case, canaries, included, streams, progress)
+    view, true = _round_with(case, canaries.rows(np.flatnonzero(included).tolist()), streams, progress)
+    figures = tuple(_figures(view, canaries, included, true, streams))
     progress(3, 4)
     control = _control(case, canaries, included, streams)
     progress(4, 4)
     return Outcome(
         ATTACK.name,
-        tuple(_figures(run, streams)),
+        figures,
         (control,),
         notes=(
             f"{count} canaries, {int(included.sum())} of them in one more local round beside {len(case.truth.train)} images of the client.",
@@ -181,39 +160,34 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     )
 
 
-def _figures(run: CanaryRun, streams: Streams) -> Iterator[Figure]:
-    view, sources, ceiling = run.view, [Extractor.SENT], None
+def _figures(view: View, canaries: ImageSet, included: Flags, true: Extractors, streams: Streams) -> Iterator[Figure]:
+    ceiling = None
     if not view.shares_extractor:
-        sources = [Extractor.START, *([] if view.auxiliary is None else [Extractor.SURROGATE])]
-        ceiling = best_bound(_guesses(run, Extractor.TRUE, streams)[0], run.included)
-    for source in sources:
-        bound, floor = (best_bound(scores, run.included) for scores in _guesses(run, source, streams))
-        knowledge = {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.CANDIDATES} | source.knowledge
+        ceiling = best_bound(label_likelihoods(view, true, canaries)[1], included)
+    for source, extractors in _estimates(view, streams):
+        floor, bound = (best_bound(scores, included) for scores in label_likelihoods(view, extractors, canaries))
+        used = {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.CANDIDATES} | source.knowledge
         yield Figure(
             "epsilon",
             "Lower bound on ε of one round (95 %)",
             f"extractor: {source.value}",
-            tuple(sorted(knowledge, key=lambda one: one.name)),
+            tuple(one for one in Knowledge if one in used),
             Interval(bound, bound, bound),
             floor,
             "the same number of guesses from the aggregate before the round",
             Interval(bound - floor, bound - floor, bound - floor),
-            len(run.included),
+            len(included),
             ceiling,
         )
 
 
 def _control(case: Case, canaries: ImageSet, included: Flags, streams: Streams) -> Control:
     """Training without any defence that learns the canaries by heart, sent whole."""
-    view = case.view
-    spec = view.spec.model_copy(update={"params": {**view.spec.params, **_CONTROL_PARAMS}})
-    start = {**view.start(), **view.before.parts}
     some = case.truth.train.rows(range(min(_CONTROL_ROWS, len(case.truth.train))))
-    data = joined(some, canaries.rows(np.flatnonzero(included)))
-    parts = trained_alone(replace(view, spec=spec), start, data, streams.at("control"), _CONTROL_EPOCHS)
-    whole = replace(view, spec=spec, update=parts, before=replace(view.before, parts=start))
-    scores, _ = _guesses(CanaryRun(whole, ({}, {}), canaries, included), Extractor.SENT, streams)
-    bound = best_bound(scores, included)
+    data = joined(some, canaries.rows(np.flatnonzero(included).tolist()))
+    whole = learnt_by_heart(case.view, data, _CONTROL_EPOCHS, streams.at("control"))
+    (_, extractors), *_ = _estimates(whole, streams)
+    bound = best_bound(label_likelihoods(whole, extractors, canaries)[1], included)
     title = f"{_CONTROL_EPOCHS} epochs on {len(some)} images and the canaries, sent whole without a defence"
     return Control(title, bound, f"a bound above {_CONTROL_BOUND}", bound > _CONTROL_BOUND)
 

@@ -19,7 +19,9 @@ from audit.evidence.networks import Extractor, WholeModel, estimated_extractor, 
 from audit.measures.figures import Control, Figure, Outcome, Pictures
 from audit.measures.images import png, ssim, unit_pixels
 from audit.measures.statistics import Values, bootstrap
+from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part
+from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.training_loop import adam
 from fedcg.wire.parts import Part
@@ -38,8 +40,9 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class _Plan:
-    """How much is done: `steps` of a GAN, `epochs` of a surrogate and of the control's model, `images` compared, `known` to the attacker."""
+    """How much is done: `restarts` of a GAN of so many `steps`, epochs of a surrogate and of the control's model, `images` compared, `known` to the attacker."""
 
+    restarts: int
     steps: int
     surrogate_epochs: int
     control_epochs: int
@@ -49,6 +52,7 @@ class _Plan:
     @staticmethod
     def of(effort: Effort) -> _Plan:
         return _Plan(
+            effort.of(1, 3, 5),
             effort.of(120, 300, 1000),
             effort.of(5, 20, 40),
             effort.of(20, 40, 80),
@@ -79,7 +83,8 @@ def widened(classifier: nn.Module) -> nn.Module:
     found = _last_layer(classifier)
     assert found is not None
     name, last = found
-    wider = nn.Linear(last.in_features, last.out_features + 1, bias=last.bias is not None)
+    with lent_generators(0):  # values to be overwritten
+        wider = nn.Linear(last.in_features, last.out_features + 1, bias=last.bias is not None)
     state = {key: torch.cat([value, torch.zeros_like(value[:1])]) for key, value in last.state_dict().items()}
     wider.load_state_dict(state)
     parent, _, child = name.rpartition(".")
@@ -134,11 +139,22 @@ def _step(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> None:
 def guess(
     view: View, source: Extractor, target: int, plan: _Plan, streams: Streams, tick: Callable[[], None]
 ) -> torch.Tensor:
-    """The attack on the classifier that was sent, over an extractor from `source`: [200, C, H, W] in [0, 1]."""
+    """The attack on the classifier that was sent, over an extractor from `source`: [about plan.images, C, H, W] in [0, 1]."""
     classifier = view.update[Part.CLASSIFIER]
     extractor = estimated_extractor(view, source, classifier, streams, plan.surrogate_epochs)
-    model = whole_model(view.spec, extractor, classifier)
-    return generated_images(model, view, target, plan.steps, streams, tick)
+    return _restarted({Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier}, view, target, plan, streams, tick)
+
+
+def _restarted(
+    parts: Mapping[Part, Weights], view: View, target: int, plan: _Plan, streams: Streams, tick: Callable[[], None]
+) -> torch.Tensor:
+    """Images of several GANs, equally many of each: what the first weights do to one of them shall not decide."""
+    drawn = []
+    for number in range(plan.restarts):
+        model = whole_model(view.spec, parts[Part.EXTRACTOR], parts[Part.CLASSIFIER])
+        images = generated_images(model, view, target, plan.steps, streams.at("restart", number), tick)
+        drawn.append(images[: -(-plan.images // plan.restarts)])
+    return torch.stack(drawn, 1).flatten(0, 1)  # in turn, so that the first ones show every restart
 
 
 def trivial_guesses(view: View, count: int, stream: torch.Generator) -> dict[str, torch.Tensor]:
@@ -156,7 +172,8 @@ def trivial_guesses(view: View, count: int, stream: torch.Generator) -> dict[str
 def class_ssim(guesses: torch.Tensor, images: torch.Tensor) -> Values:
     """Anti-GAN eq. 5, [M]: for each of the device's images its mean SSIM with the guesses; eq. 5 is the mean of these. Windows 7x7, not 8x8."""
     pairs = ssim(guesses.repeat(len(images), 1, 1, 1), images.repeat_interleave(len(guesses), 0))
-    return pairs.reshape(len(images), len(guesses)).mean(axis=1)
+    means: Values = pairs.reshape(len(images), len(guesses)).mean(axis=1)
+    return means
 
 
 def _figure(source: Extractor, scores: Mapping[str, Values], value: Values, ceiling: float | None, seed: int) -> Figure:
@@ -189,12 +206,6 @@ def _control(guesses: torch.Tensor, images: torch.Tensor, floor: Values, seed: i
     )
 
 
-def _sources(case: Case, effort: Effort) -> tuple[Extractor, ...]:
-    if case.view.shares_extractor:
-        return (Extractor.SENT,)
-    return (Extractor.SURROGATE,) if effort is Effort.QUICK else (Extractor.SURROGATE, Extractor.START)
-
-
 def _sources(view: View, effort: Effort) -> tuple[Extractor, ...]:
     if view.shares_extractor:
         return (Extractor.SENT,)
@@ -212,20 +223,19 @@ def run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     floors = {name: class_ssim(one, images) for name, one in trivial.items()}
     sources, seed = _sources(view, effort), streams.seed("bootstrap")
     private = None if view.shares_extractor or effort is Effort.QUICK else case.truth.after
-    tick = counter(progress, plan.steps * (2 * len(sources) + (private is not None) + 1))
+    tick = counter(progress, plan.restarts * plan.steps * (2 * len(sources) + (private is not None) + 1))
     shown, figures, ceiling = {"the device's images": images}, [], None
     if private is not None:
-        best = guess(view.with_private(private), Extractor.TRUE, target, plan, streams, tick)[: plan.images]
+        best = guess(view.with_private(private), Extractor.TRUE, target, plan, streams, tick)
         shown["ceiling: extractor true"], ceiling = best, float(class_ssim(best, images).mean())
     for source in sources:
-        found, before = (guess(one, source, target, plan, streams, tick)[: plan.images] for one in (view, earlier))
+        found, before = (guess(one, source, target, plan, streams, tick) for one in (view, earlier))
         scores = {**floors, "the same attack on the aggregate before the round": class_ssim(before, images)}
         figures.append(_figure(source, scores, class_ssim(found, images), ceiling, seed))
         shown |= {f"extractor {source.value}": found, f"the same before the round ({source.value})": before}
     best_floor = max(floors.values(), key=lambda one: float(one.mean()))
     alone = trained_alone(view, view.start(), case.truth.train, streams, plan.control_epochs)
-    model = whole_model(view.spec, alone[Part.EXTRACTOR], alone[Part.CLASSIFIER])
-    shown["positive control"] = generated_images(model, view, target, plan.steps, streams, tick)[: plan.images]
+    shown["positive control"] = _restarted(alone, view, target, plan, streams, tick)
     control = _control(shown["positive control"], images, best_floor, seed)
     rows = tuple((name, tuple(map(png, some[:_SHOWN]))) for name, some in (shown | trivial).items())
     pictures = Pictures(f"class {view.spec.classes[target]}: what the device has, and what was generated", rows)

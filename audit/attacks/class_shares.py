@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.training_loop import generate, steps_of, task_optimiser
 from fedcg.wire.parts import Part
 
+HEADLINE = "readout"
 _PROBES = 600  # in all; at least _LEAST_OF_CLASS of a class
 _LEAST_OF_CLASS = 4
 _CONCENTRATIONS = (0.2, 0.5, 1.0, 3.0)  # of the shadows' shares: from a class or two to nearly all alike
@@ -41,31 +41,15 @@ Shares = Mapping[str, torch.Tensor]
 Tick = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Probes:
-    """Features that an attacker makes itself.
-
-    Attributes:
-        features: [C, R, *feature_shape], R for each class; without a generator they are random numbers, whatever the class.
-    """
-
-    features: torch.Tensor
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """All of them, [C * R, *feature_shape], class by class."""
-        return self.features.flatten(0, 1)
-
-
-def probes_for(spec: FederationSpec, generator: Weights | None, stream: torch.Generator) -> Probes:
-    """Samples of a generator, or numbers between 0 and 1."""
+def probes_for(spec: FederationSpec, generator: Weights | None, stream: torch.Generator) -> torch.Tensor:
+    """Features that an attacker makes itself, [C, R, *feature_shape]: R samples of a generator for each class, or numbers between 0 and 1."""
     each = max(_LEAST_OF_CLASS, _PROBES // spec.class_count)
     shape = (spec.class_count, each, *feature_shape(spec))
     if generator is None:
-        return Probes(torch.rand(shape, generator=stream))
+        return torch.rand(shape, generator=stream)
     labels = torch.arange(spec.class_count).repeat_interleave(each)
     noise = torch.randn(len(labels), spec.network.noise_dim, generator=stream)
-    return Probes(generate(load_part(spec, Part.GENERATOR, generator), noise, labels).view(shape))
+    return generate(load_part(spec, Part.GENERATOR, generator), noise, labels).view(shape)
 
 
 def last_layer(classifier: nn.Module, classes: int) -> str | None:
@@ -127,15 +111,15 @@ def by_responses(
     return fitted(torch.stack(values), torch.stack(shares))(seen if alone else seen - seen.mean(0))
 
 
-def _trained_on(view: View, probes: Probes, shares: torch.Tensor, stream: torch.Generator, most: int) -> Weights:
+def _trained_on(view: View, probes: torch.Tensor, shares: torch.Tensor, stream: torch.Generator, most: int) -> Weights:
     """The aggregate's classifier after a round's steps on probes of these shares."""
     params = view.method.params_type.model_validate(view.spec.params)
     network = load_part(view.spec, Part.CLASSIFIER, view.before.parts[Part.CLASSIFIER]).train()
     optimiser = task_optimiser(network.parameters(), params)
     for _ in range(min(most, steps_of(params, view.report.examples or _UNKNOWN_EXAMPLES))):
         labels = torch.multinomial(shares, params.batch_size, replacement=True, generator=stream)
-        rows = torch.randint(probes.features.shape[1], labels.shape, generator=stream)
-        loss = nn.functional.cross_entropy(network(probes.features[labels, rows]), labels)
+        rows = torch.randint(probes.shape[1], labels.shape, generator=stream)
+        loss = nn.functional.cross_entropy(network(probes[labels, rows]), labels)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -148,7 +132,7 @@ def by_readout(view: View, parts: Mapping[Part, Weights], streams: Streams) -> t
     generator = parts.get(Part.GENERATOR, view.before.parts.get(Part.GENERATOR))
     probes = probes_for(view.spec, generator, streams.generator("readout"))
     classifier = load_part(view.spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval()
-    predicted: torch.Tensor = classifier(probes.rows).softmax(1).mean(0)
+    predicted: torch.Tensor = classifier(probes.flatten(0, 1)).softmax(1).mean(0)
     return predicted
 
 
@@ -156,7 +140,7 @@ def by_readout(view: View, parts: Mapping[Part, Weights], streams: Streams) -> t
 def generator_statistics(view: View, parts: Mapping[Part, Weights], streams: Streams) -> torch.Tensor:
     """[C, 5] of a sent generator, each with mean 0 over the classes: see the module's docstring."""
     spec, before, after = view.spec, view.before.parts[Part.GENERATOR], parts[Part.GENERATOR]
-    old, new = (probes_for(spec, one, streams.generator("statistics")).features for one in (before, after))
+    old, new = (probes_for(spec, one, streams.generator("statistics")) for one in (before, after))
     row = before["embedding.weight"]
     moved = after["embedding.weight"] - row
     logits = load_part(spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval()(new.flatten(0, 1))
@@ -176,7 +160,7 @@ def inferred(view: View, streams: Streams, effort: Effort, tick: Tick) -> Shares
     """What the updates of a round show of each client's class shares, [clients, C]; the client under audit first."""
     sent = [view.update, *(view.others[name] for name in sorted(view.others))]
     found = {
-        "readout": torch.stack([by_readout(view, parts, streams) for parts in sent]),
+        HEADLINE: torch.stack([by_readout(view, parts, streams) for parts in sent]),
         "responses": by_responses(
             view,
             [parts[Part.CLASSIFIER] for parts in sent],
@@ -188,5 +172,5 @@ def inferred(view: View, streams: Streams, effort: Effort, tick: Tick) -> Shares
     }
     if Part.GENERATOR in view.update and Part.GENERATOR in view.before.parts:
         values = torch.stack([generator_statistics(view, parts, streams) for parts in sent])
-        found["generator"] = fitted(values, (found["readout"] + found["responses"]) / 2)(values)
+        found["generator"] = fitted(values, (found[HEADLINE] + found["responses"]) / 2)(values)
     return {**found, "together": torch.stack(list(found.values())).mean(0)}

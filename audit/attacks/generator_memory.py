@@ -7,7 +7,7 @@ class cancels out. FedCG §3.4 holds that a generator shows a distribution and n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from audit.evidence.image_generator import ImageGenerator
 from audit.evidence.networks import Extractor, estimated_extractor
 from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png, psnr, ssim, unit_pixels
-from audit.measures.statistics import Values, auc, auc_interval, bootstrap
+from audit.measures.statistics import Values, bootstrap
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part
@@ -33,9 +33,12 @@ _DECODER_LR = 1e-3
 _BATCH = 32
 _PERMUTATIONS = 1000
 _PLANTED_NOISE = 0.01
+_FAR = 3.0  # deviations of the known features: samples of a generator that is little trained lie far outside of them
 
 Samples = Callable[[int, int], torch.Tensor]
 """(class, how many) -> features of a generator, [n, F]."""
+Decoder = Callable[[torch.Tensor], torch.Tensor]
+"""Features [N, F] -> pictures [N, C, H, W] in [0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def nearness(
 
 def trained_decoder(
     known: ImageSet, features: torch.Tensor, steps: int, streams: Streams, tick: Callable[[], None]
-) -> nn.Module:
+) -> Decoder:
     """A network from features [N, F] back to the pixels of the images [N] that they are of, by least squares."""
     deviation, mean = torch.std_mean(features, 0)
     decoder, stream = ImageGenerator(features.shape[1], known, streams.generator("decoder")), streams.generator("steps")
@@ -130,20 +133,13 @@ def trained_decoder(
         loss.backward()
         optimiser.step()
         tick()
-    return _Standardised(decoder, mean, scale)
-
-
-class _Standardised(nn.Module):
-    """A decoder behind the scale of its inputs."""
-
-    def __init__(self, decoder: nn.Module, mean: torch.Tensor, scale: torch.Tensor) -> None:
-        super().__init__()
-        self.decoder, self._mean, self._scale = decoder, mean, scale
 
     @torch.no_grad()
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        pixels: torch.Tensor = self.decoder((features - self._mean) / self._scale)
+    def decode(some: torch.Tensor) -> torch.Tensor:
+        pixels: torch.Tensor = decoder(((some - mean) / scale).clamp(-_FAR, _FAR))
         return pixels.clamp(0, 1)
+
+    return decode
 
 
 def likeness(
@@ -211,7 +207,7 @@ class _Setting:
     images: Matched
     train: torch.Tensor
     held_out: torch.Tensor
-    decoder: nn.Module | None
+    decoder: Decoder | None
     plan: _Plan
     seed: int
 
@@ -226,8 +222,7 @@ class _Setting:
     def decoded(self, samples: Samples, label: int) -> torch.Tensor:
         """Pictures of a class's samples."""
         assert self.decoder is not None
-        pictures: torch.Tensor = self.decoder(samples(label, self.plan.pictures))
-        return pictures
+        return self.decoder(samples(label, self.plan.pictures))
 
     def pixels(self, label: int) -> torch.Tensor:
         """A class's images that were trained on, then those held out."""
@@ -235,34 +230,37 @@ class _Setting:
         return unit_pixels(torch.cat([some.images[some.labels == label] for some in both]))
 
 
-def _memory_figure(setting: _Setting, mine: Samples, before: Samples | None) -> tuple[Figure, float]:
-    """`memory_auc` and the share of samples that are nearer to images trained on."""
-    found = setting.nearness(mine)
-    value = auc_interval(found.train, found.held_out, setting.seed)
-    floor, floor_is = (np.zeros_like(found.train), np.zeros_like(found.train)), "a coin's toss"
-    if before is not None:
-        earlier = setting.nearness(before)
-        if auc(earlier.train, earlier.held_out) > 0.5:
-            floor = earlier.train, earlier.held_out
-            floor_is = "the same distances to the generator before the round"
+def wins(scores: Nearness) -> Values:
+    """[N, N]: 1 where an image trained on is nearer than a held-out one, 1/2 where both are as near; its mean is the AUC (Mann-Whitney)."""
+    train, held_out = scores.train[:, None], scores.held_out[None, :]
+    table: Values = (train > held_out) + 0.5 * (train == held_out)
+    return table
 
-    def gain(rows: Values) -> float:
-        return auc(rows[:, 0], rows[:, 1]) - auc(rows[:, 2], rows[:, 3])
 
-    rows = np.stack([found.train, found.held_out, *floor], axis=1)
-    return (
-        Figure(
-            name="memory_auc",
-            title="images trained on told from others by their distance to the generator's samples",
-            setting=f"extractor: {setting.source.value}",
-            knowledge=_knowledge(setting, Knowledge.CANDIDATES),
-            value=value,
-            floor=auc(*floor),
-            floor_is=floor_is,
-            gain=bootstrap(rows, setting.seed, gain),
-            samples=len(rows),
-        ),
-        found.nearer,
+def _mean_of_pairs(table: Values, seed: int) -> Interval:
+    """The mean of a table [N, N] with its interval: row i and column i, of the same class, are drawn together."""
+
+    def mean(drawn: Values) -> float:
+        rows = drawn.astype(int)
+        return float(table[np.ix_(rows, rows)].mean())
+
+    return bootstrap(np.arange(len(table), dtype=float), seed, mean)
+
+
+def _memory_figure(setting: _Setting, found: Nearness, before: Nearness | None) -> Figure:
+    value, floor, floor_is = wins(found), np.array(0.5), "a coin's toss"
+    if before is not None and wins(before).mean() > 0.5:
+        floor, floor_is = wins(before), "the same distances to the generator before the round"
+    return Figure(
+        name="memory_auc",
+        title="images trained on told from others by their distance to the generator's samples",
+        setting=f"extractor: {setting.source.value}",
+        knowledge=_knowledge(setting, Knowledge.CANDIDATES),
+        value=_mean_of_pairs(value, setting.seed),
+        floor=float(floor.mean()),
+        floor_is=floor_is,
+        gain=_mean_of_pairs(value - floor, setting.seed),
+        samples=len(value),
     )
 
 
@@ -294,21 +292,14 @@ def _decoded_figures(setting: _Setting, mine: Samples) -> list[Figure]:
 def _controls(setting: _Setting, streams: Streams) -> list[Control]:
     """The same on a planted generator that has memorised."""
     memory = planted(setting.train, setting.images.train.labels, streams)
-    found = setting.nearness(memory)
-    value = auc(found.train, found.held_out)
+    value = float(wins(setting.nearness(memory)).mean())
     controls = [
         Control("planted generator that returns training features: memory_auc", value, "above 0.9", value > 0.9)
     ]
     if setting.decoder is not None:
         gain = nearest_gain(setting.tables(memory, psnr), setting.seed)[2]
-        controls.append(
-            Control(
-                "planted generator that returns training features: gain of inverter_psnr in dB",
-                gain.value,
-                "above 0, confidence bound included",
-                gain.low > 0,
-            )
-        )
+        title = "planted generator that returns training features: gain of inverter_psnr in dB"
+        controls.append(Control(title, gain.value, "above 0, confidence bound included", gain.low > 0))
     return controls
 
 
@@ -323,22 +314,26 @@ def _pictures(setting: _Setting, mine: Samples) -> Pictures:
     return Pictures(f"what the generator's samples look like (extractor: {setting.source.value})", rows)
 
 
+def _with_ceilings(figures: Sequence[Figure]) -> tuple[Figure, ...]:
+    """The attacker's figures beside what the same figures are with the true extractor."""
+    true = {one.name: one.value.value for one in figures if Knowledge.PRIVATE in one.knowledge}
+    return tuple(
+        one if Knowledge.PRIVATE in one.knowledge else replace(one, ceiling=true.get(one.name)) for one in figures
+    )
+
+
 def _settings(case: Case, plan: _Plan, streams: Streams, tick: Callable[[], None]) -> list[_Setting]:
     """The attacker's setting first, then with the true extractor."""
     view, images = case.view, matched(case.truth, plan.images, streams.generator("matched"))
-    settings = []
+    both, settings = (images.train, images.held_out), []
     for source in _sources(case):
         given = view.with_private(case.truth.after or {})
         weights = estimated_extractor(given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs)
         extractor = load_part(view.spec, Part.EXTRACTOR, weights)
-        train, held_out, known = (
-            extract_features(extractor, some.images, view.spec).flatten(1) if some is not None else None
-            for some in (images.train, images.held_out, view.auxiliary)
-        )
-        assert train is not None
-        assert held_out is not None
+        train, held_out = (extract_features(extractor, some.images, view.spec).flatten(1) for some in both)
         decoder = None
-        if view.auxiliary is not None and known is not None:
+        if view.auxiliary is not None:
+            known = extract_features(extractor, view.auxiliary.images, view.spec).flatten(1)
             decoder = trained_decoder(view.auxiliary, known, plan.decoder, streams, tick)
         settings.append(_Setting(source, images, train, held_out, decoder, plan, streams.seed("draws")))
     return settings
@@ -358,18 +353,19 @@ def run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     mine = samples_of(case.view, case.view.update[Part.GENERATOR], streams)
     earlier = case.view.before.parts.get(Part.GENERATOR)
     before = None if earlier is None else samples_of(case.view, earlier, streams)
-    figures, pictures, extra = [], [], {}
+    figures: list[Figure] = []
+    pictures, extra = [], {}
     settings = _settings(case, plan, streams, tick)
     for setting in settings:
-        figure, nearer = _memory_figure(setting, mine, before)
-        figures.append(figure)
-        extra[f"samples nearer to images trained on (extractor: {setting.source.value})"] = nearer
+        found = setting.nearness(mine)
+        figures.append(_memory_figure(setting, found, None if before is None else setting.nearness(before)))
+        extra[f"samples nearer to images trained on (extractor: {setting.source.value})"] = found.nearer
         if setting.decoder is not None:
             figures += _decoded_figures(setting, mine)
             pictures.append(_pictures(setting, mine))
     return Outcome(
         _NAME,
-        tuple(figures),
+        _with_ceilings(figures),
         tuple(_controls(settings[-1], streams)),
         tuple(pictures),
         notes=("images trained on are compared with equally many of the same classes that were not",),

@@ -137,21 +137,22 @@ def _settings(view: View, effort: Effort) -> list[Setting]:
     return [*found, Setting(sources[-1], Match.COSINE, loose, 0)]
 
 
-def _objective(view: View, model: WholeModel, seen: BatchGradient, match: Match, labels: torch.Tensor) -> Objective:
+def _objective(
+    view: View, model: WholeModel, seen: BatchGradient, match: Match, labels: torch.Tensor, stream: torch.Generator
+) -> Objective:
     if match is Match.FEATURES:
         return feature_distance(model, revealed_features(model, seen).unsqueeze(0))
     if match is Match.COSINE:
         return cosine_distance(model, seen)
     if match is Match.STATISTICS:
-        return with_statistics(gradient_distance(model, seen), model, _generated_statistics(view, labels))
+        return with_statistics(gradient_distance(model, seen), model, _generated_statistics(view, labels, stream))
     return gradient_distance(model, seen)
 
 
-def _generated_statistics(view: View, labels: torch.Tensor) -> torch.Tensor:
+def _generated_statistics(view: View, labels: torch.Tensor, stream: torch.Generator) -> torch.Tensor:
     """Channel statistics of what the client's generator makes of the batch's labels."""
     generator = load_part(view.spec, Part.GENERATOR, view.update[Part.GENERATOR]).eval()
     wanted = labels.repeat_interleave(_GENERATED)
-    stream = Streams(b"generated").generator("noise")  # public: any noise serves
     noise = torch.randn(len(wanted), view.spec.network.noise_dim, generator=stream)
     with torch.no_grad():
         return channel_statistics(generator(noise, wanted))
@@ -169,7 +170,7 @@ def _round_difference(view: View, parts: tuple[Part, ...]) -> BatchGradient:
 def _guess(view: View, model: WholeModel, seen: BatchGradient, setting: Setting, stream: torch.Generator) -> Found:
     """The attack itself: from what is observed to pixels."""
     labels = revealed_labels(seen) if setting.rows else torch.arange(seen.rows)
-    objective = _objective(view, model, seen, setting.match, labels)
+    objective = _objective(view, model, seen, setting.match, labels, stream)
     return search(objective, labels, _form(view), view.spec.class_count, setting.how, stream)
 
 
@@ -351,9 +352,8 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     images = train.rows(order[: effort.of(4, 16, 32)])
     plan = [one for one in _settings(case.view, effort) if one.rows <= len(images) or one.rows == 0]
     pixels = int(np.prod(_form(case.view)))
-    ranked = 0 if pixels > MAX_PIXELS else effort.of(1, 2, 4)
-    if case.view.shares_extractor and pixels > 1024:
-        ranked = effort.of(0, 1, 2)
+    ranked = effort.of(0, 1, 2) if case.view.shares_extractor else effort.of(1, 2, 4)
+    ranked *= pixels <= MAX_PIXELS
     runs = sum(len(_rows_for(one, images)) // one.rows if one.rows else 1 for one in plan)
     total = runs + len({one.extractor for one in plan}) + 2 * len(images) + ranked
     steps = itertools.count(1)

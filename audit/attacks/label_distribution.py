@@ -10,7 +10,7 @@ From the whole update: `class_shares`. From the gradient of ONE BATCH, which a s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Progress
-from audit.attacks.class_shares import Probes, Shares, Tick, by_readout, inferred, last_layer, probes_for
+from audit.attacks.class_shares import HEADLINE, Shares, Tick, by_readout, inferred, last_layer, probes_for
 from audit.evidence.case import Case, Knowledge, View
 from audit.evidence.networks import trained_alone
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient
@@ -65,33 +65,31 @@ def labels_by_weight(weight: torch.Tensor, predicted: torch.Tensor, inputs: torc
     return predicted - weight.sum(1) / inputs.sum()
 
 
-@dataclass(frozen=True)
-class ProbeMeans:
-    """Means over probes at the round's start: `predicted` [C], and `inputs` [D] of the last layer."""
-
-    predicted: torch.Tensor
-    inputs: torch.Tensor
-
-
 @torch.no_grad()
-def probe_means(spec: FederationSpec, classifier: Weights, probes: Probes) -> ProbeMeans:
-    """What PPIDSG's attacker estimates from random samples."""
-    network = load_part(spec, Part.CLASSIFIER, classifier).eval()
-    kept: list[torch.Tensor] = []
+def probe_means(
+    spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What PPIDSG's attacker estimates from random samples, for each draw: mean prediction [C], and mean input [D] of the last layer."""
+    network, kept, predicted = load_part(spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval(), [], []
     last = network.get_submodule(str(last_layer(network, spec.class_count)))
     last.register_forward_pre_hook(lambda _, given: kept.append(given[0].mean(0)))
-    return ProbeMeans(network(probes.rows).softmax(1).mean(0), kept[0])
+    for draw in range(_DRAWS):
+        probes = probes_for(spec, parts.get(Part.GENERATOR), streams.generator("probes", draw))
+        predicted.append(network(probes.flatten(0, 1)).softmax(1).mean(0))
+    return list(zip(predicted, kept, strict=True))
 
 
-def guessed_batch(spec: FederationSpec, seen: BatchGradient, means: Sequence[ProbeMeans]) -> Shares:
+def guessed_batch(
+    spec: FederationSpec, seen: BatchGradient, means: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> Shares:
     """The counts [C] of a batch's classes, by which gradient they were read from; the mode over several draws of probes."""
     network = build_part(spec, Part.CLASSIFIER)
     layer = last_layer(network, spec.class_count)
     gradients = dict(zip((name for name, _ in network.named_parameters()), seen.values, strict=True))
     weight, bias = gradients[f"{layer}.weight"], gradients[f"{layer}.bias"]
     found = {
-        "weight gradient, PPIDSG eq. 3": [labels_by_weight(weight, one.predicted, one.inputs) for one in means],
-        "bias gradient": [labels_by_bias(bias, one.predicted) for one in means],
+        "weight gradient, PPIDSG eq. 3": [labels_by_weight(weight, predicted, inputs) for predicted, inputs in means],
+        "bias gradient": [labels_by_bias(bias, predicted) for predicted, _ in means],
     }
     return {
         name: counts_of(torch.stack([counts_of(one, seen.rows) for one in some]).mode(0).values, seen.rows)
@@ -146,8 +144,7 @@ def update_figures(case: Case, guesses: Shares, trivial: Shares) -> list[Figure]
             ceiling=None if case.view.report.label_counts is None else 0.0,
         )
 
-    order = ("together", *(name for name in guesses if name != "together"))
-    return [figure(name, guesses[name][0]) for name in order]
+    return [figure(name, guess[0]) for name, guess in guesses.items()]
 
 
 def batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> list[Figure]:
@@ -155,7 +152,7 @@ def batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> list[
     spec, train, model = case.view.spec, case.truth.train, case.model()
     assert model is not None
     streams = case.streams.at("labels", "batches", size)
-    means, stream = _means_of(spec, case.view.before.parts, streams), streams.generator("rows")
+    means, stream = probe_means(spec, case.view.before.parts, streams), streams.generator("rows")
     plain = {name: counts_of(shares, size) for name, shares in trivial.items()}
     right: dict[str, list[float]] = {}
     for _ in range(batches):
@@ -183,12 +180,6 @@ def batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> list[
     ]
 
 
-def _means_of(spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams) -> list[ProbeMeans]:
-    generator = parts.get(Part.GENERATOR)
-    probes = [probes_for(spec, generator, streams.generator("probes", draw)) for draw in range(_DRAWS)]
-    return [probe_means(spec, parts[Part.CLASSIFIER], some) for some in probes]
-
-
 def _right(counts: torch.Tensor, batch: ImageSet) -> float:
     true = torch.tensor(batch.label_counts())
     return float(torch.minimum(counts, true).sum() / len(batch))
@@ -202,7 +193,7 @@ def single_class_control(case: Case) -> Control:
     model, streams = initial_parts(spec, spec_root(spec.seed)), case.streams.at("labels", "single class")
     some = _images_of(case.truth.train, 1, min(_BATCHES))
     seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))
-    found = guessed_batch(spec, seen, _means_of(spec, {Part.CLASSIFIER: model[Part.CLASSIFIER]}, streams))
+    found = guessed_batch(spec, seen, probe_means(spec, {Part.CLASSIFIER: model[Part.CLASSIFIER]}, streams))
     worst = min(_right(counts, some) for counts in found.values())
     return Control(
         "A batch of one class, untrained LeNet5 with sigmoids: labels that are right", worst, "1", worst > 0.99
@@ -217,7 +208,7 @@ def two_class_control(case: Case, effort: Effort, tick: Tick) -> Control:
     sent = trained_alone(view, start, some, streams, _CONTROL_EPOCHS)[Part.CLASSIFIER]
     planted = replace(view, update={Part.CLASSIFIER: sent}, report=Report(examples=len(some)))
     true = _shares_of(some)
-    found = _distance(inferred(planted, streams, effort, tick)["together"][0], true)
+    found = _distance(inferred(planted, streams, effort, tick)[HEADLINE][0], true)
     limit = min(_distance(guess, true) for guess in trivial_guesses(view, streams).values()) / 2
     title = "Class shares of a simulated client with two classes, L1 distance"
     return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit)
@@ -227,11 +218,6 @@ def _images_of(images: ImageSet, classes: int, of_each: int) -> ImageSet:
     """The first images of the most frequent classes."""
     chosen = torch.tensor(images.label_counts()).argsort(descending=True)[:classes]
     return images.rows(torch.cat([(images.labels == label).nonzero().flatten()[:of_each] for label in chosen]))
-
-
-def _shares_curve(spec: FederationSpec, lines: Mapping[str, torch.Tensor]) -> Curve:
-    points = {name: tuple((float(at), float(share)) for at, share in enumerate(line)) for name, line in lines.items()}
-    return Curve("Shares of the classes", "class (index in the spec's list)", "share", points)
 
 
 def _notes(case: Case, headline: Figure, guess: torch.Tensor, true: torch.Tensor) -> tuple[str, ...]:
@@ -265,13 +251,13 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
         tick()
     controls = (single_class_control(case), two_class_control(case, effort, tick))
     tick()
-    true, guess = _shares_of(case.truth.train), guesses["together"][0]
+    true, guess = _shares_of(case.truth.train), guesses[HEADLINE][0]
     lines = {"true": true, "inferred": guess, figures[0].floor_is: trivial[figures[0].floor_is]}
+    points = {name: tuple((float(at), float(share)) for at, share in enumerate(line)) for name, line in lines.items()}
+    curve = Curve("Shares of the classes", "class (index in the spec's list)", "share", points)
     notes = _notes(case, figures[0], guess, true)
     missing = () if private else (f"Single batches were not tried: {case.lacks(private=True)}.",)
-    return Outcome(
-        ATTACK.name, tuple(figures), controls, curves=(_shares_curve(case.view.spec, lines),), notes=notes + missing
-    )
+    return Outcome(ATTACK.name, tuple(figures), controls, curves=(curve,), notes=notes + missing)
 
 
 def _lacks(case: Case) -> str | None:

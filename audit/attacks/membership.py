@@ -13,22 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from audit.attacks import shadow_models
 from audit.attacks.attack import Attack, Effort, Progress
-from audit.attacks.shadow_models import (
-    Score,
-    Shadow,
-    Target,
-    lira_offline,
-    log_ratio,
-    ml_leaks,
-    rmia,
-    rmia_by_others,
-    target_of,
-    train_shadows,
-    two_shadows,
-)
+from audit.attacks.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from audit.evidence.case import Case, Knowledge, Truth, View
-from audit.evidence.networks import Extractor, WholeModel, trained_alone
+from audit.evidence.networks import Extractor, WholeModel
 from audit.measures.figures import CONFIDENCE, Control, Curve, Figure, Interval, Outcome
 from audit.measures.images import unit_pixels
 from audit.measures.statistics import Values, auc, auc_interval, roc, true_positive_rate
@@ -46,7 +35,6 @@ _TINY = 1e-9
 _LIRA_MODELS = 8  # below, a deviation per image is no estimate
 _FEWEST = 10
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 200, 0.7
-_CONTROL_PARAMS = {"optimiser": "adam", "lr": 3e-3, "weight_decay": 0.0, "batch_size": 16}
 _PLANTED_NOISE = 0.01  # deviation of a memorising generator's samples, as a share of the features' own
 _USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CANDIDATES)
 Flags = NDArray[np.bool_]
@@ -104,7 +92,7 @@ def _features(model: WholeModel, images: ImageSet) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GeneratorDistance:
-    """GAN-Leaks (Chen et al. 2020, eq. 3 and its calibration): how much nearer a sample of the generator is than a real image.
+    """GAN-Leaks (Chen et al. 2020), calibrated: how much nearer a sample of the generator is than a real image.
 
     Attributes:
         samples: [M, D] features; `labels` [M] of them.
@@ -122,7 +110,7 @@ class GeneratorDistance:
     def with_classifier(self, target: Target, images: ImageSet, streams: Streams) -> Values:
         """The log likelihood ratio of two normals: RMIA's log ratio and this score, in the population's deviations, added."""
         total = np.zeros(len(images))
-        for score in (log_ratio, self):
+        for score in (shadow_models.log_ratio, self):
             usual = score(target, target.population, streams)
             total += (score(target, images, streams) - usual.mean()) / (usual.std() + _TINY)
         return total
@@ -143,11 +131,11 @@ def _attempts(
     yield "ML-Leaks", ml_leaks, ml_leaks, frozenset()
     if target.others is not None:
         beside = frozenset({Knowledge.OTHERS})
-        yield "PPIDSG's two shadow models", two_shadows, two_shadows, beside
-        yield "RMIA by other clients", rmia_by_others, rmia_by_others, beside
+        yield "PPIDSG's two shadow models", shadow_models.two_shadows, shadow_models.two_shadows, beside
+        yield "RMIA by other clients", shadow_models.rmia_by_others, shadow_models.rmia_by_others, beside
     yield "RMIA", rmia, rmia, frozenset()
     if len(target.references) >= _LIRA_MODELS:
-        yield "LiRA, offline", lira_offline, lira_offline, frozenset()
+        yield "LiRA, offline", shadow_models.lira_offline, shadow_models.lira_offline, frozenset()
     if generator is not None:
         yield "generator alone", generator, to_auxiliary, frozenset()
         yield "RMIA and generator", generator.with_classifier, rmia, frozenset()
@@ -180,7 +168,7 @@ class _Prepared:
     def target(self, view: View, source: Extractor, shadows: tuple[Shadow, ...] | None = None) -> Target:
         """What scores are computed from, for a view."""
         some = self.shadows if shadows is None else shadows
-        return target_of(view, source, some, self.population, self.streams, self.step)
+        return shadow_models.target_of(view, source, some, self.population, self.streams, self.step)
 
     def generator(self) -> GeneratorDistance | None:
         """The sent generator's samples, as many of every class; None where none is sent."""
@@ -199,7 +187,7 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     streams, done = case.streams.at(ATTACK.name), [0]
     sources = (Extractor.SENT,) if case.view.shares_extractor else (Extractor.START, Extractor.SURROGATE)
     count = effort.of(2, 4, 16)
-    steps = count + 4 + len(sources) * (count + 4)
+    steps = count + 6 + len(sources) * (2 * count + 5)
 
     def step() -> None:
         done[0] += 1
@@ -211,7 +199,7 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     population, fit = (case.view.auxiliary.rows(some) for some in order.tensor_split([len(order) // 4]))
     view = replace(case.view, auxiliary=fit)
     epochs = _epochs_of(view, len(fit) // 2, effort.of(10, 60, 200))
-    *shadows, blind = train_shadows(view, fit, count + 1, epochs, streams, step)
+    *shadows, blind = shadow_models.train_shadows(view, fit, count + 1, epochs, streams, step)
     per_class = effort.of(200, 1000, 5000)
     prepared = _Prepared(case, view, tuple(shadows), blind, population, candidates, per_class, streams, step)
     trials = [trial for source in sources for trial in _trials(prepared, source)]
@@ -255,26 +243,40 @@ def _trials(prepared: _Prepared, source: Extractor) -> Iterator[_Trial]:
 
 def _figures(trial: _Trial, members: Flags, seed: int) -> Iterator[Figure]:
     """AUC, and the true positive rates that there are images enough for."""
-    inside, outside, rows = trial.score[members], trial.score[~members], int((~members).sum())
-    blind, given = trial.blind, trial.given
-    knowledge = tuple(sorted(trial.knowledge, key=lambda one: one.name))
-    floor = max(_AUC_OF_CHANCE, auc(blind[members], blind[~members]))
-    ceiling = None if given is None else auc(given[members], given[~members])
-    value, gain = auc_interval(inside, outside, seed), auc_gain(trial.score, blind, members, seed)
-    title = "Membership: area under the ROC curve"
-    yield Figure("mia_auc", title, trial.setting, knowledge, value, floor, _FLOOR_IS, gain, len(members), ceiling)
+    (inside, outside), blind = _sides(trial.score, members), _sides(trial.blind, members)
+    given = None if trial.given is None else _sides(trial.given, members)
+    plain = Figure(
+        "mia_auc",
+        "Membership: area under the ROC curve",
+        trial.setting,
+        tuple(one for one in Knowledge if one in trial.knowledge),
+        auc_interval(inside, outside, seed),
+        max(_AUC_OF_CHANCE, auc(*blind)),
+        _FLOOR_IS,
+        auc_gain(trial.score, trial.blind, members, seed),
+        len(members),
+        None if given is None else auc(*given),
+    )
+    yield plain
     for rate, fewest in _RATES:
-        if rows < fewest:
-            continue
-        found = true_positive_rate(inside, outside, rate)
-        floor = max(rate, true_positive_rate(blind[members], blind[~members], rate).value)
-        ceiling = None if given is None else true_positive_rate(given[members], given[~members], rate).value
-        gain = Interval(found.value - floor, found.low - floor, found.high - floor)
-        title = f"Membership: members found at {rate:.1%} false positives"
-        setting = trial.setting if rate == _RATES[0][0] else f"{trial.setting}, at {rate:.1%}"
-        yield Figure(
-            "mia_tpr", title, setting, knowledge, found, floor, _FLOOR_IS, gain, len(members), ceiling, "share"
-        )
+        if len(outside) >= fewest:
+            found = true_positive_rate(inside, outside, rate)
+            floor = max(rate, true_positive_rate(*blind, rate).value)
+            yield replace(
+                plain,
+                name="mia_tpr",
+                title="Membership: share of members found at few false positives",
+                setting=f"{trial.setting}, at {rate:.1%}",
+                value=found,
+                floor=floor,
+                gain=Interval(found.value - floor, found.low - floor, found.high - floor),
+                ceiling=None if given is None else true_positive_rate(*given, rate).value,
+                unit="share",
+            )
+
+
+def _sides(scores: Values, members: Flags) -> tuple[Values, Values]:
+    return scores[members], scores[~members]
 
 
 def auc_gain(score: Values, blind: Values, members: Flags, seed: int) -> Interval:
@@ -299,21 +301,12 @@ def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[Control]:
         chosen = some.rows(torch.randperm(len(some), generator=stream)[:_CONTROL_ROWS])
         return replace(chosen, labels=torch.randint(len(some.classes), (len(chosen),), generator=stream))
 
-    view, shadow_images = prepared.view, prepared.view.auxiliary
-    assert shadow_images is not None
-    known = {**view.spec.params, **_CONTROL_PARAMS}
-    spec = view.spec.model_copy(update={"params": known, "augment_flip": False, "augment_crop": 0})
-    view, start = replace(view, spec=spec, others={}), {**view.start(), **view.before.parts}
     members, others = relabelled(truth.train, "members"), relabelled(truth.held_out, "others")
-    halves = [
-        relabelled(shadow_images.rows(some), str(at))
-        for at, some in enumerate(torch.arange(len(shadow_images)).tensor_split(2))
-    ]
-    trained = [trained_alone(view, start, some, streams, _CONTROL_EPOCHS) for some in (members, halves[0])]
-    prepared.step()
-    target = prepared.target(
-        replace(view, update=trained[0]), Extractor.SENT, (Shadow(trained[1], halves[0], halves[1]),)
+    seen, unseen = relabelled(prepared.shadows[0].seen, "seen"), relabelled(prepared.shadows[0].unseen, "unseen")
+    whole, shadow = (
+        shadow_models.learnt_by_heart(prepared.view, some, _CONTROL_EPOCHS, streams) for some in (members, seen)
     )
+    target = prepared.target(whole, Extractor.SENT, (Shadow(shadow.update, seen, unseen),))
     for name, score in (("ML-Leaks", ml_leaks), ("RMIA", rmia)):
         value = auc(score(target, members, streams), score(target, others, streams))
         title = f"{name} on a model sent whole that learnt {len(members)} images with random labels in {_CONTROL_EPOCHS} epochs"
@@ -331,7 +324,7 @@ def _planted(prepared: _Prepared, members: Flags) -> Iterator[Control]:
     noise = torch.randn(features.shape, generator=prepared.streams.generator("planted"))
     planted = GeneratorDistance(features + _PLANTED_NOISE * features.std() * noise, known.labels)
     scores = planted(target, candidates, prepared.streams)
-    yield _control("GAN-Leaks on samples that are the members' features", auc(scores[members], scores[~members]))
+    yield _control("GAN-Leaks on samples that are the members' features", auc(*_sides(scores, members)))
 
 
 def _control(title: str, value: float) -> Control:
@@ -340,14 +333,13 @@ def _control(title: str, value: float) -> Control:
 
 def _curve(trials: Sequence[_Trial], members: Flags) -> Curve:
     lines = {
-        trial.setting: tuple(point for point in roc(trial.score[members], trial.score[~members]) if point[0] > 0)
-        for trial in trials
+        trial.setting: tuple(point for point in roc(*_sides(trial.score, members)) if point[0] > 0) for trial in trials
     }
     return Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
 
 
 def _notes(trials: Sequence[_Trial], images: ImageSet, members: Flags, epochs: int, count: int) -> tuple[str, ...]:
-    best = max(trials, key=lambda trial: auc(trial.score[members], trial.score[~members]))
+    best = max(trials, key=lambda trial: auc(*_sides(trial.score, members)))
     labels = images.labels.numpy()
     classes = ", ".join(
         f"{name} {auc(best.score[members & (labels == at)], best.score[~members & (labels == at)]):.2f}"
@@ -368,8 +360,8 @@ ATTACK = Attack(
     name="membership",
     title="Membership of single images",
     question="Can an attacker who holds an image find out whether the client trained on it?",
-    source="Salem et al. 2019 (ML-Leaks); PPIDSG section 3; Zarifzadeh et al. 2024 (RMIA) eq. 2-4, 10; "
-    "Carlini et al. 2022 (LiRA); Chen et al. 2020 (GAN-Leaks) eq. 3",
+    source="Salem et al. 2019 (ML-Leaks); PPIDSG section 3; Zarifzadeh et al. 2024 (RMIA, offline); "
+    "Carlini et al. 2022 (LiRA, offline); Chen et al. 2020 (GAN-Leaks)",
     lacks=_lacks,
     run=_run,
 )

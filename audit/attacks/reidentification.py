@@ -133,16 +133,18 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     line_ups = _line_ups(pool, order[: effort.of(40, 200, 1000)], streams)
     pixels, parts = unit_pixels(pool.images), (Part.EXTRACTOR, Part.CLASSIFIER)[not view.shares_extractor :]
     seen, sources = [], _sources(view)
-    for one in line_ups:
+    total = len(line_ups) + len(sources)
+    for at, one in enumerate(line_ups):
         row = slice(one.right, one.right + 1)
         seen.append(batch_gradient(view.spec, true, pixels[row], pool.labels[row], parts))
+        progress(at + 1, total)
     places = {}
     for at, source in enumerate(sources):
         given = view.with_private(case.truth.before or {}) if source is Extractor.TRUE else view
         model = attacker_model(given, source, streams, effort.of(5, 20, 60))
         found = distances(view.spec, model, seen, pixels, [one.rows for one in line_ups])
         places[source] = ranks(found, line_ups)
-        progress(at + 1, len(sources))
+        progress(len(line_ups) + at + 1, total)
     best = float((places[sources[0]] == 1).mean())
     figures = (
         _figure(view, source, places[source], line_ups, None if source is sources[0] else best) for source in sources

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from scipy.special import logit
 from scipy.stats import norm
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
@@ -28,7 +29,8 @@ _TOP = 3  # posteriors that ML-Leaks' attack network sees (Salem et al. 2019, se
 _LEAKS_UNITS, _PAIR_UNITS = 64, 128
 _LEAKS_LR, _PAIR_LR = 1e-2, 5e-3  # PPIDSG: Adam, 0.005; ML-Leaks gives none
 _ATTACK_EPOCHS = 100
-_OFFLINE_SLOPE = 0.3  # a of RMIA's eq. 10, the paper's value for CIFAR-10
+_BY_HEART = {"optimiser": "adam", "lr": 3e-3, "weight_decay": 0.0, "batch_size": 16}
+_OFFLINE_SLOPE = 0.3  # a of RMIA's offline Pr(x), the paper's value for CIFAR-10
 _BATCH = 512
 _TINY = 1e-6
 
@@ -95,6 +97,15 @@ def train_shadows(
     return tuple(found)
 
 
+def learnt_by_heart(view: View, images: ImageSet, epochs: int, streams: Streams) -> View:
+    """The round of a client that learnt a few images by heart, seen whole: a positive control."""
+    known = {**view.spec.params, **_BY_HEART}
+    spec = view.spec.model_copy(update={"params": known, "augment_flip": False, "augment_crop": 0})
+    start = {**view.start(), **view.before.parts}
+    view = replace(view, spec=spec, others={}, before=replace(view.before, parts=start))
+    return replace(view, update=trained_alone(view, start, images, streams, epochs))
+
+
 def put_together(view: View, source: Extractor, streams: Streams) -> WholeModel:
     """The classifier of an update on an extractor from a source."""
     classifier = view.update[Part.CLASSIFIER]
@@ -153,7 +164,8 @@ def posteriors(model: WholeModel, images: ImageSet) -> Values:
 
 def confidence(model: WholeModel, images: ImageSet) -> Values:
     """The posterior of the images' labels, [N]."""
-    return posteriors(model, images)[np.arange(len(images)), images.labels.numpy()]
+    found: Values = posteriors(model, images)[np.arange(len(images)), images.labels.numpy()]
+    return found
 
 
 def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
@@ -182,7 +194,8 @@ def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
     others = _others_of(target)
 
     def seen_by(model: WholeModel, some: ImageSet) -> Values:
-        return np.hstack([posteriors(model, some), np.eye(len(some.classes))[some.labels.numpy()]])
+        found: Values = np.hstack([posteriors(model, some), np.eye(len(some.classes))[some.labels.numpy()]])
+        return found
 
     first, second = target.shadows[0].seen, target.shadows[0].unseen
     judge = _classifier(
@@ -224,7 +237,7 @@ def _classifier(members: Values, others: Values, units: int, lr: float, streams:
 def log_ratio(target: Target, images: ImageSet, streams: Streams) -> Values:
     """RMIA's log Pr(x | θ) / Pr(x), [N], with Pr(x) from reference models that have not seen x (offline).
 
-    Pr(x) = ((1 + a) · mean of the references' confidences + 1 - a) / 2 (eq. 10).
+    Pr(x) = ((1 + a) · mean of the references' confidences + 1 - a) / 2.
     """
     unseen = np.mean([confidence(model, images) for model in target.references], axis=0)
     expected = ((1 + _OFFLINE_SLOPE) * unseen + 1 - _OFFLINE_SLOPE) / 2
@@ -233,7 +246,7 @@ def log_ratio(target: Target, images: ImageSet, streams: Streams) -> Values:
 
 
 def rmia(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """RMIA (eq. 2-4) at γ = 1: share of the population z with LR(x, z) = ratio(x) / ratio(z) >= γ.
+    """RMIA at γ = 1: share of the population z with LR(x, z) = ratio(x) / ratio(z) >= γ.
 
     With one population for all x the share is a non-decreasing function of ratio(x); ties are put in the order of the ratio.
     """
@@ -254,12 +267,7 @@ def rmia_by_others(target: Target, images: ImageSet, streams: Streams) -> Values
 
 def lira_offline(target: Target, images: ImageSet, streams: Streams) -> Values:
     """LiRA's offline test: 1 - Pr(Z > φ) with Z normal, moments of φ = log p / (1 - p) over each image's reference models."""
-    victim, *references = (_scaled(model, images) for model in (target.victim, *target.references))
+    known = (np.clip(confidence(model, images), _TINY, 1 - _TINY) for model in (target.victim, *target.references))
+    victim, *references = map(logit, known)
     found: Values = norm.logcdf(victim, np.mean(references, axis=0), np.std(references, axis=0) + _TINY)
-    return found
-
-
-def _scaled(model: WholeModel, images: ImageSet) -> Values:
-    known = np.clip(confidence(model, images), _TINY, 1 - _TINY)
-    found: Values = np.log(known / (1 - known))
     return found

@@ -77,7 +77,9 @@ def standardised(features: torch.Tensor, spec: FederationSpec) -> torch.Tensor:
     maps = shape[0] if math.prod(shape) == features.shape[1] > shape[0] else 1
     split = features.unflatten(1, (maps, -1))
     spread = split.var(dim=2, keepdim=True, unbiased=False) + _TINY
-    return ((split - split.mean(dim=2, keepdim=True)) / spread.sqrt()).flatten(1)
+    level = split.mean(dim=2, keepdim=True)
+    result: torch.Tensor = ((split - level) / spread.sqrt()).flatten(1)
+    return result
 
 
 def revealed_features(model: WholeModel, seen: BatchGradient) -> torch.Tensor:

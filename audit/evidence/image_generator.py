@@ -8,6 +8,7 @@ from torch import nn
 from audit.measures.images import unit_pixels
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.initial_values import draw_weights
+from fedcg.learning.networks.layer_randomness import lent_generators
 
 _HIDDEN = 256
 _COMPONENTS = 64
@@ -40,7 +41,8 @@ class ImageGenerator(nn.Module):
         )  # of rows x rows numbers: images may have more pixels than there are images
         largest = vectors[:, -min(_COMPONENTS, len(chosen) - 1) :]
         self.register_buffer("components", largest.T @ spread / len(chosen) ** 0.5)
-        self.layers = nn.Sequential(nn.Linear(inputs, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, largest.shape[1]))
+        with lent_generators(0):  # values to be overwritten
+            self.layers = nn.Sequential(nn.Linear(inputs, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, largest.shape[1]))
         draw_weights(self.layers, stream)
 
     def coefficients(self, vectors: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, RoundContext, Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.initial_weights import shadow_spec
+from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.pooled import AveragedConv2d, MaxedConv2d
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
@@ -85,8 +86,9 @@ def twice_differentiable(module: nn.Module) -> nn.Module:
             twice_differentiable(child)
             continue
         assert isinstance(child, nn.Conv2d)
-        plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
-        plain.load_state_dict(child.state_dict())
+        with torch.device("meta"):  # where nothing is drawn from the global random state
+            plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
+        plain.load_state_dict(child.state_dict(), assign=True)
         setattr(module, name, nn.Sequential(plain, pool()))
     return module
 
@@ -94,7 +96,8 @@ def twice_differentiable(module: nn.Module) -> nn.Module:
 def whole_model(spec: FederationSpec, extractor: Weights, classifier: Weights) -> WholeModel:
     """A model with these weights."""
     parts = ((Part.EXTRACTOR, extractor), (Part.CLASSIFIER, classifier))
-    nets = [twice_differentiable(load_part(spec, part, weights)).eval() for part, weights in parts]
+    with lent_generators(0):  # torch's layers draw weights when they are made
+        nets = [twice_differentiable(load_part(spec, part, weights)).eval() for part, weights in parts]
     return WholeModel(nets[0], nets[1], spec.image)
 
 

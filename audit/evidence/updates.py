@@ -88,7 +88,8 @@ class RecordedUpdates:
     def _view(self, client: str, number: int, there: Mapping[tuple[str, int], str], auxiliary: ImageSet | None) -> View:
         header = self.headers[there[client, number]]
         base = self._base(header)
-        after = next((one for one in self._aggregates(number) if self.headers[one].base == base.id), None)
+        # The one that was made of this update's base comes first: an attempt that was given up may have left another.
+        after = min(self._aggregates(number), key=lambda one: self.headers[one].base != base.id, default=None)
         others = {name: id_ for (name, at), id_ in there.items() if at == number and name != client}
         return View(
             self.spec,

@@ -46,6 +46,16 @@ class Figure:
     ceiling: float | None = None
     unit: str = ""
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the attacker has only what a real one can have; else it is a ceiling."""
+        return Knowledge.PRIVATE not in self.knowledge
+
+    @property
+    def is_of_update(self) -> bool:
+        """Whether the attack was on the update itself, and not on the gradient of a batch, which no device sends."""
+        return Knowledge.BATCH not in self.knowledge
+
 
 @dataclass(frozen=True)
 class Control:

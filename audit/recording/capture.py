@@ -140,6 +140,15 @@ class Capture:
             return self._feed_chunk(parsed, payload)
         return self._feed_message(parsed, payload)
 
+    def add(self, data: bytes) -> str:
+        """Take a whole artifact without the frames that carried it, once; its id. Its bytes count as sent by or to its client."""
+        artifact = hashlib.sha256(data).hexdigest()
+        if artifact not in self.artifacts:
+            seen = self.artifacts[artifact] = describe(artifact, data)
+            way = (seen.sender, "up") if seen.kind == "update" else ("*", "down")
+            self._chunk_bytes[(*way, artifact)] += len(data)
+        return artifact
+
     def restore(
         self, bytes_per_round: Mapping[str, Mapping[str, Mapping[str, int]]], artifacts: Mapping[str, bytes]
     ) -> None:

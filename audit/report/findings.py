@@ -12,7 +12,7 @@ from typing import Any
 from audit.attacks.attack import Attack
 from audit.evidence.case import Case
 from audit.measures.figures import Figure, Outcome
-from audit.report.gate import Verdict, is_possible
+from audit.report.gate import Verdict
 
 REPORT_FORMAT = 1
 
@@ -21,6 +21,7 @@ class Result(str, Enum):
     """The result of an attack; the values are words for a report."""
 
     LEAKED = "something came back"
+    HYPOTHETICAL = "something would come back from the gradient of one batch, which is not sent"
     NOTHING = "nothing beyond guessing"
     UNPROVEN = "not proven: its positive control failed"
     NOT_TRIED = "not tried"
@@ -102,14 +103,15 @@ def subject_of(case: Case, gaps: Sequence[str], settings: Mapping[str, Any], com
 
 
 def finding_of(attack: Attack, outcome: Outcome) -> Finding:
-    """What an outcome comes to: the possible setting whose gain is most surely above 0 stands for it."""
-    possible = [figure for figure in outcome.figures if is_possible(figure)]
+    """What an outcome comes to; the possible setting whose gain is most surely above 0 stands for it, on the update itself if there is one."""
+    possible = [figure for figure in outcome.figures if figure.is_possible]
     if outcome.skipped is not None or not possible:
         return Finding(attack, outcome, Result.NOT_TRIED, None)
-    leaks = [figure for figure in possible if figure.gain.low > 0]
-    headline = max(leaks or possible, key=_share_of_range)
+    of_update = [figure for figure in possible if figure.is_of_update]
+    leaks = [figure for figure in of_update or possible if figure.gain.low > 0]
+    headline = max(leaks or of_update or possible, key=_share_of_range)
     if leaks:
-        return Finding(attack, outcome, Result.LEAKED, headline)
+        return Finding(attack, outcome, Result.LEAKED if of_update else Result.HYPOTHETICAL, headline)
     passed = all(control.passed for control in outcome.controls)
     return Finding(attack, outcome, Result.NOTHING if passed else Result.UNPROVEN, headline)
 
@@ -136,7 +138,12 @@ def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Ver
                 "seconds": finding.outcome.seconds,
                 "skipped": finding.outcome.skipped,
                 "figures": [
-                    {**asdict(figure), "knowledge": sorted(figure.knowledge), "is_ceiling": not is_possible(figure)}
+                    {
+                        **asdict(figure),
+                        "knowledge": sorted(figure.knowledge),
+                        "is_ceiling": not figure.is_possible,
+                        "is_of_update": figure.is_of_update,
+                    }
                     for figure in finding.outcome.figures
                 ],
                 "controls": [asdict(control) for control in finding.outcome.controls],

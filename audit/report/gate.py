@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 
-from audit.evidence.case import Knowledge
 from audit.measures.figures import Figure, Outcome
 from audit.report.conditions import FIGURES as FIGURES
 from audit.report.conditions import Condition
@@ -26,14 +25,14 @@ class Verdict:
 def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple[Verdict, ...]:
     """Whether each condition holds: for every setting that a real attacker can have, by the upper end of the interval.
 
-    A figure that was not measured, or whose attack failed its own positive control, does not pass: nothing was shown.
+    Attacks on the update itself decide; where a figure has none, those on the gradient of one batch do. A figure that was not
+    measured, or whose attack failed its own positive control, does not pass: nothing was shown.
     """
     return tuple(_judged(condition, outcomes) for condition in conditions)
 
 
 def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> Verdict:
-    named = [(outcome, figure) for outcome in outcomes for figure in outcome.figures if figure.name == condition.figure]
-    possible = [(outcome, figure) for outcome, figure in named if is_possible(figure)]
+    possible = _deciding(condition.figure, outcomes)
     if not possible:
         reasons = [f"{one.attack}: {one.skipped}" for one in outcomes if one.skipped]
         return Verdict(
@@ -53,19 +52,21 @@ def _upper(condition: Condition, figure: Figure) -> float:
     return (figure.gain if condition.of_gain else figure.value).high
 
 
-def is_possible(figure: Figure) -> bool:
-    """Whether the attacker of a figure has only what a real one can have."""
-    return Knowledge.PRIVATE not in figure.knowledge
+def _deciding(name: str, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Figure]]:
+    named = [(outcome, figure) for outcome in outcomes for figure in outcome.figures if figure.name == name]
+    possible = [(outcome, figure) for outcome, figure in named if figure.is_possible]
+    return [pair for pair in possible if pair[1].is_of_update] or possible
 
 
 def largest_gains(outcomes: Sequence[Outcome]) -> dict[AuditFigure, float]:
-    """By figure, the upper end of the gain's interval over all settings that a real attacker can have, within `MAX_GAIN`.
+    """By figure, the upper end of the gain's interval over the settings that decide about a gate, within `MAX_GAIN`.
 
     Figures of an attack that failed its positive control are left out: they show nothing.
     """
     sound = [one for one in outcomes if all(control.passed for control in one.controls)]
-    possible = [
-        figure for one in sound for figure in one.figures if is_possible(figure) and not isnan(figure.gain.high)
-    ]
-    found = {name: [figure.gain.high for figure in possible if figure.name == name] for name in FIGURES}
-    return {name: min(max(*highs, -MAX_GAIN), MAX_GAIN) for name, highs in found.items() if highs}
+    found = {name: [figure.gain.high for _, figure in _deciding(name, sound)] for name in FIGURES}
+    return {
+        name: min(max(*highs, -MAX_GAIN), MAX_GAIN)
+        for name, highs in found.items()
+        if highs and not any(map(isnan, highs))
+    }

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from audit.measures.figures import Figure, Interval
 from audit.report.charts import svg
 from audit.report.findings import Finding, Result, Subject, as_number
-from audit.report.gate import Verdict, is_possible
+from audit.report.gate import Verdict
 
 _TEMPLATE = "report.html"
 
@@ -32,7 +32,6 @@ def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[Verdic
         lstrip_blocks=True,
     )
     environment.filters |= {"svg": svg, "interval": interval, "number": as_number, "gain": gain}
-    environment.tests["possible"] = is_possible
     by_result = {result: [one for one in findings if one.result is result] for result in Result}
     return environment.get_template(_TEMPLATE).render(
         subject=subject, findings=findings, gates=gates, made=made, Result=Result, by_result=by_result

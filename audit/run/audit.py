@@ -142,10 +142,14 @@ def _bars(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks = {name: bars.add_task(name, total=None) for name in names}
 
+        def advance(name: str, done: int, total: int) -> None:
+            if name in tasks:  # a last step may arrive after the outcome
+                bars.update(tasks[name], completed=done, total=total)
+
         def finish(outcome: Outcome) -> None:
-            bars.remove_task(tasks[outcome.attack])
+            bars.remove_task(tasks.pop(outcome.attack))
             console.print(
                 f"{outcome.attack}: {outcome.skipped or f'done in {outcome.seconds} s'}", markup=False, soft_wrap=True
             )
 
-        yield lambda name, done, total: bars.update(tasks[name], completed=done, total=total), finish
+        yield advance, finish

@@ -42,7 +42,7 @@ from fedcg.learning.privacy import parse_mechanisms
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import plan_from_mapping
 
-_WITH_RESUME = frozenset({"resume", "workers", "ray", "force", "as_json", "tensorboard", "plot"})
+_WITH_RESUME = frozenset({"resume", "workers", "ray", "force", "keep_updates", "as_json", "tensorboard", "plot"})
 
 
 class SimulateOptions(BaseModel):
@@ -84,6 +84,12 @@ class SimulateOptions(BaseModel):
     out: Annotated[Path | None, Field(description="folder; default: ./simulate-out, or the next free name")] = None
     resume: Annotated[Path | None, Field(description="go on in this folder; its own options count")] = None
     force: Annotated[bool, Field(description="do finished runs of this call again")] = False
+    keep_updates: Annotated[
+        str | None,
+        Field(
+            description="record updates for the audit, with the clients' images: of all rounds, or of some, e.g. 1,5,10"
+        ),
+    ] = None
     tensorboard: Annotated[bool, Field(description="write event files")] = True
     plot: Annotated[bool, Field(description="draw curves.png")] = True
     as_json: Annotated[bool, Field(description="print the runs' records instead of a table")] = False
@@ -110,6 +116,8 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
             if stray:
                 raise OptionError(f"--resume goes on with the folder's own options; leave out {', '.join(stray)}")
             folder, batch = options.resume, load_batch(options.resume)
+        if options.keep_updates is not None:
+            batch = batch.keeping(options.keep_updates)
         _check(batch)
         _check_workers(batch, options)
         if options.ray is None:  # a cluster may have what this machine lacks
@@ -118,7 +126,7 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
             from experiments.simulation.tensorboard import check_installed
 
             check_installed()
-        if options.resume is None:
+        if options.resume is None or options.keep_updates is not None:
             _remember(batch, folder, force=options.force)
         _run(batch, folder, options)
 
@@ -228,6 +236,7 @@ def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContex
 
 def _run(batch: Batch, folder: Path, options: SimulateOptions) -> None:
     from experiments.simulation.batch_runner import BatchRunner, table
+    from experiments.simulation.recorded_updates import UPDATES_FOLDER, audit_command
 
     console = Console(stderr=True)
     try:
@@ -243,6 +252,11 @@ def _run(batch: Batch, folder: Path, options: SimulateOptions) -> None:
     elif records:
         Console().print(table(records))
     console.print(f"records, tables and curves: {folder}", markup=False, highlight=False, soft_wrap=True)
+    recordings = [folder / UPDATES_FOLDER / run.setting.name for run in batch.runs if run.keep_updates]
+    command = next(filter(None, map(audit_command, recordings)), None)
+    if command is not None:
+        line = f"recorded updates: {folder / UPDATES_FOLDER}; audit one with: {command}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 

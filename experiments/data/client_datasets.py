@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from experiments.data.deal import ClientPictures, DealOptions, deal_out
+from experiments.data.deal import ClientPictures, DealOptions, deal_out, draw_unheld
 from experiments.data.image_cache import Decoder
 from experiments.data.lazy_images import Picture, PicturesPerClass
 from experiments.data.source import Source
@@ -67,6 +67,24 @@ def build_cohort(source: Source, form: ImageForm, options: DealOptions, cache: P
     public = reader.unlabelled(deal.public) if deal.public else None
     domains = {name: one.domain for name, one in deal.clients.items() if one.domain is not None}
     return Cohort(datasets, common, public, deal.classes, reader.skipped, domains)
+
+
+def unheld_images(
+    source: Source, form: ImageForm, options: DealOptions, most: int, cache: Path | None = None
+) -> ImageSet:
+    """At most `most` images of a source, drawn by the deal's seed, that no client holds; the common test set where there are none.
+
+    Args:
+        source: the images.
+        form: the spec's image form.
+        options: what decided who got what.
+        most: images.
+        cache: as for `build_cohort`.
+    """
+    decoder = Decoder(form)
+    decoder.remember(source, cache)
+    pictures = draw_unheld(source, deal_out(source, options), most, options.seed)
+    return _Reader(form, source.classes, decoder).read(pictures).images
 
 
 def _client_data(name: str, pictures: ClientPictures, reader: _Reader) -> ClientData:

@@ -26,7 +26,7 @@ Validation = Literal["share", "test-half"]
 TestDeal = Literal["proportional", "even"]
 
 # Purposes of the streams that came later than the first one; a stream of its own keeps all other draws where they were.
-_EVEN, _PUBLIC, _DOMAIN = 1, 2, 3
+_EVEN, _PUBLIC, _DOMAIN, _UNHELD = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,35 @@ def _deal_tests(
     return dealt, test
 
 
-def _draw(pool: PicturesPerClass, count: int, seed: int) -> tuple[PicturesPerClass, PicturesPerClass]:
+def draw_unheld(source: Source, deal: Deal, most: int, seed: int) -> PicturesPerClass:
+    """At most `most` images of a source, at random, that no client holds; the common test set where clients hold all of them.
+
+    Args:
+        source: the one that was dealt out, the very object.
+        deal: who got what of it.
+        most: images.
+        seed: decides which.
+    """
+    held = {
+        picture
+        for client in deal.clients.values()
+        for part in (client.train, client.val or (), client.test)
+        for picture in itertools.chain.from_iterable(part)
+    }
+    parts = [part for part in (source.train, source.test, source.val) if part is not None]
+    free = tuple(
+        tuple(picture for part in parts for picture in part[label] if picture not in held)
+        for label in range(len(source.classes))
+    )
+    return _draw(free if any(free) else deal.common, most, seed, _UNHELD)[0]
+
+
+def _draw(
+    pool: PicturesPerClass, count: int, seed: int, purpose: int = _PUBLIC
+) -> tuple[PicturesPerClass, PicturesPerClass]:
     """`count` images at random (all, if there are fewer), and the others."""
     flat = [(label, picture) for label, pictures in enumerate(pool) for picture in pictures]
-    order = np.random.default_rng([seed, _PUBLIC]).permutation(len(flat))
+    order = np.random.default_rng([seed, purpose]).permutation(len(flat))
     parts = order[:count], np.sort(order[count:])
     drawn, rest = (_regrouped([flat[index] for index in part], len(pool)) for part in parts)
     return drawn, rest

@@ -24,6 +24,7 @@ from fedcg.wire.parts import AggregateCodec, UpdateCodec
 BATCH_FORMAT = 1
 STATE_FOLDER = ".state"
 _BATCH_FILE = "batch.json"
+_KEPT_ROUNDS = r"^(all|\d{1,6}(,\d{1,6})*)$"
 # Options that are a parameter of every method, and that parameter's name.
 PARAM_OPTIONS = {"local_epochs": "epochs", "local_steps": "steps", "batch_size": "batch_size", "lr": "lr"}
 _NO_REDUCTION = frozenset(
@@ -52,6 +53,7 @@ class RunSetting(Setting):
         precision: of training steps; "bf16" on CUDA devices alone.
         batched_clients: clients train together, where the method can; None: on a CUDA device. Other last digits.
         codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.codecs`).
+        start: the root of the private parts' initial weights.
         privacy: the mechanisms of every client; a setting without any has the JSON that it had before there were some.
         paper: the published setting that this run started from.
     """
@@ -85,6 +87,15 @@ class RunSetting(Setting):
     aggregate_codec: Annotated[AggregateCodec, Field(description="of aggregates; a deployment's default is f16")] = (
         "f32"
     )
+    start: Annotated[
+        Literal["cohort", "public", "random"],
+        # Records from before this field, and those that leave it at its default, are alike.
+        Field(
+            exclude_if=lambda start: start == "cohort",
+            description="private parts start from one secret of all clients (cohort), from the public seed of the spec, or "
+            "each client's from a secret of its own (random)",
+        ),
+    ] = "cohort"
     variant: Annotated[
         str,
         Field(
@@ -110,7 +121,7 @@ class RunSetting(Setting):
 
     @property
     def name(self) -> str:
-        """The run's file name, without its ending; codecs and mechanisms are named where there are any."""
+        """The run's file name, without its ending; codecs, mechanisms and the start are named where they are not the default."""
         codecs = "" if (self.codec, self.aggregate_codec) == ("f32", "f32") else f"{self.codec}-{self.aggregate_codec}"
         parts = (
             self.paper or self.data_name,
@@ -118,6 +129,7 @@ class RunSetting(Setting):
             self.variant,
             self.privacy.label,
             codecs,
+            "" if self.start == "cohort" else f"{self.start}-start",
             f"seed{self.seed}",
         )
         return "-".join(re.sub(r"[^A-Za-z0-9._=-]+", "-", part).strip("-") for part in parts if part)
@@ -144,12 +156,21 @@ class PlannedRun(BaseModel):
     Attributes:
         setting: what decides its numbers.
         reduced: where that differs from the published setting: name to (published, run); empty without one.
+        keep_updates: the rounds whose updates are recorded, `all` or `1,5,10`; None: of none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     setting: RunSetting
     reduced: dict[str, tuple[Any, Any]] = {}
+    keep_updates: Annotated[str, Field(pattern=_KEPT_ROUNDS)] | None = None
+
+    @property
+    def kept_rounds(self) -> frozenset[int]:
+        """The rounds whose updates are recorded."""
+        if self.keep_updates == "all":
+            return frozenset(range(1, self.setting.rounds + 1))
+        return frozenset(map(int, self.keep_updates.split(","))) if self.keep_updates else frozenset()
 
 
 class Batch(BaseModel):
@@ -158,6 +179,27 @@ class Batch(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runs: Annotated[tuple[PlannedRun, ...], Field(min_length=1)]
+
+    def keeping(self, rounds: str) -> Batch:
+        """The same runs, with the updates of some rounds recorded.
+
+        Args:
+            rounds: `all`, or numbers with commas between them.
+
+        Raises:
+            OptionError: something else, or a round that a run does not have.
+        """
+        if re.fullmatch(_KEPT_ROUNDS, rounds) is None:
+            raise OptionError(
+                f"--keep-updates {rounds!r}: write all, or rounds with commas between them such as 1,5,10"
+            )
+        kept = tuple(run.model_copy(update={"keep_updates": rounds}) for run in self.runs)
+        for run in kept:
+            if strange := run.kept_rounds - frozenset(range(1, run.setting.rounds + 1)):
+                raise OptionError(
+                    f"--keep-updates {rounds}: {run.setting.name} has rounds 1 to {run.setting.rounds}, not {min(strange)}"
+                )
+        return Batch(runs=kept)
 
 
 def plan_batch(
@@ -209,7 +251,7 @@ def planned_run(published: Mapping[str, Any], given: Mapping[str, Any]) -> Plann
 def _compared(setting: RunSetting) -> dict[str, Any]:
     """What two settings are compared by: neither what changes no published figure nor the same thing under two names."""
     values = {name: value for name, value in setting.published().items() if name not in _NO_REDUCTION}
-    return values | {f"params.{name}": value for name, value in setting.all_params().items()}
+    return values | {"start": setting.start} | {f"params.{name}": value for name, value in setting.all_params().items()}
 
 
 def parse_method_params(pairs: list[str], methods: tuple[str, ...]) -> dict[str, dict[str, ParameterValue]]:

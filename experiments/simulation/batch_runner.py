@@ -87,7 +87,9 @@ class BatchRunner:
         done = [planned for planned in batch.runs if self._runs.is_done(planned)]
         todo = [planned for planned in batch.runs if planned not in done]
         for planned in done:
-            self._print(f"{planned.setting.name}: done before")
+            is_lacking = planned.keep_updates and not self._runs.recording(planned).exists()
+            note = ", without a recording of its updates; --force runs it again" if is_lacking else ""
+            self._print(f"{planned.setting.name}: done before{note}")
         self._counted_rounds = {planned.setting.name: self._runs.done_rounds(planned) for planned in todo}
         total = sum(planned.setting.rounds for planned in todo)
         self._bar.update(self._task, total=total, completed=sum(self._counted_rounds.values()))

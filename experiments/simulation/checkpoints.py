@@ -25,7 +25,7 @@ from fedcg.wire.parts import Part
 
 CHECKPOINT_FORMAT = 1
 _TENSORS, _REST = "tensors.safetensors", "state.json"
-_HELD_IN_TENSORS = ("server", "states", "shadows")  # fields of a simulation
+_HELD_ELSEWHERE = ("server", "states", "shadows", "sent")  # fields of a simulation: in tensors, or in no checkpoint
 
 
 class Checkpoints:
@@ -101,10 +101,10 @@ def _tensors(now: Simulation) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _rest(now: Simulation) -> dict[str, Any]:
-    figures = asdict(replace(now, server=ServerState(Aggregate({})), states={}, shadows={}))
+    figures = asdict(replace(now, server=ServerState(Aggregate({})), states={}, shadows={}, sent={}))
     return {
         "format": CHECKPOINT_FORMAT,
-        **{name: value for name, value in figures.items() if name not in _HELD_IN_TENSORS},
+        **{name: value for name, value in figures.items() if name not in _HELD_ELSEWHERE},
         "label_distribution": now.server.aggregate.label_distribution,
         "parts": sorted(now.server.aggregate.parts),
         "extras": sorted(now.server.extras),

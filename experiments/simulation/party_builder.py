@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from experiments.data.client_datasets import Cohort
 from experiments.errors import SourceError
 from experiments.settings.options import root_secret
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.wire_codec import coding_of
 from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import spec_root
 from fedcg.learning.simulation.party import Party, Roots
 from fedcg.learning.spec import FederationSpec
 
@@ -21,6 +24,10 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
     if cohort.public is None and get_method(spec.method).needs_public:
         raise SourceError(f"{spec.method} distils on unlabelled public images: hold some out with --public-images N")
     roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
+    if run.start == "public":  # as on devices without a cohort secret
+        roots = replace(roots, cohort=spec_root(spec.seed))
+    elif run.start == "random":
+        roots = replace(roots, starts=roots.devices)
     # Test images dealt out evenly are the common set: clients are measured on their own share, the average of them on all.
     common = None if run.test == "even" else cohort.common
     coding = coding_of(spec)

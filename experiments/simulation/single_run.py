@@ -7,6 +7,7 @@ Knows nothing of options and terminals.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,16 +17,18 @@ from typing import Any
 
 import torch
 
-from experiments.data.client_datasets import Cohort, build_cohort
+from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.deal import DealOptions
 from experiments.data.source import Source
 from experiments.errors import OptionError, RunError
 from experiments.simulation.batch import STATE_FOLDER, PlannedRun, RunSetting
 from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import party_of
+from experiments.simulation.recorded_updates import MAX_AUXILIARY, UPDATES_FOLDER, RecordedUpdates
 from experiments.simulation.simulation_record import record_of, write_json
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import NONE_TRAINED
+from fedcg.learning.simulation.simulation import NONE_TRAINED, beginning
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.spec import FederationSpec, ImageForm, plan_from_mapping
 
@@ -82,9 +85,14 @@ class Runs:
         return True
 
     def forget(self, planned: PlannedRun) -> None:
-        """Drop a run's record and checkpoints."""
+        """Drop a run's record, checkpoints and recorded updates."""
         self.path(planned).unlink(missing_ok=True)
         self._checkpoints(planned).remove()
+        shutil.rmtree(self.recording(planned), ignore_errors=True)
+
+    def recording(self, planned: PlannedRun) -> Path:
+        """Where the recorded updates of a run lie, if they were kept."""
+        return self._folder / UPDATES_FOLDER / planned.setting.name
 
     def done_rounds(self, planned: PlannedRun) -> int:
         """How many rounds of a run a checkpoint holds."""
@@ -104,6 +112,7 @@ class Runs:
         torch.set_num_threads(setting.threads)
         with self._dealing:  # one data set at a time is downloaded, decoded and dealt out
             spec, cohort = self._cohort_of(setting)
+            auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
         party = party_of(setting, spec, cohort)
         checkpoints = self._checkpoints(planned)
         stood, spent = checkpoints.newest() or (None, 0.0)
@@ -114,9 +123,18 @@ class Runs:
             evaluate_every=setting.evaluate_every,
             participation=setting.participation,
             early_stop=setting.early_stop,
+            kept_updates=planned.kept_rounds,
         )
+        recorded = None
+        if auxiliary is not None:
+            recorded = RecordedUpdates(
+                self.recording(planned), party, planned.kept_rounds, stood or beginning(party, schedule)
+            )
+            recorded.begin(setting, auxiliary)
 
         def keep(now: Simulation) -> None:
+            if recorded is not None:  # before the checkpoint: a round that is lost is trained, and recorded, again
+                recorded.add(now)
             checkpoints.save(now, time.monotonic() - started)
             self._on_round(planned, now)
 
@@ -140,6 +158,11 @@ class Runs:
             self._dealt = None  # two of them need not fit into memory
             self._dealt = key, build_cohort(source, spec.image, deal)
         return spec, self._dealt[1]
+
+    def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet:
+        """Images of the opened source that no client holds."""
+        assert self._opened is not None
+        return unheld_images(self._opened[1], spec.image, setting.deal(), MAX_AUXILIARY)
 
     def _checkpoints(self, planned: PlannedRun) -> Checkpoints:
         return Checkpoints(self._folder / STATE_FOLDER / planned.setting.name, planned.setting)

@@ -237,8 +237,13 @@ def records(folder: Path) -> dict[str, Any]:
     }
 
 
+def recordings(folder: Path) -> dict[str, bytes]:
+    files = (path for path in (folder / "updates").rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def test_the_command_gives_the_same_records_with_ray_and_leaves_nothing_behind(tmp_path: Path, scratch: Path) -> None:
-    batch = ["--method", "fedcg", "--method", "local", "--seeds", "0,1", "--rounds", "2"]
+    batch = ["--method", "fedcg", "--method", "local", "--seeds", "0,1", "--rounds", "2", "--keep-updates", "2"]
     with fedcg_command(
         *batch, "--out", str(tmp_path / "ray"), "--ray", "--workers", "2", TMPDIR=str(scratch)
     ) as with_ray:
@@ -250,6 +255,8 @@ def test_the_command_gives_the_same_records_with_ray_and_leaves_nothing_behind(t
         finish(plain)
     assert len(records(tmp_path / "ray")) == 4
     assert records(tmp_path / "ray") == records(tmp_path / "plain")
+    assert len(recordings(tmp_path / "ray")) > 40
+    assert recordings(tmp_path / "ray") == recordings(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])

@@ -25,6 +25,7 @@ ARGUMENTS = (
     "--method fedmd_cg --clients 3 --partition iid --images-per-client 60 --local-epochs 1 --image-size 16 "
     f"--rounds {ROUNDS} --set server_iterations=3 --no-plot --no-tensorboard"
 ).split()
+RECORDED = ("--keep-updates", f"1,2,3,{ROUNDS}")
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -52,10 +53,18 @@ def record(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name not in ("seconds", "date")}
 
 
+def recording(folder: Path) -> dict[str, bytes]:
+    """Every file of the recorded updates, by its path."""
+    files = (path for path in (folder / "updates").rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 @pytest.mark.slow
 def test_a_simulation_killed_and_interrupted_in_mid_run_gives_the_record_of_an_undisturbed_one(tmp_path: Path) -> None:
     folder = tmp_path / "disturbed"
-    code, _ = stop_after(start(*ARGUMENTS, "--workers", "1", "--out", str(folder)), folder, 2, signal.SIGKILL)
+    code, _ = stop_after(
+        start(*ARGUMENTS, *RECORDED, "--workers", "1", "--out", str(folder)), folder, 2, signal.SIGKILL
+    )
     assert code == -signal.SIGKILL
     stood = rounds_done(folder)
     assert 2 <= stood < ROUNDS
@@ -74,3 +83,5 @@ def test_a_simulation_killed_and_interrupted_in_mid_run_gives_the_record_of_an_u
     (planned,) = load_batch(folder).runs
     Runs(undisturbed, simulate, lambda _planned, _now: None).run(planned)
     assert record(folder) == record(undisturbed)
+    assert len(recording(folder)) == 1 + 3 * 4 + 6 + 3 * 5 + 3
+    assert recording(folder) == recording(undisturbed)

@@ -10,7 +10,8 @@ images or labels is refused (`Method.private_stages`).
 What it does not cover: the numbers of a report (examples, label counts, loss, accuracy), the choice of a best round by validation
 images (it decides what a device keeps and serves, not what it sends), whether a device takes part, and the personal model where
 somebody other than the owner of the images can ask it: its weights are covered, its held-out figures are not. A shadow is trained
-without DP-SGD and never sent. More than one image of the same thing or person counts as several images.
+without DP-SGD and never sent. The number of training images counts as public: it sets
+the sampling rate and the number of steps. A person or thing in k images has up to k times the ε, at a larger δ.
 
 Noise and sampling come from `torch.Generator`s that the device's secret stream seeds with 63 bits: whoever lacks the secret can't
 repeat them. They are not cryptographic generators, and nothing here defends against attacks on floating-point noise, for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -29,11 +29,16 @@ class ClientData:
 
 @dataclass(frozen=True)
 class Roots:
-    """The roots of randomness (design §5): one secret per device, the cohort's, the coordinator's."""
+    """The roots of randomness (design §5): one secret per device, the cohort's, the coordinator's.
+
+    Attributes:
+        starts: by client, the root of its private parts' initial weights where that is not the cohort's.
+    """
 
     cohort: bytes
     coordinator: bytes
     devices: Mapping[str, bytes]
+    starts: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Coding(Protocol):

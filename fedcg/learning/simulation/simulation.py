@@ -31,7 +31,7 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.privacy_budget import spent_after_round
 from fedcg.learning.simulation.runners import Runner, SerialRunner
-from fedcg.learning.simulation.state import Failure, Schedule, Simulation
+from fedcg.learning.simulation.state import Failure, Schedule, Sent, Simulation
 from fedcg.learning.simulation.tasks import (
     LocalOutcome,
     LocalTask,
@@ -69,7 +69,7 @@ def simulate(
     for now in simulated_rounds(party, schedule, runner=runner, resume=resume):
         if on_round is not None:
             on_round(now)
-    return _beginning(party, schedule) if now is None else now
+    return beginning(party, schedule) if now is None else now
 
 
 def simulated_rounds(
@@ -80,7 +80,7 @@ def simulated_rounds(
     runner = runner or SerialRunner()
     runner.start(party)
     total = schedule.rounds or party.spec.rounds
-    now = resume or _beginning(party, schedule)
+    now = resume or beginning(party, schedule)
     while now.rounds < total and not now.ended_early:
         now = _after_round(party, schedule, runner, now, last=now.rounds + 1 == total)
         yield now
@@ -107,17 +107,19 @@ def update_of(client: str, result: LocalResult) -> Update:
     return Update(client, result.shared.parts, result.report.examples, result.report.label_counts)
 
 
-def _beginning(party: Party, schedule: Schedule) -> Simulation:
+def beginning(party: Party, schedule: Schedule) -> Simulation:
+    """Where a federation stands before its first round."""
     spec = party.spec
     method, alone = get_method(spec.method), get_method("local")
     initial = initial_parts(spec, party.roots.cohort)
     names = sorted(party.datasets)
+    starts = {name: initial_parts(spec, root) for name, root in party.roots.starts.items()}
     shadowed = names if schedule.shadow and method.name != alone.name else []
     return Simulation(
         rounds=0,
         server=_decoded(party, method.init_server(spec, initial)),
-        states={name: method.init_client(spec, initial) for name in names},
-        shadows={name: alone.init_client(shadow_spec(spec), initial) for name in shadowed},
+        states={name: method.init_client(spec, starts.get(name, initial)) for name in names},
+        shadows={name: alone.init_client(shadow_spec(spec), starts.get(name, initial)) for name in shadowed},
         curves=dict.fromkeys(names, ()),
     )
 
@@ -129,7 +131,9 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
     tasks = [
         LocalTask(name, number, now.states[name], now.shadows.get(name)) for name in invited if name not in refusals
     ]
-    outcomes, sizes = _coded(party, runner.local(tasks, now.aggregate), now.aggregate)
+    sent: dict[str, Sent] = {}
+    keep = sent if number in schedule.kept_updates else None
+    outcomes, sizes = _coded(party, runner.local(tasks, now.aggregate), now.aggregate, keep)
     results = {name: outcomes[name].result for name in sorted(outcomes)}
     present = {name: result for name, result in results.items() if result is not None}
     started = time.perf_counter()
@@ -154,6 +158,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
         update_bytes=now.update_bytes
         if party.coding is None
         else (*now.update_bytes, sum(sizes) // max(1, len(sizes))),
+        sent=dict(sorted(sent.items())),
     )
     if last or number % schedule.evaluate_every == 0:
         after = _measured(party, runner, after, outcomes)
@@ -169,11 +174,11 @@ def _decoded(party: Party, server: ServerState) -> ServerState:
 
 
 def _coded(
-    party: Party, outcomes: Iterable[LocalOutcome], base: Aggregate
+    party: Party, outcomes: Iterable[LocalOutcome], base: Aggregate, sent: dict[str, Sent] | None
 ) -> tuple[dict[str, LocalOutcome], list[int]]:
     """Outcomes by client, their shared parts as the server decodes them, and the bytes of each update.
 
-    A client whose update can't be coded has failed: what it sends is the end of its round.
+    A client whose update can't be coded has failed: what it sends is the end of its round. `sent` gets those of the others.
     """
     coded, sizes = {}, []
     for outcome in outcomes:
@@ -185,6 +190,8 @@ def _coded(
                 outcome = replace(outcome, result=replace(result, shared=SharedResult(parts)))
             except DivergedError as error:
                 outcome = replace(outcome, result=None, failure=str(error))
+        if sent is not None and result is not None and outcome.result is not None:
+            sent[client] = Sent(result.shared, result.report)
         coded[client] = outcome
     return coded, sizes
 

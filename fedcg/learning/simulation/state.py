@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from fedcg.learning.choice import is_preferred
 from fedcg.learning.mechanisms.accountant import Spent
-from fedcg.learning.method import Aggregate, ClientState, ServerState
+from fedcg.learning.method import Aggregate, ClientState, ServerState, SharedResult
 from fedcg.learning.simulation.tasks import RoundRecord
+from fedcg.wire.parts import Report
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Schedule:
         evaluate_every: clients are measured after every so many rounds, and after the last.
         participation: share of the clients that take part in a round, in (0, 1].
         early_stop: end after so many rounds without a better validation of any client; None: never.
+        kept_updates: rounds whose updates stay in `Simulation.sent`.
     """
 
     rounds: int | None = None
@@ -28,6 +30,15 @@ class Schedule:
     evaluate_every: int = 1
     participation: float = 1.0
     early_stop: int | None = None
+    kept_updates: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A client's update before it is coded: the shared parts, and all that it could report."""
+
+    shared: SharedResult
+    report: Report
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class Simulation:
         update_bytes: of each round, mean over its updates as they were coded; 0 where there were none. Empty without a coding.
         spent: what the DP-SGD of each client has spent; empty without.
         ended_early: validation stood still for as long as the schedule allows.
+        sent: by client, the updates of the last round where the schedule keeps them. No checkpoint holds them.
     """
 
     rounds: int
@@ -67,6 +79,7 @@ class Simulation:
     update_bytes: tuple[int, ...] = ()
     spent: Mapping[str, Spent] = field(default_factory=dict)
     ended_early: bool = False
+    sent: Mapping[str, Sent] = field(default_factory=dict)
 
     @property
     def aggregate(self) -> Aggregate:

@@ -29,6 +29,7 @@ from audit.evidence.networks import Extractor, WholeModel
 from audit.measures.figures import Figure, Outcome
 from audit.measures.statistics import Values, auc
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import simulated_case
 
@@ -54,7 +55,7 @@ def test_rmias_ratio_divides_by_the_offline_estimate_of_the_images_likelihood(mo
     target = _target_with(monkeypatch, {"victim": [0.8, 0.2], "first": [0.3, 0.2], "second": [0.5, 0.2]}, _images([0]))
     # a = 0.3: Pr(x) = (1.3 · 0.4 + 0.7) / 2 = 0.61, and (1.3 · 0.2 + 0.7) / 2 = 0.48
     expected = np.log([0.8 / 0.61, 0.2 / 0.48])
-    assert log_ratio(target, images, simulated_streams()) == pytest.approx(expected)
+    assert log_ratio(target, images, _streams()) == pytest.approx(expected)
 
 
 def test_rmias_score_is_the_share_of_the_population_that_the_image_is_likelier_than(
@@ -67,12 +68,12 @@ def test_rmias_score_is_the_share_of_the_population_that_the_image_is_likelier_t
         {**confidences, "first": [0.5, 0.5], "second": [0.5, 0.5], "firstz": [0.5] * 3, "secondz": [0.5] * 3},
         population,
     )
-    score = rmia(target, _images([0, 0]), simulated_streams())
+    score = rmia(target, _images([0, 0]), _streams())
     assert (score * 4).astype(int).tolist() == [3, 1]  # likelier than all three, than one
     assert score[0] > score[1]
 
 
-def simulated_streams() -> shadow_models.Streams:
+def _streams() -> Streams:
     return simulated_case(method="fedavg").streams
 
 
@@ -226,7 +227,7 @@ def test_controls_fail_where_the_attack_is_broken(monkeypatch: pytest.MonkeyPatc
         return np.full((len(images), len(images.classes)), 0.1)
 
     monkeypatch.setattr(shadow_models, "posteriors", constant)
-    monkeypatch.setattr("audit.attacks.membership._features", lambda model, images: torch.zeros(len(images), 8))
+    monkeypatch.setattr("audit.attacks.membership._features", lambda model, images: torch.zeros(len(images), 400))
     found = _run(simulated_case(method="fedcg"))
     assert len(found.controls) == 3
     assert not any(control.passed for control in found.controls)

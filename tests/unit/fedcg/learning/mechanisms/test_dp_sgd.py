@@ -16,8 +16,8 @@ from fedcg.learning.errors import DataError, PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd, poisson_batches, private_steps
 from fedcg.learning.mechanisms.protected_round import check_mechanisms, protected_round
-from fedcg.learning.method import LocalResult, RoundContext, TrainingParams
-from fedcg.learning.methods import fedcg, fedgen, fedprox
+from fedcg.learning.method import Aggregate, ClientState, LocalResult, RoundContext, TrainingParams
+from fedcg.learning.methods import fedcg, fedgen, fedmd_cg, fedprox
 from fedcg.learning.networks import build_part, load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
@@ -245,6 +245,49 @@ def test_gradient_noise_and_dropout_change_every_stage_and_repeat() -> None:
         assert first.report.loss != plain.report.loss
         for part in first.private.parts:
             assert not same_parts({part: first.private.parts[part]}, {part: plain.private.parts[part]})
+
+
+@pytest.mark.parametrize("name", ["fedcg", "fedmd_cg"])
+def test_generator_and_discriminator_get_noisy_gradients_too(name: str) -> None:
+    def trained(privacy: PrivacySettings) -> list[torch.Tensor]:
+        spec = quick_spec(name)
+        stream = torch.Generator().manual_seed(1)
+        generator, other = (
+            build_part(spec, part, stream)
+            for part in (Part.GENERATOR, Part.DISCRIMINATOR if name == "fedcg" else Part.CLASSIFIER)
+        )
+        features = torch.rand(24, 16, 1, 1, generator=torch.Generator().manual_seed(2))
+        source = cast("FeatureSource", GivenFeatures(features, torch.arange(24) % 3))
+        ctx = private_context(spec, privacy)
+        if name == "fedcg":
+            fedcg.train_gan(generator, other, source, fedcg.FedcgParams.model_validate(spec.params), ctx)
+        else:
+            params = fedmd_cg.FedmdCgParams.model_validate(spec.params)
+            fedmd_cg.train_generator(generator, other, source, params, ctx)
+        nets = (generator, other) if name == "fedcg" else (generator,)
+        return [torch.cat([weight.detach().flatten() for weight in net.parameters()]) for net in nets]
+
+    plain, noisy = trained(PrivacySettings()), trained(PrivacySettings(gradient_noise=0.1))
+    assert all(not torch.equal(one, other) for one, other in zip(plain, noisy, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(noisy, trained(PrivacySettings(gradient_noise=0.1)), strict=True))
+
+
+def test_steps_with_noise_of_their_own_run_in_f32_and_without_graphs() -> None:
+    seen: list[RoundContext] = []
+    method = get_method("fedavg")
+
+    def spy(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+        seen.append(ctx)
+        return method.local_round(state, data, aggregate, replace(ctx, precision="f32"))
+
+    spec = private_spec("fedavg")
+    initial = initial_parts(spec, b"cohort")
+    for privacy in (PRIVATE, PrivacySettings(gradient_noise=0.1), PrivacySettings(update_clip=1.0)):
+        ctx = replace(private_context(spec, privacy), precision="bf16")
+        aggregate = method.init_server(spec, initial).aggregate
+        spied = replace(method, local_round=spy)
+        protected_round(spied, method.init_client(spec, initial), bright_images(8, 0), aggregate, ctx)
+    assert [(ctx.precision, ctx.graphs) for ctx in seen] == [("f32", False), ("f32", False), ("bf16", True)]
 
 
 def test_dropout_hides_a_share_of_the_features_from_the_classifier() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,14 +12,26 @@ from opacus.accountants import RDPAccountant
 from pydantic import TypeAdapter
 
 from fedcg.learning.errors import PrivacyError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.accountant import Spent
+from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.privacy import PrivacySettings
+from fedcg.learning.simulation import simulation, tasks
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.runners import SerialRunner
 from fedcg.learning.simulation.simulation import NONE_TRAINED, simulate, simulated_rounds
 from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import NAMES, assert_same_simulation, client_data, party_of, same_parts
+from tests.support.learning.learning_cases import (
+    NAMES,
+    assert_same_simulation,
+    bright_images,
+    client_data,
+    party_of,
+    same_parts,
+)
 
 
 def private_party(name: str = "fedavg", **dp_sgd: float) -> Party:
@@ -108,3 +121,26 @@ def test_shadows_are_the_same_with_and_without_mechanisms() -> None:
     for name in NAMES:
         assert same_parts(plain.shadows[name].parts, guarded.shadows[name].parts)
         assert not same_parts(plain.states[name].parts, guarded.states[name].parts)
+
+
+def test_a_download_is_measured_as_the_client_uses_it_and_the_average_without_any_prior(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[torch.Tensor] = []
+
+    def spy(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu") -> Evaluation:
+        measured.append(parts[Part.CLASSIFIER]["5.bias"])
+        return evaluate(spec, parts, data, device)
+
+    for module in (tasks, simulation):
+        monkeypatch.setattr(module, "evaluate", spy)
+    data = bright_images(30, 0)
+    odd = replace(
+        client_data("a"), train=data.rows((data.labels < 2).nonzero().flatten())
+    )  # 10, 10 and 0 of the classes
+    party = replace(party_of("fedavg", ["a"]), privacy=PrivacySettings(balance="logits"), datasets={"a": odd})
+    now = simulate(party, Schedule(rounds=1, shadow=False))
+    prior = torch.tensor([11 / 23, 11 / 23, 1 / 23]).log()
+    sent = now.aggregate.parts[Part.CLASSIFIER]["5.bias"]
+    assert sum(torch.allclose(bias, sent + prior, atol=1e-5) for bias in measured) == len(measured) - 1
+    assert torch.allclose(measured[-1], sent, atol=1e-5)  # the average of all clients' models

@@ -1,0 +1,70 @@
+"""`fedcg bench privacy`: what comes back from the updates of a grid of simulated federations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedcg.json_output import print_data
+
+
+def privacy_command(
+    grid: Annotated[str, typer.Argument(help="methods, fedcg-table2, ppidsg, epochs or mechanisms")],
+    data: Annotated[str, typer.Option(help="as for `fedcg simulate --data`")] = "digits",
+    out: Annotated[
+        Path, typer.Option(help="folder for one JSON per run; runs that are there are not done again")
+    ] = Path("privacy-out"),
+    seed: Annotated[list[int] | None, typer.Option(min=0, help="a seed; again for more  [default: 0, 1, 2]")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="only this row; again for more")] = None,
+    clients: Annotated[int, typer.Option(min=2, help="clients")] = 4,
+    images: Annotated[int, typer.Option(min=10, help="training images of a client, at most")] = 500,
+    epochs: Annotated[int, typer.Option(min=1, help="local epochs a round")] = 5,
+    effort: Annotated[str, typer.Option(help="of the audits: quick, default or thorough")] = "quick",
+    processes: Annotated[int, typer.Option(min=1, help="attacks, and simulated clients, at once")] = 2,
+    show: Annotated[bool, typer.Option("--show", help="run nothing; print the tables of what is there")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the records")] = False,
+) -> None:
+    """Simulate the federations of a grid, audit one client's last update of each, and print the tables of docs/privacy.md.
+
+    The same command goes on where an interrupted one stopped. With the grid `mechanisms` it also draws frontier.png.
+    """
+    from experiments.bench.privacy.cells import Sizes, run_cell
+    from experiments.bench.privacy.grids import GRIDS
+    from experiments.bench.privacy.tables import accuracies, draw_frontier, table
+    from fedcg.errors import BadInputError
+    from fedcg.files import READABLE, replace_durably
+
+    if grid not in GRIDS:
+        raise BadInputError(f"no grid {grid!r}; there are {', '.join(GRIDS)}")
+    chosen, sizes = GRIDS[grid], Sizes(data, clients, images, epochs, effort, processes)
+    unknown = sorted(set(row or ()) - chosen.rows.keys())
+    if unknown:
+        raise BadInputError(f"grid {grid} has no row {', '.join(unknown)}; it has {', '.join(chosen.rows)}")
+    cells = [cell for cell in chosen.cells() if not row or cell[0] in row]
+    jobs = [(number, *cell) for number in seed or (0, 1, 2) for cell in cells]
+    records = []
+    for done, (number, name, column, options) in enumerate(jobs):
+        path = out / grid / f"{Path(data).name}-{_slug(name)}{f'-{_slug(column)}' if column else ''}-seed{number}.json"
+        if not path.is_file():
+            if show:
+                continue
+            typer.echo(f"{done + 1} of {len(jobs)}: {name} {column} seed {number}".replace("  ", " "), err=True)
+            record = {"grid": grid, "row": name, "column": column, **run_cell(chosen, options, sizes, number)}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(path, json.dumps(record, indent=1) + "\n", READABLE)
+        records.append(json.loads(path.read_text(encoding="utf-8")))
+    if as_json:
+        print_data(records)
+        return
+    for line in (f"**{chosen.title}**", "", *accuracies(records), *table(records)):
+        typer.echo(line)
+    if grid == "mechanisms" and records:
+        draw_frontier(records, out / grid / "frontier.png")
+        typer.echo(f"\n{out / grid / 'frontier.png'}")
+
+
+def _slug(name: str) -> str:
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())

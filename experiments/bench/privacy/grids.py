@@ -1,0 +1,101 @@
+"""The grids of settings that docs/privacy.md reports: rows and columns, each a few options of `fedcg simulate`. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+_LENET = ("--network", "lenet5", "--generator", "conv", "--discriminator", "conv", "--no-quick")
+_RELU = ("--network", "lenet5_relu", "--generator", "conv", "--discriminator", "conv", "--no-quick")
+_SHORT = ("--lr", "0.001")  # runs of a few epochs: at FedCG's own 3e-4 a sigmoid network stands still in them
+_METHODS = {
+    "FedAvg": ("--method", "fedavg"),
+    "FedSplit": ("--method", "fedsplit"),
+    "FedCG": ("--method", "fedcg", "--set", "server_iterations=400"),
+    "FedMD-CG": ("--method", "fedmd_cg"),
+}
+_PLAIN = ("--discriminator", "mlp_plain")  # per-sample gradients need a discriminator without spectral norm
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of runs.
+
+    Attributes:
+        common: options of every run; a row's and a column's come after them.
+        attacks: which ones are carried out; empty: all.
+        rounds: of every run whose column does not say otherwise.
+    """
+
+    title: str
+    common: tuple[str, ...]
+    rows: Mapping[str, tuple[str, ...]]
+    columns: Mapping[str, tuple[str, ...]]
+    attacks: tuple[str, ...] = ()
+    rounds: int = 5
+
+    def cells(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(row, column, options) of every run."""
+        for row, of_row in self.rows.items():
+            for column, of_column in self.columns.items():
+                yield row, column, (*self.common, *of_row, *of_column)
+
+
+GRIDS: Mapping[str, Grid] = {
+    "methods": Grid(
+        "attack by attack, by method and by what the server knows of the extractors' start",
+        (*_RELU, *_SHORT, "--partition", "dirichlet:0.5"),
+        _METHODS,
+        {f"{start} start": ("--start", start) for start in ("random", "cohort", "public")},
+    ),
+    "fedcg-table2": Grid(
+        "FedCG's table 2: one network, what is sent and with how much noise",
+        (*_LENET, *_SHORT, "--partition", "iid"),
+        {
+            "FedAvg": _METHODS["FedAvg"],
+            "FedAvg (0.001)": (*_METHODS["FedAvg"], "--mechanism", "gradient_noise=0.0316"),
+            "FedAvg (0.1)": (*_METHODS["FedAvg"], "--mechanism", "gradient_noise=0.316"),
+            "FedSplit": _METHODS["FedSplit"],
+            "FedCG": _METHODS["FedCG"],
+        },
+        {"": ()},
+        ("inversion", "reidentification"),
+    ),
+    "ppidsg": Grid(
+        "PPIDSG's tables 1 to 3 for what exists here: labels and membership",
+        (*_SHORT, "--generator", "conv", "--no-quick", "--partition", "iid", "--batch-size", "64"),
+        {
+            "FedAvg": _METHODS["FedAvg"],
+            "FedAvg, GC 10 %": (*_METHODS["FedAvg"], "--mechanism", "prune=0.1"),
+            "FedAvg, GC 40 %": (*_METHODS["FedAvg"], "--mechanism", "prune=0.4"),
+            "FedCG": _METHODS["FedCG"],
+        },
+        {"sigmoid": ("--network", "lenet5"), "ReLU": ("--network", "lenet5_relu")},
+        ("labels", "membership"),
+    ),
+    "epochs": Grid(
+        "local epochs before the update is sent",
+        (*_RELU, *_SHORT, "--partition", "dirichlet:0.5"),
+        {name: _METHODS[name] for name in ("FedAvg", "FedCG")},
+        {f"{epochs} epochs": ("--local-epochs", str(epochs), "--rounds", "2") for epochs in (1, 10, 25, 60)},
+        ("labels", "membership", "memorisation", "reidentification"),
+        2,
+    ),
+    "mechanisms": Grid(
+        "defences: accuracy beside what comes back",
+        (*_RELU, *_SHORT, "--partition", "dirichlet:0.5"),
+        {name: _METHODS[name] for name in ("FedAvg", "FedCG")},
+        {
+            "none": (),
+            "balance: logits": ("--mechanism", "balance=logits"),
+            "balance: bias": ("--mechanism", "balance=bias"),
+            "clip 1": ("--mechanism", "update_clip=1.0"),
+            "clip 1, noise 0.01": ("--mechanism", "update_clip=1.0", "--mechanism", "update_noise=0.01"),
+            "prune 90 %": ("--mechanism", "prune=0.9"),
+            "dropout 0.5": ("--mechanism", "dropout=0.5"),
+            "DP-SGD, noise 0.5": (*_PLAIN, "--mechanism", "dp_sgd.noise_multiplier=0.5"),
+            "DP-SGD, noise 1": (*_PLAIN, "--mechanism", "dp_sgd.noise_multiplier=1.0"),
+        },
+        ("labels", "membership", "memorisation", "reidentification"),
+    ),
+}

@@ -1,0 +1,107 @@
+"""The records of a grid as Markdown, and accuracy beside leakage as a picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+Record = Mapping[str, Any]
+_SCALE = {"share": (100.0, " %")}
+
+
+def table(records: Sequence[Record]) -> Iterator[str]:
+    """Per figure a table of cells and settings: value, floor, gain and ceiling, means over seeds (standard deviation of the value)."""
+    names = {figure["name"]: figure["title"] for record in records for figure in _figures(record)}
+    for name, title in names.items():
+        yield from (
+            "",
+            f"**{title}** (`{name}`)",
+            "",
+            "| run | setting | value | best guess | gain (95 %) | ceiling |",
+            "|---|---|---|---|---|---|",
+        )
+        for cell, of_cell in _by(records, lambda record: f"{record['row']}, {record['column']}".rstrip(", ")).items():
+            found = [figure for record in of_cell for figure in _figures(record) if figure["name"] == name]
+            for setting, figures in _by(found, lambda figure: str(figure["setting"])).items():
+                yield f"| {cell} | {setting}{' (ceiling)' if figures[0]['is_ceiling'] else ''} | {_cells(figures)} |"
+
+
+def accuracies(records: Sequence[Record]) -> Iterator[str]:
+    """Per cell: the clients' accuracy after the last round, before and after the download, and epsilon."""
+    yield from ("| run | personal accuracy, % | with the download, % | epsilon | seeds |", "|---|---|---|---|---|")
+    for cell, of_cell in _by(records, lambda record: f"{record['row']}, {record['column']}".rstrip(", ")).items():
+        columns = [_mean([record[name] for record in of_cell], 100.0) for name in ("accuracy", "accuracy_after")]
+        yield f"| {cell} | {' | '.join(columns)} | {_mean([record['epsilon'] for record in of_cell], 1.0)} | {len(of_cell)} |"
+
+
+def draw_frontier(records: Sequence[Record], path: Path) -> None:
+    """Accuracy (y) beside the gain of the strongest possible attack (x) for each figure, one point a cell: the frontier."""
+    from matplotlib.figure import Figure as Picture
+
+    names = ("label_l1", "mia_auc", "reid")
+    titles = {figure["name"]: figure["title"] for record in records for figure in _figures(record)}
+    shown = [name for name in names if name in titles]
+    picture = Picture(figsize=(5 * len(shown), 4.2), layout="constrained")
+    for axes, name in zip(picture.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        for number, (row, of_row) in enumerate(_by(records, lambda record: str(record["row"])).items()):
+            for column, of_cell in _by(of_row, lambda record: str(record["column"])).items():
+                gains = [strongest(record, name) for record in of_cell]
+                x = fmean(gain for gain in gains if gain is not None)
+                y = 100 * fmean(record["accuracy"] for record in of_cell)
+                axes.plot(
+                    x,
+                    y,
+                    "os^D"[number % 4],
+                    color=f"C{number}",
+                    label=row if column == next(iter(_columns(of_row))) else None,
+                )
+                axes.annotate(column, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
+        axes.set(xlabel=f"gain over the best guess: {titles[name]}", ylabel="personal accuracy, %")
+        axes.axvline(0, color="0.7", linewidth=0.8)
+        axes.legend(fontsize=8)
+    picture.savefig(path, dpi=130)
+
+
+def strongest(record: Record, name: str) -> float | None:
+    """The largest gain of a figure over all settings that a real attacker can have."""
+    return max(
+        (f["gain"]["value"] for f in _figures(record) if f["name"] == name and not f["is_ceiling"]), default=None
+    )
+
+
+def _columns(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(str(record["column"]) for record in records))
+
+
+def _figures(record: Record) -> Iterator[Mapping[str, Any]]:
+    return (figure for attack in record["attacks"] for figure in attack["figures"])
+
+
+def _by(items: Sequence[Any], key: Any) -> dict[str, list[Any]]:
+    groups: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
+
+
+def _cells(figures: Sequence[Mapping[str, Any]]) -> str:
+    scale, unit = _SCALE.get(figures[0]["unit"], (1.0, f" {figures[0]['unit']}".rstrip()))
+    value = _mean([figure["value"]["value"] for figure in figures], scale)
+    gain, low, high = (fmean(figure["gain"][end] for figure in figures) * scale for end in ("value", "low", "high"))
+    floor, ceiling = (
+        _mean([figure[name] for figure in figures], scale, with_deviation=False) for name in ("floor", "ceiling")
+    )
+    return (
+        f"{value}{unit} | {floor}{unit}, {figures[0]['floor_is']} | {gain:+.3g} ({low:+.3g} to {high:+.3g}) | {ceiling}"
+    )
+
+
+def _mean(values: Sequence[float | None], scale: float, *, with_deviation: bool = True) -> str:
+    there = [scale * value for value in values if value is not None]
+    if not there:
+        return "-"
+    deviation = f" ± {stdev(there):.2g}" if with_deviation and len(there) > 1 else ""
+    return f"{fmean(there):.3g}{deviation}"

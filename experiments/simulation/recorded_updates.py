@@ -1,0 +1,211 @@
+"""Recordings of simulated runs, for the audit: the artifacts that a deployment's observer would have, and the truth beside them.
+
+A run's folder is an observer's folder (`wire.json`, `artifacts/`) with `truth/` (the clients' images and private parts),
+`auxiliary.npz` (images that an attacker could have) and `initial.json` (the start of the private parts). Folders have mode 0700,
+files 0600. Every file is a function of the run, so a round that is repeated after a crash writes the same bytes. Uses torch.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from audit.recording.capture import Capture
+from audit.recording.observer import ARTIFACTS, WIRE_FILE
+from edge_client.config import PolicySection
+from edge_client.firewall import UpdateFacts, build_update
+from experiments.simulation.batch import RunSetting
+from fedcg.files import replace_durably
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.party import ATTEMPT, ClientData, Party
+from fedcg.learning.simulation.state import Simulation
+from fedcg.learning.tensor_conversion import to_arrays
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
+from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, Report
+
+UPDATES_FOLDER = "updates"
+MAX_AUXILIARY = 10_000
+_FORMAT = 1
+_TRUTH = "truth"
+_AUXILIARY_FILE, _INITIAL_FILE = "auxiliary.npz", "initial.json"
+_PRIVATE_FOLDER = 0o700
+# Written for methods that share them too: attacks on an update need the extractor that made the features.
+_WITH_TRUTH = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})
+
+
+class RecordedUpdates:
+    """The recording of one run.
+
+    Args:
+        folder: of the run, in the batch's folder `updates`; emptied where the run is at its beginning.
+        party: of the run.
+        kept: the rounds that are recorded.
+        stood: where the run stands: its beginning, or its checkpoint.
+    """
+
+    def __init__(self, folder: Path, party: Party, kept: frozenset[int], stood: Simulation) -> None:
+        self._folder, self._party, self._kept, self._before = folder, party, kept, stood
+        self._method = get_method(party.spec.method)
+        self._policy = PolicySection(
+            allow_upload=frozenset(party.spec.upload), allow_report=DEFAULT_ALLOW_REPORT | frozenset(party.spec.report)
+        )
+        if stood.rounds == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        for place in (folder.parent, folder, folder / ARTIFACTS, folder / _TRUTH):
+            place.mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
+        self._store = ArtifactStore(folder / ARTIFACTS)
+        self._capture = Capture(party.spec.federation)
+        for artifact in self._store.ids():
+            self._capture.add(self._store.get(artifact))
+
+    def begin(self, setting: RunSetting, auxiliary: ImageSet) -> None:
+        """Write what is fixed before the first round: the clients' images, an attacker's, and the start of the private parts.
+
+        Args:
+            setting: of the run.
+            auxiliary: images that no client holds.
+        """
+        for client, data in self._party.datasets.items():
+            if len(data.train):  # an .npz without training images can't be read, and nothing was sent either
+                replace_durably(self._folder / _TRUTH / f"{client}.npz", _npz(_client_arrays(data)))
+        replace_durably(self._folder / _AUXILIARY_FILE, _npz(_arrays("train", auxiliary)))
+        cohort = self._party.roots.cohort.hex() if setting.start == "cohort" else None
+        initial = {"format": _FORMAT, "start": setting.start, "cohort_root": cohort}
+        replace_durably(self._folder / _INITIAL_FILE, json.dumps(initial))
+
+    def add(self, now: Simulation) -> None:
+        """Record the round that was just done, if it is one of those that are kept.
+
+        Args:
+            now: where the simulation stands; called after every round, in their order.
+
+        Raises:
+            FirewallError: an update that no device would send, with numbers that are not finite for one.
+            OSError: the disk is full.
+        """
+        before, self._before = self._before, now
+        if now.rounds not in self._kept:
+            return
+        self._take(self._party.spec.canonical())
+        base = self._take_aggregate(before)
+        for client, sent in now.sent.items():
+            update = build_update(
+                to_arrays(sent.shared.parts),
+                _report(client, now),
+                spec=self._party.spec,
+                policy=self._policy,
+                facts=UpdateFacts(client, now.rounds, ATTEMPT),
+                base=base,
+            )
+            self._take(update)
+            self._write_parts(client, before, now)
+        last = self._take_aggregate(now).id
+        if now.ended_early or now.rounds == self._party.spec.rounds:
+            self._capture.finished_with = last
+        # Sorted: a resumed run reads its artifacts in another order, and the record shall not differ.
+        replace_durably(self._folder / WIRE_FILE, json.dumps(self._capture.record(), indent=1, sort_keys=True))
+
+    def _take(self, data: bytes) -> str:
+        self._store.put(data)
+        return self._capture.add(data)
+
+    def _take_aggregate(self, now: Simulation) -> Base:
+        """Keep the aggregate that a round ended with, the initial one after round 0.
+
+        Its header names no base: the earlier aggregate may not be among those that are kept.
+        """
+        spec, parts = self._party.spec, to_arrays(now.aggregate.parts)
+        header = ArtifactHeader(
+            kind="aggregate",
+            method=spec.method,
+            federation=spec.federation,
+            round=now.rounds,
+            attempt=ATTEMPT if now.rounds else 0,
+            client=COORDINATOR,
+            label_distribution=now.aggregate.label_distribution,
+        )
+        return Base(self._take(pack(header, parts, spec.aggregate_codec)), parts)
+
+    def _write_parts(self, client: str, before: Simulation, now: Simulation) -> None:
+        """Write a client's private parts as the round found and left them; of shared ones, what came down and what was sent."""
+        found = {**before.states[client].parts, **before.aggregate.parts}
+        left = {**now.states[client].parts, **now.sent[client].shared.parts}
+        wanted = sorted((self._method.private_parts | _WITH_TRUTH) & self._method.parts)
+        tensors = {
+            f"{when}/{part.value}/{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for when, parts in (("before", found), ("after", left))
+            for part in wanted
+            for name, tensor in parts.get(part, {}).items()
+        }
+        replace_durably(self._folder / _TRUTH / f"{client}-round-{now.rounds}.safetensors", save(tensors))
+
+
+def _report(client: str, now: Simulation) -> Report:
+    """The report of a simulated client: what its local round reports, and its accuracy where the round was measured.
+
+    There is no `health`: a simulated client has no machine of its own.
+    """
+    report, curve = now.sent[client].report, now.curves[client]
+    is_measured = bool(curve) and curve[-1].round == now.rounds
+    return report.model_copy(update={"accuracy": curve[-1].accuracy}) if is_measured else report
+
+
+def _client_arrays(data: ClientData) -> dict[str, Any]:
+    """What the client trained on, and the images that no training saw, as validation and test images.
+
+    Both of these are there where there are two such images: a device divides a source that lacks one of them itself.
+    """
+    unseen = ImageSet(
+        torch.cat([data.val.images, data.test.images]),
+        torch.cat([data.val.labels, data.test.labels]),
+        data.test.classes,
+    )
+    val = max(1, len(data.val)) if len(data.test) else len(unseen) // 2
+    parts = {"train": data.train, "val": unseen.rows(range(val)), "test": unseen.rows(range(val, len(unseen)))}
+    return {
+        name: array for part, images in parts.items() if len(images) for name, array in _arrays(part, images).items()
+    }
+
+
+def _arrays(part: str, images: ImageSet) -> dict[str, Any]:
+    """Images as [N, H, W, C] uint8 and labels as [N] int64, by their names in an `.npz`."""
+    return {f"x_{part}": images.images.permute(0, 2, 3, 1).cpu().numpy(), f"y_{part}": images.labels.cpu().numpy()}
+
+
+def _npz(arrays: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def audit_command(folder: Path) -> str | None:
+    """The command that audits a run's recording, for its first client with images; None where `folder` holds no recording."""
+    images = sorted((folder / _TRUTH).glob("*.npz"))
+    if not images or not (folder / WIRE_FILE).exists():
+        return None
+    words = [
+        "fedcg",
+        "audit",
+        "run",
+        "--updates",
+        folder,
+        "--data",
+        images[0],
+        "--client",
+        images[0].stem,
+        "--out",
+        "DIR",
+    ]
+    return shlex.join(map(str, words))

@@ -1,0 +1,134 @@
+"""The GAN shows what a class looks like where the model gives it away, and gains nothing from an update without news."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from audit.attacks import class_inference
+from audit.attacks.attack import Effort
+from audit.attacks.catalogue import get_attack
+from audit.evidence.case import Case, Knowledge
+from audit.evidence.networks import trained_alone
+from audit.measures.figures import Outcome
+from fedcg.wire.parts import Part
+from tests.support.audit.cases import simulated_case
+
+ATTACK = get_attack("class_inference")
+
+
+def whole_model_case() -> Case:
+    return simulated_case(method="fedavg", data="digits", images_per_client=200, local_epochs=4)
+
+
+def attacked(case: Case, effort: Effort = Effort.QUICK) -> Outcome:
+    return ATTACK.run(case, effort, lambda done, total: None)
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    return attacked(whole_model_case())
+
+
+def test_a_model_that_was_sent_whole_shows_what_the_class_looks_like(outcome: Outcome) -> None:
+    (figure,), (control,) = outcome.figures, outcome.controls
+    assert control.passed
+    assert control.value > 0.45
+    assert figure.value.low > 0.45  # the mean image of the other classes: 0.33 to 0.36
+    assert "sent" in figure.setting
+    assert figure.samples == 15
+
+
+def test_an_update_equal_to_the_aggregate_before_the_round_gains_nothing() -> None:
+    case = whole_model_case()
+    silent = replace(case, view=replace(case.view, update=case.view.before.parts))
+    (figure,) = attacked(silent).figures
+    assert figure.floor_is == "the same attack on the aggregate before the round"
+    assert (figure.gain.value, figure.gain.low, figure.gain.high) == (0.0, 0.0, 0.0)
+
+
+def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_the_aggregate_before() -> None:
+    case = whole_model_case()
+    start = case.view.start()
+    update = trained_alone(case.view, start, case.truth.train, case.streams, 30)
+    view = replace(case.view, update=update, before=replace(case.view.before, parts=start))
+    (figure,) = attacked(replace(case, view=view)).figures
+    assert figure.gain.low > 0.05
+
+
+def test_the_control_fails_when_the_attack_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(class_inference, "_step", lambda optimiser, loss: None)
+    (control,) = attacked(whole_model_case()).controls
+    assert not control.passed
+
+
+def test_the_classifier_alone_needs_an_estimated_extractor_and_says_so() -> None:
+    case = simulated_case(method="fedsplit", data="digits", images_per_client=200, local_epochs=4)
+    (figure,) = attacked(case).figures
+    assert "surrogate" in figure.setting
+    assert Knowledge.AUXILIARY in figure.knowledge
+    assert Knowledge.PRIVATE not in figure.knowledge
+
+
+@pytest.mark.slow
+def test_the_default_effort_adds_the_public_start_and_the_ceiling_with_the_true_extractor() -> None:
+    outcome = attacked(simulated_case(method="fedcg", data="digits", network="cnn_bn"), Effort.DEFAULT)
+    assert [one.setting for one in outcome.figures] == ["extractor: surrogate", "extractor: start of the public seed"]
+    assert all(one.ceiling is not None for one in outcome.figures)
+
+
+def test_a_repetition_gives_the_same_figures_reports_every_step_and_leaves_torchs_random_state_alone(
+    outcome: Outcome,
+) -> None:
+    state, seen = torch.random.get_rng_state(), list[tuple[int, int]]()
+    again = ATTACK.run(whole_model_case(), Effort.QUICK, lambda done, total: seen.append((done, total)))
+    assert again == outcome
+    assert [done for done, _ in seen] == list(range(1, seen[0][1] + 1))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_attacker_has_no_image_of_the_class_that_the_device_trained_on_most() -> None:
+    case = whole_model_case()
+    target = class_inference.target_class(case.truth)
+    counts = case.truth.train.label_counts()
+    assert counts[target] == max(counts)
+    view = class_inference.without_class(case.view, target, 50, torch.Generator().manual_seed(0))
+    assert view.auxiliary is not None
+    assert len(view.auxiliary) == 50
+    assert target not in view.auxiliary.labels
+
+
+def test_the_class_fake_is_one_logit_more_and_leaves_the_others_as_they_were() -> None:
+    classifier = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(4, 3)))
+    inputs = torch.arange(8.0).reshape(2, 4)
+    before = classifier(inputs).detach()
+    after = class_inference.widened(classifier)(inputs)
+    assert torch.allclose(after[:, :3], before)
+    assert torch.equal(after[:, 3], torch.zeros(2))
+
+
+def test_class_ssim_is_the_mean_over_the_guesses_for_each_image() -> None:
+    images = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    # Each image is one of the two guesses: the mean of 1 and of the SSIM between the two, which is symmetric.
+    first, second = class_inference.class_ssim(images, images)
+    (between,) = class_inference.class_ssim(images[:1], images[1:])
+    assert first == pytest.approx((1 + between) / 2)
+    assert second == pytest.approx(first)
+    assert isinstance(first, np.floating)
+
+
+def test_it_lacks_a_classifier_or_images_of_other_classes_where_there_are_none() -> None:
+    case = whole_model_case()
+    assert ATTACK.lacks(case) is None
+    target, auxiliary = class_inference.target_class(case.truth), case.view.auxiliary
+    assert auxiliary is not None
+    alike = auxiliary.rows(torch.nonzero(auxiliary.labels == target).flatten())
+    missing = ATTACK.lacks(replace(case, view=replace(case.view, auxiliary=alike)))
+    assert missing is not None
+    assert "other classes" in missing
+    sent = {Part.EXTRACTOR: case.view.update[Part.EXTRACTOR]}
+    assert ATTACK.lacks(replace(case, view=replace(case.view, update=sent))) == "fedavg sends no classifier"

@@ -1,0 +1,162 @@
+"""The label attack: what it infers from a view, how that is scored, and when its controls fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from audit.attacks import class_shares, label_distribution
+from audit.attacks.attack import Effort
+from audit.attacks.catalogue import get_attack
+from audit.attacks.class_shares import HEADLINE, fitted, inferred
+from audit.attacks.label_distribution import (
+    ATTACK,
+    counts_of,
+    labels_by_bias,
+    labels_by_weight,
+    single_class_control,
+    two_class_control,
+    update_figures,
+)
+from audit.evidence.case import Case, Knowledge
+from audit.measures.figures import Figure, Outcome
+from fedcg.learning.image_set import ImageSet
+from tests.support.audit.cases import simulated_case
+
+
+def skewed(method: str) -> Case:
+    """A client that has few classes."""
+    return simulated_case(method=method, partition="dirichlet:0.1", images_per_client=120, local_epochs=4)
+
+
+def run(case: Case) -> Outcome:
+    return ATTACK.run(case, Effort.QUICK, lambda done, total: None)
+
+
+def figure(outcome: Outcome, name: str, setting: str) -> Figure:
+    return next(one for one in outcome.figures if one.name == name and setting in one.setting)
+
+
+def relabelled(case: Case, shift: int) -> Case:
+    """The same update beside a truth whose classes were exchanged: nothing of it can leak."""
+    train, count = case.truth.train, case.view.spec.class_count
+    labels = (train.labels + shift) % count
+    return replace(case, truth=replace(case.truth, train=ImageSet(train.images, labels, train.classes)))
+
+
+def test_counts_have_the_largest_remainders_and_sum_to_the_batch() -> None:
+    # shares 0.5, 0.3, 0.2, and a negative one that counts as 0, of 4 rows: 2.0, 1.2, 0.8, 0 -> 2, 1, 0, 0 and one left for 0.8
+    assert counts_of(torch.tensor([0.5, 0.3, 0.2, -0.1]), 4).tolist() == [2, 1, 1, 0]
+    assert counts_of(torch.tensor([-1.0, -1.0]), 4).tolist() == [2, 2]
+
+
+def test_the_last_biases_gradient_is_prediction_minus_share() -> None:
+    # two rows, labels 0 and 0, p = (0.5, 0.5) for both: gradient of the bias = mean(p - y) = (-0.5, 0.5), so shares 0.5 - (-0.5) = 1, 0
+    logits = torch.zeros(2, 2, requires_grad=True)
+    torch.nn.functional.cross_entropy(logits, torch.tensor([0, 0])).backward()
+    assert logits.grad is not None
+    bias = logits.grad.sum(0)
+    assert bias.tolist() == [-0.5, 0.5]
+    assert labels_by_bias(bias, torch.tensor([0.5, 0.5])).tolist() == [1, 0]
+
+
+def test_ppidsg_eq_3_divides_the_row_sums_of_the_weight_gradient_by_the_sum_of_the_inputs() -> None:
+    # inputs h = (1, 3) for both rows, S = 4, the same labels: gradient of W_cj = (p_c - n_c / N) h_j = -/+ 0.5 (1, 3); row sums -/+ 2
+    inputs, labels = torch.tensor([[1.0, 3.0], [1.0, 3.0]]), torch.tensor([0, 0])
+    weight = torch.zeros(2, 2, requires_grad=True)
+    torch.nn.functional.cross_entropy(inputs @ weight.T, labels).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[-0.5, -1.5], [0.5, 1.5]]
+    assert labels_by_weight(weight.grad, torch.tensor([0.5, 0.5]), inputs.mean(0)).tolist() == [1, 0]
+
+
+def test_the_conditional_logit_finds_the_weights_that_made_the_shares() -> None:
+    values = torch.randn(30, 5, 2, generator=torch.Generator().manual_seed(0))
+    shares = (values @ torch.tensor([2.0, -1.0])).softmax(1)
+    found = fitted(values[:20], shares[:20])(values[20:])
+    assert (found - shares[20:]).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("method", ["fedcg", "fedsplit", "fedavg"])
+def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str) -> None:
+    outcome = run(skewed(method))
+    shares = figure(outcome, "label_l1", HEADLINE)
+    assert shares is outcome.figures[0]
+    assert shares.knowledge == (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
+    assert shares.gain.low > 0.1
+    assert shares.gain.value == pytest.approx(shares.floor - shares.value.value)
+    batch = figure(outcome, "label_accuracy", "batches of 32, bias")
+    assert batch.gain.low > 0
+    assert all(one.value.low <= one.value.value <= one.value.high for one in outcome.figures)
+    assert [one.passed for one in outcome.controls] == [True, True]
+    assert len({(one.name, one.setting) for one in outcome.figures}) == len(outcome.figures)
+    lines = outcome.curves[0].lines
+    assert sum(share for _, share in lines["true"]) == pytest.approx(1)
+    assert ("generator" in " ".join(one.setting for one in outcome.figures)) == (method == "fedcg")
+
+
+def test_a_truth_that_the_update_does_not_come_from_gives_no_gain() -> None:
+    case = skewed("fedcg")
+    streams = case.streams.at("labels")
+    guesses = inferred(case.view, streams, Effort.QUICK, lambda: None)
+    trivial = label_distribution.trivial_guesses(case.view, streams)
+    gains = [update_figures(relabelled(case, by), guesses, trivial)[0].gain for by in (3, 5, 7)]
+    assert all(gain.low <= 0 for gain in gains)
+    assert min(gain.value for gain in gains) < 0
+
+
+def test_an_iid_client_has_nothing_to_leak() -> None:
+    case = simulated_case(method="fedcg")
+    assert figure(run(case), "label_l1", HEADLINE).gain.value < 0.05
+
+
+def test_the_floor_is_the_better_of_equal_shares_and_the_federations_mean() -> None:
+    case = skewed("fedsplit")
+    true = torch.tensor(case.truth.train.label_counts()) / len(case.truth.train)
+    count = case.view.spec.class_count
+    uniform, other = torch.full((count,), 1 / count), true * 0.9 + 0.1 / count
+    guesses = {HEADLINE: true.unsqueeze(0)}
+    alone = update_figures(case, guesses, {"every class alike": uniform})[0]
+    both = update_figures(case, guesses, {"every class alike": uniform, "mean": other})[0]
+    assert alone.floor_is == "every class alike"
+    assert alone.floor == pytest.approx(float((true - uniform).abs().sum()), abs=1e-5)
+    assert both.floor_is == "mean"
+    assert both.floor == pytest.approx(alone.floor / 10, abs=1e-5)
+
+
+def test_the_single_class_control_fails_with_a_broken_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = skewed("fedsplit")
+    assert single_class_control(case).passed
+    monkeypatch.setattr(label_distribution, "labels_by_bias", lambda bias, predicted: predicted)
+    assert not single_class_control(case).passed
+
+
+def test_the_two_class_control_fails_with_a_broken_readout(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = skewed("fedsplit")
+    monkeypatch.setattr(class_shares, "by_readout", lambda view, parts, streams: torch.full((10,), 0.1))
+    assert not two_class_control(case, Effort.QUICK, lambda: None).passed
+
+
+def test_a_run_repeats_itself_and_leaves_global_randomness_alone() -> None:
+    case, state = simulated_case(method="fedsplit"), torch.random.get_rng_state()
+    steps: list[tuple[int, int]] = []
+    first = ATTACK.run(case, Effort.QUICK, lambda done, total: steps.append((done, total)))
+    assert first == run(case)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert [done for done, _ in steps] == list(range(1, steps[0][1] + 1))
+
+
+def test_an_update_alone_is_enough_and_what_was_not_tried_is_noted() -> None:
+    case = skewed("fedcg")
+    alone = replace(case, view=replace(case.view, others={}), truth=replace(case.truth, before=None, after=None))
+    outcome = run(alone)
+    assert {one.name for one in outcome.figures} == {"label_l1"}
+    assert any("Single batches were not tried" in note and "--private" in note for note in outcome.notes)
+
+
+def test_a_method_that_sends_no_classifier_is_not_attacked() -> None:
+    reason = get_attack("labels").lacks(simulated_case(method="fedper"))
+    assert reason == "fedper sends no classifier"
+    assert get_attack("labels").lacks(simulated_case(method="fedsplit")) is None

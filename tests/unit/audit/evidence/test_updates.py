@@ -1,0 +1,167 @@
+"""What an audit reads: only what really crossed, and only what fits the federation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from audit.errors import CaptureError, DecodeError, TruthError
+from audit.evidence.case import Case
+from audit.evidence.device_data import read_truth
+from audit.evidence.updates import read_updates
+from fedcg.learning.errors import DataError
+from fedcg.wire.parts import Part
+from tests.support.audit.cases import simulated_case
+from tests.support.audit.recordings import write_images, write_private, write_recording
+
+
+def coded_case() -> Case:
+    return simulated_case(codec="i8-delta", aggregate_codec="f16")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    folder = tmp_path / "observer"
+    return folder, write_recording(coded_case(), folder)
+
+
+def test_a_recording_gives_the_update_as_the_server_decodes_it(recorded: tuple[Path, dict[str, str]]) -> None:
+    case = coded_case()
+    view = read_updates(recorded[0]).view("client-1", 2)
+    assert view.update.keys() == {Part.CLASSIFIER, Part.GENERATOR}
+    assert sorted(view.others) == ["client-2", "client-3"]
+    assert view.after is not None
+    for name, tensor in view.update[Part.CLASSIFIER].items():
+        change = (case.view.update[Part.CLASSIFIER][name] - case.view.before.parts[Part.CLASSIFIER][name]).abs().max()
+        assert (tensor - case.view.update[Part.CLASSIFIER][name]).abs().max() <= 0.02 * change + 1e-3  # int8 and f16
+
+
+def test_the_only_round_and_the_last_one_need_no_name(recorded: tuple[Path, dict[str, str]]) -> None:
+    assert read_updates(recorded[0]).view("client-2").round == 2
+
+
+@pytest.mark.parametrize(
+    ("client", "number", "said"),
+    [
+        (None, None, "client-1, client-2, client-3: name one with --client"),
+        ("client-9", None, "no update of client-9"),
+        ("client-1", 7, "of client-1 in rounds \\[2\\]"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    recorded: tuple[Path, dict[str, str]], client: str | None, number: int | None, said: str
+) -> None:
+    with pytest.raises(CaptureError, match=said):
+        read_updates(recorded[0]).view(client, number)
+
+
+def test_a_missing_base_aggregate_is_named(recorded: tuple[Path, dict[str, str]]) -> None:
+    folder, ids = recorded
+    (folder / "artifacts" / ids["before"]).unlink()
+    with pytest.raises(CaptureError, match=f"lacks aggregate {ids['before']}.*record from before"):
+        read_updates(folder).view("client-1")
+
+
+def test_a_damaged_artifact_is_refused_by_its_name(recorded: tuple[Path, dict[str, str]]) -> None:
+    folder, ids = recorded
+    path = folder / "artifacts" / ids["client-2"]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(DecodeError, match=f"{ids['client-2']} is damaged"):
+        read_updates(folder)
+
+
+def test_an_update_of_another_codec_is_refused(recorded: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    folder, ids = recorded
+    (folder / "artifacts" / ids["spec"]).unlink()
+    other = coded_case().view.spec.model_copy(update={"codec": "f32", "with_base": ()})
+    (folder / "artifacts" / other.digest).write_bytes(other.canonical())
+    with pytest.raises(DecodeError, match=r"the update of client-1 in round 2.*not coded as they must be"):
+        read_updates(folder).view("client-1")
+
+
+def test_updates_of_another_federation_are_refused(recorded: tuple[Path, dict[str, str]]) -> None:
+    folder, ids = recorded
+    (folder / "artifacts" / ids["spec"]).unlink()
+    other = coded_case().view.spec.model_copy(update={"federation": "elsewhere"})
+    (folder / "artifacts" / other.digest).write_bytes(other.canonical())
+    with pytest.raises(CaptureError, match="updates of federation demo, and the spec of elsewhere"):
+        read_updates(folder)
+
+
+def test_a_folder_without_a_spec_or_with_two_is_refused(recorded: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    folder, _ = recorded
+    other = coded_case().view.spec.model_copy(update={"federation": "elsewhere"})
+    (folder / "artifacts" / other.digest).write_bytes(other.canonical())
+    with pytest.raises(CaptureError, match="2 federations: name one with --federation; there is demo, elsewhere"):
+        read_updates(folder)
+    assert read_updates(folder, "demo").view("client-1").client == "client-1"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CaptureError, match="holds no federation's spec"):
+        read_updates(tmp_path / "empty")
+    with pytest.raises(CaptureError, match="no such folder"):
+        read_updates(tmp_path / "nowhere")
+
+
+def test_gaps_of_a_recording_are_told(recorded: tuple[Path, dict[str, str]]) -> None:
+    folder, _ = recorded
+    (folder / "wire.json").write_text(json.dumps({"lost_frames": 3, "incomplete": ["a", "b"], "damaged_frames": 0}))
+    assert set(read_updates(folder).gaps) == {
+        "2 transfers that began and did not end",
+        "3 frames that the observer could not keep up with",
+    }
+
+
+def test_the_truth_is_what_the_device_trained_on(tmp_path: Path) -> None:
+    case = simulated_case()
+    data = write_images(case.truth.train, case.truth.held_out, tmp_path / "data.npz")
+    truth = read_truth(case.view, data, write_private(case, tmp_path / "private.safetensors"))
+    assert torch.equal(truth.train.images, case.truth.train.images)
+    assert len(truth.held_out) == len(case.truth.held_out)
+    assert truth.before is not None
+    assert truth.before.keys() == {Part.EXTRACTOR, Part.DISCRIMINATOR}
+
+
+def test_images_that_the_model_never_saw_are_refused(tmp_path: Path) -> None:
+    case = simulated_case()
+    fewer = case.truth.train.rows(list(range(40)))
+    data = write_images(fewer, case.truth.held_out, tmp_path / "data.npz")
+    with pytest.raises(TruthError, match=r"40 training images.*trained on 86.*not the images that the model saw"):
+        read_truth(case.view, data)
+    counts = tuple(reversed(case.truth.train.label_counts()))
+    view = replace(case.view, report=case.view.report.model_copy(update={"label_counts": counts}))
+    data = write_images(case.truth.train, case.truth.held_out, tmp_path / "same.npz")
+    with pytest.raises(TruthError, match="images per class"):
+        read_truth(view, data)
+
+
+def test_private_weights_of_another_network_or_round_are_refused(tmp_path: Path) -> None:
+    case, other = simulated_case(), simulated_case(network="cnn_bn")
+    data = write_images(case.truth.train, case.truth.held_out, tmp_path / "data.npz")
+    with pytest.raises(TruthError, match="other tensors than the federation's"):
+        read_truth(case.view, data, write_private(other, tmp_path / "other.safetensors"))
+    (tmp_path / "store" / "generations").mkdir(parents=True)
+    with pytest.raises(TruthError, match="rounds none, not of round 2"):
+        read_truth(case.view, data, tmp_path / "store")
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    with pytest.raises(DecodeError, match=r"bad\.safetensors can't be read"):
+        read_truth(case.view, data, tmp_path / "bad.safetensors")
+
+
+def test_no_images_at_all_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such folder"):
+        read_truth(simulated_case().view, tmp_path / "nothing")
+
+
+def test_more_held_out_images_join_those_of_the_device(tmp_path: Path) -> None:
+    case = simulated_case()
+    data = write_images(case.truth.train, None, tmp_path / "train.npz")
+    view = replace(case.view, report=case.view.report.model_copy(update={"examples": None}))
+    more = write_images(case.truth.held_out, None, tmp_path / "more.npz")
+    alone, with_more = (read_truth(view, data, held_out=held_out) for held_out in (None, more))
+    assert len(with_more.held_out) == len(alone.held_out) + len(case.truth.held_out)
+    assert np.array_equal(with_more.held_out.images[-1].numpy(), case.truth.held_out.images[-1].numpy())
