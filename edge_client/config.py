@@ -6,13 +6,19 @@ Relative paths are relative to the file. Knows nothing of networks or training; 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from audit.attacks.catalogue import ATTACKS
+from audit.errors import GateFormError
+from audit.report.conditions import parse_gate
+from audit.run.packages import EXTRA, missing_packages
 from edge_client.errors import ConfigError
 from fedcg.config_file import nearest, read_toml, section_of
+from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.wire.messages.enrolment_messages import URL_PATTERN, PresetName
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
@@ -118,6 +124,60 @@ class TrainingSection(_Section):
     ] = STALL_S
 
 
+class AuditSection(_Section):
+    """Whether this device attacks its own update before it sends it, and the gate that keeps an update back.
+
+    Attributes:
+        gate: conditions on the figures, in the form of `fedcg audit run --gate`; where one does not hold, nothing is sent.
+        auxiliary: labelled images that an attacker could have; without them, attacks that need them are not tried.
+        attacks: names of `fedcg audit attacks`; all where none is named.
+    """
+
+    before_publish: Annotated[Literal["off", "quick"], Field(description="off, or quick: about a minute a round")] = (
+        "off"
+    )
+    gate: Annotated[str, Field(description="e.g. label_l1_gain<0.05,reid_gain<0.02")] = ""
+    auxiliary: Path | None = None
+    attacks: tuple[str, ...] = ()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether updates are audited."""
+        return self.before_publish != "off"
+
+    @property
+    def obstacle(self) -> str:
+        """Why this device can't make its audit, with the remedy; empty where it can."""
+        missing = missing_packages() if self.is_on else ()
+        if missing:
+            return f"[audit] before_publish = \"{self.before_publish}\" needs {' and '.join(missing)}: pip install '{EXTRA}'"
+        if self.is_on and self.auxiliary is not None and not self.auxiliary.exists():
+            return f"[audit] auxiliary: there is no {self.auxiliary}; correct the path, or leave it out"
+        return ""
+
+    @field_validator("gate")
+    @classmethod
+    def _gate_is_readable(cls, gate: str) -> str:
+        try:
+            parse_gate(gate)
+        except GateFormError as error:
+            raise ValueError(str(error)) from error
+        return gate
+
+    @field_validator("attacks")
+    @classmethod
+    def _attacks_exist(cls, attacks: tuple[str, ...]) -> tuple[str, ...]:
+        if strange := [name for name in attacks if name not in ATTACKS]:
+            raise ValueError(f"no attack {strange[0]!r}; there are {', '.join(ATTACKS)}")
+        return attacks
+
+    @model_validator(mode="after")
+    def _a_gate_is_applied(self) -> AuditSection:
+        if self.gate and not self.is_on:
+            raise ValueError('gate has no effect while before_publish is "off": set "quick", or leave the gate out')
+        return self
+
+
 class ExportSection(_Section):
     """How the personal model becomes an ONNX model.
 
@@ -154,6 +214,14 @@ class AgentConfig(_Section):
     policy: PolicySection = PolicySection()
     training: TrainingSection = TrainingSection()
     export: ExportSection = ExportSection()
+    audit: AuditSection = AuditSection()
+    privacy: PrivacySettings = OFF
+
+    @property
+    def privacy_obstacle(self) -> str:
+        """Why this device can't train with its mechanisms, with the remedy; empty where it can."""
+        is_missing = self.privacy.dp_sgd is not None and find_spec("opacus") is None
+        return "[privacy.dp_sgd] needs opacus: pip install 'fedcg-edge[privacy]'" if is_missing else ""
 
     @property
     def training_lock(self) -> Path:
@@ -186,6 +254,7 @@ class AgentConfig(_Section):
                 "tls": _anchored(self.tls, base),
                 "keys": _anchored(self.keys, base),
                 "data": _anchored(self.data, base),
+                "audit": _anchored(self.audit, base),
             }
         )
 
@@ -233,7 +302,7 @@ def _apply_environment(
         for step in setting[:-1]:
             table = table.setdefault(step, {})
         if isinstance(table, dict):
-            is_list = setting[-1].startswith("allow_")
+            is_list = setting[-1].startswith("allow_") or setting == ("audit", "attacks")
             table[setting[-1]] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
             origins[setting] = f"${name}"
     return origins, problems

@@ -1,12 +1,15 @@
-"""The attacks there are, by name, in the order of a report. A module is imported when its attack is asked for."""
+"""The attacks there are, by name, in the order of a report. A module is imported when its attack is asked for; this one is torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from audit.attacks.attack import Attack
 from audit.errors import UnknownAttackError
+
+if TYPE_CHECKING:
+    from audit.attacks.attack import Attack  # loads torch
 
 _MODULES = {
     "labels": "label_distribution",

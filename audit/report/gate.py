@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 
-from audit.errors import GateFormError
 from audit.measures.figures import Figure, Outcome
-
-_CONDITION = re.compile(r"\s*([a-z][a-z0-9_]*?)(_gain)?\s*<\s*(-?\d+(?:\.\d+)?)\s*")
-FIGURES = ("label_l1", "label_accuracy", "psnr", "ssim", "rank", "reid", "mia_auc", "mia_tpr", "class_ssim", "memory_auc",
-           "inverter_psnr", "inverter_ssim", "epsilon")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Condition:
-    """`NAME<BOUND` or `NAME_gain<BOUND`."""
-
-    figure: str
-    of_gain: bool
-    bound: float
-
-    def __str__(self) -> str:
-        """As it is written."""
-        return f"{self.figure}{'_gain' if self.of_gain else ''}<{self.bound:g}"
+from audit.report.conditions import FIGURES as FIGURES
+from audit.report.conditions import Condition
+from audit.report.conditions import parse_gate as parse_gate
+from fedcg.wire.parts import MAX_GAIN, AuditFigure
 
 
 @dataclass(frozen=True)
@@ -34,23 +20,6 @@ class Verdict:
     condition: str
     passed: bool
     why: str
-
-
-def parse_gate(text: str) -> tuple[Condition, ...]:
-    """Read conditions, separated by commas: `reid_gain<0.02,mia_auc<0.60`.
-
-    Raises:
-        GateFormError: not of this form, or a figure that there is not; names it.
-    """
-    found = []
-    for piece in filter(str.strip, text.split(",")):
-        matched = _CONDITION.fullmatch(piece)
-        if matched is None:
-            raise GateFormError(f"gate {piece.strip()!r}: write NAME<NUMBER or NAME_gain<NUMBER, separated by commas")
-        if matched[1] not in FIGURES:
-            raise GateFormError(f"gate {piece.strip()!r}: no figure {matched[1]!r}; there are {', '.join(FIGURES)}")
-        found.append(Condition(matched[1], matched[2] is not None, float(matched[3])))
-    return tuple(found)
 
 
 def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple[Verdict, ...]:
@@ -63,9 +32,7 @@ def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple
 
 
 def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> Verdict:
-    named = [(outcome, figure) for outcome in outcomes for figure in outcome.figures if figure.name == condition.figure]
-    possible = [(outcome, figure) for outcome, figure in named if figure.is_possible]
-    possible = [pair for pair in possible if pair[1].is_of_update] or possible
+    possible = _deciding(condition.figure, outcomes)
     if not possible:
         reasons = [f"{one.attack}: {one.skipped}" for one in outcomes if one.skipped]
         return Verdict(
@@ -83,3 +50,23 @@ def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> Verdict:
 
 def _upper(condition: Condition, figure: Figure) -> float:
     return (figure.gain if condition.of_gain else figure.value).high
+
+
+def _deciding(name: str, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Figure]]:
+    named = [(outcome, figure) for outcome in outcomes for figure in outcome.figures if figure.name == name]
+    possible = [(outcome, figure) for outcome, figure in named if figure.is_possible]
+    return [pair for pair in possible if pair[1].is_of_update] or possible
+
+
+def largest_gains(outcomes: Sequence[Outcome]) -> dict[AuditFigure, float]:
+    """By figure, the upper end of the gain's interval over the settings that decide about a gate, within `MAX_GAIN`.
+
+    Figures of an attack that failed its positive control are left out: they show nothing.
+    """
+    sound = [one for one in outcomes if all(control.passed for control in one.controls)]
+    found = {name: [figure.gain.high for _, figure in _deciding(name, sound)] for name in FIGURES}
+    return {
+        name: min(max(*highs, -MAX_GAIN), MAX_GAIN)
+        for name, highs in found.items()
+        if highs and not any(map(isnan, highs))
+    }

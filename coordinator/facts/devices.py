@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from coordinator.errors import NotFoundError
 from coordinator.facts.conditions import Finding, doctor_findings
 from coordinator.facts.known import Known
+from coordinator.facts.privacy import ReportedPrivacy, reported_privacy
 from coordinator.facts.worth import ClassWorth, by_class
 from coordinator.rounds.records import DeviceRecord, DeviceState
 from coordinator.storage.overview_store import Delivery, Validity
@@ -60,6 +61,7 @@ class DeviceHistory:
         deliveries: by federation, its updates, oldest first.
         presence: by federation, from the oldest on; a gap before the first stretch was not observed.
         classes: by federation, the accuracies by class in its last update, where it reports them.
+        privacy: by federation, what its last update reports of its own audit and privacy budget, where it reports that.
         findings: of its own doctor; None where it reports none.
     """
 
@@ -69,6 +71,7 @@ class DeviceHistory:
     deliveries: dict[str, list[Delivery]] = field(default_factory=dict)
     presence: dict[str, list[Stretch]] = field(default_factory=dict)
     classes: dict[str, list[ClassWorth]] = field(default_factory=dict)
+    privacy: dict[str, ReportedPrivacy] = field(default_factory=dict)
     findings: list[Finding] | None = None
 
 
@@ -105,6 +108,7 @@ def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistor
         deliveries,
         {each: there for each in federations if (there := stretches(changes, each, since, known.now))},
         {each: by_class(known, each, {device: found[-1]}) for each, found in deliveries.items()},
+        {each: seen for each, found in deliveries.items() if (seen := reported_privacy(found[-1])) is not None},
         doctor_findings(known, device),
     )
 

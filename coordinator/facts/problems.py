@@ -52,6 +52,10 @@ REMEDIES = {
         "report not allowed",
         "The device's owner does not allow a report field that the method needs: [policy] allow_report in agent.toml.",
     ),
+    DeclineReason.WITHHELD.value: (
+        "withheld",
+        "Its owner's audit or privacy budget kept the update back; nothing is broken. `fedcg agent status` on the device says which.",
+    ),
     DeclineReason.UNKNOWN_METHOD.value: ("unknown method", "Update the agent, or install the method's package there."),
     DeclineReason.SPEC_REFUSED.value: (
         "spec refused",

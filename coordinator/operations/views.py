@@ -23,7 +23,7 @@ from coordinator.service.progress import DeviceProgress
 from coordinator.storage.api_store import ApiTokenRecord
 from coordinator.storage.store import Store
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.parts import Part, ReportField
+from fedcg.wire.parts import Part, Report, ReportField
 
 
 class FederationView(BaseModel):
@@ -76,7 +76,7 @@ class UpdateView(BaseModel, from_attributes=True):
     bytes: int = Field(validation_alias="size")
     outcome: str
     reason: str
-    report: Json[dict[str, object]] | None
+    report: Json[Report] | None
     weight: int | None
     distances: dict[str, float] = Field(validation_alias="distance_of")
     figures: Json[dict[str, object]] | None

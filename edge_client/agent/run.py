@@ -11,6 +11,7 @@ from edge_client.agent.event_reporter import LinkProblems
 from edge_client.agent.loop import Agent
 from edge_client.agent.self_report import Examine
 from edge_client.config import AgentConfig
+from edge_client.errors import ConfigError
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.identity.renewal import Renewer, settle
 from edge_client.messaging.coordinator_link import offline_will
@@ -36,9 +37,11 @@ def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_
         The exit code.
 
     Raises:
-        EdgeError: keys or private store can't be used, or another agent uses the store.
+        EdgeError: keys or private store can't be used, another agent uses the store, or an extra is not installed that its settings need.
         WireError: the TLS files can't be used.
     """
+    if problem := config.audit.obstacle or config.privacy_obstacle:
+        raise ConfigError(problem)
     keys = load_keys(config)
     if config.tls is not None:
         settle(config.tls)

@@ -87,6 +87,8 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "data": _data,
         "cohort secret": _cohort_secret,
         "training": _training,
+        "audit": _audit,
+        "privacy": _privacy,
     }
     chosen = checks if only is None else {name: checks[name] for name in only}
     return tuple(Finding(name, *check(config, now)) for name, check in chosen.items())
@@ -299,3 +301,21 @@ def _training(config: AgentConfig, now: datetime) -> Result:
     except NotTrainableError as error:
         return "failed", str(error), "this device can run a model, but not take part"
     return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""
+
+
+def _audit(config: AgentConfig, now: datetime) -> Result:
+    audit = config.audit
+    if not audit.is_on:
+        return "ok", "off: updates are sent without an audit", ""
+    if problem := audit.obstacle:
+        return "failed", problem, 'or set before_publish = "off", and updates are sent without an audit'
+    gate = audit.gate or "none: the report is written, and no update is withheld"
+    return "ok", f"{audit.before_publish}, {', '.join(audit.attacks) or 'all attacks'}; gate {gate}", ""
+
+
+def _privacy(config: AgentConfig, now: datetime) -> Result:
+    if not config.privacy.is_on:
+        return "ok", "no mechanism is on: updates are sent as training leaves them", ""
+    if config.privacy_obstacle:
+        return "failed", config.privacy_obstacle, "or take the table [privacy.dp_sgd] out of agent.toml"
+    return "ok", config.privacy.label, ""

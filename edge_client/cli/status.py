@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, StoreDamagedError, StoreFormatError
 from edge_client.identity.credentials import read_certificate
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import PRIVACY_FILE, PrivateStore
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
 from fedcg.event_log import EventValue, read_events
+from fedcg.wire.parts import PrivacySpent
 
 Status = dict[str, EventValue]
 WAITS = "waits until another federation's training on this device is done"
@@ -76,6 +81,7 @@ def _state(store: PrivateStore) -> Status:
     deliveries = store.deliveries()
     last = deliveries[-1] if deliveries else None
     return {
+        "privacy_spent": _spent(store.privacy()),
         "round": None if generation is None else generation.round_attempt.round,
         "attempt": None if generation is None else generation.round_attempt.attempt,
         "spec": None if generation is None else generation.spec,
@@ -86,6 +92,18 @@ def _state(store: PrivateStore) -> Status:
         else f"round {last.round}.{last.attempt}: {last.outcome} {last.reason}".strip(),
         "problem": "; ".join(problems) or None,
     }
+
+
+def _spent(record: Mapping[str, Any]) -> str | None:
+    if not record:
+        return None
+    try:
+        found = PrivacySpent.model_validate({name: record.get(name) for name in PrivacySpent.model_fields})
+    except ValidationError:
+        return f"unknown: {PRIVACY_FILE} in the store is damaged"
+    budget = "" if found.budget is None else f" of {found.budget:g}"
+    rest = "" if record.get("covered") else "; rounds that were sent without DP-SGD are not covered"
+    return f"epsilon {found.epsilon:.3g}{budget} at delta {found.delta:g}{rest}"
 
 
 def _latest(path: Path) -> Status:
@@ -103,6 +121,9 @@ def _latest(path: Path) -> Status:
         elif name == "phase_started":
             phase = event.get("phase")
             found["training"] = WAITS if phase == "wait" else f"{about}: {phase}"
+        elif name == "audited":
+            verdict = "may be sent" if event.get("passed") else "withheld"
+            found["last_audit"] = f"{about}: {verdict}; {event.get('report')}"
         elif name == "trainer_died":
             found["last_trainer_death"] = f"exit code {event.get('exit_code')} {event.get('reason')}".strip()
         elif name in ("link", "welcomed"):

@@ -54,6 +54,8 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
         ("keys", "coordinator"): str(config.keys.coordinator.absolute()),
         ("data", "root"): data,
     }
+    if config.audit.auxiliary is not None:
+        values["audit", "auxiliary"] = str(config.audit.auxiliary.absolute())
     if config.tls is not None:
         values |= {("tls", name): str(path.absolute()) for name, path in config.tls}
     out.mkdir(mode=0o700, parents=True, exist_ok=True)

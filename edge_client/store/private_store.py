@@ -10,6 +10,8 @@ seen.json       highest (epoch, round, attempt) of a broadcast
 coordinator.json  the coordinator's key that counts, once it was replaced
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
+audit/          the report of the last audit of an update, with pictures
+privacy.json    what DP-SGD has spent; written before each round's training
 events.jsonl    see `fedcg.event_log`
 """
 
@@ -42,6 +44,8 @@ from fedcg.wire.transfer.partial_files import Partials
 STORE_FORMAT = 1
 SECRET_BYTES = 32
 RECEIPTS_KEPT = 64
+AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
+PRIVACY_FILE = "privacy.json"
 PARTIAL_FILES = 8
 PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 
@@ -234,6 +238,14 @@ class PrivateStore:
     def save_finalised(self, outcome: dict[str, Any]) -> None:
         """Store the outcome of the federation."""
         _write_json(self.root / "finalised.json", outcome)
+
+    def privacy(self) -> dict[str, Any]:
+        """What DP-SGD has spent here; empty before its first round."""
+        return _read_json(self.root / PRIVACY_FILE)
+
+    def save_privacy(self, record: Mapping[str, Any]) -> None:
+        """Store what DP-SGD has spent."""
+        _write_json(self.root / PRIVACY_FILE, record)
 
     def prune_artifacts(self, kept: set[str]) -> None:
         """Delete downloads that nothing refers to any more."""

@@ -24,20 +24,25 @@ from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.evaluation import Measured, measure, personal_parts, with_downloaded
 from edge_client.training.local_data import LocalData, RoundData
+from edge_client.training.privacy_budget import COVERED, begin_round
 from edge_client.training.progress_events import ProgressEvents
 from fedcg.event_log import EventLog
+from fedcg.learning.mechanisms.protected_round import personal_parts as fitted_parts
+from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
     DivergedError,
     LocalResult,
     Method,
+    Progress,
     RoundContext,
     Weights,
     check_finite,
 )
 from fedcg.learning.networks import layouts
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
+from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
@@ -46,7 +51,7 @@ from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import DeclineReason
-from fedcg.wire.parts import ClassAccuracies, Health, Part, Report, ReportField, is_delta
+from fedcg.wire.parts import AuditFigure, ClassAccuracies, Health, Part, PrivacySpent, Report, ReportField, is_delta
 
 BEST_SLOTS = ("best", "best_shadow")
 
@@ -77,6 +82,19 @@ class Workplace:
         if self.batch_scale >= 1.0 or not isinstance(batch, int):
             return spec
         return spec.model_copy(update={"params": {**spec.params, "batch_size": max(2, int(batch * self.batch_scale))}})
+
+    def context(self, spec: FederationSpec, round_number: int, attempt: int, progress: Progress) -> RoundContext:
+        """The context of a round attempt on this device, with its mechanisms."""
+        return RoundContext(
+            spec=self.sized(spec),
+            round=round_number,
+            attempt=attempt,
+            horizon=spec.rounds,
+            streams=self.streams(spec, round_number, attempt),
+            device=self.place,
+            progress=progress,
+            privacy=self.config.privacy,
+        )
 
     def streams(self, spec: FederationSpec, round_number: int, attempt: int) -> Streams:
         """The device's own streams for a round attempt."""
@@ -140,6 +158,8 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         CodecError: the spec's codec can't hold it; nothing was changed.
         DivergedError: the training diverged; nothing was changed.
         WireError: the aggregate is not usable.
+        PrivacyError: this device's mechanisms can't be had with this method.
+        StoreError: what DP-SGD has spent is unknown.
     """
     spec, method = load_spec(work.store, command.spec)
     stored = work.store.generations.load()
@@ -154,19 +174,12 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     data = work.data.for_round(spec, attempt.round)
     base = decode_aggregate(work.store, spec, method, command.aggregate)
     start = _start(work, spec, method, stored)
-    ctx = RoundContext(
-        spec=work.sized(spec),
-        round=attempt.round,
-        attempt=attempt.attempt,
-        horizon=spec.rounds,
-        streams=work.streams(spec, attempt.round, attempt.attempt),
-        device=work.place,
-        progress=progress,
-    )
-    result = method.local_round(start.personal, data.train, as_aggregate(base), ctx)
+    ctx = work.context(spec, attempt.round, attempt.attempt, progress)
+    spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
+    result = protected_round(method, start.personal, data.train, as_aggregate(base), ctx)
     check_finite(result.private.parts, "after the round")
     shadow = _train_shadow(work, start, data, ctx, progress)
-    return _commit(work, command, spec, _Outcome(data, base, result, shadow, start, ctx, started))
+    return _commit(work, command, spec, _Outcome(data, base, result, shadow, start, ctx, started, spent))
 
 
 @dataclass(frozen=True)
@@ -178,6 +191,7 @@ class _Outcome:
     start: _Start
     ctx: RoundContext
     started: float
+    spent: PrivacySpent | None
 
 
 def _start(work: Workplace, spec: FederationSpec, method: Method, stored: StoredState | None) -> _Start:
@@ -198,7 +212,7 @@ def _train_shadow(
     """The shadow after the round; from before it where it diverged, which is no reason to decline the round."""
     if start.shadow is None:
         return None
-    beside = replace(ctx, spec=shadow_spec(ctx.spec), progress=progress.named("shadow"))
+    beside = replace(ctx, spec=shadow_spec(ctx.spec), progress=progress.named("shadow"), privacy=OFF)
     try:
         trained = get_method("local").local_round(start.shadow, data.train, None, beside).private
         check_finite(trained.parts, "after the round")
@@ -216,19 +230,10 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     shadow = None if done.shadow is None else measure(spec, done.shadow.parts, done.data, common, work.place)
     figures = generator_figures(spec, personal, done.data.train, done.ctx.streams)
     report = _report(work, spec, done, own, shadow)
-    facts = UpdateFacts(
-        device=work.config.device,
-        round=attempt.round,
-        attempt=attempt.attempt,
-        versions={"torch": str(torch.__version__), "fedcg-edge": version("fedcg-edge")},
-        determinism=_determinism(work, done.ctx),
-    )
-    shared = to_arrays(done.result.shared.parts)
-    update = build_update(
-        shared, report, spec=spec, policy=work.config.policy, facts=facts, base=Base(command.aggregate, done.base.parts)
-    )
+    update = _update(work, spec, done, report, Base(command.aggregate, done.base.parts))
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
-    scores = dict(done.start.scores)
+    scores = {name: value for name, value in done.start.scores.items() if name != COVERED}
+    scores |= {} if done.spent is None else {COVERED: 1.0}
     trained = {"best": (personal, own)}
     if done.shadow is not None and shadow is not None:
         slots["shadow"] = done.shadow.parts
@@ -267,10 +272,56 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     return generation
 
 
+def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Report, base: Base) -> bytes:
+    """The update that may be kept for sending: it passed the firewall and, where the owner asks for one, the audit."""
+    facts = UpdateFacts(
+        device=work.config.device,
+        round=done.ctx.round,
+        attempt=done.ctx.attempt,
+        versions={"torch": str(torch.__version__), "fedcg-edge": version("fedcg-edge")},
+        determinism=_determinism(work, done.ctx),
+    )
+    shared, policy = to_arrays(done.result.shared.parts), work.config.policy
+    update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base)
+    if not work.config.audit.is_on:
+        return update
+    gains = _audit(work, spec, done, update, base)
+    if ReportField.AUDIT not in policy.allow_report:
+        return update
+    # The same tensors in the same coding; the header gains the figures that were found in them.
+    report = report.model_copy(update={"audit": gains})
+    return build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base)
+
+
+def _audit(
+    work: Workplace, spec: FederationSpec, done: _Outcome, update: bytes, base: Base
+) -> dict[AuditFigure, float]:
+    """Audit an update; the figures. A gate that does not hold ends the round before anything of it is stored."""
+    from edge_client.training.release_audit import Release, audit_release  # of the extra `audit`
+
+    before, after = done.start.personal.parts, done.result.private.parts
+    labels = done.base.header.label_distribution
+    release = Release(spec, update, base, labels, done.data, before, after, done.ctx.streams)
+    started = work.clock()
+    judged = audit_release(work.config, release, done.ctx.progress)
+    work.events.write(
+        "audited",
+        round=done.ctx.round,
+        attempt=done.ctx.attempt,
+        passed=not judged.failed,
+        detail="; ".join(judged.not_run),
+        report=str(judged.page),
+        seconds=round(work.clock() - started, 1),
+    )
+    judged.check()
+    return judged.gains
+
+
 def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured, shadow: Measured | None) -> Report:
     """All that the device could report of the round; the firewall leaves out what its owner does not allow."""
     allowed, alone, downloaded = work.config.policy.allow_report, shadow or Measured(), Measured()
-    parts = with_downloaded(done.start.personal.parts, as_aggregate(done.base).parts)
+    fitted = fitted_parts(as_aggregate(done.base).parts, done.data.train, done.ctx)
+    parts = with_downloaded(done.start.personal.parts, fitted)
     if parts is not None and ReportField.DOWNLOADED in allowed:
         downloaded = measure(spec, parts, done.data, None, work.place)
     by_class = ClassAccuracies(
@@ -284,6 +335,7 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
         "shadow": alone.test,
         "downloaded": downloaded.test,
         "per_class": by_class,
+        "epsilon": done.spent,
     }
     return done.result.report.model_copy(update=found)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_client.session.events import ChooseModel
@@ -22,8 +22,10 @@ from edge_client.training.local_data import RoundData
 from edge_client.training.local_round import Workplace, as_aggregate, decode_aggregate, load_spec
 from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.method import ClientState, DivergedError, Method, RoundContext, Weights
+from fedcg.learning.mechanisms.protected_round import personal_parts as fitted_parts
+from fedcg.learning.method import ClientState, DivergedError, Method, Progress, Weights
 from fedcg.learning.networks.initial_weights import shadow_spec
+from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
@@ -114,7 +116,8 @@ def _models(
     yield "own", to_weights(stored.slots["best"])
     aggregate = as_aggregate(decode_aggregate(work.store, spec, method, command.aggregate))
     latest = personal_parts(to_weights(stored.slots["personal"]))
-    downloaded = with_downloaded(latest, aggregate.parts)
+    ctx = work.context(spec, spec.rounds + 1, 0, _sign_of_life(work))
+    downloaded = with_downloaded(latest, fitted_parts(aggregate.parts, data.train, ctx))
     if downloaded is None:
         return
     yield "downloaded", downloaded
@@ -128,6 +131,10 @@ def _models(
     yield "averaged", _mean(latest, tuned)
 
 
+def _sign_of_life(work: Workplace) -> Progress:
+    return lambda _phase, _step, _steps: work.working()
+
+
 def _mean(one: Mapping[Part, Weights], other: Mapping[Part, Weights]) -> dict[Part, Weights]:
     return {part: weighted_average([(1, one[part]), (1, other[part])]) for part in one}
 
@@ -137,13 +144,6 @@ def _one_pass(
 ) -> Mapping[Part, Weights]:
     alone = shadow_spec(work.sized(spec))
     alone = alone.model_copy(update={"params": {**alone.params, "epochs": 1, "steps": 0}})
-    ctx = RoundContext(
-        spec=alone,
-        round=spec.rounds + 1,
-        attempt=0,
-        horizon=spec.rounds,
-        streams=work.streams(spec, spec.rounds + 1, 0),
-        device=work.place,
-        progress=lambda _phase, _step, _steps: work.working(),
-    )
+    # Nothing of this pass is sent, so no mechanism is needed.
+    ctx = replace(work.context(spec, spec.rounds + 1, 0, _sign_of_life(work)), spec=alone, privacy=OFF)
     return get_method(alone.method).local_round(ClientState(parts), data.train, None, ctx).private.parts

@@ -25,6 +25,7 @@ DECLINE_ADVICE = {
     "spec_refused": "`fedcg agent status` on the device names the cause",
     "training_failed": "`fedcg agent status` on the device names the cause: memory, disk or private store",
     "diverged": "look at the device's images; where several devices diverge, lower the learning rate of the plan",
+    "withheld": "its owner decides: the gate of [audit] or the budget of [privacy] held it back; `fedcg agent status` there names it",
     "interrupted": "nothing: its agent was stopped, and takes part again when it runs",
 }
 """What a person does about a device that declines, by its reason."""
@@ -109,6 +110,12 @@ def _link(event: Event) -> Line:
     if down_s is None:
         return INFO, "connected to the broker"
     return INFO, f"the link to the broker is back after {down_s:.0f} s"
+
+
+def _audited(event: Event) -> Line:
+    level, verdict = (INFO, "may be sent") if event.get("passed") else (WARNING, "is withheld")
+    failed = "; attacks that did not run: {detail}" if event.get("detail") else ""
+    return level, f"{{at}}: the audit took {{seconds:.0f}} s, the update {verdict}{failed}. Report: {{report}}"
 
 
 def _declined(event: Event) -> Line:
@@ -227,6 +234,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "link": _link,
     "accepted": _accepted,
     "declined": _declined,
+    "audited": _audited,
     "finished": _finished,
     "refused": _refused,
     "phase_started": _phase_started,

@@ -32,6 +32,8 @@ class ReportField(str, Enum):
     SHADOW = "shadow"
     DOWNLOADED = "downloaded"
     PER_CLASS = "per_class"
+    AUDIT = "audit"
+    EPSILON = "epsilon"
     MODEL = "model"
     """Of a device's report of itself, not of an update's: the exported model in use."""
 
@@ -51,7 +53,7 @@ DEFAULT_ALLOW_REPORT: frozenset[ReportField] = frozenset(
     {ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH}
 )
 VOLUNTARY_REPORT: frozenset[ReportField] = frozenset(
-    {ReportField.SHADOW, ReportField.DOWNLOADED, ReportField.PER_CLASS}
+    {ReportField.SHADOW, ReportField.DOWNLOADED, ReportField.PER_CLASS, ReportField.AUDIT, ReportField.EPSILON}
 )
 """Fields of an update that no spec asks for: a device reports them where its owner allows it."""
 
@@ -101,6 +103,28 @@ class ClassAccuracies(BaseModel):
         return all(one is None or len(one) == classes for one in (self.accuracy, self.shadow, self.downloaded))
 
 
+AuditFigure = Literal["label_l1", "label_accuracy", "psnr", "ssim", "rank", "reid", "mia_auc", "mia_tpr", "class_ssim",
+                      "memory_auc", "inverter_psnr", "inverter_ssim", "epsilon"]  # fmt: skip
+"""The figures of an audit, as gates and reports name them."""
+MAX_GAIN = 1e6
+Gain = Annotated[float, Field(ge=-MAX_GAIN, le=MAX_GAIN, allow_inf_nan=False)]
+
+
+class PrivacySpent(BaseModel):
+    """What a device's differentially private training has spent in this federation.
+
+    Attributes:
+        epsilon: at `delta`, over all rounds so far.
+        budget: of epsilon, at which the device takes part no more; None where it has none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epsilon: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+    delta: Annotated[float, Field(gt=0.0, lt=1.0)]
+    budget: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+
+
 def _is_absent(value: object) -> bool:
     return value is None
 
@@ -112,6 +136,8 @@ class Report(BaseModel):
         accuracy: of the personal model on the device's own test images; `shadow` that of the local-only baseline on the same ones,
             `downloaded` that of the personal model as the round started, with the downloaded parts in place.
         per_class: the same by class.
+        audit: by figure, the gain over the best guess that the device's own audit of this update found: the upper end of its interval.
+        epsilon: of the device's differentially private training.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -125,6 +151,8 @@ class Report(BaseModel):
     shadow: Annotated[Share | None, Field(exclude_if=_is_absent)] = None
     downloaded: Annotated[Share | None, Field(exclude_if=_is_absent)] = None
     per_class: Annotated[ClassAccuracies | None, Field(exclude_if=_is_absent)] = None
+    audit: Annotated[dict[AuditFigure, Gain] | None, Field(max_length=16, exclude_if=_is_absent)] = None
+    epsilon: Annotated[PrivacySpent | None, Field(exclude_if=_is_absent)] = None
 
     def fields(self) -> frozenset[ReportField]:
         """The fields that this report actually carries."""

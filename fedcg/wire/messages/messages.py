@@ -81,6 +81,7 @@ class DeclineReason(str, Enum):
     TRAINING_FAILED = "training_failed"
     DIVERGED = "diverged"
     INTERRUPTED = "interrupted"
+    WITHHELD = "withheld"
 
 
 class CohortVerdict(str, Enum):
@@ -215,7 +216,7 @@ class Hello(_Message):
         return self
 
 
-TrainingPhase = Literal["wait", "load", "classify", "generate", "shadow-classify", "evaluate", "train"]
+TrainingPhase = Literal["wait", "load", "classify", "generate", "shadow-classify", "evaluate", "audit", "train"]
 """What a training process does; a closed set, so that free text can never leave a device. `train`: a step of any other name."""
 Steps = Annotated[int, Field(ge=0, le=1 << 31)]
 

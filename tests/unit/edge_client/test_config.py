@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,44 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     assert (config.broker.port, config.store, config.training.shadow) == (1234, Path("/var/lib/fedcg"), True)
     assert config.policy.allow_upload == {Part.CLASSIFIER, Part.GENERATOR, Part.EXTRACTOR}
     assert config.policy.max_epochs == 5
+
+
+def test_audit_and_privacy_are_off_unless_asked_for_and_read_without_torch(tmp_path: Path) -> None:
+    plain = load(tmp_path, GOOD)
+    assert (plain.audit.before_publish, plain.privacy.is_on) == ("off", False)
+    text = (
+        GOOD + '[audit]\nbefore_publish = "quick"\ngate = "label_l1_gain<0.05, reid<0.1"\nauxiliary = "aux"\n'
+        'attacks = ["labels"]\n[privacy]\nupdate_clip = 1.5\n[privacy.dp_sgd]\nnoise_multiplier = 1.1\nbudget_epsilon = 8\n'
+    )
+    config = load(tmp_path, text)
+    assert config.audit.auxiliary == tmp_path / "aux"
+    assert config.privacy.dp_sgd is not None
+    assert (config.privacy.update_clip, config.privacy.dp_sgd.budget_epsilon) == (1.5, 8.0)
+    chosen = load(tmp_path, text, {"FEDCG_AGENT_AUDIT_ATTACKS": "labels, membership"}).audit.attacks
+    assert chosen == ("labels", "membership")
+    code = "import sys; from edge_client.config import load_config; from pathlib import Path; "
+    code += "load_config(Path(sys.argv[1]), {}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "agent.toml")], check=False)
+    assert done.returncode == 0
+
+
+def test_problems_of_audit_and_privacy_name_section_line_and_remedy(tmp_path: Path) -> None:
+    text = (
+        GOOD + '[audit]\nbefore_publish = "slow"\ngate = "faces<0.1"\nattacks = ["labels", "magic"]\n'
+        "[privacy]\nprune = 1.5\nnoise = 1\n[privacy.dp_sgd]\nclip = 1\n"
+    )
+    first = len(GOOD.splitlines()) + 1
+    found = problems(tmp_path, text)
+    assert found["audit.before_publish"].startswith(f"line {first + 1}: must be 'off' or 'quick'")
+    assert found["audit.gate"].startswith(f"line {first + 2}: gate 'faces<0.1': no figure 'faces'; there are label_l1")
+    assert found["audit.attacks"].startswith(f"line {first + 3}: no attack 'magic'; there are labels")
+    assert found["privacy.prune"].startswith(f"line {first + 5}")
+    assert found["privacy.noise"].startswith(f"line {first + 6}: there is no such setting")
+    assert found["privacy.dp_sgd.noise_multiplier"].startswith(f"line {first + 7}: is missing")
+    idle = problems(tmp_path, GOOD + '[audit]\ngate = "reid<0.1"\n')
+    assert "gate has no effect while before_publish" in idle["audit"]
+    both = problems(tmp_path, GOOD + "[privacy]\ngradient_noise = 0.1\n[privacy.dp_sgd]\nnoise_multiplier = 1\n")
+    assert "leave gradient_noise out" in both["privacy"]
 
 
 def test_an_empty_list_in_the_environment_allows_nothing(tmp_path: Path) -> None:

@@ -22,9 +22,11 @@ from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import (
     DEFAULT_ALLOW_REPORT,
     VOLUNTARY_REPORT,
+    AuditFigure,
     ClassAccuracies,
     Health,
     Part,
+    PrivacySpent,
     Report,
     ReportField,
     TensorLayout,
@@ -35,6 +37,8 @@ SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 FACTS = UpdateFacts(DEVICE, 3, 2, {"torch": "2.13.0"}, {"threads": "1"})
 BASE_ID = "b" * 64
 PER_CLASS = ClassAccuracies(accuracy=(0.5, None, 1.0), shadow=(0.25, None, 1.0))
+GAINS: dict[AuditFigure, float] = {"label_l1": 0.04, "reid": -0.01}
+SPENT = PrivacySpent(epsilon=3.2, delta=1e-5, budget=8.0)
 REPORT = Report(
     examples=12,
     accuracy=0.5,
@@ -44,6 +48,8 @@ REPORT = Report(
     shadow=0.4,
     downloaded=0.3,
     per_class=PER_CLASS,
+    audit=GAINS,
+    epsilon=SPENT,
 )
 EVERYTHING = PolicySection(allow_upload=frozenset(Part), allow_report=frozenset(ReportField))
 Parts = dict[Part, dict[str, Array]]
@@ -150,6 +156,27 @@ def test_accuracies_by_class_leave_only_with_the_owners_word_and_one_number_for_
     with pytest.raises(FirewallError, match="not of 3 classes") as caught:
         built(report=longer, policy=EVERYTHING)
     assert caught.value.tensor == "per_class"
+
+
+def test_figures_of_the_audit_and_spent_privacy_leave_only_with_the_owners_word_and_by_known_names() -> None:
+    told = []
+    for policy in (PolicySection(), EVERYTHING):
+        header = unpack(built(policy=policy), {part: LAYOUTS[part] for part in SHARED}).header
+        assert header.report is not None
+        told.append((header.report.audit, header.report.epsilon))
+    assert told == [(None, None), (GAINS, SPENT)]
+    kept = built(policy=EVERYTHING)
+    check_kept(kept, EVERYTHING, DEVICE)
+    stricter = PolicySection(allow_report=frozenset(ReportField) - {ReportField.AUDIT})
+    with pytest.raises(FirewallError, match="audit"):
+        check_kept(kept, stricter, DEVICE)
+    for strange in ({"face_of_anna": 0.5}, {"reid": float("nan")}, {"reid": 1e9}):
+        with pytest.raises(FirewallError, match="audit"):
+            built(report=REPORT.model_copy(update={"audit": strange}), policy=EVERYTHING)
+
+
+def test_a_report_without_the_later_fields_has_the_bytes_of_before() -> None:
+    assert not {"audit", "epsilon"} & Report(examples=3).model_dump().keys()
 
 
 def test_optional_label_counts_stay_on_a_device_that_does_not_allow_them_and_it_takes_part_all_the_same() -> None:

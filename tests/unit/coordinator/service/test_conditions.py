@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from coordinator.config import RoundSettings
 from coordinator.facts.conditions import FINDINGS, doctor_findings, served_models
 from coordinator.facts.known import Known
+from coordinator.facts.privacy import TITLES
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.worth import by_class
 from coordinator.service.condition_board import ConditionBoard
@@ -22,7 +23,7 @@ from coordinator.updates import receiver as receiver_module
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding
 from fedcg.wire.messages.messages import COORDINATOR, Carrier, Outcome, SelfReport, decode, encode
-from fedcg.wire.parts import ClassAccuracies, Report
+from fedcg.wire.parts import AuditFigure, ClassAccuracies, PrivacySpent, Report
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
@@ -97,6 +98,40 @@ def test_accuracies_by_class_reach_the_page_and_those_of_other_classes_are_rejec
     client = reader.get("/f/tiny/worth")[1].partition('id="w-a" class="loses"')[2].partition("</tr>")[0]
     assert "40.0 %" in client
     assert "12.5 %" in reader.get("/devices/a")[1].partition("Accuracy by class in tiny")[2].partition("</section>")[0]
+
+
+def test_figures_of_a_devices_own_audit_and_its_privacy_budget_reach_its_page_and_the_interface(
+    page: ServedPage,
+) -> None:
+    reader, device = page.reader(), page.made.devices["tiny"][0]
+    told = Report(
+        examples=9,
+        audit={"label_l1": 0.0421, "reid": -0.01},
+        epsilon=PrivacySpent(epsilon=3.2, delta=1e-5, budget=8.0),
+    )
+    device.make_update = partial(type(device).make_update, device, report=told)  # type: ignore[method-assign]
+    device.silent = False
+    device.act()
+    wait_until(lambda: bool(device.receipts()), "the update is judged")
+    assert device.receipts()[0].outcome is Outcome.ACCEPTED
+    shown = reader.get("/devices/a")[1].partition('id="privacy-tiny"')[2].partition("</section>")[0]
+    for text in (
+        "What the device&#39;s own audit found",
+        "label distribution, L1 distance",
+        "+0.0421",
+        "\N{MINUS SIGN}0.01",
+        "epsilon 3.2 of 8 at delta 1e-05",
+    ):
+        assert text in shown, shown
+    assert "membership" not in shown
+    assert 'id="privacy-tiny"' not in reader.get("/devices/b")[1]
+    assert set(TITLES) == set(get_args(AuditFigure))
+    (attempt,) = json.loads(reader.get("/api/v1/federations/tiny/rounds/1")[1])["attempts"]
+    (update,) = attempt["updates"]
+    assert update["report"]["audit"] == {"label_l1": 0.0421, "reid": -0.01}
+    assert update["report"]["epsilon"] == {"epsilon": 3.2, "delta": 1e-5, "budget": 8.0}
+    schemas = json.loads(reader.get("/openapi.json")[1])["components"]["schemas"]
+    assert {"audit", "epsilon"} <= set(schemas["Report"]["properties"])
 
 
 def test_a_condition_outlives_the_service(make_world: MakeWorld) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,6 +115,46 @@ def test_the_doctor_ends_with_code_1_and_says_what_to_do(device: Path) -> None:
     assert set(failed) == {"broker"}
     assert "nobody listens" in failed["broker"]["detail"]
     assert not told["sound"]
+
+
+@pytest.mark.parametrize(
+    ("table", "module", "extra"),
+    [
+        ('[audit]\nbefore_publish = "quick"\n', "skimage", "fedcg-edge[audit]"),
+        ("[privacy.dp_sgd]\nnoise_multiplier = 1.0\n", "opacus", "fedcg-edge[privacy]"),
+    ],
+)
+def test_without_the_extra_that_a_section_needs_the_doctor_and_the_start_fail_with_its_name(
+    device: Path, monkeypatch: pytest.MonkeyPatch, table: str, module: str, extra: str
+) -> None:
+    device.write_text(device.read_text() + table)
+    check = table[1:].partition("]")[0].partition(".")[0]
+    assert findings(device)[check].state == "ok"
+    find = importlib.util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name == module else find(name, *rest)
+
+    for place in ("audit.run.packages", "edge_client.config"):
+        monkeypatch.setattr(f"{place}.find_spec", without)
+    found = findings(device)[check]
+    assert found.state == "failed"
+    assert extra in found.detail
+    result = run("run", "--config", str(device))
+    assert result.exit_code == 2
+    assert extra in result.stderr
+    assert not load_config(device, {}).store.exists()
+
+
+def test_auxiliary_images_that_are_not_there_are_named_before_the_first_round(device: Path) -> None:
+    device.write_text(device.read_text() + '[audit]\nbefore_publish = "quick"\nauxiliary = "aux"\n')
+    found = findings(device)["audit"]
+    assert found.state == "failed"
+    assert str(device.parent / "aux") in found.detail
+    (device.parent / "aux").mkdir()
+    assert findings(device)["audit"].detail == (
+        "quick, all attacks; gate none: the report is written, and no update is withheld"
+    )
 
 
 def test_the_doctor_tells_of_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:

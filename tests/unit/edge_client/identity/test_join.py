@@ -39,7 +39,9 @@ def first(home: Home, tmp_path: Path) -> Path:
         enrol(desk.token("line-4"), tmp_path / "box")
     (tmp_path / "images").mkdir()
     path = tmp_path / "box" / "agent.toml"
-    path.write_text(set_values(path.read_text(), {("policy", "allow_upload"): ["classifier"]}))
+    settings: dict[tuple[str, str], str | bool | float | list[str]] = {("policy", "allow_upload"): ["classifier"]}
+    settings |= {("audit", "before_publish"): "quick", ("audit", "auxiliary"): "aux", ("privacy", "prune"): 0.5}
+    path.write_text(set_values(path.read_text(), settings))
     return path
 
 
@@ -60,6 +62,8 @@ def test_the_second_federation_has_a_store_of_its_own_and_the_identity_and_polic
     assert (two.federation, two.device) == ("second", one.device)
     assert (two.tls, two.keys, two.policy, two.broker) == (one.tls, one.keys, one.policy, one.broker)
     assert two.policy.allow_upload == frozenset({Part.CLASSIFIER})
+    assert (two.audit, two.privacy) == (one.audit, one.privacy)
+    assert (two.audit.is_on, two.privacy.prune) == (True, 0.5)
     assert two.training_lock == one.training_lock
     assert two.store != one.store
     assert two.data.root == first.parent.parent / "images"

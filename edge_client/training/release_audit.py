@@ -1,0 +1,187 @@
+"""Attacks an update on the device that trained it, before anything of it is kept for sending, and applies the owner's gate. Uses torch.
+
+The report of the last audit lies in the folder `audit` of the private store. It shows images of the device; nothing of it is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from audit.attacks.attack import Attack, Effort
+from audit.attacks.catalogue import chosen_attacks
+from audit.evidence.case import Case, Truth, View
+from audit.evidence.device_data import joined
+from audit.measures.figures import Outcome
+from audit.report.conditions import parse_gate
+from audit.report.findings import finding_of, report_of, subject_of
+from audit.report.gate import Verdict, judge, largest_gains
+from audit.report.page import render
+from audit.run.session import timed
+from edge_client.config import AgentConfig
+from edge_client.errors import RoundError
+from edge_client.store.private_store import AUDIT_FOLDER, AUDIT_PAGE
+from edge_client.training.local_data import RoundData
+from fedcg.files import replace_durably
+from fedcg.learning.data.image_folder import read_images
+from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Aggregate, Weights
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_weights
+from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
+from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.parts import AuditFigure, Part, Report
+
+REPORT_FILE = "report.json"
+Parts = Mapping[Part, Weights]
+
+
+@dataclass(frozen=True)
+class Release:
+    """An update that is about to be kept for sending, and what is true about it.
+
+    Attributes:
+        update: its bytes.
+        base: the aggregate that the round started from, decoded.
+        before: every part of the client as the round started; `after` as it ended.
+        streams: of the round.
+    """
+
+    spec: FederationSpec
+    update: bytes
+    base: Base
+    label_distribution: tuple[float, ...] | None
+    data: RoundData
+    before: Parts
+    after: Parts
+    streams: Streams
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What an audit came to.
+
+    Attributes:
+        gains: by figure, the upper end of the gain's interval.
+        failed: the conditions of the gate that do not hold; `not_run`: attacks that ended with an error, with it.
+        page: the report.
+    """
+
+    gains: dict[AuditFigure, float]
+    failed: tuple[Verdict, ...]
+    not_run: tuple[str, ...]
+    page: Path
+
+    def check(self) -> None:
+        """Raise where the gate does not let the update leave.
+
+        Raises:
+            RoundError: names each condition that does not hold, with value and setting. The text stays on the device.
+        """
+        if self.failed:
+            reasons = "; ".join(f"{one.condition}: {one.why}" for one in self.failed)
+            reasons = reasons.replace("--auxiliary", "[audit] auxiliary")  # as a person gives it here
+            raise RoundError(
+                DeclineReason.WITHHELD,
+                f"the update was audited and not sent: {reasons}. {self.page} has the report; "
+                "[audit] gate and [privacy] in agent.toml change what is allowed and what leaks",
+            )
+
+
+def audit_release(config: AgentConfig, release: Release, progress: Callable[[str, int, int], None]) -> Judged:
+    """Attack an update as a coordinator could, judge the gate, and write the report into the private store.
+
+    Args:
+        config: its `[audit]`.
+        release: the update.
+        progress: called with ("audit", step, steps) every few seconds, in hundredths of an attack.
+
+    Raises:
+        RoundError: the auxiliary images can't be read, so that the audit that was asked for can't be made.
+        OSError: the report can't be written.
+    """
+    attacks = chosen_attacks(config.audit.attacks)
+    case = _case(release, _auxiliary(config.audit.auxiliary, release.spec))
+    outcomes = []
+    for number, attack in enumerate(attacks):
+        outcomes.append(_carried_out(attack, case, _hundredths(progress, number, len(attacks))))
+    verdicts = judge(parse_gate(config.audit.gate), outcomes)
+    page = _write_report(config, case, attacks, outcomes, verdicts)
+    not_run = tuple(f"{one.attack} {one.skipped}" for one in outcomes if (one.skipped or "").startswith("failed: "))
+    return Judged(largest_gains(outcomes), tuple(one for one in verdicts if not one.passed), not_run, page)
+
+
+def _hundredths(progress: Callable[[str, int, int], None], number: int, count: int) -> Callable[[int, int], None]:
+    def step(done: int, total: int) -> None:
+        progress("audit", 100 * number + min(100, 100 * done // max(total, 1)), 100 * count)
+
+    step(0, 1)
+    return step
+
+
+def _carried_out(attack: Attack, case: Case, progress: Callable[[int, int], None]) -> Outcome:
+    try:
+        return timed(attack, case, Effort.QUICK, progress)
+    except Exception as error:  # noqa: BLE001 - a failed attack has shown nothing; a gate on its figures does not pass
+        return Outcome(attack.name, skipped=f"failed: {type(error).__name__}: {error}")
+
+
+def _auxiliary(root: Path | None, spec: FederationSpec) -> ImageSet | None:
+    if root is None:
+        return None
+    try:
+        return read_images(root, spec.classes, spec.image).images
+    except DataError as error:
+        raise RoundError(DeclineReason.WITHHELD, f"[audit] auxiliary: {error}; nothing was sent") from error
+
+
+def _case(release: Release, auxiliary: ImageSet | None) -> Case:
+    """The bytes as a coordinator decodes them, beside the truth."""
+    sent, private = _decoded(release), get_method(release.spec.method).private_parts
+    view = View(
+        release.spec,
+        sent.header.client or "",
+        sent.header.round,
+        to_weights(sent.parts),
+        Aggregate(to_weights(release.base.parts), release.label_distribution),
+        report=sent.header.report or Report(),
+        auxiliary=auxiliary,
+    )
+    before, after = ({part: parts[part] for part in private} for parts in (release.before, release.after))
+    truth = Truth(release.data.train, joined(release.data.val, release.data.test), before, after)
+    return Case(view, truth, release.streams.at("audit"))
+
+
+def _decoded(release: Release) -> Artifact:
+    spec, base = release.spec, release.base
+    layouts = {part: spec.layouts[part] for part in spec.upload}
+    known = Base(base.id, {part: base.parts[part] for part in spec.with_base}) if spec.with_base else None
+    return unpack(release.update, layouts, codecs=codecs_for(layouts, spec.codec, spec.with_base), base=known)
+
+
+def _write_report(
+    config: AgentConfig, case: Case, attacks: tuple[Attack, ...], outcomes: list[Outcome], verdicts: tuple[Verdict, ...]
+) -> Path:
+    folder = config.store / AUDIT_FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    findings = tuple(finding_of(attack, outcome) for attack, outcome in zip(attacks, outcomes, strict=True))
+    settings = {"effort": Effort.QUICK.value, "attacks": list(config.audit.attacks), "gate": config.audit.gate}
+    subject = subject_of(case, (), settings, _command(config, case.view.round))
+    report = report_of(subject, findings, verdicts)
+    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    replace_durably(folder / REPORT_FILE, json.dumps(report, indent=1))
+    replace_durably(folder / AUDIT_PAGE, render(subject, findings, verdicts, made))
+    return folder / AUDIT_PAGE
+
+
+def _command(config: AgentConfig, number: int) -> str:
+    """The command that makes a longer audit of the same update, once it has crossed the wire."""
+    words = ["--data", str(config.data.root), "--private", str(config.store), "--client", config.device]
+    return f"fedcg audit run --updates OBSERVED --round {number} --out OUT {shlex.join(words)}"

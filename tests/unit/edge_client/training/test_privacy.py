@@ -1,0 +1,257 @@
+"""`[privacy]` of a device: mechanisms change what is sent, and what DP-SGD spends is counted before it could be published."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from opacus.accountants import RDPAccountant
+
+from audit.measures.figures import Outcome
+from edge_client.cli.status import read_status
+from edge_client.config import AuditSection
+from edge_client.session.events import ChooseModel
+from edge_client.training import local_round
+from edge_client.training.evaluation import measure
+from edge_client.training.messages import Committed, Failed
+from edge_client.training.model_selection import choose_model
+from fedcg.learning.mechanisms.balance import last_bias, log_prior
+from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
+from fedcg.wire.artifacts.artifacts import read_header, unpack
+from fedcg.wire.artifacts.tensors import PartArrays
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, PrivacySpent, ReportField
+from tests.support.edge.training_site import Site, real_spec
+from tests.unit.edge_client.training.test_release_audit import StandIn, figure, install
+
+DELTA = 1e-3
+BATCH = 12
+DAMAGED = b'{"spent": "{}"}'
+
+
+def site_with(root: Path, privacy: PrivacySettings, *, shadow: bool = False) -> Site:
+    spec = real_spec("fedsplit", batch_size=BATCH).model_copy(update={"codec": "f32", "with_base": ()})
+    site = Site(root, spec, shadow=shadow)
+    policy = site.config.policy.model_copy(update={"allow_report": DEFAULT_ALLOW_REPORT | {ReportField.EPSILON}})
+    site.config = site.config.model_copy(update={"privacy": privacy, "policy": policy})
+    return site
+
+
+def dp_sgd(**settings: float) -> PrivacySettings:
+    return PrivacySettings(dp_sgd=DpSgdSettings(**{"noise_multiplier": 1.0, "delta": DELTA, **settings}))
+
+
+def change(site: Site, privacy: PrivacySettings) -> None:
+    site.config = site.config.model_copy(update={"privacy": privacy})
+
+
+def sent(site: Site, data: bytes | None = None) -> PartArrays:
+    layouts = {part: site.spec.layouts[part] for part in site.spec.upload}
+    update = site.update() if data is None else data
+    return unpack(
+        update,
+        layouts,
+    ).parts
+
+
+def reported(site: Site) -> PrivacySpent | None:
+    report = read_header(site.update()).report
+    assert report is not None
+    return report.epsilon
+
+
+def expected_epsilon(site: Site, rounds: int) -> float:
+    """By Opacus alone: one epoch of Poisson batches a round, in the one stage of FedSplit."""
+    images = site.store.generations.snapshot(site.state().generation).counts()["train"]
+    accountant = RDPAccountant()
+    accountant.history = [(1.0, BATCH / images, rounds * -(-images // BATCH))]
+    return float(accountant.get_epsilon(delta=DELTA))
+
+
+def test_mechanisms_change_what_is_sent_and_neither_the_private_model_nor_the_shadow(tmp_path: Path) -> None:
+    plain = site_with(tmp_path / "a", PrivacySettings(), shadow=True)
+    clipped = site_with(tmp_path / "b", PrivacySettings(update_clip=0.01, update_noise=0.001), shadow=True)
+    for site in (plain, clipped):
+        site.trainer().do(site.round())
+    base = sent(plain, plain.store.artifacts.get(plain.aggregate))
+    one, other = (sent(site)[Part.CLASSIFIER] for site in (plain, clipped))
+    start = base[Part.CLASSIFIER]
+
+    def norm(tensors: Any) -> float:
+        return float(np.sqrt(sum(np.square(tensors[name] - start[name]).sum() for name in start)))
+
+    numbers = sum(tensor.size for tensor in start.values())
+    assert norm(one) > 0.1
+    # Orthogonal to the clipped step in expectation: sqrt(clip² + n σ²).
+    assert norm(other) == pytest.approx(np.hypot(0.01, 0.001 * np.sqrt(numbers)), rel=0.1)
+    for slot in ("personal", "shadow"):
+        for part, tensors in plain.state().slots[slot].items():
+            for name, tensor in tensors.items():
+                assert np.array_equal(tensor, clipped.state().slots[slot][part][name]), (slot, part, name)
+
+
+def test_every_round_of_dp_sgd_counts_and_its_epsilon_is_reported_and_shown(tmp_path: Path) -> None:
+    site = site_with(tmp_path, dp_sgd(budget_epsilon=1000.0))
+    seen = []
+    for number in (1, 2):
+        assert site.trainer().do(site.round(number)) == Committed(RoundAttempt(number, 1))
+        assert reported(site) == PrivacySpent(epsilon=expected_epsilon(site, number), delta=DELTA, budget=1000.0)
+        seen.append(expected_epsilon(site, number))
+    assert 0 < seen[0] < seen[1]
+    assert read_status(site.config)["privacy_spent"] == f"epsilon {seen[1]:.3g} of 1000 at delta 0.001"
+    policy = site.config.policy.model_copy(update={"allow_report": DEFAULT_ALLOW_REPORT})
+    site.config = site.config.model_copy(update={"policy": policy})
+    site.trainer().do(site.round(3))
+    assert reported(site) is None
+
+
+def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_path: Path) -> None:
+    site = site_with(tmp_path, dp_sgd())
+    site.trainer().do(site.round(1))
+    spent = expected_epsilon(site, 1)
+    change(site, dp_sgd(budget_epsilon=(spent + expected_epsilon(site, 2)) / 2))
+    before, phases = site.store.privacy(), len(site.events("phase_started"))
+    failed = site.trainer().do(site.round(2))
+    assert isinstance(failed, Failed)
+    assert failed.reason is DeclineReason.WITHHELD
+    for text in ("budget is used up", "budget_epsilon", "Nothing was trained", "fedcg agent leave"):
+        assert text in failed.detail
+    assert [event["phase"] for event in site.events("phase_started")[phases:]] == ["load"]
+    assert site.store.privacy() == before
+    assert site.state().generation.round_attempt == RoundAttempt(1, 1)
+    change(site, dp_sgd(budget_epsilon=1000.0))
+    assert site.trainer().do(site.round(2)) == Committed(RoundAttempt(2, 1))
+
+
+CHILD = """
+import pickle, sys, time
+from edge_client.store.generations import Generations
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.trainer_child import Trainer
+from fedcg.event_log import EventLog
+def trained(self, new):
+    print("trained", flush=True)
+    time.sleep(120)
+Generations.commit = trained
+config, command = pickle.load(open(sys.argv[1], "rb"))
+store = PrivateStore.open(config.store, config.federation, config.device)
+import torch
+torch.set_num_threads(1)
+Trainer(config, store, EventLog(config.store / "events.jsonl", time.time)).do(command)
+"""
+
+
+def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_its_repetition_counts_no_more(
+    tmp_path: Path,
+) -> None:
+    killed, calm = (site_with(tmp_path / name, dp_sgd()) for name in ("killed", "calm"))
+    (tmp_path / "work").write_bytes(pickle.dumps((killed.config, killed.round())))
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "work")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "trained\n"
+        child.kill()
+    assert killed.store.generations.current() == (None, ())
+    counted = killed.store.privacy()
+    assert counted["epsilon"] > 0
+    for site in (killed, calm):
+        assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert killed.store.privacy() == counted == calm.store.privacy()
+    assert killed.update() == calm.update()  # the same noise: the repetition shows nothing that the first one did not
+    assert reported(killed) == PrivacySpent(epsilon=expected_epsilon(killed, 1), delta=DELTA)
+
+
+def test_a_round_that_is_withheld_or_fails_after_its_training_stays_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, StandIn(lambda: Outcome("labels", (figure(),))))
+    site = site_with(tmp_path, dp_sgd())
+    audit = AuditSection(before_publish="quick", gate="label_l1_gain<0.01", attacks=("labels",))
+    site.config = site.config.model_copy(update={"audit": audit})
+    assert site.declined().reason is DeclineReason.WITHHELD
+
+    def broken(*_: object, **__: object) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_round, "build_update", broken)
+        report = site.trainer().do(site.round(1, 2))
+    assert isinstance(report, Failed)
+    site.config = site.config.model_copy(update={"audit": AuditSection()})
+    site.trainer().do(site.round(1, 3))
+    assert reported(site) == PrivacySpent(epsilon=expected_epsilon(site, 3), delta=DELTA)
+
+
+def test_other_settings_for_the_same_attempt_count_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = site_with(tmp_path, dp_sgd(noise_multiplier=2.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(local_round, "build_update", lambda *_, **__: 1 / 0)
+        site.trainer().do(site.round())
+    first = site.store.privacy()["epsilon"]
+    change(site, dp_sgd(noise_multiplier=1.0))
+    site.trainer().do(site.round())
+    both = reported(site)
+    assert both is not None
+    assert both.epsilon > max(first, expected_epsilon(site, 1))
+
+
+def test_no_epsilon_is_claimed_once_a_round_was_sent_without_dp_sgd(tmp_path: Path) -> None:
+    site = site_with(tmp_path, PrivacySettings())
+    site.trainer().do(site.round(1))
+    assert read_status(site.config)["privacy_spent"] is None
+    change(site, dp_sgd())
+    site.trainer().do(site.round(2))
+    assert reported(site) is None
+    assert "not covered" in str(read_status(site.config)["privacy_spent"])
+
+
+def test_a_record_that_is_gone_or_damaged_ends_participation_and_is_never_a_record_of_nothing(tmp_path: Path) -> None:
+    site = site_with(tmp_path, dp_sgd())
+    site.trainer().do(site.round(1))
+    path = site.store.root / "privacy.json"
+    for content in (None, DAMAGED, b"\0"):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        report = site.trainer().do(site.round(2))
+        assert isinstance(report, Failed)
+        assert (report.reason, str(path) in report.detail) == (DeclineReason.TRAINING_FAILED, True)
+        assert "backup" in report.detail
+        if content == DAMAGED:
+            assert read_status(site.config)["privacy_spent"] == "unknown: privacy.json in the store is damaged"
+    assert site.state().generation.round_attempt == RoundAttempt(1, 1)
+
+
+def test_a_method_that_dp_sgd_does_not_cover_is_declined_with_the_setting_to_change(tmp_path: Path) -> None:
+    site = Site(tmp_path, real_spec("fedmd_cg"))
+    change(site, dp_sgd())
+    report = site.declined()
+    assert report.reason is DeclineReason.SPEC_REFUSED
+    assert "dp_sgd can't cover fedmd_cg" in report.detail
+    assert site.store.privacy() == {}
+
+
+def test_a_downloaded_classifier_is_fitted_to_the_devices_labels_where_they_are_kept_out_of_it(tmp_path: Path) -> None:
+    spec = real_spec("fedcg")
+    site = Site(tmp_path, spec)
+    change(site, PrivacySettings(balance="logits"))
+    trainer = site.trainer()
+    trainer.do(site.round(1))
+    work = trainer._work
+    data = work.data.for_round(spec, spec.rounds + 1)
+    before = sent(site, site.store.artifacts.get(site.aggregate))[Part.CLASSIFIER][last_bias(spec)]
+    seen: list[Any] = []
+
+    def kept(spec_: Any, parts: Any, *rest: Any) -> Any:
+        seen.append(parts[Part.CLASSIFIER][last_bias(spec)])
+        return measure(spec_, parts, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edge_client.training.model_selection.measure", kept)
+        choose_model(work, ChooseModel(spec.digest, site.aggregate))
+    assert np.allclose(seen[1].numpy(), before + log_prior(data.train.label_counts()).numpy(), atol=1e-6)

@@ -1,0 +1,252 @@
+"""An update is attacked on its own device before it is kept for sending, and stays there when the owner's gate says so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from audit.attacks.attack import Attack, Effort
+from audit.attacks.attack import Progress as AttackProgress
+from audit.evidence.case import Case, Knowledge
+from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
+from audit.measures.images import png
+from edge_client.config import AuditSection
+from edge_client.training.messages import Committed, Failed
+from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.seeds import spec_root
+from fedcg.learning.tensor_conversion import to_arrays
+from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, Report, ReportField
+from tests.support.edge.training_site import Site, real_spec
+from tests.support.edge.world import CLASSES, draw_images
+
+GAIN = 0.25
+Run = Callable[[Case, Effort, AttackProgress], Outcome]
+
+
+def figure(name: str = "label_l1", high: float = GAIN, knowledge: Knowledge = Knowledge.UPDATE) -> Figure:
+    gain = Interval(high - 0.05, high - 0.1, high)
+    value = Interval(0.5, 0.45, 0.55)
+    return Figure(name, "L1", f"{name} by {knowledge.value}", (knowledge,), value, 0.7, "uniform", gain, 30)
+
+
+class StandIn:
+    """An attack that keeps the case that it was given, shows one of its images, and comes to figures of our own."""
+
+    def __init__(self, outcome: Callable[[], Outcome] | None = None) -> None:
+        self.cases: list[Case] = []
+        self.efforts: list[Effort] = []
+        self.needs_auxiliary = False
+        self._outcome = outcome or (
+            lambda: Outcome("labels", (figure(), figure(high=0.9, knowledge=Knowledge.PRIVATE)))
+        )
+
+    def lacks(self, case: Case) -> str | None:
+        return case.lacks(auxiliary=True) if self.needs_auxiliary else None
+
+    def run(self, case: Case, effort: Effort, progress: AttackProgress) -> Outcome:
+        self.cases.append(case)
+        self.efforts.append(effort)
+        for done in (1, 2):
+            progress(done, 2)
+        found = self._outcome()
+        return Outcome(found.attack, found.figures, found.controls, pictures=found.pictures)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn) -> StandIn:
+    attack = Attack("labels", "Label distribution", "Which labels?", "ours", stand_in.lacks, stand_in.run)
+    monkeypatch.setitem(sys.modules, "audit.attacks.label_distribution", SimpleNamespace(ATTACK=attack))
+    return stand_in
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return install(monkeypatch, StandIn())
+
+
+def audited_site(root: Path, gate: str = "", report: frozenset[ReportField] = DEFAULT_ALLOW_REPORT) -> Site:
+    site = Site(root, real_spec())
+    audit = AuditSection(before_publish="quick", gate=gate, attacks=("labels",))
+    policy = site.config.policy.model_copy(update={"allow_report": report})
+    site.config = site.config.model_copy(update={"audit": audit, "policy": policy})
+    return site
+
+
+def sent_report(site: Site) -> Report:
+    report = read_header(site.update()).report
+    assert report is not None
+    return report
+
+
+def test_a_gate_that_does_not_hold_keeps_the_update_on_the_device_and_names_condition_value_and_setting(
+    tmp_path: Path, stand_in: StandIn
+) -> None:
+    site = audited_site(tmp_path, "label_l1_gain<0.2")
+    report = site.declined()
+    assert report.reason is DeclineReason.WITHHELD
+    for text in (
+        "label_l1_gain<0.2",
+        "at most 0.25",
+        "label_l1 by the update",
+        str(site.store.root / "audit/report.html"),
+    ):
+        assert text in report.detail, report.detail
+    assert site.store.generations.current() == (None, ())
+    assert not site.events("committed")
+    (told,) = site.events("audited")
+    assert (told["passed"], told["round"], told["attempt"]) == (False, 1, 1)
+
+
+def test_the_round_after_a_withheld_one_starts_from_the_state_before_it(tmp_path: Path, stand_in: StandIn) -> None:
+    site, plain = audited_site(tmp_path / "a", "label_l1_gain<0.2"), Site(tmp_path / "b", real_spec())
+    site.declined()
+    open_gate = site.config.audit.model_copy(update={"gate": "label_l1_gain<0.3"})
+    site.config = site.config.model_copy(update={"audit": open_gate})
+    for each in (site, plain):
+        assert each.trainer().do(each.round(2)) == Committed(RoundAttempt(2, 1))
+    assert site.update() == plain.update()
+    assert len(stand_in.cases) == 2
+
+
+def test_the_very_bytes_that_are_kept_for_sending_are_attacked_with_the_devices_own_truth(
+    tmp_path: Path, stand_in: StandIn
+) -> None:
+    site = audited_site(tmp_path)
+    site.trainer().do(site.round())
+    (case,), spec = stand_in.cases, site.spec
+    layouts = {part: spec.layouts[part] for part in spec.upload}
+    base = Base(site.aggregate, unpack(site.store.artifacts.get(site.aggregate), layouts).parts)
+    sent = unpack(site.update(), layouts, codecs=codecs_for(layouts, spec.codec, spec.with_base), base=base)
+    for part in spec.upload:
+        for name, tensor in sent.parts[part].items():
+            assert torch.equal(case.view.update[part][name], torch.from_numpy(tensor))
+            assert torch.equal(case.view.before.parts[part][name], torch.from_numpy(base.parts[part][name]))
+    assert case.view.report == sent.header.report
+    assert (case.view.client, case.view.round, case.view.after) == (site.config.device, 1, None)
+    counts = site.store.generations.snapshot(site.state().generation).counts()
+    assert len(case.truth.train) == counts["train"]
+    assert len(case.truth.held_out) == counts["val"] + counts["test"]
+    start = to_arrays(initial_parts(spec, spec_root(spec.seed)))
+    ended = site.state().slots["personal"]
+    assert case.truth.before is not None
+    assert case.truth.after is not None
+    assert set(case.truth.before) == set(case.truth.after) == {Part.EXTRACTOR, Part.DISCRIMINATOR}
+    for truth, expected in ((case.truth.before, start), (case.truth.after, ended)):
+        for name, tensor in to_arrays(truth)[Part.EXTRACTOR].items():
+            assert (tensor == expected[Part.EXTRACTOR][name]).all()
+    assert stand_in.efforts == [Effort.QUICK]
+
+
+def test_an_audit_changes_no_bit_of_what_is_sent_unless_its_figures_are_reported(
+    tmp_path: Path, stand_in: StandIn
+) -> None:
+    with_figures = DEFAULT_ALLOW_REPORT | {ReportField.AUDIT}
+    plain, audited = Site(tmp_path / "a", real_spec()), audited_site(tmp_path / "b", "label_l1<0.6")
+    telling = audited_site(tmp_path / "c", "label_l1<0.6", with_figures)
+    for site in (plain, audited, telling):
+        site.trainer().do(site.round())
+    assert plain.update() == audited.update()
+    # The figure of an attacker who was given the private extractor is none that a real one can reach.
+    assert sent_report(telling).audit == {"label_l1": GAIN}
+    assert sent_report(telling).only(DEFAULT_ALLOW_REPORT) == sent_report(plain)
+    assert telling.update()[-1000:] == plain.update()[-1000:]
+
+
+def test_the_report_with_its_pictures_lies_in_the_store_for_its_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outcome() -> Outcome:
+        picture = png(attack.cases[-1].truth.train.images[0].float() / 255)
+        return Outcome("labels", (figure(),), pictures=(Pictures("What came back", (("true", (picture,)),)),))
+
+    attack = install(monkeypatch, StandIn(outcome))
+    site = audited_site(tmp_path, "label_l1_gain<0.2")
+    site.declined()
+    folder = site.store.root / "audit"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "report.json": 0o600,
+        "report.html": 0o600,
+    }
+    report = json.loads((folder / "report.json").read_text())
+    assert report["gates"][0]["passed"] is False
+    assert report["subject"]["round"] == 1
+    page = (folder / "report.html").read_text()
+    assert outcome().pictures[0].rows[0][1][0] in page
+    site.trainer().do(site.round(2))
+    assert json.loads((folder / "report.json").read_text())["subject"]["round"] == 2
+
+
+def test_progress_of_the_audit_is_a_phase_and_a_sign_of_life(tmp_path: Path, stand_in: StandIn) -> None:
+    site = audited_site(tmp_path)
+    site.trainer().do(site.round())
+    phases = [event["phase"] for event in site.events("phase_started")]
+    assert phases == ["load", "classify", "generate", "evaluate", "audit"]
+    steps = [(event["step"], event["steps"]) for event in site.events("progress") if event["phase"] == "audit"]
+    assert steps[-1] == (100, 100)
+
+
+def test_an_attack_that_fails_is_named_and_a_gate_on_its_figures_does_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Outcome:
+        raise ArithmeticError("singular matrix")
+
+    install(monkeypatch, StandIn(broken))
+    without_gate = audited_site(tmp_path / "a", report=DEFAULT_ALLOW_REPORT | {ReportField.AUDIT})
+    assert without_gate.trainer().do(without_gate.round()) == Committed(RoundAttempt(1, 1))
+    assert "singular matrix" in str(without_gate.events("audited")[0]["detail"])
+    assert sent_report(without_gate).audit == {}
+    gated = audited_site(tmp_path / "b", "label_l1_gain<0.9").declined()
+    assert gated.reason is DeclineReason.WITHHELD
+    assert "not measured" in gated.detail
+
+
+def test_figures_of_an_attack_that_fails_its_positive_control_are_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = Control("a planted leak", 0.1, "above 0.9", passed=False)
+    install(monkeypatch, StandIn(lambda: Outcome("labels", (figure(),), (control,))))
+    site = audited_site(tmp_path, report=DEFAULT_ALLOW_REPORT | {ReportField.AUDIT})
+    site.trainer().do(site.round())
+    assert sent_report(site).audit == {}
+
+
+def test_auxiliary_images_reach_the_attacker_and_without_readable_ones_nothing_is_sent(
+    tmp_path: Path, stand_in: StandIn
+) -> None:
+    site = audited_site(tmp_path / "site")
+    draw_images(tmp_path / "aux", 4, seed=9)
+
+    def auxiliary(root: Path) -> Committed | Failed:
+        audit = site.config.audit.model_copy(update={"auxiliary": root})
+        site.config = site.config.model_copy(update={"audit": audit})
+        report = site.trainer().do(site.round())
+        assert isinstance(report, Committed | Failed)
+        return report
+
+    failed = auxiliary(tmp_path / "nothing")
+    assert isinstance(failed, Failed)
+    assert failed.reason is DeclineReason.WITHHELD
+    assert "[audit] auxiliary" in failed.detail
+    assert site.store.generations.current() == (None, ())
+    assert isinstance(auxiliary(tmp_path / "aux"), Committed)
+    stand_in.needs_auxiliary = True
+    audit = AuditSection(before_publish="quick", gate="label_l1<9", attacks=("labels",))
+    site.config = site.config.model_copy(update={"audit": audit})
+    without = site.trainer().do(site.round(2))
+    assert isinstance(without, Failed)
+    assert (
+        "not measured (labels: the attacker needs labelled images of the same kind: give [audit] auxiliary)"
+        in without.detail
+    )
+    images = stand_in.cases[-1].view.auxiliary
+    assert images is not None
+    assert len(images) == 4 * len(CLASSES)
