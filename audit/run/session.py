@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from audit.errors import CaptureError
 from audit.evidence.case import Case
 from audit.measures.figures import Outcome
 from fedcg.files import replace_durably
+from fedcg.worker_process import die_with_parent
 
 LOOK_EVERY_S = 0.2
 SEND_EVERY_S = 0.5
@@ -87,9 +89,10 @@ class _Job:
 _worker: dict[str, Any] = {}
 
 
-def _begin(case: bytes, progress: Any) -> None:
+def _begin(parent: int, case: bytes, progress: Any) -> None:
     import torch
 
+    die_with_parent(parent)
     torch.set_num_threads(1)
     # Written by the parent a moment ago: never bytes from outside.
     _worker.update(case=pickle.loads(case), progress=progress)  # noqa: S301
@@ -135,7 +138,9 @@ def carry_out(
     if todo:
         context = multiprocessing.get_context("spawn")
         progress = context.Queue()
-        pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin, (pickle.dumps(case), progress))
+        pool = ProcessPoolExecutor(
+            min(processes, len(todo)), context, _begin, (os.getpid(), pickle.dumps(case), progress)
+        )
         try:
             for outcome, is_final in _as_completed(pool, todo, effort, progress, on_progress):
                 if folder is not None and is_final:

@@ -195,17 +195,18 @@ def audit_command(folder: Path) -> str | None:
     images = sorted((folder / _TRUTH).glob("*.npz"))
     if not images or not (folder / WIRE_FILE).exists():
         return None
-    words = [
-        "fedcg",
-        "audit",
-        "run",
-        "--updates",
-        folder,
-        "--data",
-        images[0],
-        "--client",
-        images[0].stem,
-        "--out",
-        "DIR",
-    ]
-    return shlex.join(map(str, words))
+    client = images[0].stem
+    private = sorted(
+        (folder / _TRUTH).glob(f"{client}-round-*.safetensors"), key=lambda file: int(file.stem.rpartition("-")[2])
+    )
+    named = {
+        "updates": folder,
+        "client": client,
+        "data": images[0],
+        "auxiliary": folder / _AUXILIARY_FILE,
+        "out": "DIR",
+    }
+    named |= {"private": private[-1]} if private else {}
+    return shlex.join(
+        ["fedcg", "audit", "run", *(str(word) for name, value in named.items() for word in (f"--{name}", value))]
+    )

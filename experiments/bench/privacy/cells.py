@@ -51,7 +51,7 @@ def run_cell(grid: Grid, options: Sequence[str], sizes: Sizes, seed: int) -> dic
             "--local-epochs", str(sizes.epochs), "--rounds", rounds, *options, "--seeds", str(seed), "--no-shadow",
             "--no-plot", "--no-tensorboard", "--evaluate-every", rounds, "--keep-updates", rounds, "--workers", str(sizes.processes),
         ]  # fmt: skip
-        (run,) = _result([*simulated, "--out", str(out / "runs")])
+        (run,) = _result([*simulated, "--out", str(out / "runs")])["runs"]
         (recording,) = (out / "runs" / "updates").iterdir()
         truth = recording / "truth"
         audited = [
@@ -65,9 +65,9 @@ def run_cell(grid: Grid, options: Sequence[str], sizes: Sizes, seed: int) -> dic
             **bench_record("bench privacy"),
             "commands": [_published(words, sizes.data, out) for words in (simulated, audited)],
             "seed": seed,
-            "accuracy": run["mean"]["accuracy"],
+            "accuracy": run["mean"]["accuracy_personal"],
             "accuracy_after": run["mean"]["accuracy_after"],
-            "epsilon": run.get("epsilon"),
+            "epsilon": max((client["epsilon"] for client in run["clients"] if "epsilon" in client), default=None),
             "sent": report["subject"]["sent"],
             "attacks": report["attacks"],
         }
@@ -86,7 +86,7 @@ def _published(words: Sequence[str], data: str, out: Path) -> str:
 def _result(words: Sequence[str]) -> Any:
     """What a command of ours prints with `--json`."""
     done = subprocess.run(
-        [sys.executable, "-m", "fedcg.cli", *words, "--json"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "fedcg", *words, "--json"], capture_output=True, text=True, check=False
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:

@@ -1,0 +1,146 @@
+"""`fedcg audit run` on a recording: figures, gates, a report, what is kept, and bad input."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from audit.attacks.attack import Effort
+from audit.evidence.case import Case
+from audit.measures.figures import Outcome
+from audit.run.session import AuditFolder, carry_out
+from tests.support.audit.cases import simulated_case
+from tests.support.audit.recordings import write_images, write_private, write_recording
+from tests.support.audit.reports import attack
+from tests.support.commands import data_of, run_fedcg
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A coordinator's artifacts, a device's images and private weights."""
+    folder = tmp_path_factory.mktemp("audit")
+    case = skewed()
+    write_recording(case, folder / "home")
+    write_images(case.truth.train, case.truth.held_out, folder / "data.npz")
+    write_private(case, folder / "private.safetensors")
+    return folder
+
+
+def skewed() -> Case:
+    return simulated_case(codec="i8-delta", aggregate_codec="f16", partition="dirichlet:0.1", local_epochs=4, rounds=3)
+
+
+def words(place: Path, out: Path, *more: object) -> tuple[object, ...]:
+    given = ("--updates", place / "home", "--data", place / "data.npz", "--private", place / "private.safetensors")
+    return ("audit", "run", *given, "--client", "client-1", "--effort", "quick", "--processes", 1, "--out", out, *more)
+
+
+def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, tmp_path: Path) -> None:
+    gates = "label_l1_gain<0.01,label_l1_gain<3,mia_auc<0.6"
+    done = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels", "--gate", gates, "--json"))
+    assert done.exit_code == 3, done.output
+    report = data_of(done.stdout)
+    assert report == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [verdict["passed"] for verdict in report["gates"]] == [False, True, False]
+    assert "not measured" in report["gates"][2]["why"]
+    (labels,) = report["attacks"]
+    assert labels["result"] == "something came back"
+    best = max(figure["gain"]["value"] for figure in labels["figures"] if figure["name"] == "label_l1")
+    assert best > 0.2  # of 3 classes or so in 86 images, from the update alone
+    assert report["subject"]["sent"].keys() == {"classifier", "generator"}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "something came back" in page
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "out" / "report.html").stat().st_mode) == 0o600
+
+
+def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(place: Path, tmp_path: Path) -> None:
+    first = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels"))
+    assert first.exit_code == 0, first.output
+    kept = tmp_path / "out" / "attacks" / "labels.json"
+    before = kept.stat().st_mtime_ns
+    again = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels"))
+    assert again.exit_code == 0
+    assert kept.stat().st_mtime_ns == before
+    other = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels", "--seed", 7))
+    assert other.exit_code != 0
+    assert "choose another --out, or --force" in other.stderr
+    forced = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels", "--seed", 7, "--force"))
+    assert forced.exit_code == 0
+    assert kept.stat().st_mtime_ns != before
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--attacks", "lables"), "no attack 'lables'; there are labels, inversion"),
+        (("--gate", "mia_auc>0.5"), "write NAME<NUMBER"),
+        (("--round", 9), "no update of client-1 in round 9"),
+        (("--federation", "other"), "no federation other"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_attacked(
+    place: Path, tmp_path: Path, more: tuple[object, ...], said: str
+) -> None:
+    done = run_fedcg(*words(place, tmp_path / "out", *more))
+    assert done.exit_code != 0
+    assert said in done.stderr
+    assert not (tmp_path / "out" / "attacks").exists()
+
+
+def test_an_attack_that_needs_images_of_the_attacker_is_not_tried_without(place: Path, tmp_path: Path) -> None:
+    done = run_fedcg(*words(place, tmp_path / "out", "--attacks", "class_inference"))
+    assert done.exit_code == 0, done.output
+    assert "class_inference: the attacker needs labelled images of the same kind: give --auxiliary" in done.stderr
+
+
+def test_an_attack_that_fails_ends_neither_the_others_nor_is_it_kept(tmp_path: Path) -> None:
+    folder = AuditFolder(tmp_path, {"format": 1})
+    seen: list[str] = []
+    outcomes = carry_out(
+        simulated_case(),
+        [attack("no such attack")],
+        Effort.QUICK,
+        1,
+        folder=folder,
+        on_done=lambda outcome: seen.append(outcome.attack),
+    )
+    assert outcomes[0].skipped is not None
+    assert outcomes[0].skipped.startswith("failed: UnknownAttackError")
+    assert seen == ["no such attack"]
+    assert folder.kept("no such attack") is None
+
+
+def test_kept_outcomes_need_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = AuditFolder(tmp_path, {"format": 1})
+    folder.keep(Outcome("x", notes=("kept",)))
+    monkeypatch.setattr("audit.run.session.ProcessPoolExecutor", None)
+    (outcome,) = carry_out(simulated_case(), [attack("x")], Effort.QUICK, 1, folder=folder)
+    assert outcome.notes == ("kept",)
+
+
+def test_a_damaged_outcome_is_made_again_and_a_damaged_folder_is_named(tmp_path: Path, place: Path) -> None:
+    folder = AuditFolder(tmp_path, {"format": 1})
+    folder.keep(Outcome("x"))
+    (tmp_path / "attacks" / "x.json").write_text("{")
+    assert folder.kept("x") is None
+    (tmp_path / "audit.json").write_text("no")
+    done = run_fedcg(*words(place, tmp_path, "--attacks", "labels"))
+    assert "audit.json can't be read" in done.stderr
+
+
+def test_the_attacks_are_listed_with_their_papers() -> None:
+    listed = data_of(run_fedcg("audit", "attacks", "--json").stdout)
+    assert [one["name"] for one in listed] == [
+        "labels",
+        "inversion",
+        "reidentification",
+        "membership",
+        "class_inference",
+        "memorisation",
+        "epsilon",
+    ]
+    assert all(one["source"] and one["question"].endswith("?") for one in listed)
