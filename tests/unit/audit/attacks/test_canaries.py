@@ -80,7 +80,7 @@ def test_canaries_follow_from_the_stream_and_have_the_form_of_the_images() -> No
 
 
 def test_it_takes_the_private_networks_and_leaves_the_quick_audit_out() -> None:
-    case = simulated_case(method="fedavg")
+    case = simulated_case(method="fedcg")
     without = Case(case.view, replace(case.truth, before=None, after=None), case.streams)
     assert "--private" in (ATTACK.lacks(without) or "")
     assert ATTACK.lacks(case) is None
