@@ -25,6 +25,7 @@ def privacy_command(
     effort: Annotated[str, typer.Option(help="of the audits: quick, default or thorough")] = "quick",
     processes: Annotated[int, typer.Option(min=1, help="attacks, and simulated clients, at once")] = 2,
     show: Annotated[bool, typer.Option("--show", help="run nothing; print the tables of what is there")] = False,
+    settings: Annotated[bool, typer.Option("--settings", help="also print every setting of every attack")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the records")] = False,
 ) -> None:
     """Simulate the federations of a grid, audit one client's last update of each, and print the tables of docs/privacy.md.
@@ -33,7 +34,7 @@ def privacy_command(
     """
     from experiments.bench.privacy.cells import Sizes, run_cell
     from experiments.bench.privacy.grids import GRIDS
-    from experiments.bench.privacy.tables import accuracies, draw_frontier, table
+    from experiments.bench.privacy.tables import draw_frontier, summary, table
     from fedcg.errors import BadInputError
     from fedcg.files import READABLE, replace_durably
 
@@ -59,7 +60,7 @@ def privacy_command(
     if as_json:
         print_data(records)
         return
-    for line in (f"**{chosen.title}**", "", *accuracies(records), *table(records)):
+    for line in (f"**{chosen.title}**", "", *summary(records), *(table(records) if settings else ())):
         typer.echo(line)
     if grid == "mechanisms" and records:
         draw_frontier(records, out / grid / "frontier.png")

@@ -23,18 +23,43 @@ def table(records: Sequence[Record]) -> Iterator[str]:
             "| run | setting | value | best guess | gain (95 %) | ceiling |",
             "|---|---|---|---|---|---|",
         )
-        for cell, of_cell in _by(records, lambda record: f"{record['row']}, {record['column']}".rstrip(", ")).items():
+        for cell, of_cell in _by(records, _cell).items():
             found = [figure for record in of_cell for figure in _figures(record) if figure["name"] == name]
             for setting, figures in _by(found, lambda figure: str(figure["setting"])).items():
                 yield f"| {cell} | {setting}{' (ceiling)' if figures[0]['is_ceiling'] else ''} | {_cells(figures)} |"
 
 
-def accuracies(records: Sequence[Record]) -> Iterator[str]:
-    """Per cell: the clients' accuracy after the last round, before and after the download, and epsilon."""
-    yield from ("| run | personal accuracy, % | with the download, % | epsilon | seeds |", "|---|---|---|---|---|")
-    for cell, of_cell in _by(records, lambda record: f"{record['row']}, {record['column']}".rstrip(", ")).items():
+def summary(records: Sequence[Record]) -> Iterator[str]:
+    """Per cell the accuracy, and of every figure the strongest setting that a real attacker can have: value, and gain in brackets.
+
+    Means over seeds with their standard deviation; `*`: from the gradient of one batch, which is not sent; `?`: a positive control failed.
+    """
+    names = list(dict.fromkeys(figure["name"] for record in records for figure in _figures(record)))
+    yield f"| run | accuracy, % | after the download, % | ε | {' | '.join(names)} |"
+    yield "|---" * (len(names) + 4) + "|"
+    for cell, of_cell in _by(records, _cell).items():
         columns = [_mean([record[name] for record in of_cell], 100.0) for name in ("accuracy", "accuracy_after")]
-        yield f"| {cell} | {' | '.join(columns)} | {_mean([record['epsilon'] for record in of_cell], 1.0)} | {len(of_cell)} |"
+        columns.append(_mean([record["epsilon"] for record in of_cell], 1.0))
+        yield f"| {cell} | {' | '.join([*columns, *(_strongest_cell(of_cell, name) for name in names)])} |"
+
+
+def _strongest_cell(records: Sequence[Record], name: str) -> str:
+    found = [figure for record in records if (figure := strongest(record, name)) is not None]
+    if not found:
+        return "-"
+    scale = _SCALE.get(found[0]["unit"], (1.0, ""))[0]
+    value, gain = (_mean([one[field]["value"] for one in found], scale) for field in ("value", "gain"))
+    attacks = [attack for record in records for attack in record["attacks"] if _has(attack, name)]
+    doubt = "" if all(control["passed"] for attack in attacks for control in attack["controls"]) else " ?"
+    return f"{value} ({gain}){'' if found[0]['is_of_update'] else ' *'}{doubt}"
+
+
+def _has(attack: Mapping[str, Any], name: str) -> bool:
+    return any(figure["name"] == name for figure in attack["figures"])
+
+
+def _cell(record: Record) -> str:
+    return f"{record['row']}, {record['column']}".rstrip(", ")
 
 
 def draw_frontier(records: Sequence[Record], path: Path) -> None:
@@ -48,8 +73,8 @@ def draw_frontier(records: Sequence[Record], path: Path) -> None:
     for axes, name in zip(picture.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         for number, (row, of_row) in enumerate(_by(records, lambda record: str(record["row"])).items()):
             for column, of_cell in _by(of_row, lambda record: str(record["column"])).items():
-                gains = [strongest(record, name) for record in of_cell]
-                x = fmean(gain for gain in gains if gain is not None)
+                found = (strongest(record, name) for record in of_cell)
+                x = fmean(one["gain"]["value"] for one in found if one is not None)
                 y = 100 * fmean(record["accuracy"] for record in of_cell)
                 axes.plot(
                     x,
@@ -65,11 +90,11 @@ def draw_frontier(records: Sequence[Record], path: Path) -> None:
     picture.savefig(path, dpi=130)
 
 
-def strongest(record: Record, name: str) -> float | None:
-    """The largest gain of a figure over all settings that a real attacker can have."""
-    return max(
-        (f["gain"]["value"] for f in _figures(record) if f["name"] == name and not f["is_ceiling"]), default=None
-    )
+def strongest(record: Record, name: str) -> Mapping[str, Any] | None:
+    """The setting of a figure with the largest gain that a real attacker can have, on the update itself where there is one."""
+    possible = [one for one in _figures(record) if one["name"] == name and not one["is_ceiling"]]
+    of_update = [one for one in possible if one["is_of_update"]]
+    return max(of_update or possible, key=lambda one: one["gain"]["value"], default=None)
 
 
 def _columns(records: Sequence[Record]) -> list[str]:
