@@ -130,14 +130,18 @@ def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_p
 
 CHILD = """
 import pickle, sys, time
-from edge_client.store.generations import Generations
+from edge_client.store import generations
+from edge_client.training import release_audit
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_child import Trainer
 from fedcg.event_log import EventLog
-def trained(self, new):
+def trained(*_):
     print("trained", flush=True)
     time.sleep(120)
-Generations.commit = trained
+if sys.argv[2] == "audit":
+    release_audit.timed = trained
+else:
+    generations.Generations.commit = trained
 config, command = pickle.load(open(sys.argv[1], "rb"))
 store = PrivateStore.open(config.store, config.federation, config.device)
 import torch
@@ -146,12 +150,16 @@ Trainer(config, store, EventLog(config.store / "events.jsonl", time.time)).do(co
 """
 
 
+@pytest.mark.parametrize("during", ["commit", "audit"])
 def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_its_repetition_counts_no_more(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:
+    install(monkeypatch, StandIn())
     killed, calm = (site_with(tmp_path / name, dp_sgd()) for name in ("killed", "calm"))
+    audit = AuditSection(before_publish="quick", attacks=("labels",)) if during == "audit" else AuditSection()
+    killed.config = killed.config.model_copy(update={"audit": audit})
     (tmp_path / "work").write_bytes(pickle.dumps((killed.config, killed.round())))
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "work")]
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "work"), during]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "trained\n"
