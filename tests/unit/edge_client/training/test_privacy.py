@@ -95,6 +95,19 @@ def test_mechanisms_change_what_is_sent_and_neither_the_private_model_nor_the_sh
                 assert np.array_equal(tensor, clipped.state().slots[slot][part][name]), (slot, part, name)
 
 
+def test_mechanisms_inside_local_steps_change_the_model_and_leave_the_shadow_alone(tmp_path: Path) -> None:
+    plain = site_with(tmp_path / "a", PrivacySettings(), shadow=True)
+    noisy = site_with(tmp_path / "b", PrivacySettings(gradient_noise=0.1), shadow=True)
+    for site in (plain, noisy):
+        site.trainer().do(site.round())
+
+    def weights(site: Site, slot: str) -> Any:
+        return site.state().slots[slot][Part.EXTRACTOR]["0.weight"]
+
+    assert not np.array_equal(weights(plain, "personal"), weights(noisy, "personal"))
+    assert np.array_equal(weights(plain, "shadow"), weights(noisy, "shadow"))
+
+
 def test_every_round_of_dp_sgd_counts_and_its_epsilon_is_reported_and_shown(tmp_path: Path) -> None:
     site = site_with(tmp_path, dp_sgd(budget_epsilon=1000.0))
     seen = []
