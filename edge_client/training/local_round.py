@@ -153,7 +153,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     """Train one round attempt and commit it.
 
     Raises:
-        RoundError: it can't be done here; nothing was changed.
+        RoundError: it can't be done here, or its update is withheld; nothing was changed but the record of spent privacy.
         FirewallError: the update may not leave this device; nothing was changed.
         CodecError: the spec's codec can't hold it; nothing was changed.
         DivergedError: the training diverged; nothing was changed.

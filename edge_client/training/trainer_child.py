@@ -155,8 +155,9 @@ class Trainer:
 
     def _explain(self, error: Exception) -> str:
         advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
-        data = self._work.config.data
-        return without_image_names(f"{str(error) or type(error).__name__}{advice}", data.root, data.common_test)
+        data, auxiliary = self._work.config.data, self._work.config.audit.auxiliary
+        text = f"{str(error) or type(error).__name__}{advice}"
+        return without_image_names(text, data.root, data.common_test, auxiliary)
 
     def _give_up(self, command: TrainRound, error: Exception) -> None:
         """End the process: in this one every further call of the GPU fails. The agent starts another."""

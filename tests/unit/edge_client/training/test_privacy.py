@@ -95,6 +95,19 @@ def test_mechanisms_change_what_is_sent_and_neither_the_private_model_nor_the_sh
                 assert np.array_equal(tensor, clipped.state().slots[slot][part][name]), (slot, part, name)
 
 
+def test_mechanisms_inside_local_steps_change_the_model_and_leave_the_shadow_alone(tmp_path: Path) -> None:
+    plain = site_with(tmp_path / "a", PrivacySettings(), shadow=True)
+    noisy = site_with(tmp_path / "b", PrivacySettings(gradient_noise=0.1), shadow=True)
+    for site in (plain, noisy):
+        site.trainer().do(site.round())
+
+    def weights(site: Site, slot: str) -> Any:
+        return site.state().slots[slot][Part.EXTRACTOR]["0.weight"]
+
+    assert not np.array_equal(weights(plain, "personal"), weights(noisy, "personal"))
+    assert np.array_equal(weights(plain, "shadow"), weights(noisy, "shadow"))
+
+
 def test_every_round_of_dp_sgd_counts_and_its_epsilon_is_reported_and_shown(tmp_path: Path) -> None:
     site = site_with(tmp_path, dp_sgd(budget_epsilon=1000.0))
     seen = []
@@ -130,14 +143,18 @@ def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_p
 
 CHILD = """
 import pickle, sys, time
-from edge_client.store.generations import Generations
+from edge_client.store import generations
+from edge_client.training import release_audit
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_child import Trainer
 from fedcg.event_log import EventLog
-def trained(self, new):
+def trained(*_):
     print("trained", flush=True)
     time.sleep(120)
-Generations.commit = trained
+if sys.argv[2] == "audit":
+    release_audit.timed = trained
+else:
+    generations.Generations.commit = trained
 config, command = pickle.load(open(sys.argv[1], "rb"))
 store = PrivateStore.open(config.store, config.federation, config.device)
 import torch
@@ -146,12 +163,16 @@ Trainer(config, store, EventLog(config.store / "events.jsonl", time.time)).do(co
 """
 
 
+@pytest.mark.parametrize("during", ["commit", "audit"])
 def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_its_repetition_counts_no_more(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:
+    install(monkeypatch, StandIn())
     killed, calm = (site_with(tmp_path / name, dp_sgd()) for name in ("killed", "calm"))
+    audit = AuditSection(before_publish="quick", attacks=("labels",)) if during == "audit" else AuditSection()
+    killed.config = killed.config.model_copy(update={"audit": audit})
     (tmp_path / "work").write_bytes(pickle.dumps((killed.config, killed.round())))
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "work")]
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "work"), during]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "trained\n"
