@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 
 from audit.attacks.attack import Attack, Effort, Progress
-from audit.attacks.shadow_models import confidence, learnt_by_heart
 from audit.evidence.case import Case, Knowledge, View
 from audit.evidence.device_data import joined
 from audit.evidence.networks import Extractor, estimated_extractor, whole_model
 from audit.measures.figures import CONFIDENCE, Control, Figure, Interval, Outcome
 from audit.measures.statistics import Values
+from audit.techniques.shadow_models import confidence, learnt_by_heart
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, RoundContext, Weights
 from fedcg.learning.seeds import Streams

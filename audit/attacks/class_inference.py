@@ -14,11 +14,11 @@ from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Progress, counter
 from audit.evidence.case import Case, Knowledge, Truth, View
-from audit.evidence.image_generator import ImageGenerator
 from audit.evidence.networks import Extractor, WholeModel, estimated_extractor, trained_alone, whole_model
 from audit.measures.figures import Control, Figure, Outcome, Pictures
 from audit.measures.images import png, ssim, unit_pixels
 from audit.measures.statistics import Values, bootstrap
+from audit.techniques.image_generator import ImageGenerator
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.layer_randomness import lent_generators

@@ -15,11 +15,11 @@ from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Progress, counter
 from audit.evidence.case import Case, Knowledge, Truth, View
-from audit.evidence.image_generator import ImageGenerator
 from audit.evidence.networks import Extractor, estimated_extractor
 from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png, psnr, ssim, unit_pixels
 from audit.measures.statistics import Values, bootstrap
+from audit.techniques.image_generator import ImageGenerator
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part

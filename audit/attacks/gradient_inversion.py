@@ -16,7 +16,15 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from audit.attacks.attack import Attack, Effort, Progress
-from audit.attacks.inversion_search import (
+from audit.evidence.case import Case, Knowledge, View
+from audit.evidence.networks import Extractor, WholeModel, whole_model
+from audit.evidence.observed_gradient import BatchGradient, batch_gradient, gradient, weight_difference, with_noise
+from audit.measures.figures import Control, Figure, Outcome, Pictures
+from audit.measures.images import png, psnr, unit_pixels
+from audit.measures.reconstructions import MEASURES, Reconstructions, nearest_row, trivial_guesses
+from audit.measures.statistics import bootstrap
+from audit.techniques.closed_form import attacker_model, lacks_closed_form, revealed_features, revealed_labels
+from audit.techniques.inversion_search import (
     Found,
     Objective,
     Search,
@@ -28,15 +36,7 @@ from audit.attacks.inversion_search import (
     search,
     with_statistics,
 )
-from audit.attacks.jacobian_rank import MAX_PIXELS, RANK_TOLERANCE, pixel_rank
-from audit.evidence.case import Case, Knowledge, View
-from audit.evidence.closed_form import attacker_model, lacks_closed_form, revealed_features, revealed_labels
-from audit.evidence.networks import Extractor, WholeModel, whole_model
-from audit.evidence.observed_gradient import BatchGradient, batch_gradient, gradient, weight_difference, with_noise
-from audit.measures.figures import Control, Figure, Outcome, Pictures
-from audit.measures.images import png, psnr, unit_pixels
-from audit.measures.reconstructions import MEASURES, Reconstructions, nearest_row, trivial_guesses
-from audit.measures.statistics import bootstrap
+from audit.techniques.jacobian_rank import MAX_PIXELS, RANK_TOLERANCE, pixel_rank
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.seeds import Streams

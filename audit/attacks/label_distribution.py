@@ -18,13 +18,13 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Progress
-from audit.attacks.class_shares import HEADLINE, Shares, Tick, by_readout, inferred, last_layer, probes_for
 from audit.evidence.case import Case, Knowledge, View
 from audit.evidence.networks import trained_alone
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient
 from audit.measures.figures import Control, Curve, Figure, Interval, Outcome
 from audit.measures.images import unit_pixels
 from audit.measures.statistics import Values, bootstrap
+from audit.techniques.class_shares import HEADLINE, Shares, Tick, by_readout, inferred, last_layer, probes_for
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, load_part
@@ -208,7 +208,7 @@ def two_class_control(case: Case, effort: Effort, tick: Tick) -> Control:
     sent = trained_alone(view, start, some, streams, _CONTROL_EPOCHS)[Part.CLASSIFIER]
     planted = replace(view, update={Part.CLASSIFIER: sent}, report=Report(examples=len(some)))
     true = _shares_of(some)
-    found = _distance(inferred(planted, streams, effort, tick)[HEADLINE][0], true)
+    found = _distance(inferred(planted, streams, *_shadow_work(effort), tick)[HEADLINE][0], true)
     limit = min(_distance(guess, true) for guess in trivial_guesses(view, streams).values()) / 2
     title = "Class shares of a simulated client with two classes, L1 distance"
     return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit)
@@ -244,7 +244,7 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
         progress(next(done), steps)
 
     trivial = trivial_guesses(case.view, streams)
-    guesses = inferred(case.view, streams, effort, tick)
+    guesses = inferred(case.view, streams, *_shadow_work(effort), tick)
     figures = update_figures(case, guesses, trivial)
     for size in sizes:
         figures += batch_figures(case, size, effort.of(16, 64, 256), trivial)
@@ -266,6 +266,11 @@ def _lacks(case: Case) -> str | None:
     if missing is None and last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count) is None:
         return f"the classifier of {spec.network.split} does not end in a linear layer with a bias"
     return missing
+
+
+def _shadow_work(effort: Effort) -> tuple[int, int]:
+    """Shadow classifiers, and their steps at most."""
+    return effort.of(4, 8, 24), effort.of(1000, 4000, 20_000)
 
 
 ATTACK = Attack(

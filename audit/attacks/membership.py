@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from audit.attacks import shadow_models
 from audit.attacks.attack import Attack, Effort, Progress
-from audit.attacks.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from audit.evidence.case import Case, Knowledge, Truth, View
 from audit.evidence.networks import Extractor, WholeModel
 from audit.measures.figures import CONFIDENCE, Control, Curve, Figure, Interval, Outcome
 from audit.measures.images import unit_pixels
 from audit.measures.statistics import Values, auc, auc_interval, roc, true_positive_rate
+from audit.techniques import shadow_models
+from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams

@@ -14,13 +14,19 @@ import torch
 
 from audit.attacks.attack import Attack, Effort, Progress
 from audit.evidence.case import Case, Knowledge, View
-from audit.evidence.closed_form import attacker_model, lacks_closed_form, linear_inputs, revealed_features, standardised
 from audit.evidence.device_data import joined
 from audit.evidence.networks import Extractor, WholeModel
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient
 from audit.measures.figures import Control, Figure, Interval, Outcome
 from audit.measures.images import unit_pixels
 from audit.measures.statistics import Values, proportion
+from audit.techniques.closed_form import (
+    attacker_model,
+    lacks_closed_form,
+    linear_inputs,
+    revealed_features,
+    standardised,
+)
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec

@@ -10,10 +10,10 @@ import torch
 from audit.attacks import gradient_inversion
 from audit.attacks.attack import Effort
 from audit.attacks.gradient_inversion import ATTACK
-from audit.attacks.inversion_search import Found, Objective
 from audit.evidence.case import Case, Knowledge
 from audit.measures.figures import Outcome
 from audit.measures.reconstructions import Reconstructions, trivial_guesses
+from audit.techniques.inversion_search import Found, Objective
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import simulated_case
 

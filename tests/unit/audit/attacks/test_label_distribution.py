@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from audit.attacks import class_shares, label_distribution
+from audit.attacks import label_distribution
 from audit.attacks.attack import Effort
 from audit.attacks.catalogue import get_attack
-from audit.attacks.class_shares import HEADLINE, fitted, inferred
 from audit.attacks.label_distribution import (
     ATTACK,
     counts_of,
@@ -22,6 +21,8 @@ from audit.attacks.label_distribution import (
 )
 from audit.evidence.case import Case, Knowledge
 from audit.measures.figures import Figure, Outcome
+from audit.techniques import class_shares
+from audit.techniques.class_shares import HEADLINE, fitted, inferred
 from fedcg.learning.image_set import ImageSet
 from tests.support.audit.cases import simulated_case
 
@@ -100,7 +101,7 @@ def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str
 def test_a_truth_that_the_update_does_not_come_from_gives_no_gain() -> None:
     case = skewed("fedcg")
     streams = case.streams.at("labels")
-    guesses = inferred(case.view, streams, Effort.QUICK, lambda: None)
+    guesses = inferred(case.view, streams, 4, 1000, lambda: None)
     trivial = label_distribution.trivial_guesses(case.view, streams)
     gains = [update_figures(relabelled(case, by), guesses, trivial)[0].gain for by in (3, 5, 7)]
     assert all(gain.low <= 0 for gain in gains)

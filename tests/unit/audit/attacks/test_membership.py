@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from audit.attacks import shadow_models
 from audit.attacks.attack import Effort
 from audit.attacks.membership import ATTACK, GeneratorDistance, auc_gain, balanced_pairs, nearest_distance
-from audit.attacks.shadow_models import (
+from audit.evidence.case import Case, Knowledge
+from audit.evidence.device_data import joined
+from audit.evidence.networks import Extractor, WholeModel
+from audit.measures.figures import Figure, Outcome
+from audit.measures.statistics import Values, auc
+from audit.techniques import shadow_models
+from audit.techniques.shadow_models import (
     Target,
     log_ratio,
     mean_parts,
@@ -23,11 +28,6 @@ from audit.attacks.shadow_models import (
     train_shadows,
     two_shadows,
 )
-from audit.evidence.case import Case, Knowledge
-from audit.evidence.device_data import joined
-from audit.evidence.networks import Extractor, WholeModel
-from audit.measures.figures import Figure, Outcome
-from audit.measures.statistics import Values, auc
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from audit.attacks.inversion_search import (
+from audit.evidence.networks import whole_model
+from audit.evidence.observed_gradient import BatchGradient, batch_gradient
+from audit.techniques.inversion_search import (
     Search,
     Start,
     channel_statistics,
@@ -14,9 +16,7 @@ from audit.attacks.inversion_search import (
     search,
     total_variation,
 )
-from audit.attacks.jacobian_rank import pixel_rank
-from audit.evidence.networks import whole_model
-from audit.evidence.observed_gradient import BatchGradient, batch_gradient
+from audit.techniques.jacobian_rank import pixel_rank
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import simulated_case
 

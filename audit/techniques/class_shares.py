@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import nn
 
-from audit.attacks.attack import Effort
 from audit.evidence.case import View
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, feature_shape, load_part, weights_of
@@ -156,8 +155,11 @@ def generator_statistics(view: View, parts: Mapping[Part, Weights], streams: Str
     return _centred(torch.stack(columns, 1))
 
 
-def inferred(view: View, streams: Streams, effort: Effort, tick: Tick) -> Shares:
-    """What the updates of a round show of each client's class shares, [clients, C]; the client under audit first."""
+def inferred(view: View, streams: Streams, shadows: int, most: int, tick: Tick) -> Shares:
+    """What the updates of a round show of each client's class shares, [clients, C]; the client under audit first.
+
+    `shadows` and `most` are those of `by_responses`.
+    """
     sent = [view.update, *(view.others[name] for name in sorted(view.others))]
     found = {
         HEADLINE: torch.stack([by_readout(view, parts, streams) for parts in sent]),
@@ -165,8 +167,8 @@ def inferred(view: View, streams: Streams, effort: Effort, tick: Tick) -> Shares
             view,
             [parts[Part.CLASSIFIER] for parts in sent],
             streams,
-            effort.of(4, 8, 24),
-            effort.of(1000, 4000, 20_000),
+            shadows,
+            most,
             tick,
         ),
     }
