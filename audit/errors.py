@@ -20,9 +20,13 @@ class AuditError(FedcgError):
 class CaptureError(AuditError):
     """A recording that can't be read or written."""
 
+    exit_code: ClassVar[int] = BAD_INPUT
+
 
 class DecodeError(AuditError):
     """Recorded bytes that are no artifact."""
+
+    exit_code: ClassVar[int] = BAD_INPUT
 
 
 class TruthError(AuditError):

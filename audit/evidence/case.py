@@ -44,6 +44,7 @@ class View:
         others: the other clients' updates of the same round, by client.
         report: the fields that were sent with the update.
         auxiliary: labelled images of the same kind that no client holds.
+        artifact: sha256 of the update's bytes; empty where only its content is known.
         private: private parts that the attacker has been given: empty, but for ceilings and positive controls.
     """
 
@@ -57,6 +58,7 @@ class View:
     report: Report = field(default_factory=Report)
     auxiliary: ImageSet | None = None
     private: Mapping[Part, Weights] = field(default_factory=dict)
+    artifact: str = ""
 
     @property
     def method(self) -> Method:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -83,13 +84,18 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
     """
     wanted = get_method(view.spec.method).private_parts
     if place.is_dir():
-        states = dict(map(_round_of, sorted((place / "generations").glob("*"))))
+        states = {one.round: one for one in map(_generation, sorted((place / "generations").glob("*")))}
         if view.round not in states:
             raise TruthError(
                 f"{place} holds the private weights of rounds {sorted(states) or 'none'}, not of round {view.round}: an agent keeps the last two"
             )
-        after = _parts(states[view.round], "personal", wanted)
-        before = _parts(states[view.round - 1], "personal", wanted) if view.round - 1 in states else None
+        if view.artifact and states[view.round].update not in ("", view.artifact):
+            raise TruthError(
+                f"{place} is the store of another device: its update of round {view.round} is not {view.artifact[:12]}"
+            )
+        after = _parts(states[view.round].tensors, "personal", wanted)
+        earlier = states.get(view.round - 1)
+        before = None if earlier is None else _parts(earlier.tensors, "personal", wanted)
     else:
         before, after = (_parts(place, when, wanted) for when in ("before", "after"))
     for parts in (before, after):
@@ -97,13 +103,22 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
     return before, after
 
 
-def _round_of(generation: Path) -> tuple[int, Path]:
-    """(round, file of tensors) of a generation in an agent's store."""
+@dataclass(frozen=True)
+class _Generation:
+    """A round in an agent's store: its file of tensors, and the sha256 of its update where there is one."""
+
+    round: int
+    tensors: Path
+    update: str
+
+
+def _generation(folder: Path) -> _Generation:
     try:
-        described = json.loads((generation / "state.json").read_text().partition("\n")[0])  # its checksum follows
-        return int(described["cursor"]["round"]), generation / "state.safetensors"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DecodeError(f"{generation} is no generation of an agent's store: {error}") from error
+        described = json.loads((folder / "state.json").read_text().partition("\n")[0])  # its checksum follows
+        update = (described.get("outbox") or {}).get("artifact", "")
+        return _Generation(int(described["cursor"]["round"]), folder / "state.safetensors", str(update))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DecodeError(f"{folder} is no generation of an agent's store: {error}") from error
 
 
 def _parts(file: Path, prefix: str, wanted: frozenset[Part]) -> PrivateParts:

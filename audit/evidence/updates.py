@@ -101,6 +101,7 @@ class RecordedUpdates:
             {name: to_weights(self._decoded(id_, self._base(self.headers[id_])).parts) for name, id_ in others.items()},
             header.report or Report(),
             auxiliary,
+            artifact=there[client, number],
         )
 
     def _aggregates(self, number: int) -> Iterator[str]:

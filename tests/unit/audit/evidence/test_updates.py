@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from audit.errors import CaptureError, DecodeError, TruthError
 from audit.evidence.case import Case
@@ -150,6 +151,37 @@ def test_private_weights_of_another_network_or_round_are_refused(tmp_path: Path)
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     with pytest.raises(DecodeError, match=r"bad\.safetensors can't be read"):
         read_truth(case.view, data, tmp_path / "bad.safetensors")
+
+
+def write_generation(store: Path, case: Case, number: int, update: str) -> None:
+    folder = store / "generations" / str(number)
+    folder.mkdir(parents=True)
+    described = {"cursor": {"round": number, "attempt": 1}, "outbox": {"artifact": update}}
+    (folder / "state.json").write_text(f"{json.dumps(described)}\nits checksum")
+    tensors = {
+        f"personal/{part.value}/{name}": tensor.contiguous()
+        for part, weights in (case.truth.after or {}).items()
+        for name, tensor in weights.items()
+    }
+    save_file(tensors, folder / "state.safetensors")
+
+
+def test_an_agents_store_gives_the_round_before_and_after_and_no_other_devices(tmp_path: Path) -> None:
+    case = simulated_case()
+    data = write_images(case.truth.train, case.truth.held_out, tmp_path / "data.npz")
+    view = replace(case.view, artifact="ab" * 32)
+    write_generation(tmp_path / "store", case, 2, "ab" * 32)
+    alone = read_truth(view, data, tmp_path / "store")
+    assert alone.before is None
+    assert alone.after is not None
+    write_generation(tmp_path / "store", case, 1, "")
+    both = read_truth(view, data, tmp_path / "store")
+    assert both.before is not None
+    with pytest.raises(TruthError, match="store of another device: its update of round 2 is not cdcd"):
+        read_truth(replace(view, artifact="cd" * 32), data, tmp_path / "store")
+    (tmp_path / "store" / "generations" / "2" / "state.json").write_text("[]")
+    with pytest.raises(DecodeError, match="no generation of an agent's store"):
+        read_truth(view, data, tmp_path / "store")
 
 
 def test_no_images_at_all_is_a_clear_error(tmp_path: Path) -> None:
