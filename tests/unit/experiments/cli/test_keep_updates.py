@@ -26,7 +26,10 @@ def test_a_user_records_runs_and_compares_a_recording_with_the_private_parts(tmp
     assert done.exit_code == 0, done.output
     first = out / "updates" / "digits-fedcg-seed0"
     data = first / "truth" / "client-1.npz"
-    command = f"fedcg audit run --updates {first} --data {data} --client client-1 --out DIR"
+    beside = (
+        f"--auxiliary {first / 'auxiliary.npz'} --out DIR --private {first / 'truth' / 'client-1-round-2.safetensors'}"
+    )
+    command = f"fedcg audit run --updates {first} --client client-1 --data {data} {beside}"
     assert done.stderr.splitlines()[-1] == f"recorded updates: {out / 'updates'}; audit one with: {command}"
     places = [out / "updates", *(out / "updates").rglob("*")]
     assert {path.stat().st_mode & 0o777 for path in places if path.is_dir()} == {0o700}
