@@ -354,12 +354,14 @@ def run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     earlier = case.view.before.parts.get(Part.GENERATOR)
     before = None if earlier is None else samples_of(case.view, earlier, streams)
     figures: list[Figure] = []
-    pictures, extra = [], {}
+    pictures, notes = [], ["images trained on are compared with equally many of the same classes that were not"]
     settings = _settings(case, plan, streams, tick)
     for setting in settings:
         found = setting.nearness(mine)
         figures.append(_memory_figure(setting, found, None if before is None else setting.nearness(before)))
-        extra[f"samples nearer to images trained on (extractor: {setting.source.value})"] = found.nearer
+        notes.append(
+            f"{found.nearer:.0%} of the samples are nearer to an image trained on than to any held out (extractor: {setting.source.value})"
+        )
         if setting.decoder is not None:
             figures += _decoded_figures(setting, mine)
             pictures.append(_pictures(setting, mine))
@@ -368,8 +370,7 @@ def run(case: Case, effort: Effort, progress: Progress) -> Outcome:
         _with_ceilings(figures),
         tuple(_controls(settings[-1], streams)),
         tuple(pictures),
-        notes=("images trained on are compared with equally many of the same classes that were not",),
-        extra=extra,
+        notes=tuple(notes),
     )
 
 

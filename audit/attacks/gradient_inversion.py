@@ -372,7 +372,6 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
         controls,
         _pictures(trials),
         notes=_notes(case, trials),
-        extra={f"diverged: {trial.setting.words}": trial.diverged for trial in trials},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from audit.evidence.case import Knowledge
 
@@ -113,4 +113,3 @@ class Outcome:
     notes: tuple[str, ...] = ()
     skipped: str | None = None
     seconds: float = 0.0
-    extra: Mapping[str, float] = field(default_factory=dict)
