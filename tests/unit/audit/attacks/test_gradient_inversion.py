@@ -119,8 +119,8 @@ def test_a_guess_that_is_the_floor_has_no_gain_and_shuffled_truth_has_none_eithe
     images = case.truth.train.rows(range(8))
     pixels, stream = images.images / 255.0, torch.Generator().manual_seed(1)
     floors = {name: (guess, pixels) for name, guess in trivial_guesses(case.view, images, stream)}
-    nearest, _ = floors["the nearest auxiliary image of its class"]
-    of_floor = Reconstructions(nearest, pixels, floors).figure("psnr", "", (), None, 1)
+    mean, _ = floors["the mean auxiliary image of its class"]
+    of_floor = Reconstructions(mean, pixels, floors).figure("psnr", "", (), None, 1)
     assert (of_floor.gain.value, of_floor.gain.high) == (0, 0)
     perfect = Reconstructions((pixels + 0.01).clamp(0, 1), pixels, floors).figure("psnr", "", (), None, 1)
     assert perfect.gain.low > 3
