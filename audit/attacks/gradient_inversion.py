@@ -338,8 +338,8 @@ def _notes(case: Case, trials: Sequence[Trial]) -> tuple[str, ...]:
         "The papers' 6.23 dB for FedSplit is the clamped noise that a search starts from: nothing was reconstructed."
     )
     return (
-        f"Trivial guesses, PSNR in dB: {guesses}. The best that takes no label: {unlabelled:.2f}. The nearest image is no guess: "
-        "it takes the right one to choose it.",
+        f"Trivial guesses, PSNR in dB: {guesses}. The best that takes no label: {unlabelled:.2f}.",
+        "The nearest image is no guess: it takes the right one to choose it.",
         f"{papers} That noise scores {values['clamped noise']:.2f} dB here.",
         f"{diverged:.0%} of the searches diverged (a loss that is not finite, or above that of the start).",
         "The start of the public seed is that of the device only where the federation has no cohort secret.",
