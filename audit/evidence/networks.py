@@ -18,7 +18,7 @@ from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.pooled import AveragedConv2d, MaxedConv2d
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.spec import FederationSpec, ImageForm, ParameterValue
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.training_loop import adam, image_blocks, slices
 from fedcg.wire.parts import Part
@@ -29,6 +29,7 @@ _POOLS: Mapping[type[nn.Module], Callable[[], nn.Module]] = {
 }
 _SURROGATE_LR = 1e-3
 _SURROGATE_BATCH = 32
+_STEEP_RATE = 0.1
 
 
 class Extractor(str, Enum):
@@ -147,12 +148,19 @@ def _surrogate(
     return weights_of(extractor)
 
 
+def plain_params(params: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
+    """Training parameters for networks of the attacker: a rate that only DP-SGD's clipped gradients bear becomes Adam's usual one."""
+    rate = params.get("lr")
+    is_steep = params.get("optimiser") == "sgd" and isinstance(rate, float | int) and rate > _STEEP_RATE
+    return {**params, "optimiser": "adam", "lr": _SURROGATE_LR} if is_steep else dict(params)
+
+
 def trained_alone(
     view: View, start: Mapping[Part, Weights], images: ImageSet, streams: Streams, epochs: int
 ) -> dict[Part, Weights]:
     """Extractor and classifier after training on images as a device trains alone: shadow and reference models, overfitted controls."""
     spec = shadow_spec(view.spec)
-    spec = spec.model_copy(update={"params": {**spec.params, "epochs": epochs, "steps": 0}})
+    spec = spec.model_copy(update={"params": {**plain_params(spec.params), "epochs": epochs, "steps": 0}})
     state = ClientState({part: start[part] for part in (Part.EXTRACTOR, Part.CLASSIFIER)})
     ctx = RoundContext(spec, view.round, 1, spec.rounds, streams)
     return dict(get_method("local").local_round(state, images, None, ctx).private.parts)

@@ -22,6 +22,7 @@ from scipy.optimize import minimize
 from torch import nn
 
 from audit.evidence.case import View
+from audit.evidence.networks import plain_params
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, feature_shape, load_part, weights_of
 from fedcg.learning.seeds import Streams
@@ -112,7 +113,7 @@ def by_responses(
 
 def _trained_on(view: View, probes: torch.Tensor, shares: torch.Tensor, stream: torch.Generator, most: int) -> Weights:
     """The aggregate's classifier after a round's steps on probes of these shares."""
-    params = view.method.params_type.model_validate(view.spec.params)
+    params = view.method.params_type.model_validate(plain_params(view.spec.params))
     network = load_part(view.spec, Part.CLASSIFIER, view.before.parts[Part.CLASSIFIER]).train()
     optimiser = task_optimiser(network.parameters(), params)
     for _ in range(min(most, steps_of(params, view.report.examples or _UNKNOWN_EXAMPLES))):

@@ -7,14 +7,18 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from experiments.bench.privacy.grids import Grid
+import typer
+
+from experiments.bench.privacy.grids import GRIDS, Grid
 from experiments.errors import RunError
 from experiments.record import bench_record
+from fedcg.errors import BadInputError
+from fedcg.files import READABLE, replace_durably
 
 CLIENT = "client-1"
 
@@ -35,6 +39,50 @@ class Sizes:
     epochs: int = 5
     effort: str = "quick"
     processes: int = 2
+
+
+def chosen_grid(name: str, rows: Sequence[str]) -> Grid:
+    """A grid, or only these rows of it.
+
+    Raises:
+        BadInputError: there is none, or it has no such row.
+    """
+    if name not in GRIDS:
+        raise BadInputError(f"no grid {name!r}; there are {', '.join(GRIDS)}")
+    grid = GRIDS[name]
+    unknown = sorted(set(rows) - grid.rows.keys())
+    if unknown:
+        raise BadInputError(f"grid {name} has no row {', '.join(unknown)}; it has {', '.join(grid.rows)}")
+    return replace(grid, rows={row: grid.rows[row] for row in rows}) if rows else grid
+
+
+def run_grid(
+    name: str, grid: Grid, sizes: Sizes, seeds: Sequence[int], out: Path, *, only_show: bool
+) -> tuple[list[dict[str, Any]], int]:
+    """The records of a grid, and how many runs failed; each record is a file, and one that is there is not made again."""
+    records, failed = [], 0
+    jobs = [(seed, *cell) for seed in seeds for cell in grid.cells()]
+    for number, (seed, row, column, options) in enumerate(jobs):
+        path = (
+            out / name / f"{'-'.join(filter(None, (Path(sizes.data).name, _slug(row), _slug(column))))}-seed{seed}.json"
+        )
+        if not path.is_file() and not only_show:
+            typer.echo(f"{number + 1} of {len(jobs)}: {row} {column} seed {seed}".replace("  ", " "), err=True)
+            try:
+                record = {"grid": name, "row": row, "column": column, **run_cell(grid, options, sizes, seed)}
+            except RunError as error:
+                failed += 1
+                typer.echo(f"failed: {error}", err=True)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(path, json.dumps(record, indent=1) + "\n", READABLE)
+        if path.is_file():
+            records.append(json.loads(path.read_text(encoding="utf-8")))
+    return records, failed
+
+
+def _slug(name: str) -> str:
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
 
 
 def run_cell(grid: Grid, options: Sequence[str], sizes: Sizes, seed: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -32,40 +31,19 @@ def privacy_command(
 
     The same command goes on where an interrupted one stopped. With the grid `mechanisms` it also draws frontier.png.
     """
-    from experiments.bench.privacy.cells import Sizes, run_cell
-    from experiments.bench.privacy.grids import GRIDS
+    from experiments.bench.privacy.cells import Sizes, chosen_grid, run_grid
     from experiments.bench.privacy.tables import draw_frontier, summary, table
-    from fedcg.errors import BadInputError
-    from fedcg.files import READABLE, replace_durably
 
-    if grid not in GRIDS:
-        raise BadInputError(f"no grid {grid!r}; there are {', '.join(GRIDS)}")
-    chosen, sizes = GRIDS[grid], Sizes(data, clients, images, epochs, effort, processes)
-    unknown = sorted(set(row or ()) - chosen.rows.keys())
-    if unknown:
-        raise BadInputError(f"grid {grid} has no row {', '.join(unknown)}; it has {', '.join(chosen.rows)}")
-    cells = [cell for cell in chosen.cells() if not row or cell[0] in row]
-    jobs = [(number, *cell) for number in seed or (0, 1, 2) for cell in cells]
-    records = []
-    for done, (number, name, column, options) in enumerate(jobs):
-        path = out / grid / f"{Path(data).name}-{_slug(name)}{f'-{_slug(column)}' if column else ''}-seed{number}.json"
-        if not path.is_file():
-            if show:
-                continue
-            typer.echo(f"{done + 1} of {len(jobs)}: {name} {column} seed {number}".replace("  ", " "), err=True)
-            record = {"grid": grid, "row": name, "column": column, **run_cell(chosen, options, sizes, number)}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_durably(path, json.dumps(record, indent=1) + "\n", READABLE)
-        records.append(json.loads(path.read_text(encoding="utf-8")))
+    chosen, sizes = chosen_grid(grid, row or ()), Sizes(data, clients, images, epochs, effort, processes)
+    records, failed = run_grid(grid, chosen, sizes, seed or (0, 1, 2), out, only_show=show)
     if as_json:
         print_data(records)
-        return
+        raise typer.Exit(1 if failed else 0)
     for line in (f"**{chosen.title}**", "", *summary(records), *(table(records) if settings else ())):
         typer.echo(line)
     if grid == "mechanisms" and records:
         draw_frontier(records, out / grid / "frontier.png")
         typer.echo(f"\n{out / grid / 'frontier.png'}")
-
-
-def _slug(name: str) -> str:
-    return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
+    if failed:
+        typer.echo(f"{failed} runs failed; the same command tries them again", err=True)
+        raise typer.Exit(1)
