@@ -1,0 +1,125 @@
+"""`fedcg bench privacy`: grids, their tables, and one real cell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.bench.privacy.grids import GRIDS
+from experiments.bench.privacy.tables import strongest, summary, table
+from tests.support.commands import run_fedcg
+
+
+def figure(setting: str, gain: float, *, given: bool = False, of_update: bool = True) -> dict[str, Any]:
+    interval = {"value": gain, "low": gain - 0.1, "high": gain + 0.1}
+    return {
+        "name": "reid",
+        "title": "Re-identification",
+        "setting": setting,
+        "value": {"value": gain + 0.5, "low": 0.0, "high": 1.0},
+        "floor": 0.5,
+        "floor_is": "chance",
+        "gain": interval,
+        "ceiling": 1.0,
+        "unit": "share",
+        "is_ceiling": given,
+        "is_of_update": of_update,
+    }
+
+
+def record(seed: int, figures: list[dict[str, Any]], *, passed: bool = True) -> dict[str, Any]:
+    attack = {"name": "reidentification", "figures": figures, "controls": [{"passed": passed}]}
+    return {
+        "grid": "methods",
+        "row": "FedAvg",
+        "column": "",
+        "seed": seed,
+        "accuracy": 0.5 + 0.1 * seed,
+        "accuracy_after": None,
+        "epsilon": None,
+        "attacks": [attack],
+    }
+
+
+def test_the_strongest_setting_is_on_the_update_and_no_ceiling() -> None:
+    figures = [
+        figure("batch", 0.4, of_update=False),
+        figure("a", 0.1),
+        figure("b", 0.2),
+        figure("true", 0.5, given=True),
+    ]
+    found = strongest(record(0, figures), "reid")
+    assert found is not None
+    assert found["setting"] == "b"
+    only_batch = strongest(record(0, [figures[0], figures[3]]), "reid")
+    assert only_batch is not None
+    assert only_batch["setting"] == "batch"
+    assert strongest(record(0, []), "reid") is None
+
+
+def test_the_summary_has_means_over_seeds_and_marks_what_proves_nothing() -> None:
+    records = [record(0, [figure("a", 0.1)]), record(1, [figure("a", 0.2)], passed=False)]
+    *_, row = summary(records)
+    # Accuracies 0.5 and 0.6: mean 55, standard deviation 7.07; values 0.6 and 0.7: 65; gains 0.1 and 0.2: 15.
+    assert row == "| FedAvg | 55 ± 7.1 | - | - | 65 ± 7.1 (15 ± 7.1) ? |"
+    *_, row = summary([record(0, [figure("batch", 0.1, of_update=False)])])
+    assert row == "| FedAvg | 50 | - | - | 60 (10) * |"
+
+
+def test_a_table_lists_every_setting_with_its_floor() -> None:
+    lines = list(table([record(0, [figure("a", 0.1), figure("true", 0.5, given=True)])]))
+    assert "| FedAvg | a | 60 % | 50 %, chance | +10 (+0 to +20) | 100 |" in lines
+    assert any("true (ceiling)" in line for line in lines)
+
+
+def test_every_grid_has_runs_with_names_of_their_own() -> None:
+    for grid in GRIDS.values():
+        cells = list(grid.cells())
+        assert len({(row, column) for row, column, _ in cells}) == len(cells) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("grid",), "no grid 'grid'; there are methods"),
+        (("methods", "--row", "FedX"), "has no row FedX; it has FedAvg"),
+    ],
+)
+def test_what_there_is_not_is_named(words: tuple[str, ...], said: str) -> None:
+    done = run_fedcg("bench", "privacy", *words)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+@pytest.mark.slow
+def test_a_cell_is_simulated_audited_recorded_and_not_done_again(tmp_path: Path) -> None:
+    words = (
+        "bench",
+        "privacy",
+        "ppidsg",
+        "--row",
+        "FedAvg",
+        "--seed",
+        "0",
+        "--images",
+        "60",
+        "--epochs",
+        "1",
+        "--clients",
+        "3",
+    )
+    done = run_fedcg(*words, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    files = sorted((tmp_path / "ppidsg").iterdir())
+    assert [file.name for file in files] == ["digits-fedavg-relu-seed0.json", "digits-fedavg-sigmoid-seed0.json"]
+    written = json.loads(files[0].read_text())
+    assert {attack["name"] for attack in written["attacks"]} == {"labels", "membership"}
+    assert written["commands"][0].startswith("fedcg simulate --data digits")
+    assert str(tmp_path) not in files[0].read_text()
+    before = [file.stat().st_mtime_ns for file in files]
+    again = run_fedcg(*words, "--out", tmp_path)
+    assert again.stdout == done.stdout
+    assert [file.stat().st_mtime_ns for file in files] == before
