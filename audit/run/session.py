@@ -8,7 +8,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,34 +80,28 @@ class AuditFolder:
             return None
 
 
-@dataclass(frozen=True)
-class _Job:
-    attack: str
-    effort: Effort
-
-
 _worker: dict[str, Any] = {}
 
 
-def _begin(parent: int, case: bytes, progress: Any) -> None:
+def _begin(parent: int, progress: Any) -> None:
     import torch
 
     die_with_parent(parent)
     torch.set_num_threads(1)
-    # Written by the parent a moment ago: never bytes from outside.
-    _worker.update(case=pickle.loads(case), progress=progress)  # noqa: S301
+    _worker["progress"] = progress
 
 
-def _carry_out(job: _Job) -> Outcome:
+def _carry_out(attack: str, effort: Effort, case: bytes) -> Outcome:
     sent_at = -SEND_EVERY_S
 
     def send(done: int, total: int) -> None:
         nonlocal sent_at
         if done >= total or time.monotonic() - sent_at >= SEND_EVERY_S:
             sent_at = time.monotonic()
-            _worker["progress"].put((job.attack, done, total))
+            _worker["progress"].put((attack, done, total))
 
-    return timed(get_attack(job.attack), _worker["case"], job.effort, send)
+    # Written by the parent a moment ago: never bytes from outside.
+    return timed(get_attack(attack), pickle.loads(case), effort, send)  # noqa: S301
 
 
 def timed(attack: Attack, case: Case, effort: Effort, progress: Callable[[int, int], None]) -> Outcome:
@@ -138,11 +132,11 @@ def carry_out(
     if todo:
         context = multiprocessing.get_context("spawn")
         progress = context.Queue()
-        pool = ProcessPoolExecutor(
-            min(processes, len(todo)), context, _begin, (os.getpid(), pickle.dumps(case), progress)
-        )
+        # Not an argument of the processes' start, which waits for ever where a process ends before it has read a large one.
+        jobs = dict.fromkeys(todo, (effort, pickle.dumps(case)))
+        pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin, (os.getpid(), progress))
         try:
-            for outcome, is_final in _as_completed(pool, todo, effort, progress, on_progress):
+            for outcome, is_final in _as_completed(pool, jobs, progress, on_progress):
                 if folder is not None and is_final:
                     folder.keep(outcome)
                 outcomes[outcome.attack] = outcome
@@ -156,10 +150,10 @@ def carry_out(
 
 
 def _as_completed(
-    pool: ProcessPoolExecutor, names: Sequence[str], effort: Effort, progress: Any, on_progress: OnProgress
+    pool: ProcessPoolExecutor, jobs: Mapping[str, tuple[Effort, bytes]], progress: Any, on_progress: OnProgress
 ) -> Any:
     """(outcome, whether it is final) of every attack, as they end."""
-    waiting: dict[Future[Outcome], str] = {pool.submit(_carry_out, _Job(name, effort)): name for name in names}
+    waiting: dict[Future[Outcome], str] = {pool.submit(_carry_out, name, *job): name for name, job in jobs.items()}
     while waiting:
         done, _ = wait(waiting, LOOK_EVERY_S, FIRST_COMPLETED)
         while not progress.empty():

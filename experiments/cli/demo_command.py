@@ -123,9 +123,14 @@ def _show(summary: dict[str, Any], root: Path, console: Console) -> None:
     if models and example is not None:
         line("classify an image with one of them:")
         line(f"  fedcg infer --model {Path(models[0]).parent} {example}")
-    line("compare everything that crossed the broker with the private weights of one client:")
-    states = sorted(
-        (root / "devices" / summary["clients"][0]["id"] / "store" / "generations").glob("*/state.safetensors")
+    client = summary["clients"][0]["id"]
+    store = root / "devices" / client / "store"
+    line("attack what one client sent, and see what comes back (a minute; report.html):")
+    line(
+        f"  fedcg audit run --updates {root / 'observer'} --client {client} --data {root / 'data' / client} --private {store} "
+        f"--auxiliary {root / 'data' / 'common'} --effort quick --out {root / 'audit'}"
     )
+    line("compare everything that crossed the broker with the private weights of one client:")
+    states = sorted((store / "generations").glob("*/state.safetensors"))
     private = " ".join(f"--private {state}" for state in states)
     line(f"  fedcg audit compare --observed {root / 'observer'} {private}")

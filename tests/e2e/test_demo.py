@@ -75,6 +75,27 @@ def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
     assert "0 leaks" in done.stdout
 
 
+def test_what_crossed_the_broker_in_the_demo_can_be_attacked(demo: Path) -> None:
+    words = ["--updates", "observer", "--client", "client-1", "--data", "data/client-1", "--auxiliary", "data/common"]
+    words += [
+        "--private",
+        "devices/client-1/store",
+        "--effort",
+        "quick",
+        "--attacks",
+        "labels",
+        "--out",
+        "audit",
+        "--json",
+    ]
+    done = _fedcg("audit", "run", *words, cwd=demo)
+    assert done.returncode == 0, done.stderr
+    report = data_of(done.stdout)
+    assert report["subject"]["sent"].keys() == {"classifier", "generator"}
+    assert {figure["name"] for figure in report["attacks"][0]["figures"]} == {"label_l1", "label_accuracy"}
+    assert "What came back from the update of client-1" in (demo / "attacked" / "report.html").read_text()
+
+
 @pytest.mark.slow
 def test_fedmd_cg_runs_over_the_python_broker_and_says_that_label_counts_cross_it(tmp_path: Path) -> None:
     arguments = ["--method", "fedmd_cg", "--broker", "amqtt", "--rounds", "1", "--local-epochs", "1", "--clients", "2"]
