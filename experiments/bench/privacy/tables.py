@@ -67,8 +67,8 @@ def draw_frontier(records: Sequence[Record], path: Path) -> None:
     from matplotlib.figure import Figure as Picture
 
     names = ("label_l1", "mia_auc", "reid")
-    titles = {figure["name"]: figure["title"] for record in records for figure in _figures(record)}
-    shown = [name for name in names if name in titles]
+    there = {figure["name"] for record in records for figure in _figures(record)}
+    shown = [name for name in names if name in there]
     picture = Picture(figsize=(5 * len(shown), 4.2), layout="constrained")
     for axes, name in zip(picture.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         for number, (row, of_row) in enumerate(_by(records, lambda record: str(record["row"])).items()):
@@ -84,7 +84,8 @@ def draw_frontier(records: Sequence[Record], path: Path) -> None:
                     label=row if column == next(iter(_columns(of_row))) else None,
                 )
                 axes.annotate(column, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
-        axes.set(xlabel=f"gain over the best guess: {titles[name]}", ylabel="personal accuracy, %")
+        axes.set(xlabel=f"{name}: gain over the best guess", ylabel="personal accuracy, %")
+        axes.margins(0.2)
         axes.axvline(0, color="0.7", linewidth=0.8)
         axes.legend(fontsize=8)
     picture.savefig(path, dpi=130)
