@@ -80,7 +80,7 @@ class RecordedUpdates:
         round_number = round_number or (rounds[-1] if rounds else 0)
         if (client, round_number) not in there:
             raise CaptureError(
-                f"{self.folder} holds no update of {client} in round {round_number}; there are those of "
+                f"{self.folder} holds no update of {client}{f' in round {round_number}' if rounds else ''}; there are those of "
                 f"{', '.join(clients) or 'nobody'}{f', of {client} in rounds {rounds}' if rounds else ''}"
             )
         return self._view(client, round_number, there, auxiliary)
