@@ -1,21 +1,24 @@
-"""Re-identification: which of many candidate images of a class is the one whose gradient was observed.
+"""Re-identification: which of many candidate images of a class is the one that the device trained on.
 
-The gradient of a single image gives away the input of the classifier's first linear layer exactly; candidates are ranked by how near their
-features, through the attacker's extractor, come to it. PSNR does not show this leak: a picture need not look right to be recognised.
+From the whole update: the candidate whose label the round made likelier than any other's (RMIA's ratio, the aggregate in place of its
+reference models).
+From the gradient of a single image, which gives away the input of the classifier's first linear layer exactly: candidates are ranked by
+how near their features, through the attacker's extractor, come to it. PSNR does not show this leak: a picture need not look right to be
+recognised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from audit.attacks.attack import Attack, Effort, Progress
-from audit.evidence.case import Case, Knowledge, View
+from audit.attacks.attack import Attack, Effort, Progress, counter
+from audit.evidence.case import Case, Knowledge
 from audit.evidence.device_data import joined
-from audit.evidence.networks import Extractor, WholeModel
+from audit.evidence.networks import Extractor, WholeModel, whole_model
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient
 from audit.measures.figures import Control, Figure, Interval, Outcome
 from audit.measures.images import unit_pixels
@@ -27,7 +30,9 @@ from audit.techniques.closed_form import (
     revealed_features,
     standardised,
 )
+from audit.techniques.shadow_models import Target, learnt_by_heart, log_ratio
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
@@ -35,8 +40,11 @@ from fedcg.wire.parts import Part
 _CANDIDATES = 200
 _FEWEST = 20
 _CONTROL_SHARE = 0.9
+_CONTROL_ROWS, _CONTROL_EPOCHS = 64, 100
 _ROWS_AT_ONCE = 256
 _SURE = 1e-12
+
+Tick = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -76,21 +84,27 @@ def distances(
     return [(features[some] - one).square().sum(1) for one, some in zip(wanted, rows, strict=True)]
 
 
+def rises(target: Target, pool: ImageSet, line_ups: Sequence[LineUp], streams: Streams) -> list[torch.Tensor]:
+    """The attack on the whole update: how little the label of each candidate became likelier, [candidates] of every line-up."""
+    ratios = torch.from_numpy(log_ratio(target, pool, streams))
+    return [-ratios[one.rows] for one in line_ups]
+
+
 def ranks(found: Sequence[torch.Tensor], line_ups: Sequence[LineUp]) -> Values:
     """The rank of the right candidate, [N], 1 the best; candidates at the same distance count as nearer."""
-    places = [
-        int((some <= some[one.rows == one.right] * (1 + _SURE)).sum())
-        for some, one in zip(found, line_ups, strict=True)
-    ]
+    places = []
+    for some, one in zip(found, line_ups, strict=True):
+        right = some[one.rows == one.right]
+        places.append(int((some <= right + _SURE * right.abs()).sum()))
     return np.array(places, dtype=np.float64)
 
 
-def _line_ups(pool: ImageSet, wanted: torch.Tensor, streams: Streams) -> list[LineUp]:
-    """For each row of the pool up to 200 rows of its class with it among them; none where a class has fewer than 20."""
+def _line_ups(pool: ImageSet, wanted: Sequence[int], first: int, streams: Streams) -> list[LineUp]:
+    """For each wanted row of the pool up to 200 rows of its class, the others from row `first` on; none where there are fewer than 20."""
     found = []
-    for row in wanted.tolist():
+    for row in wanted:
         same = torch.nonzero(pool.labels == pool.labels[row]).flatten()
-        others = same[same != row]
+        others = same[(same != row) & (same >= first)]
         order = torch.randperm(len(others), generator=streams.generator("candidates", row))
         rows = torch.cat([others[order[: _CANDIDATES - 1]], torch.tensor([row])]).sort().values
         if len(rows) >= _FEWEST:
@@ -104,76 +118,131 @@ def _pool(case: Case) -> ImageSet:
     return known if case.view.auxiliary is None else joined(known, case.view.auxiliary)
 
 
-def _figure(view: View, source: Extractor, places: Values, line_ups: Sequence[LineUp], ceiling: float | None) -> Figure:
-    first, floor = int((places == 1).sum()), float(np.mean([1 / len(one.rows) for one in line_ups]))
-    value = proportion(first, len(places))
+def _figures(
+    what: str, observed: Knowledge, places: Mapping[Extractor, Values], line_ups: Sequence[LineUp]
+) -> Iterator[Figure]:
+    """One for every extractor; the true one's is the others' ceiling."""
+    floor = float(np.mean([1 / len(one.rows) for one in line_ups]))
     sizes = sorted(len(one.rows) for one in line_ups)
-    knowledge = {Knowledge.BATCH, Knowledge.BEFORE, Knowledge.CANDIDATES, *source.knowledge}
-    return Figure(
-        "reid",
-        "Re-identification: the right image ranked first",
-        f"one image's gradient among {sizes[0]} to {sizes[-1]} candidates of its class, extractor {source.value}",
-        tuple(one for one in Knowledge if one in knowledge),
-        value,
-        floor,
-        "a random candidate of the class",
-        Interval(value.value - floor, value.low - floor, value.high - floor),
-        len(places),
-        ceiling,
-        "share",
-    )
+    shares = {source: proportion(int((some == 1).sum()), len(some)) for source, some in places.items()}
+    for source, value in shares.items():
+        used = {observed, Knowledge.BEFORE, Knowledge.CANDIDATES, *source.knowledge}
+        is_ceiling = source is Extractor.TRUE or Extractor.TRUE not in shares
+        yield Figure(
+            "reid",
+            "Re-identification: the right image ranked first",
+            f"{what} among {sizes[0]} to {sizes[-1]} candidates of its class, extractor {source.value}",
+            tuple(one for one in Knowledge if one in used),
+            value,
+            floor,
+            "a random candidate of the class",
+            Interval(value.value - floor, value.low - floor, value.high - floor),
+            len(line_ups),
+            None if is_ceiling else shares[Extractor.TRUE].value,
+            "share",
+        )
 
 
-def _sources(view: View) -> list[Extractor]:
-    """The true extractor first: the others' ceiling."""
-    if view.shares_extractor:
+def _sources(case: Case) -> list[Extractor]:
+    """The strongest first."""
+    if case.view.shares_extractor:
         return [Extractor.SENT]
-    surrogate = [] if view.auxiliary is None else [Extractor.SURROGATE]
-    return [Extractor.TRUE, Extractor.RANDOM, Extractor.START, *surrogate]
+    given = [] if case.truth.before is None else [Extractor.TRUE]
+    return [*given, Extractor.RANDOM, Extractor.START, *([] if case.view.auxiliary is None else [Extractor.SURROGATE])]
+
+
+def _before(case: Case, source: Extractor, streams: Streams, epochs: int) -> WholeModel:
+    """The attacker's model as the round started."""
+    is_true = source is Extractor.TRUE
+    view = case.view.with_private(case.truth.before or {}) if is_true else case.view
+    return attacker_model(view, source, streams, epochs)
+
+
+def _round_of(case: Case, source: Extractor, before: WholeModel) -> Target | None:
+    """The attacker's models of the whole update; None with an extractor of random numbers, and where the true one is not there."""
+    view, sent = case.view, case.view.update[Part.CLASSIFIER]
+    extractors = (case.truth.after or {}) if source is Extractor.TRUE else view.update
+    if Part.EXTRACTOR in extractors:
+        after = whole_model(view.spec, extractors[Part.EXTRACTOR], sent)
+    elif source in (Extractor.START, Extractor.SURROGATE):
+        after = replace(before, classifier=load_part(view.spec, Part.CLASSIFIER, sent).eval())
+    else:
+        return None
+    return Target(after, None, (before,), (), case.truth.held_out)
+
+
+def _gradients(case: Case, pool: ImageSet, line_ups: Sequence[LineUp], tick: Tick) -> Iterator[BatchGradient]:
+    """Of each line-up's right image, at the round's start."""
+    view, true = case.view, case.model()
+    for one in line_ups:
+        assert true is not None
+        row = slice(one.right, one.right + 1)
+        parts = (Part.EXTRACTOR, Part.CLASSIFIER)[not view.shares_extractor :]
+        yield batch_gradient(view.spec, true, unit_pixels(pool.images[row]), pool.labels[row], parts)
+        tick()
+
+
+def _control_of_update(case: Case, pool: ImageSet, rows: Sequence[int], streams: Streams) -> Control:
+    """The same on a model that learnt a few images by heart and is sent whole."""
+    whole = replace(case, view=learnt_by_heart(case.view, pool.rows(rows), _CONTROL_EPOCHS, streams))
+    target = _round_of(whole, Extractor.SENT, _before(whole, Extractor.SENT, streams, 0))
+    assert target is not None
+    line_ups = _line_ups(pool, rows, len(case.truth.train), streams)
+    places = {Extractor.SENT: ranks(rises(target, pool, line_ups, streams), line_ups)}
+    (found,) = _figures("", Knowledge.UPDATE, places, line_ups)
+    title = f"share ranked first from the update of a model that learnt {len(rows)} images by heart and is sent whole"
+    return Control(title, found.value.value, f"more than {found.floor:.1%}, interval included", found.gain.low > 0)
 
 
 def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
-    view, true, streams = case.view, case.model(), case.streams.at(ATTACK.name)
-    assert true is not None
-    pool, order = _pool(case), torch.randperm(len(case.truth.train), generator=streams.generator("images"))
-    line_ups = _line_ups(pool, order[: effort.of(40, 200, 1000)], streams)
-    pixels, parts = unit_pixels(pool.images), (Part.EXTRACTOR, Part.CLASSIFIER)[not view.shares_extractor :]
-    seen, sources = [], _sources(view)
-    total = len(line_ups) + len(sources)
-    for at, one in enumerate(line_ups):
-        row = slice(one.right, one.right + 1)
-        seen.append(batch_gradient(view.spec, true, pixels[row], pool.labels[row], parts))
-        progress(at + 1, total)
-    places = {}
-    for at, source in enumerate(sources):
-        given = view.with_private(case.truth.before or {}) if source is Extractor.TRUE else view
-        model = attacker_model(given, source, streams, effort.of(5, 20, 60))
-        found = distances(view.spec, model, seen, pixels, [one.rows for one in line_ups])
-        places[source] = ranks(found, line_ups)
-        progress(len(line_ups) + at + 1, total)
-    best = float((places[sources[0]] == 1).mean())
-    figures = (
-        _figure(view, source, places[source], line_ups, None if source is sources[0] else best) for source in sources
-    )
-    means = "; ".join(f"{source.value} {(1 / some).mean():.3f}" for source, some in places.items())
-    control = Control(
-        f"share ranked first with the right extractor ({len(line_ups)} images)",
-        best,
-        f"at least {_CONTROL_SHARE:.0%}",
-        best >= _CONTROL_SHARE,
-    )
-    note = "Candidates are the device's training and held-out images and the auxiliary ones."
-    return Outcome(
-        ATTACK.name, tuple(figures), (control,), notes=(f"Mean reciprocal rank by extractor: {means}.", note)
-    )
+    pool, count, streams = _pool(case), len(case.truth.train), case.streams.at(ATTACK.name)
+    order = torch.randperm(count, generator=streams.generator("images")).tolist()
+    of_update = _line_ups(pool, order[: effort.of(400, 2000, 10_000)], count, streams.at("update"))
+    missing = _lacks_gradients(case)
+    of_gradient = [] if missing else _line_ups(pool, order[: effort.of(40, 200, 1000)], 0, streams)
+    sources = _sources(case)
+    tick = counter(progress, len(of_gradient) + len(sources) + 1)
+    seen, pixels = list(_gradients(case, pool, of_gradient, tick)), unit_pixels(pool.images)
+    whole, single = {}, {}
+    for source in sources:
+        before = _before(case, source, streams, effort.of(5, 20, 60))
+        target = _round_of(case, source, before)
+        if target is not None:
+            whole[source] = ranks(rises(target, pool, of_update, streams), of_update)
+        if seen:
+            found = distances(case.view.spec, before, seen, pixels, [one.rows for one in of_gradient])
+            single[source] = ranks(found, of_gradient)
+        tick()
+    controls = [_control_of_update(case, pool, order[:_CONTROL_ROWS], streams.at("control"))]
+    tick()
+    figures = list(_figures("whole update: one image", Knowledge.UPDATE, whole, of_update))
+    notes = [
+        "Candidates are the device's held-out images and the auxiliary ones; for gradients its training images too."
+    ]
+    if single:
+        figures += _figures("one image's gradient", Knowledge.BATCH, single, of_gradient)
+        best = float((single[sources[0]] == 1).mean())
+        title = f"share ranked first from a gradient with the right extractor ({len(of_gradient)} images)"
+        controls.append(Control(title, best, f"at least {_CONTROL_SHARE:.0%}", best >= _CONTROL_SHARE))
+        means = "; ".join(f"{source.value} {(1 / some).mean():.3f}" for source, some in single.items())
+        notes.append(f"Mean reciprocal rank from one image's gradient, by extractor: {means}.")
+    if missing:
+        notes.append(f"Gradients of single images were not tried: {missing}.")
+    return Outcome(ATTACK.name, tuple(figures), tuple(controls), notes=tuple(notes))
+
+
+def _lacks_gradients(case: Case) -> str | None:
+    return case.lacks(private=True) or lacks_closed_form(case.view.spec)
 
 
 def _lacks(case: Case) -> str | None:
-    missing = case.lacks(private=True, parts=frozenset({Part.CLASSIFIER})) or lacks_closed_form(case.view.spec)
+    missing = case.lacks(parts=frozenset({Part.CLASSIFIER}))
     if missing:
         return missing
-    if max(_pool(case).label_counts()) < _FEWEST:
-        return f"no class has {_FEWEST} images to choose from: give more as --held-out or --auxiliary"
+    pool, count = _pool(case), len(case.truth.train)
+    unseen = torch.bincount(pool.labels[count:], minlength=len(pool.classes))
+    if max(unseen[label] for label in case.truth.train.labels.unique()) < _FEWEST - 1:
+        return f"no class of the device has {_FEWEST - 1} images that it did not train on to choose from: give more as --held-out or --auxiliary"
     return None
 
 
@@ -181,7 +250,7 @@ ATTACK = Attack(
     "reidentification",
     "Re-identification",
     "Can somebody with a list of images tell which of them the device trained on?",
-    "closed form of the first linear layer (Geiping 2020, proposition 3.1)",
+    "rise of the label's posterior; closed form of the first linear layer (Geiping 2020, proposition 3.1)",
     _lacks,
     _run,
 )

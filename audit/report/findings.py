@@ -103,16 +103,20 @@ def subject_of(case: Case, gaps: Sequence[str], settings: Mapping[str, Any], com
 
 
 def finding_of(attack: Attack, outcome: Outcome) -> Finding:
-    """What an outcome comes to; the possible setting whose gain is most surely above 0 stands for it, on the update itself if there is one."""
+    """What an outcome comes to.
+
+    The possible setting whose gain is most surely above 0 stands for it: of the update itself if one is; else of a batch's gradient.
+    """
     possible = [figure for figure in outcome.figures if figure.is_possible]
     if outcome.skipped is not None or not possible:
         return Finding(attack, outcome, Result.NOT_TRIED, None)
     of_update = [figure for figure in possible if figure.is_of_update]
-    leaks = [figure for figure in of_update or possible if figure.gain.low > 0]
-    headline = max(leaks or of_update or possible, key=_share_of_range)
-    if leaks:
-        return Finding(attack, outcome, Result.LEAKED if of_update else Result.HYPOTHETICAL, headline)
+    for figures, result in ((of_update, Result.LEAKED), (possible, Result.HYPOTHETICAL)):
+        leaks = [figure for figure in figures if figure.gain.low > 0]
+        if leaks:
+            return Finding(attack, outcome, result, max(leaks, key=_share_of_range))
     passed = all(control.passed for control in outcome.controls)
+    headline = max(of_update or possible, key=_share_of_range)
     return Finding(attack, outcome, Result.NOTHING if passed else Result.UNPROVEN, headline)
 
 

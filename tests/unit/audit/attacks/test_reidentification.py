@@ -1,4 +1,4 @@
-"""Re-identification finds the right image when the extractor is known, and only then."""
+"""Re-identification: from a gradient it finds the right image when the extractor is known, from a whole update what was learnt by heart."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ def run(case: Case) -> Outcome:
     return ATTACK.run(case, Effort.QUICK, lambda done, total: None)
 
 
-def by_extractor(outcome: Outcome) -> dict[str, Figure]:
-    return {figure.setting.rpartition("extractor ")[2]: figure for figure in outcome.figures}
+def by_extractor(outcome: Outcome, observed: str) -> dict[str, Figure]:
+    found = [figure for figure in outcome.figures if figure.setting.startswith(observed)]
+    return {figure.setting.rpartition("extractor ")[2]: figure for figure in found}
+
+
+GRADIENT, UPDATE = "one image's gradient", "whole update"
 
 
 def test_ranks_by_hand_and_equal_distances_count_against_the_attack() -> None:
@@ -30,15 +34,15 @@ def test_ranks_by_hand_and_equal_distances_count_against_the_attack() -> None:
     found = [torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0.2, 0.2, 0.2])]
     line_ups = [LineUp(3, rows), LineUp(9, rows), LineUp(5, rows)]
     assert ranks(found, line_ups).tolist() == [1, 3, 3]
+    assert ranks([-some for some in found], line_ups).tolist() == [3, 1, 3]
 
 
 def test_the_true_extractor_finds_every_image_and_a_random_one_finds_none() -> None:
     before = torch.get_rng_state()
     outcome = run(simulated_case(method="fedcg"))
     assert torch.equal(torch.get_rng_state(), before)
-    (control,) = outcome.controls
-    assert control.passed
-    found = by_extractor(outcome)
+    assert all(control.passed for control in outcome.controls)
+    found = by_extractor(outcome, GRADIENT)
     assert set(found) == {"true", "random", "start of the public seed", "surrogate"}
     assert found["true"].gain.low > 0.8
     assert found["random"].gain.low < 0.05
@@ -48,15 +52,44 @@ def test_the_true_extractor_finds_every_image_and_a_random_one_finds_none() -> N
 
 
 def test_a_whole_model_gives_every_image_away() -> None:
-    (figure,) = run(simulated_case(method="fedavg")).figures
+    (figure,) = by_extractor(run(simulated_case(method="fedavg")), GRADIENT).values()
     assert figure.value.value > 0.9
     assert "sent (whole model)" in figure.setting
 
 
-def test_the_control_fails_when_the_attack_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reidentification, "revealed_features", lambda model, seen: torch.arange(400.0).sin())
-    (control,) = run(simulated_case(method="fedavg")).controls
-    assert not control.passed
+def test_a_whole_update_is_tried_from_every_extractor_that_knows_something() -> None:
+    case = simulated_case(method="fedcg")
+    found = by_extractor(run(case), UPDATE)
+    assert set(found) == {"true", "start of the public seed", "surrogate"}
+    assert {figure.is_of_update for figure in found.values()} == {True}
+    assert found["surrogate"].samples == len(case.truth.train)
+    assert found["surrogate"].ceiling == found["true"].value.value
+    assert found["surrogate"].gain.low < 0.05
+
+
+def test_without_the_private_networks_the_update_alone_is_tried() -> None:
+    case = simulated_case(method="fedcg")
+    blind = replace(case, truth=replace(case.truth, before=None, after=None))
+    assert ATTACK.lacks(blind) is None
+    outcome = run(blind)
+    assert set(by_extractor(outcome, UPDATE)) == {"start of the public seed", "surrogate"}
+    assert not by_extractor(outcome, GRADIENT)
+    assert any("give --private" in note for note in outcome.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "failed"),
+    [
+        ("revealed_features", lambda model, seen: torch.arange(400.0).sin(), 1),
+        ("log_ratio", lambda target, pool, streams: torch.arange(float(len(pool))).sin().numpy(), 0),
+    ],
+)
+def test_a_control_fails_when_its_attack_is_broken(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: object, failed: int
+) -> None:
+    monkeypatch.setattr(reidentification, name, broken)
+    controls = run(simulated_case(method="fedavg")).controls
+    assert [control.passed for control in controls] == [at != failed for at in range(2)]
 
 
 def test_gradients_of_other_images_give_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +99,7 @@ def test_gradients_of_other_images_give_no_gain(monkeypatch: pytest.MonkeyPatch)
         )
 
     monkeypatch.setattr(reidentification, "batch_gradient", of_noise)
-    (figure,) = run(simulated_case(method="fedavg")).figures
+    (figure,) = by_extractor(run(simulated_case(method="fedavg")), GRADIENT).values()
     assert figure.gain.low < 0.02
 
 
@@ -75,14 +108,14 @@ def test_the_same_case_gives_the_same_figures() -> None:
     assert run(case).figures == run(case).figures
 
 
-def test_a_class_needs_twenty_images_to_choose_from() -> None:
+def test_a_class_needs_images_that_were_not_trained_on_to_choose_from() -> None:
     case = simulated_case(method="fedavg")
     few = replace(
         case,
         view=replace(case.view, auxiliary=None),
         truth=replace(case.truth, train=first(case.truth.train), held_out=first(case.truth.held_out)),
     )
-    assert "no class has 20 images" in (ATTACK.lacks(few) or "")
+    assert "no class of the device has 19 images that it did not train on" in (ATTACK.lacks(few) or "")
     assert ATTACK.lacks(case) is None
 
 

@@ -33,7 +33,7 @@ def test_the_gradient_of_a_batch_is_not_what_left() -> None:
     assert finding_of(attack("x"), Outcome("x", (batch,))).result is Result.HYPOTHETICAL
     quiet = figure("reid", Interval(0.0, -0.1, 0.1))
     found = finding_of(attack("x"), Outcome("x", (batch, quiet)))
-    assert (found.result, found.headline) == (Result.NOTHING, quiet)
+    assert (found.result, found.headline) == (Result.HYPOTHETICAL, batch)
 
 
 def test_the_page_loads_nothing() -> None:
