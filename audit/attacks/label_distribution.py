@@ -10,7 +10,6 @@ From the whole update: `class_shares`. From the gradient of ONE BATCH, which a s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Progress
 from audit.evidence.case import Case, Knowledge, View
-from audit.evidence.networks import trained_alone
+from audit.evidence.networks import of_simulated_client
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient
 from audit.measures.figures import Control, Curve, Figure, Interval, Outcome
 from audit.measures.images import unit_pixels
@@ -31,7 +30,7 @@ from fedcg.learning.networks import build_part, load_part
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.parts import Part, Report
+from fedcg.wire.parts import Part
 
 _DRAWS = 5  # of probes, for PPIDSG's mode
 _BATCHES = (32, 64, 128)
@@ -201,16 +200,16 @@ def single_class_control(case: Case) -> Control:
 
 
 def two_class_control(case: Case, effort: Effort, tick: Tick) -> Control:
-    """The update of a simulated client that trained on two classes (one where there are fewer than four)."""
+    """The attack itself, by the setting that leads the report, on the update of a simulated client of the same method that has two classes.
+
+    One class where there are fewer than four.
+    """
     view, streams = case.view, case.streams.at("labels", "two classes")
     some = _images_of(case.truth.train, 2 if view.spec.class_count >= 4 else 1, _CONTROL_IMAGES)
-    start = {**view.start(), **view.before.parts}
-    sent = trained_alone(view, start, some, streams, _CONTROL_EPOCHS)[Part.CLASSIFIER]
-    planted = replace(view, update={Part.CLASSIFIER: sent}, report=Report(examples=len(some)))
-    true = _shares_of(some)
+    planted, true = of_simulated_client(view, some, streams, _CONTROL_EPOCHS), _shares_of(some)
     found = _distance(inferred(planted, streams, *_shadow_work(effort), tick)[HEADLINE][0], true)
     limit = min(_distance(guess, true) for guess in trivial_guesses(view, streams).values()) / 2
-    title = "Class shares of a simulated client with two classes, L1 distance"
+    title = f"Class shares of a simulated client with two classes, {HEADLINE}: L1 distance"
     return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit)
 
 

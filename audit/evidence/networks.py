@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -21,7 +21,7 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, ParameterValue
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.training_loop import adam, image_blocks, slices
-from fedcg.wire.parts import Part
+from fedcg.wire.parts import Part, Report
 
 _POOLS: Mapping[type[nn.Module], Callable[[], nn.Module]] = {
     AveragedConv2d: lambda: nn.AvgPool2d(2),
@@ -159,8 +159,24 @@ def trained_alone(
     view: View, start: Mapping[Part, Weights], images: ImageSet, streams: Streams, epochs: int
 ) -> dict[Part, Weights]:
     """Extractor and classifier after training on images as a device trains alone: shadow and reference models, overfitted controls."""
-    spec = shadow_spec(view.spec)
-    spec = spec.model_copy(update={"params": {**plain_params(spec.params), "epochs": epochs, "steps": 0}})
+    spec = _of_epochs(shadow_spec(view.spec), epochs)
     state = ClientState({part: start[part] for part in (Part.EXTRACTOR, Part.CLASSIFIER)})
     ctx = RoundContext(spec, view.round, 1, spec.rounds, streams)
     return dict(get_method("local").local_round(state, images, None, ctx).private.parts)
+
+
+def of_simulated_client(view: View, images: ImageSet, streams: Streams, epochs: int) -> View:
+    """What an attacker would have of a client with these images: its update by the federation's own method, without mechanisms.
+
+    The client starts from the view's aggregate, and its private parts from the public seed.
+    """
+    spec = _of_epochs(view.spec, epochs)
+    state = view.method.init_client(spec, {**view.start(), **view.before.parts})
+    ctx = RoundContext(spec, view.round, 1, spec.rounds, streams)
+    sent = view.method.local_round(state, images, view.before, ctx).shared.parts
+    update = {part: sent[part] for part in view.update}
+    return replace(view, spec=spec, update=update, report=Report(examples=len(images)))
+
+
+def _of_epochs(spec: FederationSpec, epochs: int) -> FederationSpec:
+    return spec.model_copy(update={"params": {**plain_params(spec.params), "epochs": epochs, "steps": 0}})

@@ -8,7 +8,11 @@
 * generator: rare classes are trained less. Movement of the label embedding's row (and towards zero, which is all that weight decay does to
   a row without images), of the class's mean feature and of its spread, and how well the received classifier recognises the class;
   weighed to fit all clients' shares as the two above infer them;
-* together: the mean of those.
+* together: their geometric mean, in which a class that one of them excludes counts little.
+
+The last one leads the report, whatever comes out: which of the others is the most exact depends on the method. The readout is, where a
+generator was trained against a discriminator; which class random numbers look like is chance, and a classifier that is trained to
+recognise another generator's samples (FedMD-CG) gives all classes their share.
 """
 
 from __future__ import annotations
@@ -30,12 +34,13 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.training_loop import generate, steps_of, task_optimiser
 from fedcg.wire.parts import Part
 
-HEADLINE = "readout"
+HEADLINE = "together"
 _PROBES = 600  # in all; at least _LEAST_OF_CLASS of a class
 _LEAST_OF_CLASS = 4
 _CONCENTRATIONS = (0.2, 0.5, 1.0, 3.0)  # of the shadows' shares: from a class or two to nearly all alike
 _UNKNOWN_EXAMPLES = 1000
 _RIDGE = 1e-3
+_LEAST_SHARE = 1e-3  # so that one wrong zero does not decide
 Shares = Mapping[str, torch.Tensor]
 """Shares or counts of the classes, [C] or [clients, C] with the client under audit first, by how they were found."""
 Tick = Callable[[], None]
@@ -159,11 +164,11 @@ def generator_statistics(view: View, parts: Mapping[Part, Weights], streams: Str
 def inferred(view: View, streams: Streams, shadows: int, most: int, tick: Tick) -> Shares:
     """What the updates of a round show of each client's class shares, [clients, C]; the client under audit first.
 
-    `shadows` and `most` are those of `by_responses`.
+    `HEADLINE` comes first. `shadows` and `most` are those of `by_responses`.
     """
     sent = [view.update, *(view.others[name] for name in sorted(view.others))]
     found = {
-        HEADLINE: torch.stack([by_readout(view, parts, streams) for parts in sent]),
+        "readout": torch.stack([by_readout(view, parts, streams) for parts in sent]),
         "responses": by_responses(
             view,
             [parts[Part.CLASSIFIER] for parts in sent],
@@ -175,5 +180,6 @@ def inferred(view: View, streams: Streams, shadows: int, most: int, tick: Tick) 
     }
     if Part.GENERATOR in view.update and Part.GENERATOR in view.before.parts:
         values = torch.stack([generator_statistics(view, parts, streams) for parts in sent])
-        found["generator"] = fitted(values, (found[HEADLINE] + found["responses"]) / 2)(values)
-    return {**found, "together": torch.stack(list(found.values())).mean(0)}
+        found["generator"] = fitted(values, (found["readout"] + found["responses"]) / 2)(values)
+    logs = torch.stack(list(found.values())).clamp(min=_LEAST_SHARE).log()
+    return {HEADLINE: logs.mean(0).softmax(-1), **found}

@@ -20,6 +20,7 @@ from audit.attacks.label_distribution import (
     update_figures,
 )
 from audit.evidence.case import Case, Knowledge
+from audit.evidence.networks import of_simulated_client
 from audit.measures.figures import Figure, Outcome
 from audit.techniques import class_shares
 from audit.techniques.class_shares import HEADLINE, fitted, inferred
@@ -134,10 +135,23 @@ def test_the_single_class_control_fails_with_a_broken_formula(monkeypatch: pytes
     assert not single_class_control(case).passed
 
 
-def test_the_two_class_control_fails_with_a_broken_readout(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = skewed("fedsplit")
+@pytest.mark.parametrize("method", ["fedcg", "fedsplit"])
+def test_the_two_class_control_fails_with_a_broken_readout(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = skewed(method)
+    assert two_class_control(case, Effort.QUICK, lambda: None).passed
     monkeypatch.setattr(class_shares, "by_readout", lambda view, parts, streams: torch.full((10,), 0.1))
     assert not two_class_control(case, Effort.QUICK, lambda: None).passed
+
+
+def test_a_simulated_client_sends_what_the_method_sends_and_its_own_generator() -> None:
+    case = skewed("fedcg")
+    some = case.truth.train.rows(torch.arange(20))
+    planted = of_simulated_client(case.view, some, case.streams.at("planted"), epochs=1)
+    assert planted.update.keys() == case.view.update.keys()
+    assert planted.report.examples == 20
+    for part in planted.update:
+        for others in (case.view.before.parts, case.view.update):
+            assert any(not torch.equal(weights, others[part][key]) for key, weights in planted.update[part].items())
 
 
 def test_a_run_repeats_itself_and_leaves_global_randomness_alone() -> None:
