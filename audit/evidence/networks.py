@@ -51,6 +51,11 @@ class Extractor(str, Enum):
         }
         return frozenset(needed.get(self, set()))
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the device's own: sent, or given to the attacker. Figures with it are ceilings of the others."""
+        return self in (Extractor.SENT, Extractor.TRUE)
+
 
 @dataclass(frozen=True)
 class WholeModel:

@@ -41,12 +41,24 @@ class Shadow:
 
     Attributes:
         parts: extractor and classifier.
-        seen: the images that it was trained on; `unseen` others of the same kind.
+        images: that the attacker has.
+        rows: of the images that it was trained on; `others` those of the rest.
     """
 
     parts: Mapping[Part, Weights]
-    seen: ImageSet
-    unseen: ImageSet
+    images: ImageSet
+    rows: torch.Tensor
+    others: torch.Tensor
+
+    @property
+    def seen(self) -> ImageSet:
+        """What it was trained on."""
+        return self.images.rows(self.rows)
+
+    @property
+    def unseen(self) -> ImageSet:
+        """What it was not trained on."""
+        return self.images.rows(self.others)
 
 
 @dataclass(frozen=True)
@@ -90,9 +102,9 @@ def train_shadows(
     start, found = {**view.start(), **view.before.parts}, []
     for number in range(count):
         order = torch.randperm(len(images), generator=streams.generator("half", number))
-        seen, unseen = (images.rows(some) for some in order.tensor_split(2))
-        parts = trained_alone(view, start, seen, streams.at("shadow", number), epochs)
-        found.append(Shadow(parts, seen, unseen))
+        rows, others = order.tensor_split(2)
+        parts = trained_alone(view, start, images.rows(rows), streams.at("shadow", number), epochs)
+        found.append(Shadow(parts, images, rows, others))
         trained()
     return tuple(found)
 
@@ -126,7 +138,7 @@ def target_of(
     each model that was put together.
     """
     streams = streams.at("surrogate")
-    own = Extractor.SENT if source in (Extractor.SENT, Extractor.TRUE) else source
+    own = Extractor.SENT if source.is_own else source
     mean = mean_parts(list(view.others.values()))
 
     def together(update: Mapping[Part, Weights], extractor: Extractor) -> WholeModel:
@@ -183,29 +195,33 @@ def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
 
 
 def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """PPIDSG's attack: the victim's model on one half of the auxiliary images is "member", the others' on the other half "not".
+    """PPIDSG's attack: a network sees an image through the victim's model and through the others', and tells whose image it is.
 
-    Read so (section 3, appendix): the attack network (C, 128, 2; Adam 0.005; 100 epochs) sees posteriors and one-hot label, and a
-    candidate is put to it with the victim's posteriors.
+    As published (section 3) it learns from images that neither model was trained on, so it learns to tell the models, not the images:
+    on a model that learnt 48 images by heart its AUC was 0.41 (CIFAR-10). Here it learns from the first two shadow models in the place of
+    both, on images that only one of the two was trained on, and sees both posteriors at once. The network is the published one
+    (128 units; Adam 0.005; 100 epochs).
 
     Raises:
         ValueError: no other client's update is there.
     """
-    others = _others_of(target)
+    first, second = target.shadows[:2]
+    rows = [mine.rows[~torch.isin(mine.rows, other.rows)] for mine, other in ((first, second), (second, first))]
 
-    def seen_by(model: WholeModel, some: ImageSet) -> Values:
-        found: Values = np.hstack([posteriors(model, some), np.eye(len(some.classes))[some.labels.numpy()]])
+    def seen_by(mine: WholeModel, other: WholeModel, some: ImageSet) -> Values:
+        found: Values = np.hstack([_by_label(mine, some), _by_label(other, some)])
         return found
 
-    first, second = target.shadows[0].seen, target.shadows[0].unseen
-    judge = _classifier(
-        seen_by(target.victim, first),
-        seen_by(others, second),
-        _PAIR_UNITS,
-        _PAIR_LR,
-        streams.at("two_shadows"),
-    )
-    return judge(seen_by(target.victim, images))
+    members, others = (seen_by(*target.references[:2], first.images.rows(some)) for some in rows)
+    judge = _classifier(members, others, _PAIR_UNITS, _PAIR_LR, streams.at("two_shadows"))
+    return judge(seen_by(target.victim, _others_of(target), images))
+
+
+def _by_label(model: WholeModel, images: ImageSet) -> Values:
+    """Posteriors [N, classes]: that of the image's label, then the others from the largest to the smallest."""
+    found, label = posteriors(model, images), np.arange(len(images.classes)) == images.labels.numpy()[:, None]
+    rest = np.sort(np.where(label, -1.0, found))[:, :0:-1]
+    return np.hstack([found[label][:, None], rest])
 
 
 def _others_of(target: Target) -> WholeModel:
