@@ -18,7 +18,7 @@ from audit.evidence.case import Case, Knowledge, View
 from audit.evidence.networks import Extractor, estimated_extractor
 from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png, psnr, ssim, unit_pixels
-from audit.measures.statistics import Values, bootstrap
+from audit.measures.statistics import Values, bootstrap, percentile_interval
 from audit.techniques.image_generator import ImageGenerator
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
@@ -148,10 +148,10 @@ def nearest_gain(tables: Sequence[Values], seed: int) -> tuple[Interval, float, 
     chance = [
         nearest_of([drawn.permutation(table, axis=1) for table in tables]).mean(axis=0) for _ in range(_PERMUTATIONS)
     ]
-    low, high = np.percentile([train - held_out for train, held_out in chance], [2.5, 97.5])
+    by_chance = percentile_interval(0.0, [float(train - held_out) for train, held_out in chance])
     train, held_out = nearest.mean(axis=0)
     gain = float(train - held_out)
-    return bootstrap(nearest[:, 0], seed), float(held_out), Interval(gain, gain - float(high), gain - float(low))
+    return bootstrap(nearest[:, 0], seed), float(held_out), Interval(gain, gain - by_chance.high, gain - by_chance.low)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from audit.attacks.attack import Attack, Effort, Progress
 from audit.evidence.case import Case, Knowledge, Truth, View
 from audit.evidence.device_data import joined
 from audit.evidence.networks import Extractor, WholeModel
-from audit.measures.figures import CONFIDENCE, Control, Curve, Figure, Interval, Outcome
+from audit.measures.figures import Control, Curve, Figure, Interval, Outcome
 from audit.measures.images import unit_pixels
-from audit.measures.statistics import Values, auc, auc_interval, roc, true_positive_rate
+from audit.measures.statistics import Values, auc, auc_interval, percentile_interval, roc, true_positive_rate
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
@@ -278,8 +278,7 @@ def auc_gain(score: Values, blind: Values, members: Flags, seed: int) -> Interva
         return auc(score[some], score[more]) - max(_AUC_OF_CHANCE, auc(blind[some], blind[more]))
 
     found = [gain(drawn.choice(inside, len(inside)), drawn.choice(outside, len(outside))) for _ in range(_RESAMPLES)]
-    low, high = np.percentile(found, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
-    return Interval(gain(inside, outside), float(low), float(high))
+    return percentile_interval(gain(inside, outside), found)
 
 
 def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[Control]:

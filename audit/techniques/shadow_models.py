@@ -17,7 +17,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
 
 from audit.evidence.case import View
-from audit.evidence.networks import Extractor, WholeModel, estimated_extractor, trained_alone, whole_model
+from audit.evidence.networks import Extractor, WholeModel, assembled, trained_alone
 from audit.measures.images import unit_pixels
 from audit.measures.statistics import Values
 from fedcg.learning.image_set import ImageSet
@@ -118,12 +118,6 @@ def learnt_by_heart(view: View, images: ImageSet, epochs: int, streams: Streams)
     return replace(view, update=trained_alone(view, start, images, streams, epochs))
 
 
-def put_together(view: View, source: Extractor, streams: Streams) -> WholeModel:
-    """The classifier of an update on an extractor from a source."""
-    classifier = view.update[Part.CLASSIFIER]
-    return whole_model(view.spec, estimated_extractor(view, source, classifier, streams), classifier)
-
-
 def target_of(
     view: View,
     source: Extractor,
@@ -143,7 +137,7 @@ def target_of(
 
     def together(update: Mapping[Part, Weights], extractor: Extractor) -> WholeModel:
         step()
-        return put_together(replace(view, update=update), extractor, streams)
+        return assembled(replace(view, update=update), extractor, streams)
 
     return Target(
         together(view.update, source),
@@ -208,13 +202,12 @@ def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
     first, second = target.shadows[:2]
     rows = [mine.rows[~torch.isin(mine.rows, other.rows)] for mine, other in ((first, second), (second, first))]
 
-    def seen_by(mine: WholeModel, other: WholeModel, some: ImageSet) -> Values:
-        found: Values = np.hstack([_by_label(mine, some), _by_label(other, some)])
-        return found
+    def seen_by(models: Sequence[WholeModel], some: ImageSet) -> Values:
+        return np.hstack([_by_label(model, some) for model in models])
 
-    members, others = (seen_by(*target.references[:2], first.images.rows(some)) for some in rows)
+    members, others = (seen_by(target.references[:2], first.images.rows(some)) for some in rows)
     judge = _classifier(members, others, _PAIR_UNITS, _PAIR_LR, streams.at("two_shadows"))
-    return judge(seen_by(target.victim, _others_of(target), images))
+    return judge(seen_by((target.victim, _others_of(target)), images))
 
 
 def _by_label(model: WholeModel, images: ImageSet) -> Values:
