@@ -194,11 +194,9 @@ def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
     As published (section 3) it learns from images that neither model was trained on, so it learns to tell the models, not the images:
     on a model that learnt 48 images by heart its AUC was 0.41 (CIFAR-10). Here it learns from the first two shadow models in the place of
     both, on images that only one of the two was trained on, and sees both posteriors at once. The network is the published one
-    (128 units; Adam 0.005; 100 epochs).
-
-    Raises:
-        ValueError: no other client's update is there.
+    (128 units; Adam 0.005; 100 epochs). For targets with `others`.
     """
+    assert target.others is not None
     first, second = target.shadows[:2]
     rows = [mine.rows[~torch.isin(mine.rows, other.rows)] for mine, other in ((first, second), (second, first))]
 
@@ -207,7 +205,7 @@ def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
 
     members, others = (seen_by(target.references[:2], first.images.rows(some)) for some in rows)
     judge = _classifier(members, others, _PAIR_UNITS, _PAIR_LR, streams.at("two_shadows"))
-    return judge(seen_by((target.victim, _others_of(target)), images))
+    return judge(seen_by((target.victim, target.others), images))
 
 
 def _by_label(model: WholeModel, images: ImageSet) -> Values:
@@ -215,12 +213,6 @@ def _by_label(model: WholeModel, images: ImageSet) -> Values:
     found, label = posteriors(model, images), np.arange(len(images.classes)) == images.labels.numpy()[:, None]
     rest = np.sort(np.where(label, -1.0, found))[:, :0:-1]
     return np.hstack([found[label][:, None], rest])
-
-
-def _others_of(target: Target) -> WholeModel:
-    if target.others is None:
-        raise ValueError("this attack takes the updates of other clients, and there are none")
-    return target.others
 
 
 def _classifier(members: Values, others: Values, units: int, lr: float, streams: Streams) -> Callable[[Values], Values]:
@@ -266,12 +258,9 @@ def rmia(target: Target, images: ImageSet, streams: Streams) -> Values:
 
 
 def rmia_by_others(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """RMIA with the other clients' mean model as its reference: as well trained as the victim's, on other images.
-
-    Raises:
-        ValueError: no other client's update is there.
-    """
-    return rmia(replace(target, references=(_others_of(target),)), images, streams)
+    """RMIA with the other clients' mean model, which must be there, as its reference: as well trained as the victim's, on other images."""
+    assert target.others is not None
+    return rmia(replace(target, references=(target.others,)), images, streams)
 
 
 def lira_offline(target: Target, images: ImageSet, streams: Streams) -> Values:

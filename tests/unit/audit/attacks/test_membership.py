@@ -154,10 +154,8 @@ def test_scores_find_what_a_model_learnt_by_heart() -> None:
         assert found > 0.8, score.__name__
 
 
-def test_ppidsgs_attack_takes_other_clients_updates() -> None:
+def test_ppidsgs_attack_tells_the_victims_images_from_those_of_other_clients() -> None:
     target, seen, unseen, case = _overfitted()
-    with pytest.raises(ValueError, match="updates of other clients, and there are none"):
-        two_shadows(target, seen, case.streams)
     beside = replace(target, others=target.references[1])
     score = two_shadows(beside, seen, case.streams)
     assert np.array_equal(score, two_shadows(beside, seen, case.streams))
