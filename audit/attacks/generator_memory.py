@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Progress, counter
-from audit.evidence.case import Case, Knowledge, Truth, View
+from audit.evidence.case import Case, Knowledge, View
 from audit.evidence.networks import Extractor, estimated_extractor
 from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png, psnr, ssim, unit_pixels
-from audit.measures.statistics import Values, bootstrap
+from audit.measures.statistics import Values, bootstrap, percentile_interval
 from audit.techniques.image_generator import ImageGenerator
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
@@ -39,30 +39,6 @@ Samples = Callable[[int, int], torch.Tensor]
 """(class, how many) -> features of a generator, [n, F]."""
 Decoder = Callable[[torch.Tensor], torch.Tensor]
 """Features [N, F] -> pictures [N, C, H, W] in [0, 1]."""
-
-
-@dataclass(frozen=True)
-class Matched:
-    """Images that were trained on and images that were not: equally many of each class, in the same order of classes."""
-
-    train: ImageSet
-    held_out: ImageSet
-
-    @property
-    def classes(self) -> list[int]:
-        """The classes there are."""
-        return sorted(set(self.train.labels.tolist()))
-
-
-def matched(truth: Truth, most: int, stream: torch.Generator) -> Matched:
-    """At most so many of each class, drawn from both."""
-    rows: tuple[list[int], list[int]] = ([], [])
-    for label in range(len(truth.train.classes)):
-        found = [torch.nonzero(some.labels == label).flatten() for some in (truth.train, truth.held_out)]
-        count = min(most, *map(len, found))
-        for chosen, some in zip(rows, found, strict=True):
-            chosen += some[torch.randperm(len(some), generator=stream)[:count]].tolist()
-    return Matched(truth.train.rows(rows[0]), truth.held_out.rows(rows[1]))
 
 
 def samples_of(view: View, generator: Weights, streams: Streams) -> Samples:
@@ -172,10 +148,10 @@ def nearest_gain(tables: Sequence[Values], seed: int) -> tuple[Interval, float, 
     chance = [
         nearest_of([drawn.permutation(table, axis=1) for table in tables]).mean(axis=0) for _ in range(_PERMUTATIONS)
     ]
-    low, high = np.percentile([train - held_out for train, held_out in chance], [2.5, 97.5])
+    by_chance = percentile_interval(0.0, [float(train - held_out) for train, held_out in chance])
     train, held_out = nearest.mean(axis=0)
     gain = float(train - held_out)
-    return bootstrap(nearest[:, 0], seed), float(held_out), Interval(gain, gain - float(high), gain - float(low))
+    return bootstrap(nearest[:, 0], seed), float(held_out), Interval(gain, gain - by_chance.high, gain - by_chance.low)
 
 
 @dataclass(frozen=True)
@@ -201,23 +177,34 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Setting:
-    """One extractor's view of the images: all features are [N, F]."""
+    """One extractor's view of `images`, trained on and held out: all features are [N, F]."""
 
     source: Extractor
-    images: Matched
+    images: tuple[ImageSet, ImageSet]
     train: torch.Tensor
     held_out: torch.Tensor
     decoder: Decoder | None
     plan: _Plan
     seed: int
 
+    @property
+    def labels(self) -> torch.Tensor:
+        """Of the images trained on, and of those held out."""
+        return self.images[0].labels
+
+    @property
+    def classes(self) -> list[int]:
+        """The classes there are."""
+        found: list[int] = self.labels.unique().tolist()
+        return found
+
     def nearness(self, samples: Samples) -> Nearness:
-        """Of the matched images."""
-        return nearness(self.train, self.held_out, self.images.train.labels, samples, self.plan.samples)
+        """Of all images."""
+        return nearness(self.train, self.held_out, self.labels, samples, self.plan.samples)
 
     def tables(self, samples: Samples, measure: Callable[[torch.Tensor, torch.Tensor], Values]) -> list[Values]:
         """By class, likeness of decoded samples to the images trained on and to those held out."""
-        return [likeness(measure, self.decoded(samples, label), self.pixels(label)) for label in self.images.classes]
+        return [likeness(measure, self.decoded(samples, label), self.pixels(label)) for label in self.classes]
 
     def decoded(self, samples: Samples, label: int) -> torch.Tensor:
         """Pictures of a class's samples."""
@@ -226,8 +213,7 @@ class _Setting:
 
     def pixels(self, label: int) -> torch.Tensor:
         """A class's images that were trained on, then those held out."""
-        both = (self.images.train, self.images.held_out)
-        return unit_pixels(torch.cat([some.images[some.labels == label] for some in both]))
+        return unit_pixels(torch.cat([some.images[some.labels == label] for some in self.images]))
 
 
 def wins(scores: Nearness) -> Values:
@@ -282,7 +268,7 @@ def _decoded_figures(setting: _Setting, mine: Samples) -> list[Figure]:
                 floor=floor,
                 floor_is="the nearest of equally many images of the class that were not trained on",
                 gain=gain,
-                samples=setting.plan.pictures * len(setting.images.classes),
+                samples=setting.plan.pictures * len(setting.classes),
                 unit=unit,
             )
         )
@@ -291,7 +277,7 @@ def _decoded_figures(setting: _Setting, mine: Samples) -> list[Figure]:
 
 def _controls(setting: _Setting, streams: Streams) -> list[Control]:
     """The same on a planted generator that has memorised."""
-    memory = planted(setting.train, setting.images.train.labels, streams)
+    memory = planted(setting.train, setting.labels, streams)
     value = float(wins(setting.nearness(memory)).mean())
     controls = [
         Control("planted generator that returns training features: memory_auc", value, "above 0.9", value > 0.9)
@@ -305,7 +291,7 @@ def _controls(setting: _Setting, streams: Streams) -> list[Control]:
 
 def _pictures(setting: _Setting, mine: Samples) -> Pictures:
     columns = []
-    for label in setting.images.classes[:10]:
+    for label in setting.classes[:10]:
         decoded, images = setting.decoded(mine, label)[:1], setting.pixels(label)
         order = psnr(decoded.repeat(len(images), 1, 1, 1), images).reshape(2, -1).argmax(axis=1)
         columns.append((decoded[0], images[order[0]], images[len(images) // 2 + order[1]]))
@@ -314,23 +300,15 @@ def _pictures(setting: _Setting, mine: Samples) -> Pictures:
     return Pictures(f"what the generator's samples look like (extractor: {setting.source.value})", rows)
 
 
-def _with_ceilings(figures: Sequence[Figure]) -> tuple[Figure, ...]:
-    """The attacker's figures beside what the same figures are with the true extractor."""
-    true = {one.name: one.value.value for one in figures if Knowledge.PRIVATE in one.knowledge}
-    return tuple(
-        one if Knowledge.PRIVATE in one.knowledge else replace(one, ceiling=true.get(one.name)) for one in figures
-    )
-
-
 def _settings(case: Case, plan: _Plan, streams: Streams, tick: Callable[[], None]) -> list[_Setting]:
     """The attacker's setting first, then with the true extractor."""
-    view, images = case.view, matched(case.truth, plan.images, streams.generator("matched"))
-    both, settings = (images.train, images.held_out), []
+    view, images = case.view, case.truth.matched(streams.generator("matched"), plan.images)
+    settings = []
     for source in _sources(case):
         given = view.with_private(case.truth.after or {})
         weights = estimated_extractor(given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs)
         extractor = load_part(view.spec, Part.EXTRACTOR, weights)
-        train, held_out = (extract_features(extractor, some.images, view.spec).flatten(1) for some in both)
+        train, held_out = (extract_features(extractor, some.images, view.spec).flatten(1) for some in images)
         decoder = None
         if view.auxiliary is not None:
             known = extract_features(extractor, view.auxiliary.images, view.spec).flatten(1)
@@ -353,21 +331,22 @@ def run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     mine = samples_of(case.view, case.view.update[Part.GENERATOR], streams)
     earlier = case.view.before.parts.get(Part.GENERATOR)
     before = None if earlier is None else samples_of(case.view, earlier, streams)
-    figures: list[Figure] = []
+    figures: list[tuple[Extractor, Figure]] = []
     pictures, notes = [], ["images trained on are compared with equally many of the same classes that were not"]
     settings = _settings(case, plan, streams, tick)
     for setting in settings:
         found = setting.nearness(mine)
-        figures.append(_memory_figure(setting, found, None if before is None else setting.nearness(before)))
+        figures.append((setting.source, _memory_figure(setting, found, before and setting.nearness(before))))
         notes.append(
             f"{found.nearer:.0%} of the samples are nearer to an image trained on than to any held out (extractor: {setting.source.value})"
         )
         if setting.decoder is not None:
-            figures += _decoded_figures(setting, mine)
+            figures += [(setting.source, one) for one in _decoded_figures(setting, mine)]
             pictures.append(_pictures(setting, mine))
+    own = {one.name: one.value.value for source, one in figures if source.is_own}
     return Outcome(
         _NAME,
-        _with_ceilings(figures),
+        tuple(replace(one, ceiling=own.get(one.name)) if one.is_possible else one for _, one in figures),
         tuple(_controls(settings[-1], streams)),
         tuple(pictures),
         notes=tuple(notes),

@@ -6,8 +6,7 @@ the classifier's gradient gives away exactly. Every guess is a function of a `Vi
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from audit.attacks.attack import Attack, Effort, Progress
+from audit.attacks.attack import Attack, Effort, Progress, counter
 from audit.evidence.case import Case, Knowledge, View
 from audit.evidence.networks import Extractor, WholeModel, whole_model
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient, gradient, weight_difference, with_noise
@@ -26,7 +25,6 @@ from audit.measures.statistics import bootstrap
 from audit.techniques.closed_form import attacker_model, lacks_closed_form, revealed_features, revealed_labels
 from audit.techniques.inversion_search import (
     Found,
-    Objective,
     Search,
     Start,
     channel_statistics,
@@ -38,6 +36,7 @@ from audit.techniques.inversion_search import (
 )
 from audit.techniques.jacobian_rank import MAX_PIXELS, RANK_TOLERANCE, pixel_rank
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
@@ -98,6 +97,11 @@ class Setting:
             needed.add(Knowledge.UPDATE)
         return tuple(one for one in Knowledge if one in needed)
 
+    @property
+    def is_ceiling(self) -> bool:
+        """Whether nothing stands in the attacker's way: one image, no noise, the device's own extractor, and a prior."""
+        return self.extractor.is_own and bool(self.how.prior) and self.rows == 1 and not self.deviation
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -137,18 +141,6 @@ def _settings(view: View, effort: Effort) -> list[Setting]:
     return [*found, Setting(sources[-1], Match.COSINE, loose, 0)]
 
 
-def _objective(
-    view: View, model: WholeModel, seen: BatchGradient, match: Match, labels: torch.Tensor, stream: torch.Generator
-) -> Objective:
-    if match is Match.FEATURES:
-        return feature_distance(model, revealed_features(model, seen).unsqueeze(0))
-    if match is Match.COSINE:
-        return cosine_distance(model, seen)
-    if match is Match.STATISTICS:
-        return with_statistics(gradient_distance(model, seen), model, _generated_statistics(view, labels, stream))
-    return gradient_distance(model, seen)
-
-
 def _generated_statistics(view: View, labels: torch.Tensor, stream: torch.Generator) -> torch.Tensor:
     """Channel statistics of what the client's generator makes of the batch's labels."""
     generator = load_part(view.spec, Part.GENERATOR, view.update[Part.GENERATOR]).eval()
@@ -170,7 +162,14 @@ def _round_difference(view: View, parts: tuple[Part, ...]) -> BatchGradient:
 def _guess(view: View, model: WholeModel, seen: BatchGradient, setting: Setting, stream: torch.Generator) -> Found:
     """The attack itself: from what is observed to pixels."""
     labels = revealed_labels(seen) if setting.rows else torch.arange(seen.rows)
-    objective = _objective(view, model, seen, setting.match, labels, stream)
+    if setting.match is Match.FEATURES:
+        objective = feature_distance(model, revealed_features(model, seen).unsqueeze(0))
+    elif setting.match is Match.COSINE:
+        objective = cosine_distance(model, seen)
+    else:
+        objective = gradient_distance(model, seen)
+    if setting.match is Match.STATISTICS:
+        objective = with_statistics(objective, model, _generated_statistics(view, labels, stream))
     return search(objective, labels, _form(view), view.spec.class_count, setting.how, stream)
 
 
@@ -179,29 +178,31 @@ def _form(view: View) -> tuple[int, int, int]:
 
 
 def _batch_trial(
-    case: Case, model: WholeModel, setting: Setting, images: ImageSet, streams: Streams, tick: Tick
+    view: View,
+    true: Mapping[Part, Weights],
+    model: WholeModel,
+    setting: Setting,
+    images: ImageSet,
+    streams: Streams,
+    tick: Tick,
 ) -> Trial:
     """The attack on single images or batches; each batch's guesses are put into the order that fits the truth best."""
-    view, true = case.view, case.model()
-    assert true is not None
-    pixels, parts = unit_pixels(images.images), _WHOLE if case.view.shares_extractor else (Part.CLASSIFIER,)
-    guesses, diverged = [], []
+    pixels, guesses, diverged = unit_pixels(images.images), [], []
     for first in range(0, len(images), setting.rows):
         rows = slice(first, first + setting.rows)
-        seen = batch_gradient(view.spec, true, pixels[rows], images.labels[rows], parts)
+        seen = batch_gradient(view.spec, true, pixels[rows], images.labels[rows], _sent_parts(view))
         if setting.deviation:
             seen = with_noise(seen, setting.deviation, streams.generator("gradient noise", first))
         found = _guess(view, model, seen, setting, streams.generator("search", first))
         guesses.append(_in_best_order(found.pixels, pixels[rows]))
         diverged.append(found.diverged)
         tick()
-    return Trial(setting, _compared(view, torch.cat(guesses), images, streams), float(np.mean(diverged)))
-
-
-def _compared(view: View, guesses: torch.Tensor, images: ImageSet, streams: Streams) -> Reconstructions:
-    pixels = unit_pixels(images.images)
     floors = {name: (guess, pixels) for name, guess in trivial_guesses(view, images, streams.generator("floor"))}
-    return Reconstructions(guesses, pixels, floors)
+    return Trial(setting, Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
+
+
+def _sent_parts(view: View) -> tuple[Part, ...]:
+    return _WHOLE if view.shares_extractor else (Part.CLASSIFIER,)
 
 
 def _in_best_order(guesses: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
@@ -212,8 +213,7 @@ def _in_best_order(guesses: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 def _round_trial(case: Case, model: WholeModel, setting: Setting, streams: Streams, tick: Tick) -> Trial:
     """The attack on the weight difference; each class's guess is compared with the training image that it resembles most."""
     view, train = case.view, case.truth.train
-    parts = _WHOLE if view.shares_extractor else (Part.CLASSIFIER,)
-    found = _guess(view, model, _round_difference(view, parts), setting, streams.generator("search"))
+    found = _guess(view, model, _round_difference(view, _sent_parts(view)), setting, streams.generator("search"))
     tick()
     classes = train.labels.unique()
     pools = [unit_pixels(train.images[train.labels == label]) for label in classes]
@@ -234,15 +234,9 @@ def _control(case: Case, images: ImageSet, match: Match, effort: Effort, streams
     spec = case.view.spec
     spec = spec.model_copy(update={"network": spec.network.model_copy(update={"split": "lenet5"})})
     start = {part: weights_of(build_part(spec, part, streams.generator(part.value))) for part in _WHOLE}
-    view, model = replace(case.view, spec=spec), whole_model(spec, start[Part.EXTRACTOR], start[Part.CLASSIFIER])
+    view, model = replace(case.view, spec=spec, update=start), whole_model(spec, *start.values())
     setting = Setting(Extractor.SENT, match, Search(effort.of(50, 100, 300), Start.GREY, _PRIOR))
-    pixels, guesses = unit_pixels(images.images), []
-    for row in range(len(images)):
-        one = slice(row, row + 1)
-        seen = batch_gradient(spec, start, pixels[one], images.labels[one], _WHOLE)
-        guesses.append(_guess(view, model, seen, setting, streams.generator("search", row)).pixels)
-        tick()
-    found = _compared(view, torch.cat(guesses), images, streams)
+    found = _batch_trial(view, start, model, setting, images, streams, tick).images
     value, floor = found.mean("psnr"), float(found.best_floor("psnr")[1].mean())
     return Control(
         f"PSNR in dB by {match.value}, LeNet5 with sigmoids at initial weights, whole model ({len(images)} images)",
@@ -278,18 +272,20 @@ def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> 
 def _trials(
     case: Case, plan: Sequence[Setting], images: ImageSet, effort: Effort, streams: Streams, tick: Tick
 ) -> Iterator[Trial]:
+    true = case.model()
+    assert true is not None
     models: dict[Extractor, WholeModel] = {}
     for setting in plan:
         source = setting.extractor
         if source not in models:
-            view = case.view.with_private(case.truth.before or {}) if source is Extractor.TRUE else case.view
+            view = case.view.with_private(true) if source is Extractor.TRUE else case.view
             models[source] = attacker_model(view, source, streams, effort.of(5, 20, 60))
             tick()
-        run = streams.at(setting.words)
+        model, run = models[source], streams.at(setting.words)
         if setting.rows:
-            yield _batch_trial(case, models[source], setting, _rows_for(setting, images), run, tick)
+            yield _batch_trial(case.view, true, model, setting, _rows_for(setting, images), run, tick)
         else:
-            yield _round_trial(case, models[source], setting, run, tick)
+            yield _round_trial(case, model, setting, run, tick)
 
 
 def _rows_for(setting: Setting, images: ImageSet) -> ImageSet:
@@ -299,10 +295,9 @@ def _rows_for(setting: Setting, images: ImageSet) -> ImageSet:
 
 
 def _figures(trials: Sequence[Trial], streams: Streams) -> Iterator[Figure]:
-    """PSNR and SSIM of every setting; the ceiling is the best of those where the true extractor was given."""
+    """PSNR and SSIM of every setting; the ceiling is the best of one image without noise, by the device's own extractor with a prior."""
     for name in MEASURES:
-        means = {one.setting: one.images.mean(name) for one in trials}
-        ceiling = max((mean for one, mean in means.items() if one.extractor is Extractor.TRUE), default=None)
+        ceiling = max((trial.images.mean(name) for trial in trials if trial.setting.is_ceiling), default=None)
         for trial in trials:
             setting = trial.setting
             given = setting.extractor is Extractor.TRUE or not setting.rows
@@ -312,20 +307,17 @@ def _figures(trials: Sequence[Trial], streams: Streams) -> Iterator[Figure]:
 
 def _pictures(trials: Sequence[Trial]) -> tuple[Pictures, ...]:
     """Originals over reconstructions: single images in one table, batches and the round in one each."""
+    titles = {0: "From the round's weight difference", 1: "From one image's gradient"}
     tables = []
     for rows in sorted({trial.setting.rows for trial in trials}):
         same = [trial for trial in trials if trial.setting.rows == rows]
-        shown = [("original", same[0].images.truth, ("",) * _SHOWN)]
+        first = same[0].images.truth[:_SHOWN]
+        lines, captions = [("original", tuple(map(png, first)))], [("",) * len(first)]
         for trial in same if rows else same[:1]:
-            values = psnr(trial.images.guesses, trial.images.truth)
-            shown.append(
-                (trial.setting.words, trial.images.guesses, tuple(f"{value:.1f} dB" for value in values[:_SHOWN]))
-            )
-        title = {0: "From the round's weight difference", 1: "From one image's gradient"}.get(
-            rows, f"Batches of {rows}"
-        )
-        lines = tuple((words, tuple(png(one) for one in images[:_SHOWN])) for words, images, _ in shown)
-        tables.append(Pictures(title, lines, tuple(captions[: len(lines[0][1])] for *_, captions in shown)))
+            guesses, truth = trial.images.guesses[:_SHOWN], trial.images.truth[:_SHOWN]
+            lines.append((trial.setting.words, tuple(map(png, guesses))))
+            captions.append(tuple(f"{value:.1f} dB" for value in psnr(guesses, truth)))
+        tables.append(Pictures(titles.get(rows, f"Batches of {rows}"), tuple(lines), tuple(captions)))
     return tuple(tables)
 
 
@@ -357,11 +349,7 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     ranked *= pixels <= MAX_PIXELS
     runs = sum(len(_rows_for(one, images)) // one.rows if one.rows else 1 for one in plan)
     total = runs + len({one.extractor for one in plan}) + 2 * len(images) + ranked
-    steps = itertools.count(1)
-
-    def tick() -> None:
-        progress(next(steps), total)
-
+    tick = counter(progress, total)
     controls = tuple(
         _control(case, images, match, effort, streams.at("control"), tick) for match in (Match.GRADIENT, Match.FEATURES)
     )

@@ -121,13 +121,13 @@ def _pool(case: Case) -> ImageSet:
 def _figures(
     what: str, observed: Knowledge, places: Mapping[Extractor, Values], line_ups: Sequence[LineUp]
 ) -> Iterator[Figure]:
-    """One for every extractor; the true one's is the others' ceiling."""
+    """One for every extractor; the device's own one's is the ceiling."""
     floor = float(np.mean([1 / len(one.rows) for one in line_ups]))
     sizes = sorted(len(one.rows) for one in line_ups)
     shares = {source: proportion(int((some == 1).sum()), len(some)) for source, some in places.items()}
+    ceiling = next((share.value for source, share in shares.items() if source.is_own), None)
     for source, value in shares.items():
         used = {observed, Knowledge.BEFORE, Knowledge.CANDIDATES, *source.knowledge}
-        is_ceiling = source is Extractor.TRUE or Extractor.TRUE not in shares
         yield Figure(
             "reid",
             "Re-identification: the right image ranked first",
@@ -138,7 +138,7 @@ def _figures(
             "a random candidate of the class",
             Interval(value.value - floor, value.low - floor, value.high - floor),
             len(line_ups),
-            None if is_ceiling else shares[Extractor.TRUE].value,
+            None if source is Extractor.TRUE else ceiling,
             "share",
         )
 

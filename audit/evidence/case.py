@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import torch
+
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Method, Weights
 from fedcg.learning.networks.initial_weights import initial_parts
@@ -94,6 +96,16 @@ class Truth:
     held_out: ImageSet
     before: Mapping[Part, Weights] | None = None
     after: Mapping[Part, Weights] | None = None
+
+    def matched(self, stream: torch.Generator, most: int | None = None) -> tuple[ImageSet, ImageSet]:
+        """Images trained on and held out: equally many of each class (`most` at most), in the order of the classes."""
+        rows: tuple[list[int], list[int]] = ([], [])
+        for label in range(len(self.train.classes)):
+            found = [torch.nonzero(some.labels == label).flatten() for some in (self.train, self.held_out)]
+            count = min(map(len, found))
+            for chosen, some in zip(rows, found, strict=True):
+                chosen += some[torch.randperm(len(some), generator=stream)[:count][:most]].tolist()
+        return self.train.rows(rows[0]), self.held_out.rows(rows[1])
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class Extractor(str, Enum):
         }
         return frozenset(needed.get(self, set()))
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the device's own: sent, or given to the attacker. Figures with it are ceilings of the others."""
+        return self in (Extractor.SENT, Extractor.TRUE)
+
 
 @dataclass(frozen=True)
 class WholeModel:
@@ -103,7 +108,7 @@ def whole_model(spec: FederationSpec, extractor: Weights, classifier: Weights) -
 
 
 def estimated_extractor(
-    view: View, source: Extractor, classifier: Weights, streams: Streams, epochs: int = 20, draws: int = 0
+    view: View, source: Extractor, classifier: Weights, streams: Streams, epochs: int = 20
 ) -> Weights:
     """An attacker's extractor.
 
@@ -114,7 +119,6 @@ def estimated_extractor(
         classifier: the one it is to fit.
         streams: for random weights and the order of images.
         epochs: of a surrogate.
-        draws: which of several random ones.
 
     Raises:
         ValueError: the view lacks what the source takes.
@@ -124,12 +128,18 @@ def estimated_extractor(
     if source is Extractor.TRUE:
         return view.private[Part.EXTRACTOR]
     if source is Extractor.RANDOM:
-        return weights_of(build_part(view.spec, Part.EXTRACTOR, streams.generator("extractor", draws)))
+        return weights_of(build_part(view.spec, Part.EXTRACTOR, streams.generator("extractor", 0)))
     if source is Extractor.START:
         return view.start()[Part.EXTRACTOR]
     if view.auxiliary is None:
         raise ValueError("a surrogate extractor is trained on auxiliary images, and there are none")
     return _surrogate(view.spec, view.start()[Part.EXTRACTOR], classifier, view.auxiliary, streams, epochs)
+
+
+def assembled(view: View, source: Extractor, streams: Streams, epochs: int = 20) -> WholeModel:
+    """The classifier of an update behind an extractor from a source; arguments as for `estimated_extractor`."""
+    classifier = view.update[Part.CLASSIFIER]
+    return whole_model(view.spec, estimated_extractor(view, source, classifier, streams, epochs), classifier)
 
 
 def _surrogate(

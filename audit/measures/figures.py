@@ -29,7 +29,7 @@ class Figure:
         value: in the figure's unit.
         floor: the same figure of the best trivial guess, which has not seen the update; `floor_is` says which guess that is.
         gain: how much better than the floor the attack is, above 0 where it is better, whichever way the figure points.
-        ceiling: the same figure where the attacker was given what was not sent; None where there is none.
+        ceiling: the same figure by the device's own extractor, given where it is not sent; None where there is none.
         samples: images, batches or canaries that the interval is over.
         unit: "share", "dB", "nats" or nothing.
     """

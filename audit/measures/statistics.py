@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,14 @@ def bootstrap(
     """A statistic of independent values [N, ...], resampled over the first axis (percentiles of 1,000 resamples)."""
     drawn = np.random.default_rng(seed)
     rows = len(values)
-    found = (
-        [statistic(values[drawn.integers(rows, size=rows)]) for _ in range(_RESAMPLES)]
-        if rows > 1
-        else [statistic(values)]
-    )
-    tail = 50 * (1 - CONFIDENCE)
-    return Interval(statistic(values), float(np.percentile(found, tail)), float(np.percentile(found, 100 - tail)))
+    found = [statistic(values[drawn.integers(rows, size=rows)]) for _ in range(_RESAMPLES)]
+    return percentile_interval(statistic(values), found)
+
+
+def percentile_interval(value: float, resampled: Sequence[float]) -> Interval:
+    """A value between the percentiles of what resampled values gave."""
+    low, high = np.percentile(resampled, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
+    return Interval(value, float(low), float(high))
 
 
 def auc(members: Values, others: Values) -> float:
@@ -48,8 +49,7 @@ def auc_interval(members: Values, others: Values, seed: int) -> Interval:
     found = [
         auc(drawn.choice(members, len(members)), drawn.choice(others, len(others))) for _ in range(_RESAMPLES // 5)
     ]
-    tail = 50 * (1 - CONFIDENCE)
-    return Interval(auc(members, others), float(np.percentile(found, tail)), float(np.percentile(found, 100 - tail)))
+    return percentile_interval(auc(members, others), found)
 
 
 def true_positive_rate(members: Values, others: Values, false_positive_rate: float) -> Interval:
@@ -61,10 +61,7 @@ def true_positive_rate(members: Values, others: Values, false_positive_rate: flo
 
 def roc(members: Values, others: Values, points: int = 60) -> tuple[tuple[float, float], ...]:
     """The ROC curve as at most so many (false, true) positive rates."""
-    false_rate, true_rate, _ = roc_curve(*_joined(members, others))
+    is_member = np.repeat([1, 0], [len(members), len(others)])
+    false_rate, true_rate, _ = roc_curve(is_member, np.concatenate([members, others]))
     chosen = np.unique(np.linspace(0, len(false_rate) - 1, points).astype(int))
     return tuple((float(false_rate[at]), float(true_rate[at])) for at in chosen)
-
-
-def _joined(members: Values, others: Values) -> tuple[Values, Values]:
-    return np.concatenate([np.ones(len(members)), np.zeros(len(others))]), np.concatenate([members, others])

@@ -32,20 +32,18 @@ def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple
 
 
 def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> Verdict:
-    possible = _deciding(condition.figure, outcomes)
+    possible, passed = _deciding(condition.figure, outcomes), False
+    broken = next((one for one, _ in possible if not all(control.passed for control in one.controls)), None)
     if not possible:
         reasons = [f"{one.attack}: {one.skipped}" for one in outcomes if one.skipped]
-        return Verdict(
-            str(condition), passed=False, why=f"not measured ({'; '.join(reasons) or 'no attack was asked for it'})"
-        )
-    broken = next((one for one, _ in possible if not all(control.passed for control in one.controls)), None)
-    if broken is not None:
-        return Verdict(
-            str(condition), passed=False, why=f"the positive control of {broken.attack} failed: nothing was shown"
-        )
-    worst = max((figure for _, figure in possible), key=lambda figure: _upper(condition, figure))
-    upper = _upper(condition, worst)
-    return Verdict(str(condition), passed=upper < condition.bound, why=f"at most {upper:.3g} (95 %): {worst.setting}")
+        why = f"not measured ({'; '.join(reasons) or 'no attack was asked for it'})"
+    elif broken is not None:
+        why = f"the positive control of {broken.attack} failed: nothing was shown"
+    else:
+        worst = max((figure for _, figure in possible), key=lambda figure: _upper(condition, figure))
+        upper = _upper(condition, worst)
+        passed, why = upper < condition.bound, f"at most {upper:.3g} (95 %): {worst.setting}"
+    return Verdict(str(condition), passed, why)
 
 
 def _upper(condition: Condition, figure: Figure) -> float:

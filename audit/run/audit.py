@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -54,23 +54,13 @@ class AuditOptions:
 
     def command(self) -> str:
         """The command that repeats the audit."""
-        left_out = AuditOptions(self.updates, self.data, self.out)
-        words = [
-            "fedcg",
-            "audit",
-            "run",
-            "--updates",
-            str(self.updates),
-            "--data",
-            str(self.data),
-            "--out",
-            str(self.out),
-        ]
-        for name in ("private", "held_out", "auxiliary", "federation", "client", "round", "effort", "seed", "gate"):
-            value = getattr(self, name)
-            if value != getattr(left_out, name):
-                words += [f"--{name.replace('_', '-')}", str(getattr(value, "value", value))]
-        words += ["--attacks", ",".join(self.attacks)] if self.attacks else []
+        words = ["fedcg", "audit", "run"]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value == option.default or option.name in ("processes", "force"):
+                continue
+            text = ",".join(value) if isinstance(value, tuple) else getattr(value, "value", value)
+            words += [f"--{option.name.replace('_', '-')}", str(text)]
         return shlex.join(words)
 
 

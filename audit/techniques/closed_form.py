@@ -6,12 +6,13 @@ That layer computes W h + b, so that ∂L/∂W = δ hᵀ and ∂L/∂b = δ: the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from audit.evidence.case import View
-from audit.evidence.networks import Extractor, WholeModel, estimated_extractor, whole_model
+from audit.evidence.networks import Extractor, WholeModel, assembled
 from audit.evidence.observed_gradient import BatchGradient, parameters_of
 from fedcg.learning.networks import build_part, feature_shape
 from fedcg.learning.seeds import Streams
@@ -30,10 +31,7 @@ def attacker_model(view: View, source: Extractor, streams: Streams, epochs: int)
         streams: for random weights.
         epochs: of a surrogate.
     """
-    sent, classifier = view.before.parts, view.before.parts[Part.CLASSIFIER]
-    if source is Extractor.SENT:
-        return whole_model(view.spec, sent[Part.EXTRACTOR], classifier)
-    return whole_model(view.spec, estimated_extractor(view, source, classifier, streams, epochs), classifier)
+    return assembled(replace(view, update=view.before.parts), source, streams, epochs)
 
 
 def lacks_closed_form(spec: FederationSpec) -> str | None:

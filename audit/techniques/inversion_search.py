@@ -7,7 +7,7 @@ a raw loss of 1e-7 would end L-BFGS at its start, and a prior's weight would mea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -143,40 +143,23 @@ def search(
         how: the search.
         stream: for starts.
     """
-    runs = [_run(objective, labels, form, classes, how, stream) for _ in range(how.restarts)]
-    finite = [run for run in runs if np.isfinite(run.loss)] or runs
-    best = min(finite, key=lambda run: run.loss)
-    return Found(best.pixels, best.loss, sum(run.diverged for run in runs) / len(runs))
-
-
-def start_pixels(how: Start, count: int, form: tuple[int, int, int], stream: torch.Generator) -> torch.Tensor:
-    """[N, C, H, W]: N(0, 1) noise, or 0.5 everywhere."""
-    shape = (count, *form)
-    return torch.randn(shape, generator=stream) if how is Start.NOISE else torch.full(shape, 0.5)
-
-
-def _run(
-    objective: Objective,
-    labels: torch.Tensor,
-    form: tuple[int, int, int],
-    classes: int,
-    how: Search,
-    stream: torch.Generator,
-) -> Found:
-    pixels = start_pixels(how.start, len(labels), form, stream)
-    if how.prior:
-        pixels.clamp_(0, 1)
-    guessed = torch.randn(len(labels), classes, generator=stream) if how.soft_labels else torch.empty(0)
-
-    unit = objective(start_pixels(Start.GREY, len(labels), form, stream), labels).detach().item() + _TINY**2
+    grey = torch.full((len(labels), *form), 0.5)
+    unit = objective(grey, labels).detach().item() + _TINY**2
 
     def loss(pixels: torch.Tensor, guessed: torch.Tensor) -> torch.Tensor:
         right = guessed.softmax(1) if how.soft_labels else labels
         return objective(pixels, right) / unit + how.prior * total_variation(pixels)
 
-    first = loss(pixels, guessed).detach().item()
-    found, last = (_signed_adam if how.signed_adam else _lbfgs)(loss, pixels, guessed, how)
-    return Found(found.clamp(0, 1), last, float(not (np.isfinite(last) and last <= first)))
+    runs = []
+    for _ in range(how.restarts):
+        pixels = torch.randn(grey.shape, generator=stream) if how.start is Start.NOISE else grey
+        pixels = pixels.clamp(0, 1) if how.prior else pixels
+        guessed = torch.randn(len(labels), classes, generator=stream) if how.soft_labels else torch.empty(0)
+        first = loss(pixels, guessed).detach().item()
+        found, last = (_signed_adam if how.signed_adam else _lbfgs)(loss, pixels, guessed, how)
+        runs.append(Found(found.clamp(0, 1), last, float(not (np.isfinite(last) and last <= first))))
+    best = min(runs, key=lambda run: run.loss if np.isfinite(run.loss) else np.inf)
+    return replace(best, diverged=sum(run.diverged for run in runs) / len(runs))
 
 
 def _lbfgs(loss: Objective, pixels: torch.Tensor, guessed: torch.Tensor, how: Search) -> tuple[torch.Tensor, float]:

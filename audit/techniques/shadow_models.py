@@ -17,7 +17,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
 
 from audit.evidence.case import View
-from audit.evidence.networks import Extractor, WholeModel, estimated_extractor, trained_alone, whole_model
+from audit.evidence.networks import Extractor, WholeModel, assembled, trained_alone
 from audit.measures.images import unit_pixels
 from audit.measures.statistics import Values
 from fedcg.learning.image_set import ImageSet
@@ -41,12 +41,24 @@ class Shadow:
 
     Attributes:
         parts: extractor and classifier.
-        seen: the images that it was trained on; `unseen` others of the same kind.
+        images: that the attacker has.
+        rows: of the images that it was trained on; `others` those of the rest.
     """
 
     parts: Mapping[Part, Weights]
-    seen: ImageSet
-    unseen: ImageSet
+    images: ImageSet
+    rows: torch.Tensor
+    others: torch.Tensor
+
+    @property
+    def seen(self) -> ImageSet:
+        """What it was trained on."""
+        return self.images.rows(self.rows)
+
+    @property
+    def unseen(self) -> ImageSet:
+        """What it was not trained on."""
+        return self.images.rows(self.others)
 
 
 @dataclass(frozen=True)
@@ -90,9 +102,9 @@ def train_shadows(
     start, found = {**view.start(), **view.before.parts}, []
     for number in range(count):
         order = torch.randperm(len(images), generator=streams.generator("half", number))
-        seen, unseen = (images.rows(some) for some in order.tensor_split(2))
-        parts = trained_alone(view, start, seen, streams.at("shadow", number), epochs)
-        found.append(Shadow(parts, seen, unseen))
+        rows, others = order.tensor_split(2)
+        parts = trained_alone(view, start, images.rows(rows), streams.at("shadow", number), epochs)
+        found.append(Shadow(parts, images, rows, others))
         trained()
     return tuple(found)
 
@@ -104,12 +116,6 @@ def learnt_by_heart(view: View, images: ImageSet, epochs: int, streams: Streams)
     start = {**view.start(), **view.before.parts}
     view = replace(view, spec=spec, others={}, before=replace(view.before, parts=start))
     return replace(view, update=trained_alone(view, start, images, streams, epochs))
-
-
-def put_together(view: View, source: Extractor, streams: Streams) -> WholeModel:
-    """The classifier of an update on an extractor from a source."""
-    classifier = view.update[Part.CLASSIFIER]
-    return whole_model(view.spec, estimated_extractor(view, source, classifier, streams), classifier)
 
 
 def target_of(
@@ -126,12 +132,12 @@ def target_of(
     each model that was put together.
     """
     streams = streams.at("surrogate")
-    own = Extractor.SENT if source in (Extractor.SENT, Extractor.TRUE) else source
+    own = Extractor.SENT if source.is_own else source
     mean = mean_parts(list(view.others.values()))
 
     def together(update: Mapping[Part, Weights], extractor: Extractor) -> WholeModel:
         step()
-        return put_together(replace(view, update=update), extractor, streams)
+        return assembled(replace(view, update=update), extractor, streams)
 
     return Target(
         together(view.update, source),
@@ -183,35 +189,30 @@ def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
 
 
 def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """PPIDSG's attack: the victim's model on one half of the auxiliary images is "member", the others' on the other half "not".
+    """PPIDSG's attack: a network sees an image through the victim's model and through the others', and tells whose image it is.
 
-    Read so (section 3, appendix): the attack network (C, 128, 2; Adam 0.005; 100 epochs) sees posteriors and one-hot label, and a
-    candidate is put to it with the victim's posteriors.
-
-    Raises:
-        ValueError: no other client's update is there.
+    As published (section 3) it learns from images that neither model was trained on, so it learns to tell the models, not the images:
+    on a model that learnt 48 images by heart its AUC was 0.41 (CIFAR-10). Here it learns from the first two shadow models in the place of
+    both, on images that only one of the two was trained on, and sees both posteriors at once. The network is the published one
+    (128 units; Adam 0.005; 100 epochs). For targets with `others`.
     """
-    others = _others_of(target)
+    assert target.others is not None
+    first, second = target.shadows[:2]
+    rows = [mine.rows[~torch.isin(mine.rows, other.rows)] for mine, other in ((first, second), (second, first))]
 
-    def seen_by(model: WholeModel, some: ImageSet) -> Values:
-        found: Values = np.hstack([posteriors(model, some), np.eye(len(some.classes))[some.labels.numpy()]])
-        return found
+    def seen_by(models: Sequence[WholeModel], some: ImageSet) -> Values:
+        return np.hstack([_by_label(model, some) for model in models])
 
-    first, second = target.shadows[0].seen, target.shadows[0].unseen
-    judge = _classifier(
-        seen_by(target.victim, first),
-        seen_by(others, second),
-        _PAIR_UNITS,
-        _PAIR_LR,
-        streams.at("two_shadows"),
-    )
-    return judge(seen_by(target.victim, images))
+    members, others = (seen_by(target.references[:2], first.images.rows(some)) for some in rows)
+    judge = _classifier(members, others, _PAIR_UNITS, _PAIR_LR, streams.at("two_shadows"))
+    return judge(seen_by((target.victim, target.others), images))
 
 
-def _others_of(target: Target) -> WholeModel:
-    if target.others is None:
-        raise ValueError("this attack takes the updates of other clients, and there are none")
-    return target.others
+def _by_label(model: WholeModel, images: ImageSet) -> Values:
+    """Posteriors [N, classes]: that of the image's label, then the others from the largest to the smallest."""
+    found, label = posteriors(model, images), np.arange(len(images.classes)) == images.labels.numpy()[:, None]
+    rest = np.sort(np.where(label, -1.0, found))[:, :0:-1]
+    return np.hstack([found[label][:, None], rest])
 
 
 def _classifier(members: Values, others: Values, units: int, lr: float, streams: Streams) -> Callable[[Values], Values]:
@@ -257,12 +258,9 @@ def rmia(target: Target, images: ImageSet, streams: Streams) -> Values:
 
 
 def rmia_by_others(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """RMIA with the other clients' mean model as its reference: as well trained as the victim's, on other images.
-
-    Raises:
-        ValueError: no other client's update is there.
-    """
-    return rmia(replace(target, references=(_others_of(target),)), images, streams)
+    """RMIA with the other clients' mean model, which must be there, as its reference: as well trained as the victim's, on other images."""
+    assert target.others is not None
+    return rmia(replace(target, references=(target.others,)), images, streams)
 
 
 def lira_offline(target: Target, images: ImageSet, streams: Streams) -> Values:

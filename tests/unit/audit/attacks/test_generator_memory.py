@@ -116,9 +116,9 @@ def test_matched_images_are_equally_many_of_each_class_from_both() -> None:
         return ImageSet(torch.zeros(len(labels), 1, 1, 1, dtype=torch.uint8), torch.tensor(labels), ("a", "b", "c"))
 
     truth = Truth(labelled(0, 0, 0, 1, 2), labelled(0, 0, 1, 1))
-    found = generator_memory.matched(truth, 5, torch.Generator().manual_seed(0))
-    assert found.train.labels.tolist() == found.held_out.labels.tolist() == [0, 0, 1]
-    assert found.classes == [0, 1]
+    train, held_out = truth.matched(torch.Generator().manual_seed(0))
+    assert train.labels.tolist() == held_out.labels.tolist() == [0, 0, 1]
+    assert truth.matched(torch.Generator().manual_seed(0), 1)[0].labels.tolist() == [0, 1]
 
 
 def test_distances_and_their_auc_by_hand() -> None:

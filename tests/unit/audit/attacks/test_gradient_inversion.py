@@ -68,6 +68,17 @@ def test_the_controls_fail_when_the_search_is_broken(monkeypatch: pytest.MonkeyP
     assert all(figure.gain.value <= 0 for figure in psnr)
 
 
+def test_where_the_whole_model_is_sent_the_ceiling_is_the_best_setting_with_a_prior(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_the_blink_of_an_eye(monkeypatch, 0.5)
+    outcome, _ = run(simulated_case(method="fedavg"))
+    for name in ("psnr", "ssim"):
+        figures = [figure for figure in outcome.figures if figure.name == name]
+        best = max(figure.value.value for figure in figures if "with prior" in figure.setting)
+        assert [figure.ceiling for figure in figures] == [best] * len(figures)
+
+
 def test_a_classifier_alone_determines_at_most_as_many_pixels_as_there_are_features(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
