@@ -103,17 +103,21 @@ def subject_of(case: Case, gaps: Sequence[str], settings: Mapping[str, Any], com
 
 
 def finding_of(attack: Attack, outcome: Outcome) -> Finding:
-    """What an outcome comes to; the possible setting whose gain is most surely above 0 stands for it, on the update itself if there is one."""
+    """What an outcome comes to; the possible setting whose gain is most surely above 0 stands for it, on the update itself if there is one.
+
+    Without a gain, a figure whose positive control failed stands for the outcome only where no figure's control passed.
+    """
     possible = [figure for figure in outcome.figures if figure.is_possible]
     if outcome.skipped is not None or not possible:
         return Finding(attack, outcome, Result.NOT_TRIED, None)
     of_update = [figure for figure in possible if figure.is_of_update]
-    leaks = [figure for figure in of_update or possible if figure.gain.low > 0]
-    headline = max(leaks or of_update or possible, key=_share_of_range)
+    deciding = of_update or possible
+    leaks = [figure for figure in deciding if figure.gain.low > 0]
+    proven = [figure for figure in deciding if outcome.is_proven(figure.name)]
+    headline = max(leaks or proven or deciding, key=_share_of_range)
     if leaks:
         return Finding(attack, outcome, Result.LEAKED if of_update else Result.HYPOTHETICAL, headline)
-    passed = all(control.passed for control in outcome.controls)
-    return Finding(attack, outcome, Result.NOTHING if passed else Result.UNPROVEN, headline)
+    return Finding(attack, outcome, Result.NOTHING if proven else Result.UNPROVEN, headline)
 
 
 def _share_of_range(figure: Figure) -> float:
