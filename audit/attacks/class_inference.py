@@ -103,12 +103,10 @@ def widened(classifier: nn.Module, classes: int) -> nn.Module:
     """The classifier with one output more in its last linear layer, in place: the class "fake", whose logit is 0 at first."""
     name = str(last_layer(classifier, classes))
     parent, _, child = name.rpartition(".")
-    last = classifier.get_submodule(name)
+    state = classifier.get_submodule(name).state_dict()
     with lent_generators(0):  # values to be overwritten
-        wider = nn.Linear(last.weight.shape[1], classes + 1)
-    wider.load_state_dict(
-        {key: torch.cat([value, torch.zeros_like(value[:1])]) for key, value in last.state_dict().items()}
-    )
+        wider = nn.Linear(state["weight"].shape[1], classes + 1)
+    wider.load_state_dict({key: torch.cat([value, torch.zeros_like(value[:1])]) for key, value in state.items()})
     setattr(classifier.get_submodule(parent), child, wider)
     return classifier
 
@@ -220,7 +218,8 @@ def _scored(
     real = float(scores[_UNSEEN].mean()) if _UNSEEN in scores else 0.0
     for source in sources:
         known = {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY} | source.knowledge
-        compared = _compared(scores, source.value, [*trivial, f"{_BEFORE} ({source.value})"], seed)
+        both = {**scores, _BEFORE: scores[f"{_BEFORE} ({source.value})"]}
+        compared = _compared(both, source.value, [*trivial, _BEFORE], seed)
         setting, used = f"extractor: {source.value}", tuple(sorted(known, key=lambda one: one.value))
         ceiling = real if real > compared[1] else None
         figures.append(Figure(measure, title, setting, used, *compared, len(scores[source.value]), ceiling, unit))

@@ -51,7 +51,7 @@ def test_an_update_equal_to_the_aggregate_before_the_round_gains_nothing() -> No
     case = whole_model_case()
     silent = replace(case, view=replace(case.view, update=case.view.before.parts))
     for figure in attacked(silent).figures:
-        assert figure.floor_is == "the same attack on the aggregate before the round (sent (whole model))"
+        assert figure.floor_is == "the same attack on the aggregate before the round"
         assert (figure.gain.value, figure.gain.low, figure.gain.high) == (0.0, 0.0, 0.0)
 
 
@@ -88,7 +88,7 @@ def test_judges_recognise_real_images_of_a_class_and_depend_on_their_own_images_
     mine = (unseen.labels == 3).numpy()
     assert found[0][mine].mean() > 0.7
     assert found[0][~mine].mean() < 0.1
-    assert np.array_equal(*found)
+    assert np.array_equal(found[0], found[1])
 
 
 def test_the_classifier_alone_needs_an_estimated_extractor_and_says_so() -> None:
