@@ -16,6 +16,7 @@ from audit.evidence.case import Case, Knowledge
 from audit.evidence.networks import trained_alone
 from audit.measures.figures import Outcome
 from audit.measures.images import unit_pixels
+from audit.techniques import class_gan
 from audit.techniques.class_judges import recognised, trained_judges
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import simulated_case
@@ -55,6 +56,15 @@ def test_an_update_equal_to_the_aggregate_before_the_round_gains_nothing() -> No
         assert (figure.gain.value, figure.gain.low, figure.gain.high) == (0.0, 0.0, 0.0)
 
 
+def test_the_aggregate_with_noise_is_as_far_from_it_as_the_update() -> None:
+    case = whole_model_case()
+    noised = class_inference.with_noise(case.view, torch.Generator().manual_seed(1))
+    for part, weights in case.view.before.parts.items():
+        for name, value in weights.items():
+            sizes = [float((one.update[part][name] - value).norm()) for one in (case.view, noised)]
+            assert sizes[1] == pytest.approx(sizes[0], rel=0.1 if value.numel() > 500 else 2)
+
+
 def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_the_aggregate_before() -> None:
     case = whole_model_case()
     start = case.view.start()
@@ -66,7 +76,7 @@ def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_
 
 
 def test_the_control_fails_when_the_attack_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_inference, "_step", lambda optimiser, loss: None)
+    monkeypatch.setattr(class_gan, "_step", lambda optimiser, loss: None)
     assert [one.passed for one in attacked(whole_model_case()).controls] == [False, False]
 
 
@@ -136,7 +146,7 @@ def test_the_class_fake_is_one_logit_more_and_leaves_the_others_as_they_were() -
     classifier = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(4, 3)))
     inputs = torch.arange(8.0).reshape(2, 4)
     before = classifier(inputs).detach()
-    after = class_inference.widened(classifier, 3)(inputs)
+    after = class_gan.widened(classifier, 3)(inputs)
     assert torch.allclose(after[:, :3], before)
     assert torch.equal(after[:, 3], torch.zeros(2))
 
