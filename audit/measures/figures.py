@@ -59,12 +59,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class Control:
-    """A positive control: the attack on something that is known to leak. Where it fails, low figures of the attack prove nothing."""
+    """A positive control: the attack on something that is known to leak. Where it fails, low figures of the attack prove nothing.
+
+    Attributes:
+        figure: the name of the figures that it is a control of; empty: of all the attack's.
+    """
 
     title: str
     value: float
     must: str
     passed: bool
+    figure: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,3 +118,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     skipped: str | None = None
     seconds: float = 0.0
+
+    def is_proven(self, figure: str) -> bool:
+        """Whether the controls of the figures of this name passed, so that low ones mean that nothing came back."""
+        return all(one.passed for one in self.controls if one.figure in ("", figure))

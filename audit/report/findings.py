@@ -106,6 +106,7 @@ def finding_of(attack: Attack, outcome: Outcome) -> Finding:
     """What an outcome comes to.
 
     The possible setting whose gain is most surely above 0 stands for it: of the update itself if one is; else of a batch's gradient.
+    Without a gain, a figure whose positive control failed stands for it only where no figure's control passed.
     """
     possible = [figure for figure in outcome.figures if figure.is_possible]
     if outcome.skipped is not None or not possible:
@@ -115,9 +116,10 @@ def finding_of(attack: Attack, outcome: Outcome) -> Finding:
         leaks = [figure for figure in figures if figure.gain.low > 0]
         if leaks:
             return Finding(attack, outcome, result, max(leaks, key=_share_of_range))
-    passed = all(control.passed for control in outcome.controls)
-    headline = max(of_update or possible, key=_share_of_range)
-    return Finding(attack, outcome, Result.NOTHING if passed else Result.UNPROVEN, headline)
+    deciding = of_update or possible
+    proven = [figure for figure in deciding if outcome.is_proven(figure.name)]
+    headline = max(proven or deciding, key=_share_of_range)
+    return Finding(attack, outcome, Result.NOTHING if proven else Result.UNPROVEN, headline)
 
 
 def _share_of_range(figure: Figure) -> float:

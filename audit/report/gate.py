@@ -26,14 +26,14 @@ def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple
     """Whether each condition holds: for every setting that a real attacker can have, by the upper end of the interval.
 
     Attacks on the update itself decide; where a figure has none, those on the gradient of one batch do. A figure that was not
-    measured, or whose attack failed its own positive control, does not pass: nothing was shown.
+    measured, or whose own positive control failed, does not pass: nothing was shown.
     """
     return tuple(_judged(condition, outcomes) for condition in conditions)
 
 
 def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> Verdict:
     possible, passed = _deciding(condition.figure, outcomes), False
-    broken = next((one for one, _ in possible if not all(control.passed for control in one.controls)), None)
+    broken = next((one for one, _ in possible if not one.is_proven(condition.figure)), None)
     if not possible:
         reasons = [f"{one.attack}: {one.skipped}" for one in outcomes if one.skipped]
         why = f"not measured ({'; '.join(reasons) or 'no attack was asked for it'})"
@@ -59,10 +59,12 @@ def _deciding(name: str, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Fig
 def largest_gains(outcomes: Sequence[Outcome]) -> dict[AuditFigure, float]:
     """By figure, the upper end of the gain's interval over the settings that decide about a gate, within `MAX_GAIN`.
 
-    Figures of an attack that failed its positive control are left out: they show nothing.
+    Figures whose positive control failed are left out: they show nothing.
     """
-    sound = [one for one in outcomes if all(control.passed for control in one.controls)]
-    found = {name: [figure.gain.high for _, figure in _deciding(name, sound)] for name in FIGURES}
+    found = {
+        name: [figure.gain.high for _, figure in _deciding(name, [one for one in outcomes if one.is_proven(name)])]
+        for name in FIGURES
+    }
     return {
         name: min(max(*highs, -MAX_GAIN), MAX_GAIN)
         for name, highs in found.items()

@@ -17,6 +17,7 @@ TITLES = {
     "reid": "true image found among candidates, share",
     "mia_auc": "membership of an image, AUC",
     "mia_tpr": "membership, true positives at 1 % false positives",
+    "class_recognised": "images of a class by a GAN, probability of the class by independent judges",
     "class_ssim": "images of a class by a GAN, SSIM",
     "memory_auc": "training images or others, by the generator, AUC",
     "inverter_psnr": "images from the generator's features, PSNR in dB",

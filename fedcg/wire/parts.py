@@ -103,8 +103,8 @@ class ClassAccuracies(BaseModel):
         return all(one is None or len(one) == classes for one in (self.accuracy, self.shadow, self.downloaded))
 
 
-AuditFigure = Literal["label_l1", "label_accuracy", "psnr", "ssim", "rank", "reid", "mia_auc", "mia_tpr", "class_ssim",
-                      "memory_auc", "inverter_psnr", "inverter_ssim", "epsilon"]  # fmt: skip
+AuditFigure = Literal["label_l1", "label_accuracy", "psnr", "ssim", "rank", "reid", "mia_auc", "mia_tpr", "class_recognised",
+                      "class_ssim", "memory_auc", "inverter_psnr", "inverter_ssim", "epsilon"]  # fmt: skip
 """The figures of an audit, as gates and reports name them."""
 MAX_GAIN = 1e6
 Gain = Annotated[float, Field(ge=-MAX_GAIN, le=MAX_GAIN, allow_inf_nan=False)]

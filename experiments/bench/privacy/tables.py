@@ -50,7 +50,8 @@ def _strongest_cell(records: Sequence[Record], name: str) -> str:
     scale = _SCALE.get(found[0]["unit"], (1.0, ""))[0]
     value, gain = (_mean([one[field]["value"] for one in found], scale) for field in ("value", "gain"))
     attacks = [attack for record in records for attack in record["attacks"] if _has(attack, name)]
-    doubt = "" if all(control["passed"] for attack in attacks for control in attack["controls"]) else " ?"
+    controls = [one for attack in attacks for one in attack["controls"] if one.get("figure", "") in ("", name)]
+    doubt = "" if all(one["passed"] for one in controls) else " ?"
     return f"{value} ({gain}){'' if found[0]['is_of_update'] else ' *'}{doubt}"
 
 

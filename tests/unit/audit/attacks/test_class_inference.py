@@ -15,6 +15,9 @@ from audit.attacks.catalogue import get_attack
 from audit.evidence.case import Case, Knowledge
 from audit.evidence.networks import trained_alone
 from audit.measures.figures import Outcome
+from audit.measures.images import unit_pixels
+from audit.techniques import class_gan
+from audit.techniques.class_judges import recognised, trained_judges
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import simulated_case
 
@@ -35,20 +38,31 @@ def outcome() -> Outcome:
 
 
 def test_a_model_that_was_sent_whole_shows_what_the_class_looks_like(outcome: Outcome) -> None:
-    (figure,), (control,) = outcome.figures, outcome.controls
-    assert control.passed
-    assert control.value > 0.45
-    assert figure.value.low > 0.45  # the mean image of the other classes: 0.33 to 0.36
-    assert "sent" in figure.setting
-    assert figure.samples == 15
+    (recognised, ssim), controls = outcome.figures, outcome.controls
+    assert [(one.figure, one.passed) for one in controls] == [("class_recognised", True), ("class_ssim", True)]
+    assert recognised.value.low > 0.4  # the digits of the other classes: below 0.1
+    assert ssim.value.low > 0.45  # the mean image of the other classes: 0.33 to 0.36
+    assert all("sent" in one.setting for one in outcome.figures)
+    assert [one.samples for one in outcome.figures] == [200, 15]
+    assert recognised.ceiling is not None
+    assert recognised.ceiling > 0.7  # digits of the class that nobody trained on
 
 
 def test_an_update_equal_to_the_aggregate_before_the_round_gains_nothing() -> None:
     case = whole_model_case()
     silent = replace(case, view=replace(case.view, update=case.view.before.parts))
-    (figure,) = attacked(silent).figures
-    assert figure.floor_is == "the same attack on the aggregate before the round"
-    assert (figure.gain.value, figure.gain.low, figure.gain.high) == (0.0, 0.0, 0.0)
+    for figure in attacked(silent).figures:
+        assert figure.floor_is == "the same attack on the aggregate before the round"
+        assert (figure.gain.value, figure.gain.low, figure.gain.high) == (0.0, 0.0, 0.0)
+
+
+def test_the_aggregate_with_noise_is_as_far_from_it_as_the_update() -> None:
+    case = whole_model_case()
+    noised = class_inference.with_noise(case.view, torch.Generator().manual_seed(1))
+    for part, weights in case.view.before.parts.items():
+        for name, value in weights.items():
+            sizes = [float((one.update[part][name] - value).norm()) for one in (case.view, noised)]
+            assert sizes[1] == pytest.approx(sizes[0], rel=0.1 if value.numel() > 500 else 2)
 
 
 def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_the_aggregate_before() -> None:
@@ -56,29 +70,51 @@ def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_
     start = case.view.start()
     update = trained_alone(case.view, start, case.truth.train, case.streams, 30)
     view = replace(case.view, update=update, before=replace(case.view.before, parts=start))
-    (figure,) = attacked(replace(case, view=view)).figures
-    assert figure.gain.low > 0.05
+    recognised, ssim = attacked(replace(case, view=view)).figures
+    assert recognised.gain.low > 0.2
+    assert ssim.gain.low > 0.05
 
 
 def test_the_control_fails_when_the_attack_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_inference, "_step", lambda optimiser, loss: None)
-    (control,) = attacked(whole_model_case()).controls
-    assert not control.passed
+    monkeypatch.setattr(class_gan, "_step", lambda optimiser, loss: None)
+    assert [one.passed for one in attacked(whole_model_case()).controls] == [False, False]
+
+
+def test_a_judge_that_knows_no_class_fails_the_control_of_its_own_figure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(class_inference, "recognised", lambda judges, some, target: np.full(len(some), 0.1))
+    outcome = attacked(whole_model_case())
+    assert [one.passed for one in outcome.controls] == [False, True]
+    assert not outcome.is_proven("class_recognised")
+    assert outcome.is_proven("class_ssim")
+
+
+def test_judges_recognise_real_images_of_a_class_and_depend_on_their_own_images_alone() -> None:
+    case = whole_model_case()
+    other = replace(case.view, update={}, before=replace(case.view.before, parts={}))
+    unseen, found = case.truth.held_out, []
+    for view in (case.view, other):
+        judges = trained_judges(view, case.truth.train, 2, 10, case.streams, lambda: None)
+        found.append(recognised(judges, unit_pixels(unseen.images), 3))
+    mine = (unseen.labels == 3).numpy()
+    assert found[0][mine].mean() > 0.7
+    assert found[0][~mine].mean() < 0.1
+    assert np.array_equal(found[0], found[1])
 
 
 def test_the_classifier_alone_needs_an_estimated_extractor_and_says_so() -> None:
     case = simulated_case(method="fedsplit", data="digits", images_per_client=200, local_epochs=4)
-    (figure,) = attacked(case).figures
-    assert "surrogate" in figure.setting
-    assert Knowledge.AUXILIARY in figure.knowledge
-    assert Knowledge.PRIVATE not in figure.knowledge
+    for figure in attacked(case).figures:
+        assert "surrogate" in figure.setting
+        assert Knowledge.AUXILIARY in figure.knowledge
+        assert Knowledge.PRIVATE not in figure.knowledge
 
 
 @pytest.mark.slow
-def test_the_default_effort_adds_the_public_start_and_the_ceiling_with_the_true_extractor() -> None:
+def test_the_default_effort_adds_the_public_start_and_what_the_true_extractor_would_give() -> None:
     outcome = attacked(simulated_case(method="fedcg", data="digits", network="cnn_bn"), Effort.DEFAULT)
-    assert [one.setting for one in outcome.figures] == ["extractor: surrogate", "extractor: start of the public seed"]
-    assert all(one.ceiling is not None for one in outcome.figures)
+    settings = ["extractor: surrogate", "extractor: start of the public seed", "extractor: true"]
+    assert [one.setting for one in outcome.figures] == settings * 2
+    assert [one.is_possible for one in outcome.figures] == [True, True, False] * 2
 
 
 def test_a_repetition_gives_the_same_figures_reports_every_step_and_leaves_torchs_random_state_alone(
@@ -96,17 +132,21 @@ def test_the_attacker_has_no_image_of_the_class_that_the_device_trained_on_most(
     target = class_inference.target_class(case.truth)
     counts = case.truth.train.label_counts()
     assert counts[target] == max(counts)
-    view = class_inference.without_class(case.view, target, 50, torch.Generator().manual_seed(0))
-    assert view.auxiliary is not None
-    assert len(view.auxiliary) == 50
-    assert target not in view.auxiliary.labels
+    assert case.view.auxiliary is not None
+    for most, known in ((50, 50), (10_000, int((case.view.auxiliary.labels != target).sum()) // 2)):
+        view, kept = class_inference.without_class(case.view, target, most, torch.Generator().manual_seed(0))
+        assert view.auxiliary is not None
+        assert len(view.auxiliary) == known
+        assert target not in view.auxiliary.labels
+        assert target in kept.labels
+        assert len(kept) + known == len(case.view.auxiliary)
 
 
 def test_the_class_fake_is_one_logit_more_and_leaves_the_others_as_they_were() -> None:
     classifier = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(4, 3)))
     inputs = torch.arange(8.0).reshape(2, 4)
     before = classifier(inputs).detach()
-    after = class_inference.widened(classifier)(inputs)
+    after = class_gan.widened(classifier, 3)(inputs)
     assert torch.allclose(after[:, :3], before)
     assert torch.equal(after[:, 3], torch.zeros(2))
 

@@ -9,7 +9,9 @@ import pytest
 from audit.errors import GateFormError
 from audit.evidence.case import Knowledge
 from audit.measures.figures import Control, Figure, Interval, Outcome
-from audit.report.gate import judge, parse_gate
+from audit.report.findings import Result, finding_of
+from audit.report.gate import judge, largest_gains, parse_gate
+from tests.support.audit.reports import attack
 
 
 def _figure(name: str, gain: Interval, *, given: bool = False, value: float = 0.5) -> Figure:
@@ -58,6 +60,23 @@ def test_what_was_not_measured_or_not_proven_does_not_pass() -> None:
     (verdict,) = judge(parse_gate("reid_gain<0.02"), [broken])
     assert not verdict.passed
     assert "positive control of x failed" in verdict.why
+
+
+def test_a_control_of_one_figure_does_not_speak_for_another() -> None:
+    gain = Interval(0.0, -0.01, 0.01)
+    failed, passed = (
+        Control("c", 0.1, "over 0.9", ok, name) for ok, name in ((False, "class_ssim"), (True, "class_recognised"))
+    )
+    outcome = Outcome("x", (_figure("class_ssim", gain), _figure("class_recognised", gain)), (failed, passed))
+    verdicts = judge(parse_gate("class_recognised_gain<0.02,class_ssim_gain<0.02"), [outcome])
+    assert [verdict.passed for verdict in verdicts] == [True, False]
+    assert largest_gains([outcome]) == {"class_recognised": 0.01}
+    finding = finding_of(attack("x"), outcome)
+    assert finding.result is Result.NOTHING
+    assert finding.headline is not None
+    assert finding.headline.name == "class_recognised"
+    both = replace(outcome, controls=(failed, replace(passed, passed=False)))
+    assert finding_of(attack("x"), both).result is Result.UNPROVEN
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 from audit.attacks.attack import Effort
 from audit.evidence.case import Case
@@ -55,6 +56,29 @@ def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, 
     assert "something came back" in page
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "out" / "report.html").stat().st_mode) == 0o600
+
+
+def test_a_gate_on_class_inference_is_judged_by_the_control_of_its_own_figure(tmp_path: Path) -> None:
+    case = simulated_case(method="fedavg", data="digits", images_per_client=200, local_epochs=4)
+    write_recording(case, tmp_path / "home")
+    write_images(case.truth.train, case.truth.held_out, tmp_path / "data.npz")
+    write_private(case, tmp_path / "private.safetensors")
+    assert case.view.auxiliary is not None
+    half = len(case.view.auxiliary) // 2
+    first, second = (case.view.auxiliary.rows(torch.arange(start, start + half)) for start in (0, half))
+    write_images(first, second, tmp_path / "auxiliary.npz")
+    more = ("--auxiliary", tmp_path / "auxiliary.npz", "--attacks", "class_inference", "--json")
+    done = run_fedcg(
+        *words(tmp_path, tmp_path / "out", *more, "--gate", "class_recognised<0.1,class_recognised_gain<2")
+    )
+    assert done.exit_code == 3, done.output
+    report = data_of(done.stdout)
+    (found,) = report["attacks"]
+    assert [figure["name"] for figure in found["figures"]] == ["class_recognised", "class_ssim"]
+    assert [control["figure"] for control in found["controls"]] == ["class_recognised", "class_ssim"]
+    assert found["controls"][0]["passed"]
+    assert [verdict["passed"] for verdict in report["gates"]] == [False, True]
+    assert "probability of the class that independent judges give" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(place: Path, tmp_path: Path) -> None:
