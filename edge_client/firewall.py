@@ -21,7 +21,7 @@ from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.split_names import check_name
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_header
-from fedcg.wire.artifacts.tensors import Array, PartArrays
+from fedcg.wire.artifacts.tensors import Array, PartArrays, beyond
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
@@ -63,8 +63,8 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReas
         )
         return DeclineReason.UNKNOWN_METHOD, problem
     if forbidden := frozenset(spec.upload) - policy.allow_upload:
-        parts = ", ".join(sorted(part.value for part in forbidden))
-        problem = f"the spec asks for {parts}, which policy.allow_upload of this device does not list"
+        parts = "; ".join(f"{part.value} ({part.meaning})" for part in sorted(forbidden))
+        problem = f"the spec asks for what policy.allow_upload of this device does not list: {parts}"
         return DeclineReason.UPLOAD_NOT_ALLOWED, problem
     if kept := spec.required_report - policy.allow_report:
         fields = ", ".join(sorted(name.value for name in kept))
@@ -192,7 +192,7 @@ def _problem_of(tensor: Array, layout: TensorLayout) -> str:
         return f"element type {tensor.dtype} instead of {layout.dtype}"
     if tensor.shape != layout.shape:
         return f"shape {tensor.shape} instead of {layout.shape}"
-    return "" if np.isfinite(tensor).all() else "it holds NaN or infinity"
+    return beyond(tensor, layout) if np.isfinite(tensor).all() else "it holds NaN or infinity"
 
 
 def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection, device: str) -> Report:

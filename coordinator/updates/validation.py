@@ -11,7 +11,7 @@ from coordinator.errors import ValidationError
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import Artifact, ArtifactHeader, Base, codecs_for, parts_in, read_header, unpack
 from fedcg.wire.artifacts.container import MAX_HEADER_BYTES
-from fedcg.wire.artifacts.tensors import PartArrays, assert_finite, max_payload_bytes
+from fedcg.wire.artifacts.tensors import PartArrays, assert_finite, assert_within, max_payload_bytes
 from fedcg.wire.errors import WireError
 from fedcg.wire.parts import VOLUNTARY_REPORT, PartLayouts, Report, TensorCodec
 
@@ -86,6 +86,7 @@ def validate_update(data: bytes, spec: FederationSpec, expected: Expected, base:
         _check_header(read_header(data), spec, expected)
         artifact = unpack_update(data, spec, base)
         assert_finite(artifact.parts)
+        assert_within(artifact.parts, upload_layouts(spec))
     except WireError as error:
         raise ValidationError(expected.client, str(error)[:280]) from error
     _check_variances(artifact.parts, expected.client)

@@ -1,6 +1,6 @@
 """Generations of the private state: written whole, switched to by one atomic rename of `CURRENT`, two of them kept.
 
-    generations/<n>/state.safetensors   tensors named slot/part/name, e.g. personal/extractor/conv1.weight
+    generations/<n>/state.safetensors   tensors named slot/part/name, e.g. personal/extractor/conv1.weight, and extras/group/name
     generations/<n>/snapshot.json       the data that the round was trained on
     generations/<n>/update.bin          the outbox: the packed update of the round, where there is one
     generations/<n>/state.json          round attempt (key "cursor"), spec, scores, and the sha256 of each file above
@@ -35,6 +35,7 @@ from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
 
 GENERATION_FORMAT = 1
+_EXTRAS = "extras"
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,11 @@ _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError)
 
 @dataclass(frozen=True)
 class StoredState:
-    """A generation with its tensors, per slot (`personal`, `shadow`, `best`, ...) and part."""
+    """A generation with its tensors, per slot (`personal`, `shadow`, `best`, ...) and part; `extras` of its method, by name."""
 
     generation: Generation
     slots: Mapping[str, PartArrays]
+    extras: Mapping[str, Mapping[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class NewGeneration:
     snapshot: Snapshot
     scores: Mapping[str, float]
     update: bytes | None
+    extras: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
 
 
 class Generations:
@@ -160,7 +163,7 @@ class Generations:
         if generation is None:
             return None
         payload = (self._path(generation.number) / "state.safetensors").read_bytes()
-        return StoredState(generation, _split_names(load_safetensors(payload)))
+        return StoredState(generation, *_split_names(load_safetensors(payload)))
 
     def update_path(self, generation: Generation) -> Path:
         """The path of a generation's outbox."""
@@ -178,7 +181,7 @@ class Generations:
         """Make a new generation the current one, in one atomic and durable step."""
         before = self.newest()
         number = max([*self._numbers(), 0 if before is None else before.number]) + 1
-        files = {"state.safetensors": _join_names(new.slots), "snapshot.json": new.snapshot.encode()}
+        files = {"state.safetensors": _join_names(new.slots, new.extras), "snapshot.json": new.snapshot.encode()}
         outbox = None
         if new.update is not None:
             files["update.bin"] = new.update
@@ -263,18 +266,21 @@ class Generations:
                 shutil.rmtree(self._path(number), ignore_errors=True)
 
 
-def _join_names(slots: Mapping[str, PartArrays]) -> bytes:
-    named = {
-        f"{slot}/{key}": np.asarray(tensor, order="C")
-        for slot, parts in slots.items()
-        for key, tensor in flatten(parts).items()
-    }
-    return save_safetensors(dict(sorted(named.items())))
+def _join_names(slots: Mapping[str, PartArrays], extras: Mapping[str, Mapping[str, Array]]) -> bytes:
+    named = {f"{slot}/{key}": tensor for slot, parts in slots.items() for key, tensor in flatten(parts).items()}
+    named |= {f"{_EXTRAS}/{group}/{name}": one for group, some in extras.items() for name, one in some.items()}
+    return save_safetensors({key: np.asarray(named[key], order="C") for key in sorted(named)})
 
 
-def _split_names(named: Mapping[str, Array]) -> dict[str, dict[Part, dict[str, Array]]]:
+def _split_names(
+    named: Mapping[str, Array],
+) -> tuple[dict[str, dict[Part, dict[str, Array]]], dict[str, dict[str, Array]]]:
     slots: dict[str, dict[Part, dict[str, Array]]] = {}
+    extras: dict[str, dict[str, Array]] = {}
     for key, tensor in named.items():
-        slot, part, name = key.split("/", 2)
-        slots.setdefault(slot, {}).setdefault(Part(part), {})[name] = tensor
-    return slots
+        slot, group, name = key.split("/", 2)
+        if slot == _EXTRAS:
+            extras.setdefault(group, {})[name] = tensor
+        else:
+            slots.setdefault(slot, {}).setdefault(Part(group), {})[name] = tensor
+    return slots, extras

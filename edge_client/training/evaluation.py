@@ -9,11 +9,10 @@ from edge_client.training.local_data import RoundData
 from fedcg.learning.choice import is_preferred
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Evaluation, Weights
+from fedcg.learning.networks.personal_model import personal_parts
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
-
-PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ class Measured:
         return Measured(val, val_loss, test, common)
 
 
-def personal_parts(parts: Mapping[Part, Weights]) -> dict[Part, Weights]:
-    """Extractor and classifier of a client."""
-    return {part: parts[part] for part in PERSONAL}
-
-
 def measure(
     spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData, common: ImageSet | None, place: str
 ) -> Measured:
@@ -73,11 +67,11 @@ def measure(
 
 
 def with_downloaded(
-    personal: Mapping[Part, Weights], aggregate: Mapping[Part, Weights]
+    spec: FederationSpec, parts: Mapping[Part, Weights], aggregate: Mapping[Part, Weights]
 ) -> Mapping[Part, Weights] | None:
     """A personal model with the downloaded parts in place; None where the aggregate holds none of its parts."""
-    brought = {part: weights for part, weights in aggregate.items() if part in PERSONAL}
-    return {**personal_parts(personal), **brought} if brought else None
+    own = personal_parts(spec, parts)
+    return {part: aggregate.get(part, own[part]) for part in own} if own.keys() & aggregate.keys() else None
 
 
 def _by_class(test: Evaluation) -> tuple[float | None, ...]:

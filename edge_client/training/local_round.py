@@ -22,7 +22,7 @@ from edge_client.firewall import UpdateFacts, build_update
 from edge_client.session.events import TrainRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.evaluation import Measured, measure, personal_parts, with_downloaded
+from edge_client.training.evaluation import Measured, measure, with_downloaded
 from edge_client.training.local_data import LocalData, RoundData
 from edge_client.training.privacy_budget import COVERED, begin_round
 from edge_client.training.progress_events import ProgressEvents
@@ -40,8 +40,8 @@ from fedcg.learning.method import (
     Weights,
     check_finite,
 )
-from fedcg.learning.networks import layouts
-from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
+from fedcg.learning.networks.initial_weights import initial_parts, method_layouts, shadow_spec
+from fedcg.learning.networks.personal_model import personal_parts
 from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
@@ -125,7 +125,7 @@ def load_spec(store: PrivateStore, digest: str) -> tuple[FederationSpec, Method]
         raise RoundError(DeclineReason.SPEC_REFUSED, f"the spec's upload list is not that of method {spec.method}")
     if frozenset(spec.with_base) != (method.with_base if is_delta(spec.codec) else frozenset()):
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts to code as differences")
-    if layouts(spec, method.parts) != dict(spec.layouts):
+    if method_layouts(spec, method) != dict(spec.layouts):
         raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
     return spec, method
 
@@ -174,7 +174,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     data = work.data.for_round(spec, attempt.round)
     base = decode_aggregate(work.store, spec, method, command.aggregate)
     start = _start(work, spec, method, stored)
-    ctx = work.context(spec, attempt.round, attempt.attempt, progress)
+    ctx = replace(work.context(spec, attempt.round, attempt.attempt, progress), validation=data.val)
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     result = protected_round(method, start.personal, data.train, as_aggregate(base), ctx)
     check_finite(result.private.parts, "after the round")
@@ -199,7 +199,8 @@ def _start(work: Workplace, spec: FederationSpec, method: Method, stored: Stored
         slots = {name: to_weights(parts) for name, parts in stored.slots.items()}
         shadow = ClientState(slots["shadow"]) if "shadow" in slots and work.config.training.shadow else None
         best: dict[str, Mapping[Part, Weights]] = {name: slots[name] for name in BEST_SLOTS if name in slots}
-        return _Start(ClientState(slots["personal"]), shadow, best, stored.generation.scores)
+        personal = ClientState(slots["personal"], to_weights(stored.extras))
+        return _Start(personal, shadow, best, stored.generation.scores)
     initial = initial_parts(spec, work.store.cohort_secret() or spec_root(spec.seed))
     personal = method.init_client(spec, initial)
     shadow = get_method("local").init_client(shadow_spec(spec), initial) if work.config.training.shadow else None
@@ -227,25 +228,27 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     done.ctx.progress("evaluate", 0, 1)
     common = work.data.common_test(spec)
     own = measure(spec, personal, done.data, common, work.place)
-    shadow = None if done.shadow is None else measure(spec, done.shadow.parts, done.data, common, work.place)
+    alone = shadow_spec(spec)
+    shadow = None if done.shadow is None else measure(alone, done.shadow.parts, done.data, common, work.place)
     figures = generator_figures(spec, personal, done.data.train, done.ctx.streams)
     report = _report(work, spec, done, own, shadow)
     update = _update(work, spec, done, report, Base(command.aggregate, done.base.parts))
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
     scores = {name: value for name, value in done.start.scores.items() if name != COVERED}
     scores |= {} if done.spent is None else {COVERED: 1.0}
-    trained = {"best": (personal, own)}
+    trained = {"best": (personal_parts(spec, personal), own)}
     if done.shadow is not None and shadow is not None:
         slots["shadow"] = done.shadow.parts
-        trained["best_shadow"] = (done.shadow.parts, shadow)
+        trained["best_shadow"] = (personal_parts(alone, done.shadow.parts), shadow)
     for slot, (parts, measured) in trained.items():
         if measured.beats(Measured.from_scores(scores, slot) if slot in slots else None):
-            slots[slot] = personal_parts(parts)
+            slots[slot] = parts
             scores |= {**measured.as_scores(slot), f"{slot}.round": float(attempt.round)}
     new = NewGeneration(
         round_attempt=attempt,
         spec=spec.digest,
         slots={name: to_arrays(parts) for name, parts in slots.items()},
+        extras=to_arrays(done.result.private.extras),
         snapshot=done.data.snapshot,
         scores=scores,
         update=update,
@@ -321,7 +324,7 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
     """All that the device could report of the round; the firewall leaves out what its owner does not allow."""
     allowed, alone, downloaded = work.config.policy.allow_report, shadow or Measured(), Measured()
     fitted = fitted_parts(as_aggregate(done.base).parts, done.data.train, done.ctx)
-    parts = with_downloaded(done.start.personal.parts, fitted)
+    parts = with_downloaded(spec, done.start.personal.parts, fitted)
     if parts is not None and ReportField.DOWNLOADED in allowed:
         downloaded = measure(spec, parts, done.data, None, work.place)
     by_class = ClassAccuracies(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edge_client.session.events import ChooseModel
 from edge_client.store.generations import StoredState
-from edge_client.training.evaluation import Measured, measure, personal_parts, with_downloaded
+from edge_client.training.evaluation import Measured, measure, with_downloaded
 from edge_client.training.local_data import RoundData
 from edge_client.training.local_round import Workplace, as_aggregate, decode_aggregate, load_spec
 from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
@@ -25,6 +25,7 @@ from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.mechanisms.protected_round import personal_parts as fitted_parts
 from fedcg.learning.method import ClientState, DivergedError, Method, Progress, Weights
 from fedcg.learning.networks.initial_weights import shadow_spec
+from fedcg.learning.networks.personal_model import personal_parts
 from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
@@ -115,12 +116,14 @@ def _models(
     """The candidates' names and weights."""
     yield "own", to_weights(stored.slots["best"])
     aggregate = as_aggregate(decode_aggregate(work.store, spec, method, command.aggregate))
-    latest = personal_parts(to_weights(stored.slots["personal"]))
+    latest = personal_parts(spec, to_weights(stored.slots["personal"]))
     ctx = work.context(spec, spec.rounds + 1, 0, _sign_of_life(work))
-    downloaded = with_downloaded(latest, fitted_parts(aggregate.parts, data.train, ctx))
+    downloaded = with_downloaded(spec, latest, fitted_parts(aggregate.parts, data.train, ctx))
     if downloaded is None:
         return
     yield "downloaded", downloaded
+    if method.predict is not None:  # a mean, or a pass of plain classification, need not be a model of this method
+        return
     yield "interpolated", _mean(latest, downloaded)
     try:
         tuned = _one_pass(work, spec, downloaded, data)

@@ -177,7 +177,7 @@ def _check(batch: Batch) -> None:
 
 def _check_method(setting: RunSetting) -> None:
     from fedcg.learning.networks.discriminators import DISCRIMINATORS  # torch comes with them: not for --help
-    from fedcg.learning.networks.generators import GENERATORS
+    from fedcg.learning.networks.generators import generator_names
 
     method, params = get_method(setting.method), setting.all_params()
     unknown = sorted(params.keys() - method.params_type.model_fields.keys())
@@ -190,7 +190,7 @@ def _check_method(setting: RunSetting) -> None:
     except ValidationError as error:
         raise OptionError(f"{method.name}: {reasons(error)}") from error
     for kind, name, known in (
-        ("generator", setting.generator, GENERATORS),
+        ("generator", setting.generator, generator_names()),
         ("discriminator", setting.discriminator, DISCRIMINATORS),
     ):
         if name is not None and name not in known:

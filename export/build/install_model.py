@@ -52,7 +52,7 @@ def package_personal(
 
     Args:
         spec: the federation's spec.
-        parts: weights of extractor and classifier; other parts are ignored.
+        parts: weights of the parts that the method's model is made of; others are ignored.
         slots_root: root of this box's versions.
         round_number: the round the weights come from.
         test_files: held-out image files; without any, random pixels are compared.

@@ -1,4 +1,4 @@
-"""A personal model (extractor + classifier) as one ONNX file: uint8 pixels in, logits and probabilities out.
+"""A personal model as one ONNX file: uint8 pixels in, logits and probabilities out.
 
 Preprocessing and the softmax are in the graph; class names, image form and origin are in the file's metadata. Uses torch.
 """
@@ -21,7 +21,7 @@ from export.build.preprocess_graph import add_preprocessing
 from export.errors import ConversionError
 from export.model.manifest import Takes
 from export.model.runtime import NETWORK_INPUT, OUTPUT_NAMES
-from fedcg.learning.networks import load_part
+from fedcg.learning.networks.personal_model import personal_model
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
@@ -37,22 +37,16 @@ _EXPORTER_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, Impor
 _log = logging.getLogger(__name__)
 
 
-class PersonalModel(nn.Module):
-    """Extractor + classifier.
+class Served(nn.Module):
+    """A personal model with the probabilities beside its logits."""
 
-    Args:
-        extractor: takes [B, C, H, W] float32, normalised.
-        classifier: takes the extractor's features.
-    """
-
-    def __init__(self, extractor: nn.Module, classifier: nn.Module) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.extractor = extractor
-        self.classifier = classifier
+        self.model = model
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and probabilities, both [B, classes], of [B, C, H, W] float32 images, normalised."""
-        logits = self.classifier(self.extractor(images))
+        logits = self.model(images)
         return logits, logits.softmax(dim=1)
 
 
@@ -63,16 +57,6 @@ class Exported:
     content: bytes
     opset: int
     exporter: str
-
-
-def personal_model(spec: FederationSpec, parts: Mapping[Part, Weights]) -> PersonalModel:
-    """The trained model in evaluation mode, on the CPU, with a copy of the weights.
-
-    Raises:
-        NetworkError: weights that do not fit the spec's networks.
-    """
-    extractor, classifier = (load_part(spec, part, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
-    return PersonalModel(extractor, classifier).eval()
 
 
 def export_personal(
@@ -90,7 +74,7 @@ def export_personal(
 
     Args:
         spec: the federation's spec.
-        parts: weights of extractor and classifier; other parts are ignored.
+        parts: weights of the parts that the method's model is made of; others are ignored.
         out_path: file to write.
         round_number: the round the weights come from.
         takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.
@@ -101,7 +85,7 @@ def export_personal(
     """
     import onnx
 
-    model = personal_model(spec, parts)
+    model = Served(personal_model(spec, parts)).eval()
     proto, exporter = _convert(model, spec)
     if takes == "pixels":
         proto = add_preprocessing(proto, spec.image)
@@ -113,7 +97,7 @@ def export_personal(
     return Exported(content, opset, exporter)
 
 
-def _convert(model: PersonalModel, spec: FederationSpec) -> tuple[onnx.ModelProto, str]:
+def _convert(model: Served, spec: FederationSpec) -> tuple[onnx.ModelProto, str]:
     form = spec.image
     example = torch.zeros(_TRACED_BATCH, form.channels, form.height, form.width)
     failures = []
@@ -128,7 +112,7 @@ def _convert(model: PersonalModel, spec: FederationSpec) -> tuple[onnx.ModelProt
     raise ConversionError(f"{spec.network.split} cannot be written as ONNX; " + "; ".join(failures))
 
 
-def _with_torchscript(model: PersonalModel, example: torch.Tensor) -> onnx.ModelProto:
+def _with_torchscript(model: Served, example: torch.Tensor) -> onnx.ModelProto:
     import onnx
 
     with tempfile.TemporaryDirectory(prefix="fedcg-export-") as folder:
@@ -146,7 +130,7 @@ def _with_torchscript(model: PersonalModel, example: torch.Tensor) -> onnx.Model
         return onnx.load_model_from_string(path.read_bytes())
 
 
-def _with_dynamo(model: PersonalModel, example: torch.Tensor) -> onnx.ModelProto:
+def _with_dynamo(model: Served, example: torch.Tensor) -> onnx.ModelProto:
     program = torch.onnx.export(
         model,
         (example,),

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnxruntime
 import torch
+from torch import nn
 
-from export.build.to_onnx import PersonalModel, personal_model
 from export.errors import VerificationError
 from export.model.manifest import Takes, Verification
 from export.model.preprocess import load_image
 from export.model.runtime import INPUT_NAME, Floats, Predictor
 from fedcg.imaging import ImageForm, Pixels, fit_pixels
 from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.networks.personal_model import personal_model
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
@@ -48,7 +49,7 @@ def verify(
     Args:
         model_path: the ONNX file.
         spec: the federation's spec.
-        parts: weights of extractor and classifier.
+        parts: weights of the personal model's parts.
         files: held-out image files. Without any, random pixels are compared and no accuracy is given.
         labels: index of the right class per file.
         takes: what the ONNX model takes.
@@ -74,10 +75,10 @@ def verify(
 
 
 @torch.no_grad()
-def _logits(network: PersonalModel, images: Sequence[Pixels], form: ImageForm) -> Floats:
+def _logits(network: nn.Module, images: Sequence[Pixels], form: ImageForm) -> Floats:
     """What training's own network gives for images: [B, classes] float32."""
     channels_first = torch.from_numpy(np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2)))
-    logits: Floats = network(normalise(channels_first, form))[0].numpy()
+    logits: Floats = network(normalise(channels_first, form)).numpy()
     return logits
 
 

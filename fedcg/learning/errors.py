@@ -2,9 +2,10 @@
 
 LearningError
 ├── DataError            a folder, file or array that is not the data the spec describes
+├── ExtensionError       an installed package's method, generator or split that can't be used
 ├── NetworkError         a network that cannot be built, or weights that do not fit it
 ├── PrivacyError         a mechanism that can't be had with this method, network or installation
-└── UnknownMethodError   no file of that name in `fedcg/learning/methods/`
+└── UnknownMethodError   no file of that name in `fedcg/learning/methods/`, and no installed package with such a method
 
 `fedcg.learning.method.DivergedError` (NaN or an exploding loss) belongs to the contract of a method and stands there.
 """
@@ -22,6 +23,10 @@ class LearningError(FedcgError):
 
 class DataError(LearningError):
     """A folder, file or array that is not the data the spec describes; the message names the file."""
+
+
+class ExtensionError(LearningError):
+    """Something that an installed package adds and that can't be used; the message names it and the package's entry."""
 
 
 class NetworkError(LearningError):

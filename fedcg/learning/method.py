@@ -19,11 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec
-from fedcg.wire.parts import Part, Report
+from fedcg.learning.spec import FederationSpec, NetworkSpec
+from fedcg.wire.parts import Part, Report, TensorLayout
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from fedcg.learning.image_set import ImageSet
 
@@ -125,6 +126,7 @@ class RoundContext:
         precision: of training steps; "bf16" for CUDA devices (see `precision`).
         graphs: whether training steps on a CUDA device may run as CUDA graphs.
         privacy: this client's mechanisms; all off by default. A server half has none.
+        validation: the client's validation images, to choose by and never to train on; None on a server, or where a client has none.
         most_rows: rows that go through a teacher at once, where memory is short; None: as many as are fast. Other last digits.
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
         watch_loss: called with the mean loss of the last steps of "distil", at intervals, each time before the `progress` of its step.
@@ -143,13 +145,20 @@ class RoundContext:
     graphs: bool = True
     privacy: PrivacySettings = OFF
     most_rows: int | None = None
+    validation: ImageSet | None = None
 
 
 @dataclass(frozen=True)
 class ClientState:
-    """All that a client keeps between rounds: weights per part (its own latest ones, private AND shared)."""
+    """All that a client keeps between rounds.
+
+    Attributes:
+        parts: weights per part, its own latest ones, private AND shared.
+        extras: what else its method remembers, by name: moments, moving averages, mixing weights. They never leave.
+    """
 
     parts: Mapping[Part, Weights]
+    extras: Mapping[str, Weights] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -258,6 +267,12 @@ class Method:
         needs_public: the server half can't do without `RoundContext.public`.
         private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
+        statistics: (plan or spec) -> the layout of the part `statistics`, with bounds; None for a method without that part.
+        networks: (plan or spec) -> why the method can't work with its networks, as a sentence with the setting to change, or nothing;
+            asked when a federation is planned.
+        personal: the parts that a client's model is made of.
+        predict: (spec, those parts) -> the model, from images [B, C, H, W] float32, normalised, to logits [B, classes]; evaluation, gates and
+            export use it alike. None: the classifier on the extractor.
         local_rounds: `local_round` of several clients of a simulation together on one device, the same results within 1e-4; an
             error that is one client's alone stands in its result's place. None where only one after the other will do.
     """
@@ -276,6 +291,10 @@ class Method:
     continued: frozenset[Part] | None = None
     needs_public: bool = False
     private_stages: int = 0
+    statistics: Callable[[NetworkSpec], tuple[TensorLayout, ...]] | None = None
+    networks: Callable[[NetworkSpec], str] | None = None
+    personal: frozenset[Part] = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
+    predict: Callable[[NetworkSpec, Mapping[Part, Weights]], nn.Module] | None = None
     local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
 
     @property

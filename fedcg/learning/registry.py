@@ -1,4 +1,8 @@
-"""Finds methods by their file names, without importing them: `fedcg/learning/methods/NAME.py` holds `METHOD`."""
+"""Finds methods by name, without importing them.
+
+They are files `fedcg/learning/methods/NAME.py`, which hold `METHOD`, and what installed packages register in the entry-point group
+`fedcg.methods` (NAME to `module:METHOD`).
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,40 @@ import difflib
 from importlib import import_module, resources
 from typing import TYPE_CHECKING
 
-from fedcg.learning.errors import UnknownMethodError
+from fedcg.learning.errors import ExtensionError, UnknownMethodError
+from fedcg.learning.extensions import imported, registered
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Method
 
+ENTRY_POINT_GROUP = "fedcg.methods"
 _PACKAGE = "fedcg.learning.methods"
 
 
 def method_names() -> tuple[str, ...]:
-    """Names of all methods, sorted. Reads a directory; imports neither torch nor a method."""
+    """Names of all methods, sorted. Reads a directory and the entry points; imports neither torch nor a method."""
+    return tuple(sorted(_own_names() | registered(ENTRY_POINT_GROUP).keys()))
+
+
+def _own_names() -> set[str]:
     files = (entry.name for entry in resources.files(_PACKAGE).iterdir())
-    return tuple(sorted(name[:-3] for name in files if name.endswith(".py") and not name.startswith("_")))
+    return {name[:-3] for name in files if name.endswith(".py") and not name.startswith("_")}
 
 
 def get_method(name: str) -> Method:
     """The method of that name (imports its file, and so torch).
 
     Raises:
-        UnknownMethodError: no such file; the message lists the names there are.
+        UnknownMethodError: no such file or entry; the message lists the names there are.
+        ExtensionError: an entry that can't be imported, or a method that has another name than its file or entry.
     """
     names = method_names()
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UnknownMethodError(f"no method {name!r}; there are {', '.join(names)}.{hint}")
-    method: Method = import_module(f"{_PACKAGE}.{name}").METHOD
+    entry = None if name in _own_names() else registered(ENTRY_POINT_GROUP)[name]
+    method: Method = import_module(f"{_PACKAGE}.{name}").METHOD if entry is None else imported(entry)
+    if method.name != name:
+        raise ExtensionError(f"method {name}: the METHOD that {entry or f'{name}.py'} holds is named {method.name!r}")
     return method

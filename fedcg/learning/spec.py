@@ -220,3 +220,7 @@ def plan_from_mapping(values: dict[str, Any]) -> FederationPlan:
         ValueError: names every bad field.
     """
     return FederationPlan.model_validate(values)
+
+
+NetworkSpec = FederationSpec | FederationPlan
+"""What networks are built from: both have network, image and classes."""

@@ -12,15 +12,13 @@ because a spec names it: only what the owner of this machine installed or allowe
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from types import MappingProxyType
 
+from fedcg.learning import extensions
 from fedcg.learning.errors import NetworkError
 
 BUILT_IN = ("lenet5", "lenet5_relu", "cnn_bn")
@@ -86,21 +84,13 @@ def backbone_cut(name: str) -> tuple[str, str]:
     return backbone, layer
 
 
-@functools.cache  # reading it takes milliseconds, and what is installed does not change while a process runs
 def registered() -> Mapping[str, str]:
     """Splits of the user's own that are installed here: name to `module:function`.
 
     Raises:
-        NetworkError: two installed packages give one name to different functions.
+        ExtensionError: two installed packages give one name to different functions.
     """
-    found: dict[str, str] = {}
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        if found.setdefault(entry.name, entry.value) != entry.value:
-            raise NetworkError(
-                f"two installed packages register a split named {entry.name!r} in {ENTRY_POINT_GROUP}: "
-                f"{found[entry.name]} and {entry.value}; name it by its module:function"
-            )
-    return MappingProxyType(found)
+    return extensions.registered(ENTRY_POINT_GROUP)
 
 
 def own_target(name: str) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedcg.learning.method import Weights
-from fedcg.wire.parts import Part
 
 Array = NDArray[np.float32] | NDArray[np.int64]
+Name = TypeVar("Name", bound=str)
+"""Of a group of tensors: a part, or a group of a method's extras."""
 
 
-def to_arrays(parts: Mapping[Part, Weights]) -> dict[Part, dict[str, Array]]:
+def to_arrays(parts: Mapping[Name, Weights]) -> dict[Name, dict[str, Array]]:
     """Weights as numpy arrays on the CPU, in memory of their own.
 
     Raises:
@@ -31,7 +32,7 @@ def to_arrays(parts: Mapping[Part, Weights]) -> dict[Part, dict[str, Array]]:
     }
 
 
-def to_weights(parts: Mapping[Part, Mapping[str, NDArray[Any]]]) -> dict[Part, Weights]:
+def to_weights(parts: Mapping[Name, Mapping[str, NDArray[Any]]]) -> dict[Name, Weights]:
     """Numpy arrays as torch tensors on the CPU, in memory of their own."""
     return {
         part: {name: torch.from_numpy(np.array(array, order="C", copy=True)) for name, array in arrays.items()}

@@ -13,12 +13,30 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Part(str, Enum):
-    """A named part of a client's networks (design, "Words")."""
+    """A named part of what a client has (design, "Words")."""
 
     EXTRACTOR = "extractor"
     CLASSIFIER = "classifier"
     GENERATOR = "generator"
     DISCRIMINATOR = "discriminator"
+    STATISTICS = "statistics"
+    """Numbers that a method computes of the images or their features; their layout is the method's."""
+    IMAGE_GENERATOR = "image_generator"
+
+    @property
+    def meaning(self) -> str:
+        """What it is, for the owner of a device."""
+        return _MEANINGS[self]
+
+
+_MEANINGS: Mapping[Part, str] = {
+    Part.EXTRACTOR: "the network that sees the images; with it far more can be reconstructed from updates",
+    Part.CLASSIFIER: "the network from features to classes; it never sees an image",
+    Part.GENERATOR: "makes features like those of the images, of a class that is asked for; it never sees an image",
+    Part.DISCRIMINATOR: "tells the generator's features from those of the images",
+    Part.STATISTICS: "numbers computed of the images, such as the mean features of each class",
+    Part.IMAGE_GENERATOR: "a network that takes images and gives scrambled ones; it was trained on the images themselves",
+}
 
 
 class ReportField(str, Enum):
@@ -72,14 +90,27 @@ def is_delta(codec: TensorCodec) -> bool:
     return codec.endswith("-delta")
 
 
+def _is_absent(value: object) -> bool:
+    return value is None
+
+
+_Bound = Annotated[float | None, Field(allow_inf_nan=False, exclude_if=_is_absent)]
+
+
 class TensorLayout(BaseModel):
-    """Name, element type and shape of one tensor of a part."""
+    """Name, element type and shape of one tensor of a part.
+
+    Attributes:
+        low, high: bounds of every number, as it is decoded; None where there is none.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
     dtype: TensorDtype
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 24)], ...], Field(max_length=8)]
+    low: _Bound = None
+    high: _Bound = None
 
 
 PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
@@ -123,10 +154,6 @@ class PrivacySpent(BaseModel):
     epsilon: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
     budget: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
-
-
-def _is_absent(value: object) -> bool:
-    return value is None
 
 
 class Report(BaseModel):

@@ -18,13 +18,13 @@ from PIL import Image
 
 from experiments.bench.inference.load import Load, Serving, ask, serving
 from export.build.install_model import package_personal
-from export.build.to_onnx import personal_model
 from export.build.variants import HeldOut, add_variants
 from export.model.runtime import Model
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks import build_part, weights_of
+from fedcg.learning.networks.personal_model import personal_model
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
 
@@ -119,7 +119,7 @@ def _single(
     def with_torch() -> None:
         with torch.inference_mode():
             for picture in pictures:
-                eager(normalise(torch.from_numpy(picture)[None].permute(0, 3, 1, 2), spec.image))
+                eager(normalise(torch.from_numpy(picture)[None].permute(0, 3, 1, 2), spec.image)).softmax(1)
 
     def with_onnxruntime() -> None:
         for picture in pictures:

@@ -31,13 +31,12 @@ from fedcg.learning.aggregation.distillation import (
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
-from fedcg.learning.networks import Networks, load_part
+from fedcg.learning.networks import NETWORKS, Networks, load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice
 from fedcg.learning.training.losses import kl_teacher_student
 from fedcg.learning.training.training_loop import FeatureSource, train_classifier
-from fedcg.wire.parts import Part
 
 _CLASSES = tuple("abcdefghij")
 _COLOUR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
@@ -142,7 +141,7 @@ def work_of(setting: Setting, stage: Stage, steps: int) -> Callable[[], object]:
     """What one call of a stage does, ready to run."""
     ctx = context_of(setting, steps)
     initial = initial_parts(ctx.spec, b"bench")
-    nets = Networks(**{part.value: load_part(ctx.spec, part, initial[part], ctx.device) for part in Part})
+    nets = Networks(**{part.value: load_part(ctx.spec, part, initial[part], ctx.device) for part in NETWORKS})
     if stage in {Stage.TEACHER, Stage.STUDENT}:
         return _server_work(nets, stage, setting, steps, ctx)
     data, params = random_images(setting.images).to(ctx.device), fedcg.FedcgParams.model_validate(ctx.spec.params)

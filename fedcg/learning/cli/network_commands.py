@@ -25,13 +25,13 @@ def list_networks(
 ) -> None:
     """Names of all splits with their cuts, generators and discriminators."""
     from fedcg.learning.networks.discriminators import DISCRIMINATORS  # torch comes with them: not for --help
-    from fedcg.learning.networks.generators import GENERATORS
+    from fedcg.learning.networks.generators import generator_names
 
     layers = {name: list(cuts.strides) for name, cuts in BACKBONES.items()}
     names = {
         "splits": [*BUILT_IN, *BACKBONES, *sorted(registered())],
         "cuts": {name: [f"{name}@{layer}" for layer in found] for name, found in layers.items()},
-        "generators": sorted(GENERATORS),
+        "generators": list(generator_names()),
         "discriminators": sorted(DISCRIMINATORS),
     }
     if as_json:

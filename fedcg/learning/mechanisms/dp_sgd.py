@@ -31,10 +31,11 @@ from torch import nn
 
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.method import Method, TrainingParams
-from fedcg.learning.networks.assembly import NetworkSpec, skeleton
+from fedcg.learning.networks.assembly import skeleton
 from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.privacy import DpSgdSettings
 from fedcg.learning.registry import get_method, method_names
+from fedcg.learning.spec import NetworkSpec
 from fedcg.wire.parts import Part
 
 Loss = Callable[[], torch.Tensor]

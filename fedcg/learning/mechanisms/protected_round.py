@@ -22,9 +22,9 @@ from fedcg.learning.method import (
     SharedResult,
     Weights,
 )
-from fedcg.learning.networks.assembly import NetworkSpec
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
+from fedcg.learning.spec import NetworkSpec
 from fedcg.wire.parts import Part
 
 Parts = Mapping[Part, Weights]

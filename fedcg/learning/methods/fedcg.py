@@ -43,7 +43,7 @@ from fedcg.learning.method import (
     TaughtParams,
 )
 from fedcg.learning.methods._averaging import init_client_of, init_server_of, local_result
-from fedcg.learning.networks import load_part
+from fedcg.learning.networks import NETWORKS, load_part
 from fedcg.learning.networks.discriminators import rows_are_independent
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.training.augmentation import Augmenter
@@ -128,7 +128,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     """
     params = FedcgParams.model_validate(ctx.spec.params)
     weights = {**state.parts, **(aggregate.parts if aggregate else {})}
-    nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in Part}
+    nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in NETWORKS}
     data = data.to(ctx.device)
     penalty = feature_penalty(nets[Part.GENERATOR], gamma(ctx.round, params), ctx)
     loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
@@ -308,7 +308,7 @@ METHOD = Method(
     private_parts=PRIVATE,
     label_counts=LabelCounts.OPTIONAL,
     private_stages=2,
-    init_client=partial(init_client_of, frozenset(Part)),
+    init_client=partial(init_client_of, frozenset(NETWORKS)),
     local_round=local_round,
     init_server=partial(init_server_of, SHARED),
     aggregator=aggregator,

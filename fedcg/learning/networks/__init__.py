@@ -1,6 +1,7 @@
 """Splits, generators and discriminators, built from the feature shape."""
 
 from fedcg.learning.networks.assembly import (
+    NETWORKS,
     Networks,
     build,
     build_part,
@@ -13,6 +14,7 @@ from fedcg.learning.networks.assembly import (
 from fedcg.learning.networks.split import FeatureRange, Split
 
 __all__ = [
+    "NETWORKS",
     "FeatureRange",
     "Networks",
     "Split",

@@ -18,12 +18,12 @@ from torch import nn
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
-from fedcg.learning.networks.generators import GENERATORS
+from fedcg.learning.networks.generators import generator_builder
 from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.own_splits import Rehearsal, load_split, rehearse
 from fedcg.learning.networks.split import SPLITS, Split
-from fedcg.learning.spec import FederationPlan, FederationSpec
+from fedcg.learning.spec import NetworkSpec
 from fedcg.learning.split_names import is_backbone
 from fedcg.wire.parts import Part, TensorLayout
 
@@ -34,8 +34,8 @@ _Entry = TypeVar("_Entry")
 _DTYPES = {torch.float32: "float32", torch.int64: "int64"}
 
 
-NetworkSpec = FederationSpec | FederationPlan
-"""What networks are built from: both have network, image and classes."""
+NETWORKS = (Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR, Part.DISCRIMINATOR)
+"""The parts that a spec names networks for."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,7 @@ def skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
         if part is Part.CLASSIFIER:
             return split.classifier(shape, classes)
         if part is Part.GENERATOR:
-            build = _named(GENERATORS, choice.generator, "generator")
-            return build(shape, classes, choice.noise_dim, split.feature_range)
+            return generator_builder(choice.generator)(shape, classes, choice.noise_dim, split.feature_range)
         return _named(DISCRIMINATORS, choice.discriminator, "discriminator")(shape, classes)
 
 
@@ -154,7 +153,7 @@ def build(spec: NetworkSpec) -> Networks:
     Raises:
         NetworkError: an unknown name or an image too small for the split.
     """
-    return Networks(**{part.value: build_part(spec, part) for part in Part})
+    return Networks(**{part.value: build_part(spec, part) for part in NETWORKS})
 
 
 def load_part(spec: NetworkSpec, part: Part, weights: Weights, device: str = "cpu") -> nn.Module:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.extensions import imported, registered
 from fedcg.learning.networks.small_maps import MapBatchNorm2d, SmallConvTranspose2d
 from fedcg.learning.networks.split import FeatureRange
 
@@ -113,3 +115,24 @@ GENERATORS: Mapping[str, GeneratorBuilder] = {
     "mlp3": _mlp(512, 256),
     "mlp_small": _mlp(128),
 }
+
+ENTRY_POINT_GROUP = "fedcg.generators"
+
+
+def generator_names() -> tuple[str, ...]:
+    """All generators, the user's own that are installed here among them."""
+    return tuple(sorted(GENERATORS.keys() | registered(ENTRY_POINT_GROUP).keys()))
+
+
+def generator_builder(name: str) -> GeneratorBuilder:
+    """The generator of that name: (feature shape, classes, noise dimension, feature range) -> module.
+
+    Raises:
+        NetworkError: there is none; the message lists those there are.
+        ExtensionError: an installed package's can't be imported.
+    """
+    own = registered(ENTRY_POINT_GROUP)
+    if name not in GENERATORS and name not in own:
+        raise NetworkError(f"no generator named {name!r}; there are {', '.join(generator_names())}")
+    builder: GeneratorBuilder = GENERATORS[name] if name in GENERATORS else imported(own[name])
+    return builder

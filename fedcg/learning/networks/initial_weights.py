@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from fedcg.learning.method import LabelCounts, TrainingParams, Weights
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.method import LabelCounts, Method, TrainingParams, Weights
 from fedcg.learning.networks.assembly import build_part, layouts, weights_of
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
-from fedcg.learning.spec import FederationPlan, FederationSpec
-from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, is_delta
+from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkSpec
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayout, is_delta
 
 _REPORT = (ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH)
 
@@ -31,11 +32,24 @@ def initial_parts(spec: FederationSpec, private_root: bytes) -> dict[Part, Weigh
     public = method.shared_up | method.shared_down | DEFAULT_ALLOW_UPLOAD
     result: dict[Part, Weights] = {}
     for part in sorted(method.parts):
+        if part is Part.STATISTICS:
+            result[part] = {layout.name: _zeros(layout) for layout in spec.layouts[part]}
+            continue
         root = spec_root(spec.seed) if part in public else private_root
         stream = Streams(root).at(spec.federation, "initial").generator(part.value)
         with torch.no_grad():
             result[part] = weights_of(build_part(spec, part, stream))
     return result
+
+
+def _zeros(layout: TensorLayout) -> torch.Tensor:
+    return torch.zeros(layout.shape, dtype=torch.int64 if layout.dtype == "int64" else torch.float32)
+
+
+def method_layouts(spec: NetworkSpec, method: Method) -> dict[Part, tuple[TensorLayout, ...]]:
+    """The tensors of every part that a method's client has: of its networks, and its statistics as it lays them out."""
+    stated = {} if method.statistics is None else {Part.STATISTICS: method.statistics(spec)}
+    return layouts(spec, method.parts - stated.keys()) | stated
 
 
 def complete_spec(plan: FederationPlan) -> FederationSpec:
@@ -50,6 +64,8 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
     """
     method = get_method(plan.method)
     params = method.params_type.model_validate(plan.params)
+    if method.networks is not None and (problem := method.networks(plan)):
+        raise NetworkError(f"{method.name}: {problem}")
     counts = () if method.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
     optional = method.label_counts is LabelCounts.OPTIONAL and not params.needs_label_counts
     return FederationSpec(
@@ -66,7 +82,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         upload=tuple(sorted(method.shared_up)),
         report=(*_REPORT, *counts),
         optional_report=counts if optional else (),
-        layouts=layouts(plan, method.parts),
+        layouts=method_layouts(plan, method),
         codec=plan.codec,
         aggregate_codec=plan.aggregate_codec,
         with_base=tuple(sorted(method.with_base)) if is_delta(plan.codec) else (),

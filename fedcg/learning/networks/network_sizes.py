@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedcg.learning.networks.assembly import NetworkSpec, feature_shape, layouts, skeleton, split_of
+from fedcg.learning.networks.assembly import NETWORKS, feature_shape, layouts, skeleton, split_of
+from fedcg.learning.networks.initial_weights import method_layouts
 from fedcg.learning.registry import get_method, method_names
+from fedcg.learning.spec import NetworkSpec
 from fedcg.wire.parts import Part, TensorLayout
 
 _ITEM_BYTES = {"float32": 4, "int64": 8}
@@ -44,7 +47,7 @@ class Sizes:
         feature_range: "unit" or "non_negative".
         smallest_side: the least height and width of an image that the split takes.
         parts: per part.
-        methods: per method, by name.
+        methods: per method that can work with these networks, by name.
     """
 
     feature_shape: tuple[int, ...]
@@ -61,19 +64,24 @@ def sizes_of(spec: NetworkSpec) -> Sizes:
         NetworkError: networks that can't be built for this form of image.
     """
     split = split_of(spec)
-    parts = {part: _size(spec, part, tensors) for part, tensors in layouts(spec, frozenset(Part)).items()}
+    parts = {part: _size(spec, part, tensors) for part, tensors in layouts(spec, frozenset(NETWORKS)).items()}
     methods = {}
     for name in method_names():
         method = get_method(name)
-        methods[name] = Traffic(_total(parts, method.shared_up), _total(parts, method.shared_down))
+        if method.networks is None or not method.networks(spec):
+            tensors = method_layouts(spec, method)
+            methods[name] = Traffic(*(_total(tensors, shared) for shared in (method.shared_up, method.shared_down)))
     return Sizes(feature_shape(spec), split.feature_range.value, split.smallest_side, parts, methods)
 
 
 def _size(spec: NetworkSpec, part: Part, tensors: tuple[TensorLayout, ...]) -> PartSize:
     parameters = sum(parameter.numel() for parameter in skeleton(spec, part).parameters())
-    tensor_bytes = sum(_ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in tensors)
-    return PartSize(parameters, 4 * parameters, tensor_bytes)
+    return PartSize(parameters, 4 * parameters, _bytes(tensors))
 
 
-def _total(parts: dict[Part, PartSize], shared: frozenset[Part]) -> int:
-    return sum(parts[part].tensor_bytes for part in shared)
+def _total(tensors: Mapping[Part, tuple[TensorLayout, ...]], shared: frozenset[Part]) -> int:
+    return sum(_bytes(tensors[part]) for part in shared)
+
+
+def _bytes(tensors: tuple[TensorLayout, ...]) -> int:
+    return sum(_ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in tensors)

@@ -7,7 +7,6 @@ imported at all is decided in `fedcg.learning.split_names`.
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fedcg.learning.errors import NetworkError
+from fedcg.learning.errors import ExtensionError, NetworkError
+from fedcg.learning.extensions import imported
 from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.split import FeatureRange, Split
 from fedcg.learning.split_names import own_target
@@ -36,9 +36,10 @@ def load_split(name: str) -> Split:
 
 @functools.cache
 def _imported(target: str) -> Split:
-    module, _, function = target.partition(":")
     try:
-        split = getattr(importlib.import_module(module), function)()
+        split = imported(target)()
+    except ExtensionError as error:
+        raise NetworkError(f"split {error}") from error
     except Exception as error:
         raise NetworkError(f"split {target}: {type(error).__name__}: {error}") from error
     if not isinstance(split, Split):

@@ -42,7 +42,6 @@ from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
 
 NONE_TRAINED = "no client of this round could train"
-_PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)
 
 
 def simulate(
@@ -252,7 +251,7 @@ def _global_accuracy(party: Party, states: Mapping[str, ClientState], number: in
     }
     average: dict[Part, Weights] = {
         part: weighted_average((weights[name], models[name][part]) for name in names if weights[name] > 0)
-        for part in _PERSONAL
+        for part in sorted(get_method(party.spec.method).personal)
     }
     images = party.common if party.common is not None and len(party.common) else _together(party, names)
     return evaluate(party.spec, average, images, party.device).accuracy

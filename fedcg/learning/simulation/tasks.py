@@ -31,6 +31,7 @@ from fedcg.learning.networks.initial_weights import shadow_spec
 from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
+from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate, generator_figures
 from fedcg.wire.parts import Part
 
@@ -204,30 +205,33 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple
     """(client, its figures) after a round, without what only the local round knows (loss, seconds)."""
     spec, data, parts = party.spec, party.datasets[task.client], task.parts
 
-    def measured(weights: Mapping[Part, Weights] | None, images: ImageSet | None) -> Evaluation | None:
+    def measured(
+        of: FederationSpec, weights: Mapping[Part, Weights] | None, images: ImageSet | None
+    ) -> Evaluation | None:
         if weights is None or images is None or len(images) == 0:
             return None
-        return evaluate(spec, weights, images, party.device)
+        return evaluate(of, weights, images, party.device)
 
-    def accuracy(weights: Mapping[Part, Weights] | None, images: ImageSet | None) -> float | None:
-        found = measured(weights, images)
+    def accuracy(of: FederationSpec, weights: Mapping[Part, Weights] | None, images: ImageSet | None) -> float | None:
+        found = measured(of, weights, images)
         return None if found is None else found.accuracy
 
-    val, local_val = measured(parts, data.val), measured(task.shadow, data.val)
+    alone = shadow_spec(spec)
+    val, local_val = measured(spec, parts, data.val), measured(alone, task.shadow, data.val)
     ctx = party.client_context(task.client, task.number)
     figures = generator_figures(spec, parts, data.train, ctx.streams.at("measure"))
     downloaded = personal_parts(aggregate.parts, data.train, ctx)
     return task.client, RoundRecord(
         round=task.number,
-        accuracy=accuracy(parts, data.test),
+        accuracy=accuracy(spec, parts, data.test),
         validation=None if val is None else val.accuracy,
         validation_loss=None if val is None else val.loss,
-        common=accuracy(parts, party.common),
-        accuracy_after=accuracy({**parts, **downloaded}, data.test) if downloaded else None,
-        local_accuracy=accuracy(task.shadow, data.test),
+        common=accuracy(spec, parts, party.common),
+        accuracy_after=accuracy(spec, {**parts, **downloaded}, data.test) if downloaded else None,
+        local_accuracy=accuracy(alone, task.shadow, data.test),
         local_validation=None if local_val is None else local_val.accuracy,
         local_validation_loss=None if local_val is None else local_val.loss,
-        local_common=accuracy(task.shadow, party.common),
+        local_common=accuracy(alone, task.shadow, party.common),
         consistency=figures.get("consistency"),
         spread=figures.get("spread"),
     )

@@ -12,6 +12,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.networks import load_part
+from fedcg.learning.networks.personal_model import personal_model
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.training_loop import extract_features, generate, images_at_once
@@ -26,7 +27,7 @@ _LIVE = 1e-3  # a dimension whose real spread is below this share of the class's
 
 @torch.no_grad()
 def evaluate(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu") -> Evaluation:
-    """Accuracy and mean cross-entropy of extractor + classifier (a personal model) on held-out images.
+    """Accuracy and mean cross-entropy of a personal model on held-out images.
 
     Raises:
         DataError: no images.
@@ -45,18 +46,16 @@ def evaluate(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet
 
 @torch.no_grad()
 def logits_of(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu") -> torch.Tensor:
-    """Logits of extractor + classifier on images, [N, C] on the CPU.
+    """Logits of a personal model (`personal_model`) on images, [N, C] on the CPU.
 
     Raises:
         DataError: no images.
     """
     if len(data) == 0:
         raise DataError("no images to evaluate on")
-    extractor, classifier = (
-        load_part(spec, part, parts[part], device).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER)
-    )
+    model = personal_model(spec, parts, device)
     some = data.images.split(min(_BATCH, images_at_once(spec.image)))
-    return torch.cat([classifier(extractor(normalise(images.to(device), spec.image))).cpu() for images in some])
+    return torch.cat([model(normalise(images.to(device), spec.image)).cpu() for images in some])
 
 
 def calibrated_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:

@@ -38,6 +38,7 @@ _LENGTH_BYTES = 8
 # The fields of one tensor in the JSON header of a safetensors file besides its name: dtype, up to 8 dimensions, two offsets.
 _ENTRY_BYTES = 200
 _HEADER_SLACK_BYTES = 64
+_CODEC_SLACK = 0.01
 
 
 def tensor_key(part: Part, name: str) -> str:
@@ -158,6 +159,26 @@ def assert_finite(parts: PartArrays) -> None:
     for key, array in flatten(parts).items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise IntegrityError(f"tensor {key} holds NaN or infinity")
+
+
+def assert_within(parts: PartArrays, layouts: PartLayouts) -> None:
+    """Check the bounds that layouts give, with a hundredth to spare for codecs that round.
+
+    Raises:
+        IntegrityError: names the first tensor with a number beyond its bounds.
+    """
+    for part, layout in _all(layouts):
+        if problem := beyond(parts[part][layout.name], layout, _CODEC_SLACK):
+            raise IntegrityError(f"tensor {tensor_key(part, layout.name)}: {problem}")
+
+
+def beyond(array: Array, layout: TensorLayout, slack: float = 0.0) -> str:
+    """What is beyond the layout's bounds by more than `slack` of a bound (of 1, where the bound is smaller), or nothing."""
+    if layout.low is not None and array.size and array.min() < layout.low - slack * max(1.0, abs(layout.low)):
+        return f"it holds {array.min():g}, below {layout.low:g}"
+    if layout.high is not None and array.size and array.max() > layout.high + slack * max(1.0, abs(layout.high)):
+        return f"it holds {array.max():g}, above {layout.high:g}"
+    return ""
 
 
 def _dtype_name(key: str, array: Array) -> TensorDtype:

@@ -28,7 +28,7 @@ from fedcg.learning.aggregation.distillation import (
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
-from fedcg.learning.networks import Networks, load_part, weights_of
+from fedcg.learning.networks import NETWORKS, Networks, load_part, weights_of
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.spec import ImageForm, NetworkChoice
 from fedcg.learning.training.losses import kl_teacher_student
@@ -94,7 +94,7 @@ def case(generator: str, discriminator: str, steps: int, crop: int = 0) -> tuple
     quick = plan("fedcg", choice, COLOUR, steps=steps, discriminator_passes="separate")
     spec = complete_spec(quick.model_copy(update={"augment_flip": True, "augment_crop": crop}))
     initial = initial_parts(spec, b"cohort")
-    nets = Networks(**{part.value: load_part(spec, part, initial[part]) for part in Part})
+    nets = Networks(**{part.value: load_part(spec, part, initial[part]) for part in NETWORKS})
     return context(spec, round_number=3), nets, plain_networks(nets)
 
 

@@ -16,7 +16,7 @@ from coordinator.updates.validation import Expected, max_update_bytes, validate_
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate
-from fedcg.learning.networks import FeatureRange, build_part, feature_shape, load_part, weights_of
+from fedcg.learning.networks import NETWORKS, FeatureRange, build_part, feature_shape, load_part, weights_of
 from fedcg.learning.networks.assembly import allocated, skeleton, split_of
 from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
@@ -285,7 +285,7 @@ def _short_round(split: str, kind: str) -> None:
         for _ in range(2)
     )
     assert torch.equal(torch.get_rng_state(), before)
-    for part in Part:
+    for part in NETWORKS:
         assert same(first.private.parts[part], again.private.parts[part])
         assert not same(first.private.parts[part], initial[part])
 

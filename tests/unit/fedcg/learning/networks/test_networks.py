@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks import build, build_part, feature_shape, layout_of, layouts, load_part, weights_of
+from fedcg.learning.networks import (
+    NETWORKS,
+    build,
+    build_part,
+    feature_shape,
+    layout_of,
+    layouts,
+    load_part,
+    weights_of,
+)
 from fedcg.learning.networks.generators import GENERATORS, spread_growth
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts, shadow_spec
 from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
@@ -152,7 +161,7 @@ def test_layouts_come_from_shapes_and_equal_those_of_real_weights() -> None:
     spec = quick_spec("fedcg")
     drawn = initial_parts(spec, b"cohort")
     assert spec.layouts == {part: layout_of(weights) for part, weights in drawn.items()}
-    assert layouts(spec, frozenset(Part)) == spec.layouts
+    assert layouts(spec, frozenset(NETWORKS)) == spec.layouts
     names = {tensor.name: tensor.dtype for tensor in spec.layouts[Part.GENERATOR]}
     assert "int64" in names.values()
 
@@ -160,7 +169,7 @@ def test_layouts_come_from_shapes_and_equal_those_of_real_weights() -> None:
 def test_shared_parts_start_from_the_public_seed_and_private_ones_from_the_cohort_secret() -> None:
     spec = quick_spec("fedcg")
     ours, theirs = initial_parts(spec, b"cohort"), initial_parts(spec, spec_root(spec.seed))
-    for part in Part:
+    for part in NETWORKS:
         assert same(ours[part], theirs[part]) == (part in {Part.CLASSIFIER, Part.GENERATOR})
         assert same(ours[part], initial_parts(spec, b"cohort")[part])
     other_seed = spec.model_copy(update={"seed": 6})

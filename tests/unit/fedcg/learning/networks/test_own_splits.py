@@ -13,13 +13,14 @@ import torch
 
 from export.build.to_onnx import export_personal
 from export.build.verify import verify
-from fedcg.learning.errors import NetworkError
+from fedcg.learning import extensions
+from fedcg.learning.errors import ExtensionError, NetworkError
 from fedcg.learning.method import Aggregate
-from fedcg.learning.networks import build_part, feature_shape, load_part, own_splits, weights_of
+from fedcg.learning.networks import NETWORKS, build_part, feature_shape, load_part, own_splits, weights_of
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkChoice
-from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here, registered
+from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import bright_images, context, plan, same
 
@@ -46,10 +47,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
     known = set(sys.modules)
-    registered.cache_clear()
+    extensions.registered.cache_clear()
     own_splits._imported.cache_clear()
     yield tmp_path
-    registered.cache_clear()
+    extensions.registered.cache_clear()
     for name in set(sys.modules) - known:
         if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
             del sys.modules[name]
@@ -92,10 +93,10 @@ def test_a_registered_split_goes_by_its_name_and_by_its_function(folder: Path) -
         assert feature_shape(plan("fedcg", choice(name))) == (8, 4, 4)
 
 
-def test_two_packages_that_register_one_name_are_told_apart_by_function(folder: Path) -> None:
+def test_two_packages_that_register_one_name_are_an_error_that_names_both(folder: Path) -> None:
     register(folder, "ours", "small_residual", documented(folder))
     register(folder, "theirs", "small_residual", "elsewhere:small_residual")
-    with pytest.raises(NetworkError, match="two installed packages register a split named 'small_residual'"):
+    with pytest.raises(ExtensionError, match=r"two installed packages register 'small_residual' in fedcg\.splits"):
         complete_spec(plan("fedcg", choice("small_residual")))
 
 
@@ -128,7 +129,7 @@ def test_the_documented_split_trains_repeatably_with_its_dropout_and_is_exported
     method = get_method("fedcg")
     state, data = method.init_client(spec, initial), bright_images(24, 0)
     results = [method.local_round(state, data, Aggregate(dict(initial)), context(spec)) for _ in range(2)]
-    for part in Part:
+    for part in NETWORKS:
         assert same(results[0].private.parts[part], results[1].private.parts[part])
         assert not same(results[0].private.parts[part], initial[part])
     assert torch.equal(torch.get_rng_state(), before)
