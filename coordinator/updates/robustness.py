@@ -45,10 +45,14 @@ class Yardstick:
 
     @cached_property
     def bounds(self) -> Distances:
-        """Per part of the base, the distance from which on an update is rejected."""
+        """Per part of the base, the distance from which on an update is rejected.
+
+        Statistics are computed anew in every round, near no base: the bounds of their layout hold for them.
+        """
         return {
             part: DISTANCE_BOUND * max(_norm(arrays, {}), SMALL_NORM, self.typical.get(part, 0.0))
             for part, arrays in self.base.parts.items()
+            if part is not Part.STATISTICS
         }
 
     def distances(self, parts: PartArrays) -> dict[Part, float]:

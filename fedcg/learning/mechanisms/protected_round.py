@@ -86,6 +86,20 @@ def _protected(result: LocalResult, base: Parts, data: ImageSet, ctx: RoundConte
     shared = neutral_parts(result.shared.parts, data, ctx)
     if privacy.balance == "bias" and Part.CLASSIFIER in shared:
         shared = with_bias_of(shared, last_bias(ctx.spec), base)
-    shared = reduced_update(shared, base, privacy, streams.generator("update"))
+    shared = _within_bounds(reduced_update(shared, base, privacy, streams.generator("update")), ctx)
     report = noisy_counts(result.report, privacy.label_counts_noise, streams.generator("label counts"))
     return LocalResult(SharedResult(shared), result.private, report)
+
+
+def _within_bounds(parts: Parts, ctx: RoundContext) -> Parts:
+    """Noise may carry a number beyond the bounds of its layout: it is cut to them, which reveals nothing more."""
+    bounds = {
+        (part, layout.name): (layout.low, layout.high)
+        for part in parts
+        for layout in ctx.spec.layouts[part]
+        if (layout.low, layout.high) != (None, None)
+    }
+    return {
+        part: {name: one.clamp(*bounds[part, name]) if (part, name) in bounds else one for name, one in weights.items()}
+        for part, weights in parts.items()
+    }

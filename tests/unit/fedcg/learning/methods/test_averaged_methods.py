@@ -35,7 +35,7 @@ from tests.support.learning.learning_cases import (
 from tests.support.learning.stub_networks import FIRST, SECOND, Scale, block_of
 
 STILL = 1e-30  # a learning rate at which nothing moves, so that a student's start shows
-SHARING = [name for name in method_names() if get_method(name).shared_up]
+SHARING = [name for name in method_names() if get_method(name).shared_up - {Part.STATISTICS}]
 
 
 def shifted(parts: Mapping[Part, Weights], shift: float) -> dict[Part, Weights]:

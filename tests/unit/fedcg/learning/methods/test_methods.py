@@ -128,8 +128,8 @@ def test_one_image_is_not_enough(name: str) -> None:
 
 
 def test_an_unknown_method_is_answered_with_the_names_there_are() -> None:
-    with pytest.raises(UnknownMethodError, match=r"local.*Did you mean 'fedcg'"):
-        get_method("fedgc")
+    with pytest.raises(UnknownMethodError, match=r"local.*Did you mean 'fedmd_cg'"):
+        get_method("fedmdcg")
 
 
 @pytest.mark.parametrize("name", ["fedcg", "fedmd_cg"])

@@ -1,0 +1,63 @@
+"""Class prototypes as the part `statistics`: the mean features of a client's images by class, and which classes it has.
+
+How MANY images of a class there are is not among them: that is the report field `label_counts`, which a device may refuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Update, Weights
+from fedcg.learning.networks.assembly import feature_shape, split_of
+from fedcg.learning.networks.split import FeatureRange
+from fedcg.learning.spec import FederationSpec, NetworkSpec
+from fedcg.learning.training.training_loop import extract_features
+from fedcg.wire.parts import Part, TensorLayout
+
+HELD, PROTOTYPES = "held", "prototypes"
+_HIGHEST = {FeatureRange.UNIT: 1.0, FeatureRange.NON_NEGATIVE: 1e4}
+
+
+def prototype_layout(spec: NetworkSpec) -> tuple[TensorLayout, ...]:
+    """`held` [C], 1 for a class with images, and `prototypes` [C, D], 0 for one without; D numbers are a feature."""
+    classes, size = len(spec.classes), math.prod(feature_shape(spec))
+    highest = _HIGHEST[split_of(spec).feature_range]
+    return (
+        TensorLayout(name=HELD, dtype="int64", shape=(classes,), low=0.0, high=1.0),
+        TensorLayout(name=PROTOTYPES, dtype="float32", shape=(classes, size), low=0.0, high=highest),
+    )
+
+
+def prototypes_of(extractor: nn.Module, data: ImageSet, spec: FederationSpec) -> dict[str, torch.Tensor]:
+    """A client's own statistics (FedProto eq. 3), on the CPU; `extractor` is left in evaluation mode."""
+    features = extract_features(extractor, data.images, spec).flatten(1).cpu()
+    ours = nn.functional.one_hot(data.labels.cpu(), spec.class_count).float()
+    counts = ours.sum(0)
+    return {HELD: (counts > 0).long(), PROTOTYPES: ours.T @ features / counts.clamp(min=1)[:, None]}
+
+
+def merged_prototypes(updates: Mapping[str, Callable[[], Update]]) -> dict[str, torch.Tensor]:
+    """The clients' mean by class, in client-id order; weighted by images where EVERY client reports its label counts, else alike."""
+    found = [updates[client]() for client in sorted(updates)]
+    counted = all(update.label_counts is not None for update in found)
+    sums, total = torch.zeros(()), torch.zeros(())
+    for update in found:
+        ours = update.parts[Part.STATISTICS]
+        weights = torch.tensor(update.label_counts) * ours[HELD] if counted else ours[HELD]
+        sums = sums + weights[:, None].double() * ours[PROTOTYPES]
+        total = total + weights.double()
+    return {HELD: (total > 0).long(), PROTOTYPES: (sums / total.clamp(min=1)[:, None]).float()}
+
+
+def filled(ours: Weights, others: Weights) -> dict[str, torch.Tensor]:
+    """Statistics with the prototypes of classes that a client has no images of taken from others'."""
+    held = ours[HELD].bool()
+    return {
+        HELD: torch.where(held, ours[HELD], others[HELD]),
+        PROTOTYPES: torch.where(held[:, None], ours[PROTOTYPES], others[PROTOTYPES]),
+    }

@@ -1,0 +1,110 @@
+"""FedGH (Yi et al., 2023): clients send class prototypes, the server trains one head on them, and every client goes on with that head.
+
+The clients' extractors may differ as long as their features have one shape. Reading: all prototypes of a round count alike, each as
+one row with its class as label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from pydantic import Field
+
+from fedcg.learning.aggregation.prototypes import HELD, PROTOTYPES, prototype_layout, prototypes_of
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    ClientState,
+    LabelCounts,
+    LocalResult,
+    Method,
+    RoundContext,
+    ServerState,
+    SharedResult,
+    Spill,
+    TrainingParams,
+    Update,
+)
+from fedcg.learning.methods._averaging import init_client_of, init_server_of
+from fedcg.learning.networks import feature_shape, load_part, weights_of
+from fedcg.learning.training.losses import cross_entropy
+from fedcg.learning.training.training_loop import LossMeter, adam, train_classifier
+from fedcg.wire.parts import Part, Report
+
+_PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
+
+
+class FedGhParams(TrainingParams):
+    """Training, and the server's training of the head."""
+
+    server_steps: int = Field(default=100, ge=1, description="steps of the head on a round's prototypes, all at once")
+    server_lr: float = Field(default=1e-3, gt=0, description="learning rate of the head on the server")
+
+
+def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+    """Go on from the global head, train it with the own extractor, send the prototypes of the trained extractor."""
+    params, data = FedGhParams.model_validate(ctx.spec.params), data.to(ctx.device)
+    weights = {**state.parts, **(aggregate.parts if aggregate else {})}
+    nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(_PERSONAL)}
+    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx)
+    ours = prototypes_of(nets[Part.EXTRACTOR], data, ctx.spec)
+    kept = {part: weights_of(net) for part, net in nets.items()}
+    kept[Part.STATISTICS] = {name: tensor.clone() for name, tensor in ours.items()}
+    return LocalResult(SharedResult({Part.STATISTICS: ours}), ClientState(kept), Report(examples=len(data), loss=loss))
+
+
+class _Head:
+    """The head that is trained on the clients' prototypes."""
+
+    def __init__(self, state: ServerState, ctx: RoundContext, spill: Spill) -> None:
+        self._head, self._ctx, self._spill = state.aggregate.parts[Part.CLASSIFIER], ctx, spill
+
+    def add(self, update: Update) -> None:
+        """There is nothing to prepare; note that the client answered."""
+        if not self._spill.has(update.client):
+            self._spill.put(update.client, {})
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """Train the head on all prototypes, in client-id order."""
+        ctx = self._ctx
+        params = FedGhParams.model_validate(ctx.spec.params)
+        found = [updates[client]().parts[Part.STATISTICS] for client in sorted(updates)]
+        rows = torch.cat([ours[PROTOTYPES][ours[HELD].bool()] for ours in found]).to(ctx.device)
+        labels = torch.cat([ours[HELD].nonzero().flatten() for ours in found]).to(ctx.device)
+        head = load_part(ctx.spec, Part.CLASSIFIER, self._head, ctx.device).train()
+        optimiser = adam(head.parameters(), params.server_lr, params.weight_decay)
+        meter, features = LossMeter("the head", ctx.device), rows.view(-1, *feature_shape(ctx.spec))
+        for step in range(params.server_steps):
+            loss = cross_entropy(head(features), labels)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            meter.add(loss)
+            ctx.progress("distil", step + 1, params.server_steps)
+        meter.check()
+        aggregate = Aggregate({Part.CLASSIFIER: weights_of(head)})
+        return aggregate, ServerState(aggregate)
+
+
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+    """The server half of a round."""
+    return _Head(state, ctx, spill)
+
+
+METHOD = Method(
+    name="fedgh",
+    title="FedGH: a head trained on the server from class prototypes",
+    params_type=FedGhParams,
+    shared_up=frozenset({Part.STATISTICS}),
+    shared_down=frozenset({Part.CLASSIFIER}),
+    private_parts=frozenset({Part.EXTRACTOR}),
+    label_counts=LabelCounts.NEVER,
+    init_client=partial(init_client_of, _PERSONAL | {Part.STATISTICS}),
+    local_round=local_round,
+    init_server=partial(init_server_of, frozenset({Part.CLASSIFIER})),
+    aggregator=aggregator,
+    statistics=prototype_layout,
+)

@@ -1,0 +1,153 @@
+"""FedProto (Tan et al., 2022): only class prototypes are shared; each client's features are pulled to the global ones.
+
+A model's answer is the class of the nearest prototype (eq. 8); the classifier only helps to train the extractor and stays private.
+Readings: the global prototype of a class is the mean of the clients that have it, weighted by their images where all report their label
+counts (eq. 6 divides by the number of clients once more, which would shrink it); the distance of eq. 7 is squared and a mean over features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from fedcg.learning.aggregation.prototypes import (
+    HELD,
+    PROTOTYPES,
+    filled,
+    merged_prototypes,
+    prototype_layout,
+    prototypes_of,
+)
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    ClientState,
+    LabelCounts,
+    LocalResult,
+    Method,
+    RoundContext,
+    ServerState,
+    SharedResult,
+    Spill,
+    TrainingParams,
+    Update,
+    Weights,
+)
+from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.spec import FederationSpec, NetworkSpec
+from fedcg.learning.training.training_loop import Block, Penalty, PenaltyMaker, train_classifier
+from fedcg.wire.parts import Part, Report
+
+SHARED = frozenset({Part.STATISTICS})
+PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
+
+
+class FedProtoParams(TrainingParams):
+    """Training, and how firmly features are pulled to the global prototypes."""
+
+    pull: float = Field(default=1.0, ge=0, description="weight of the squared distance to the global prototype (eq. 7)")
+
+
+def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+    """A client starts with initial networks and without prototypes."""
+    return ClientState({part: initial[part] for part in sorted(SHARED | PRIVATE)})
+
+
+def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+    """Train towards the global prototypes, then compute the client's own."""
+    params = FedProtoParams.model_validate(ctx.spec.params)
+    known = (aggregate.parts if aggregate else state.parts)[Part.STATISTICS]
+    extractor, classifier = (
+        load_part(ctx.spec, part, state.parts[part], ctx.device) for part in (Part.EXTRACTOR, Part.CLASSIFIER)
+    )
+    data = data.to(ctx.device)
+    loss = train_classifier(extractor, classifier, data, params, ctx, towards(known, params.pull, ctx.device))
+    ours = prototypes_of(extractor, data, ctx.spec)
+    kept = {Part.EXTRACTOR: weights_of(extractor), Part.CLASSIFIER: weights_of(classifier)}
+    kept[Part.STATISTICS] = filled(ours, known)
+    report = Report(examples=len(data), loss=loss, label_counts=data.label_counts())
+    return LocalResult(SharedResult({Part.STATISTICS: ours}), ClientState(kept), report)
+
+
+def towards(known: Weights, weight: float, device: str) -> PenaltyMaker:
+    """The penalty weight · mean over features of (h - prototype of y)², for images of classes that have one."""
+    held, prototypes = known[HELD].to(device), known[PROTOTYPES].to(device)
+
+    def loss(features: torch.Tensor, logits: torch.Tensor, wanted: torch.Tensor, has: torch.Tensor) -> torch.Tensor:
+        return weight * (has * (features.flatten(1) - wanted).square().mean(1)).mean()
+
+    def per_block(block: Block) -> Penalty | None:
+        return Penalty(loss, (prototypes[block.labels], held[block.labels].float()))
+
+    return per_block
+
+
+class NearestPrototype(nn.Module):
+    """Images to logits: minus the mean squared distance of their features to each class's prototype."""
+
+    def __init__(self, extractor: nn.Module, statistics: Weights) -> None:
+        super().__init__()
+        self.extractor = extractor
+        self.register_buffer("prototypes", statistics[PROTOTYPES].clone())
+        self.register_buffer("held", statistics[HELD].bool())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[B, C, H, W] float32, normalised, to [B, classes]; a class that nobody has comes last."""
+        features = self.extractor(images).flatten(1)
+        logits = -(features[:, None] - self.prototypes).square().mean(2)
+        return torch.where(self.held, logits, logits.amin(1, keepdim=True) - 1)
+
+
+def predict(spec: NetworkSpec, parts: Mapping[Part, Weights]) -> nn.Module:
+    """The client's model."""
+    return NearestPrototype(load_part(spec, Part.EXTRACTOR, parts[Part.EXTRACTOR]), parts[Part.STATISTICS])
+
+
+def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+    """The first aggregate holds no prototypes."""
+    return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}))
+
+
+class _Prototypes:
+    """The global prototypes."""
+
+    def __init__(self, spill: Spill) -> None:
+        self._spill = spill
+
+    def add(self, update: Update) -> None:
+        """There is nothing to prepare; note that the client answered."""
+        if not self._spill.has(update.client):
+            self._spill.put(update.client, {})
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """Their mean by class."""
+        aggregate = Aggregate({Part.STATISTICS: merged_prototypes(updates)})
+        return aggregate, ServerState(aggregate)
+
+
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+    """The server half of a round."""
+    return _Prototypes(spill)
+
+
+METHOD = Method(
+    name="fedproto",
+    title="FedProto: class prototypes alone are shared; the nearest one classifies",
+    params_type=FedProtoParams,
+    shared_up=SHARED,
+    shared_down=SHARED,
+    private_parts=PRIVATE,
+    label_counts=LabelCounts.OPTIONAL,
+    init_client=init_client,
+    local_round=local_round,
+    init_server=init_server,
+    aggregator=aggregator,
+    continued=frozenset(),
+    statistics=prototype_layout,
+    personal=frozenset({Part.EXTRACTOR, Part.STATISTICS}),
+    predict=predict,
+)
