@@ -9,9 +9,11 @@ from enum import Enum
 from importlib.metadata import version
 from typing import Any
 
+from scipy.stats import norm
+
 from audit.attacks.attack import Attack
 from audit.evidence.case import Case
-from audit.measures.figures import Figure, Outcome
+from audit.measures.figures import CONFIDENCE, Figure, Outcome
 from audit.report.gate import Verdict
 
 REPORT_FORMAT = 1
@@ -106,6 +108,7 @@ def finding_of(attack: Attack, outcome: Outcome) -> Finding:
     """What an outcome comes to.
 
     The possible setting whose gain is most surely above 0 stands for it: of the update itself if one is; else of a batch's gradient.
+    Of many settings one comes out above 0 by chance, so the error of 5 % is divided among them (Bonferroni, intervals read as a normal's).
     Without a gain, a figure whose positive control failed stands for it only where no figure's control passed.
     """
     possible = [figure for figure in outcome.figures if figure.is_possible]
@@ -113,13 +116,20 @@ def finding_of(attack: Attack, outcome: Outcome) -> Finding:
         return Finding(attack, outcome, Result.NOT_TRIED, None)
     of_update = [figure for figure in possible if figure.is_of_update]
     for figures, result in ((of_update, Result.LEAKED), (possible, Result.HYPOTHETICAL)):
-        leaks = [figure for figure in figures if figure.gain.low > 0]
+        leaks = [figure for figure in figures if _widened_low(figure, len(figures)) > 0]
         if leaks:
             return Finding(attack, outcome, result, max(leaks, key=_share_of_range))
     deciding = of_update or possible
     proven = [figure for figure in deciding if outcome.is_proven(figure.name)]
     headline = max(proven or deciding, key=_share_of_range)
     return Finding(attack, outcome, Result.NOTHING if proven else Result.UNPROVEN, headline)
+
+
+def _widened_low(figure: Figure, settings: int) -> float:
+    """The lower end of the gain's interval, were it to hold for so many settings together."""
+    error = (1 - CONFIDENCE) / 2
+    widening = norm.isf(error / settings) / norm.isf(error)
+    return float(figure.gain.value - widening * (figure.gain.value - figure.gain.low))
 
 
 def _share_of_range(figure: Figure) -> float:

@@ -51,7 +51,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     )
     stack.prepare()
     budget = (_epsilon(stack, 1) + _epsilon(stack, 2)) / 2
-    table: dict[tuple[str, str], Any] = {("privacy.dp_sgd", "noise_multiplier"): SETTINGS.noise_multiplier}
+    table: dict[tuple[str, str], Any] = {("privacy", "balance"): "none"}
+    table |= {("privacy.dp_sgd", "noise_multiplier"): SETTINGS.noise_multiplier}
     table |= {("privacy.dp_sgd", "delta"): SETTINGS.delta, ("privacy.dp_sgd", "budget_epsilon"): round(budget, 3)}
     set_values(stack.config(PRIVATE), table)
     with stack.up(agents=True, observer=()):

@@ -36,6 +36,14 @@ def test_the_gradient_of_a_batch_is_not_what_left() -> None:
     assert (found.result, found.headline) == (Result.HYPOTHETICAL, batch)
 
 
+def test_one_of_many_settings_above_chance_by_a_little_is_chance() -> None:
+    lucky, quiet = figure("reid", Interval(0.03, 0.001, 0.059)), figure("reid", Interval(0.0, -0.03, 0.03))
+    alone, many = (finding_of(attack("x"), Outcome("x", (lucky, *more))) for more in ((), (quiet,) * 9))
+    assert (alone.result, many.result) == (Result.LEAKED, Result.NOTHING)
+    sure = figure("reid", Interval(0.03, 0.012, 0.048))
+    assert finding_of(attack("x"), Outcome("x", (sure, *(quiet,) * 9))).result is Result.LEAKED
+
+
 def test_the_page_loads_nothing() -> None:
     page = _page()
     assert not re.findall(r'(?:src|href)="(?!data:image/png;base64,|#)', page)
