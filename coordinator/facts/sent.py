@@ -14,9 +14,10 @@ from fedcg.learning.spec import FederationSpec
 
 @dataclass(frozen=True)
 class PartSent:
-    """A part of the networks that updates hold: its tensors, numbers, and how the numbers are coded."""
+    """A part that updates hold: what it is in plain words, its tensors, numbers, and how the numbers are coded."""
 
     part: str
+    meaning: str
     tensors: int
     numbers: int
     codec: str
@@ -99,5 +100,6 @@ def _parts(spec: FederationSpec) -> list[PartSent]:
     for part in spec.upload:
         tensors = spec.layouts[part]
         codec = spec.codec.removesuffix("-delta") if delta and part not in spec.with_base else spec.codec
-        found.append(PartSent(part.value, len(tensors), sum(math.prod(each.shape) for each in tensors), codec))
+        numbers = sum(math.prod(each.shape) for each in tensors)
+        found.append(PartSent(part.value, part.meaning, len(tensors), numbers, codec))
     return found

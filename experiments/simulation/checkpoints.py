@@ -85,19 +85,21 @@ class Checkpoints:
 
 
 def _tensors(now: Simulation) -> Iterator[tuple[str, torch.Tensor]]:
-    def keyed(prefix: str, parts: Mapping[Part, Weights]) -> Iterator[tuple[str, torch.Tensor]]:
-        for part, weights in parts.items():
+    def keyed(
+        prefix: str, groups: Mapping[Part, Weights] | Mapping[str, Weights]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for group, weights in groups.items():
             for name, tensor in weights.items():
+                key = f"{prefix}/{group.value if isinstance(group, Part) else group}/{name}"
                 # a copy of its own: safetensors refuses tensors that share storage, as clients do before their first round
-                yield f"{prefix}/{part.value}/{name}", tensor.detach().clone(memory_format=torch.contiguous_format)
+                yield key, tensor.detach().clone(memory_format=torch.contiguous_format)
 
     yield from keyed("aggregate", now.server.aggregate.parts)
-    for extra, weights in now.server.extras.items():
-        for name, tensor in weights.items():
-            yield f"extra/{extra}/{name}", tensor.detach().clone(memory_format=torch.contiguous_format)
+    yield from keyed("extra", now.server.extras)
     for kind, states in (("state", now.states), ("shadow", now.shadows)):
         for client, state in states.items():
             yield from keyed(f"{kind}/{client}", state.parts)
+            yield from keyed(f"{kind}-extra/{client}", state.extras)
 
 
 def _rest(now: Simulation) -> dict[str, Any]:
@@ -116,15 +118,18 @@ def _simulation(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) ->
         raise ValueError(f"checkpoint format {rest['format']!r}")
     tree: dict[str, dict[str, dict[Any, Any]]] = {}
     for key, tensor in tensors.items():
-        kind, owner, *names = key.split("/", 3 if key.startswith(("state/", "shadow/")) else 2)
+        kind, owner, *names = key.split("/", 3 if key.startswith(("state", "shadow")) else 2)
         branch = tree.setdefault(kind, {}).setdefault(owner, {})
         if len(names) == 2:
-            branch.setdefault(Part(names[0]), {})[names[1]] = tensor
+            branch.setdefault(names[0] if kind.endswith("-extra") else Part(names[0]), {})[names[1]] = tensor
         else:
             branch[names[0]] = tensor
 
     def states(kind: str) -> dict[str, ClientState]:
-        return {client: ClientState(parts) for client, parts in sorted(tree.get(kind, {}).items())}
+        extras = tree.get(f"{kind}-extra", {})
+        return {
+            client: ClientState(parts, extras.get(client, {})) for client, parts in sorted(tree.get(kind, {}).items())
+        }
 
     published = rest["label_distribution"]
     aggregate = Aggregate(

@@ -8,6 +8,7 @@ import typer
 
 from fedcg.json_output import print_data
 from fedcg.learning.registry import method_names
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Method
@@ -76,6 +77,7 @@ def _as_text(method: Method) -> str:
         f"  goes up: {names(frozenset(method.shared_up))}" + _LABEL_COUNTS[method.label_counts.value],
         f"  comes down: {names(frozenset(method.shared_down))}",
         f"  stays on the box: {names(frozenset(method.private_parts))}",
+        *(f"  {part.value}: {part.meaning}" for part in sorted(method.shared_up - DEFAULT_ALLOW_UPLOAD)),
         *(["  needs unlabelled public images on the coordinator"] if method.needs_public else []),
         "  parameters (--set key=value):",
     ]

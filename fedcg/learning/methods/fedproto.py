@@ -89,6 +89,9 @@ def towards(known: Weights, weight: float, device: str) -> PenaltyMaker:
 class NearestPrototype(nn.Module):
     """Images to logits: minus the mean squared distance of their features to each class's prototype."""
 
+    prototypes: torch.Tensor
+    held: torch.Tensor
+
     def __init__(self, extractor: nn.Module, statistics: Weights) -> None:
         super().__init__()
         self.extractor = extractor

@@ -89,7 +89,8 @@ class Party:
 
     def client_context(self, client: str, number: int) -> RoundContext:
         """The context of a client in a round."""
-        return replace(self._context(self.roots.devices[client], number, None), privacy=self.privacy)
+        context = self._context(self.roots.devices[client], number, None)
+        return replace(context, privacy=self.privacy, validation=self.datasets[client].val)
 
     def server_context(self, number: int) -> RoundContext:
         """The context of the server half in a round."""

@@ -23,12 +23,14 @@ from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.training_loop import (
     BLOCK_ROWS,
+    AfterStep,
     Block,
     LossMeter,
     Penalty,
     PenaltyMaker,
     dropped,
     no_penalty,
+    nothing,
     task_optimiser,
     train_classifier,
 )
@@ -41,6 +43,7 @@ def train_task(
     params: TrainingParams,
     ctx: RoundContext,
     penalty: PenaltyMaker = no_penalty,
+    after_step: AfterStep = nothing,
 ) -> float:
     """`train_classifier`, or with `dp_sgd` the same objective by private steps.
 
@@ -49,8 +52,8 @@ def train_task(
         DivergedError: the loss is not finite or exploded.
     """
     if ctx.privacy.dp_sgd is None:
-        return train_classifier(extractor, classifier, data, params, ctx, penalty)
-    return train_classifier_privately(extractor, classifier, data, params, ctx, ctx.privacy.dp_sgd, penalty)
+        return train_classifier(extractor, classifier, data, params, ctx, penalty, after_step)
+    return train_classifier_privately(extractor, classifier, data, params, ctx, ctx.privacy.dp_sgd, penalty, after_step)
 
 
 def train_classifier_privately(
@@ -61,6 +64,7 @@ def train_classifier_privately(
     ctx: RoundContext,
     settings: DpSgdSettings,
     penalty: PenaltyMaker = no_penalty,
+    after_step: AfterStep = nothing,
 ) -> float:
     """Train extractor and classifier with one clip over the gradients of both; arguments as of `train_classifier`.
 
@@ -88,6 +92,7 @@ def train_classifier_privately(
                 meter.add(losses.task)
             else:
                 private.step(0)
+            after_step()
             ctx.progress("classify", done, steps)
             if done == steps or done % checked_every(params) == 0:
                 meter.check()

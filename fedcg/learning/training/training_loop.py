@@ -76,6 +76,13 @@ class Penalty:
 PenaltyMaker = Callable[[Block], Penalty | None]
 
 
+AfterStep = Callable[[], None]
+
+
+def nothing() -> None:
+    """Nothing after a step."""
+
+
 def no_penalty(block: Block) -> Penalty | None:
     """Nothing beside the cross-entropy."""
     return None
@@ -210,6 +217,7 @@ def train_classifier(
     params: TrainingParams,
     ctx: RoundContext,
     penalty: PenaltyMaker = no_penalty,
+    after_step: AfterStep = nothing,
 ) -> float:
     """Train extractor and classifier on cross-entropy plus a method's penalty (FedCG alg. 1 lines 3-9; FedMD-CG lines 9-13).
 
@@ -223,6 +231,7 @@ def train_classifier(
         params: epochs or steps, batch size, optimiser.
         ctx: streams, device, progress.
         penalty: called per block; all penalties of a call are alike but for their rows.
+        after_step: called after each optimiser step, the networks being as it left them.
 
     Returns:
         Mean cross-entropy over the last block.
@@ -251,6 +260,7 @@ def train_classifier(
                 losses = step(*(tensor[rows] for tensor in inputs))
                 task.add(losses[0])
                 whole.add(losses[1])
+                after_step()
                 done += 1
                 ctx.progress("classify", done, steps)
             task.check()

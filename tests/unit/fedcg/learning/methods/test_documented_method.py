@@ -1,77 +1,64 @@
-"""The example in docs/adding-a-method.md is a method: its own file, found by name, and it does what the page says."""
+"""The example in docs/adding-a-method.md is a method: installed as a package of the user's own, it runs a federation."""
 
 from __future__ import annotations
 
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedcg.learning import methods, registry
-from fedcg.learning.method import Aggregate, Method, Update
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning import methods
+from fedcg.learning.errors import ExtensionError
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule
-from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import (
-    bright_images,
-    context,
-    local_round_of,
-    merged,
-    party_of,
-    quick_spec,
-    same,
-)
+from tests.support.installed import importable, register
+from tests.support.learning.learning_cases import party_of, same_parts
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-method.md"
-NAME = "shared_classifier"
+
+
+def code() -> str:
+    (found,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return str(found)
 
 
 @pytest.fixture
-def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Method:
-    """The page's example, as if its file lay in `fedcg/learning/methods/`."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / f"{NAME}.py").write_text(code)
-    names = (*method_names(), NAME)
-    monkeypatch.setattr(registry, "method_names", lambda: names)
-    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, f"fedcg.learning.methods.{NAME}", raising=False)
-    return get_method(NAME)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from importable(tmp_path, monkeypatch)
 
 
-def test_the_documented_method_averages_classifiers_by_images_and_shares_nothing_else(documented: Method) -> None:
-    spec = quick_spec(NAME)
-    initial = initial_parts(spec, b"cohort")
-    server = documented.init_server(spec, initial)
-    assert set(server.aggregate.parts) == documented.shared_up == {Part.CLASSIFIER}
-    # (1 * 8 + 3 * 4) / 4 = 5
-    updates = {
-        name: Update(name, {Part.CLASSIFIER: {"w": torch.tensor([value])}}, images)
-        for name, value, images in (("a", 8.0, 1), ("b", 4.0, 3))
-    }
-    merge = documented.aggregator(server, context(spec), MemorySpill())
-    aggregate = merged(merge, updates, "b")
-    assert aggregate.parts[Part.CLASSIFIER]["w"].tolist() == [5.0]
+def install(folder: Path, name: str, held: str) -> None:
+    (folder / "our_package.py").write_text(code().replace('name="fedproto"', f'name="{held}"'))
+    register(folder, "ours", "fedcg.methods", name, "our_package:METHOD")
 
 
-def test_the_documented_method_starts_from_the_download_and_stays_near_it_when_asked_to(documented: Method) -> None:
-    moved = []
-    for proximal in (0.0, 100.0):
-        spec = quick_spec(NAME, proximal=proximal)
-        other = initial_parts(spec.model_copy(update={"seed": 99}), b"cohort")[Part.CLASSIFIER]
-        result = local_round_of(spec, bright_images(24, 0), Aggregate({Part.CLASSIFIER: other}))
-        assert same(result.shared.parts[Part.CLASSIFIER], result.private.parts[Part.CLASSIFIER])
-        trained = result.private.parts[Part.CLASSIFIER]
-        moved.append(sum(float((trained[name] - other[name]).square().sum()) for name in other))
-    assert 0.0 < moved[1] < moved[0] < 0.1
+def test_the_page_shows_the_file_as_it_is() -> None:
+    assert code() == (Path(methods.__path__[0]) / "fedproto.py").read_text()
 
 
-def test_the_documented_method_runs_a_federation(documented: Method) -> None:
-    done = simulate(party_of(NAME, ("a", "b")), Schedule(rounds=2))
-    assert set(done.aggregate.parts) == {Part.CLASSIFIER}
-    assert done.curves["a"][-1].accuracy_after is not None
+def test_an_installed_method_is_listed_and_runs_as_the_built_in_one(folder: Path) -> None:
+    install(folder, "our_prototypes", "our_prototypes")
+    assert "our_prototypes" in method_names()
+    ours, built_in = (
+        simulate(party_of(name, ("a", "b")), Schedule(rounds=2)) for name in ("our_prototypes", "fedproto")
+    )
+    assert set(ours.aggregate.parts) == {Part.STATISTICS}
+    assert same_parts(ours.aggregate.parts, built_in.aggregate.parts)
+    assert ours.curves["a"][-1].accuracy_after is not None
+    assert not torch.equal(*(ours.states[name].parts[Part.EXTRACTOR]["0.weight"] for name in ("a", "b")))
+
+
+def test_a_method_of_another_name_than_its_entry_is_refused(folder: Path) -> None:
+    install(folder, "our_prototypes", "theirs")
+    with pytest.raises(ExtensionError, match="our_package:METHOD holds is named 'theirs'"):
+        get_method("our_prototypes")
+
+
+def test_a_package_that_cannot_be_imported_is_named(folder: Path) -> None:
+    register(folder, "ours", "fedcg.methods", "our_prototypes", "nowhere:METHOD")
+    with pytest.raises(ExtensionError, match="nowhere:METHOD: ModuleNotFoundError"):
+        get_method("our_prototypes")

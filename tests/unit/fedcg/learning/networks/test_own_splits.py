@@ -13,7 +13,6 @@ import torch
 
 from export.build.to_onnx import export_personal
 from export.build.verify import verify
-from fedcg.learning import extensions
 from fedcg.learning.errors import ExtensionError, NetworkError
 from fedcg.learning.method import Aggregate
 from fedcg.learning.networks import NETWORKS, build_part, feature_shape, load_part, own_splits, weights_of
@@ -22,6 +21,8 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here
 from fedcg.wire.parts import Part
+from tests.support import installed
+from tests.support.installed import importable
 from tests.support.learning.learning_cases import bright_images, context, plan, same
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
@@ -43,17 +44,9 @@ def classifier(shape, classes):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the import path, and nothing registered or allowed."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
-    known = set(sys.modules)
-    extensions.registered.cache_clear()
     own_splits._imported.cache_clear()
-    yield tmp_path
-    extensions.registered.cache_clear()
-    for name in set(sys.modules) - known:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
-            del sys.modules[name]
+    yield from importable(tmp_path, monkeypatch)
 
 
 def documented(folder: Path) -> str:
@@ -67,10 +60,7 @@ def choice(split: str) -> NetworkChoice:
 
 
 def register(folder: Path, package: str, name: str, target: str) -> None:
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[fedcg.splits]\n{name} = {target}\n")
+    installed.register(folder, package, "fedcg.splits", name, target)
 
 
 def test_a_split_that_is_neither_registered_nor_allowed_is_never_imported(

@@ -1,0 +1,33 @@
+"""A package of a user's own, installed in a folder on the import path."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedcg.learning import extensions
+
+
+def register(folder: Path, package: str, group: str, name: str, target: str) -> None:
+    """Metadata of an installed package with one entry point."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
+
+
+def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder on the import path, for this process and its children; what was imported from it is forgotten at the end."""
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    known = set(sys.modules)
+    extensions.registered.cache_clear()
+    yield folder
+    extensions.registered.cache_clear()
+    for name in set(sys.modules) - known:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]

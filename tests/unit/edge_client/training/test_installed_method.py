@@ -1,0 +1,128 @@
+"""A method of the user's own on a device: what it remembers lies in the private store, its model is what is measured and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from edge_client.config import PolicySection
+from edge_client.session.events import ChooseModel
+from edge_client.training.messages import Chosen, Committed
+from export.model.versions import Slots
+from fedcg.learning.methods.fedproto import NearestPrototype
+from fedcg.learning.networks.personal_model import personal_model
+from fedcg.learning.tensor_conversion import to_weights
+from fedcg.wire.artifacts.artifacts import unpack
+from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part
+from tests.support.edge.training_site import Site, real_spec
+from tests.support.installed import importable, register
+
+AVERAGING = '''
+"""FedSplit with a moving average of the extractor over all steps, which is what is served; the trained one is remembered."""
+from dataclasses import replace
+
+from fedcg.learning.method import AveragedParams, ClientState, LocalResult
+from fedcg.learning.methods import fedsplit
+from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.training.training_loop import train_classifier
+from fedcg.learning.method import SharedResult
+from fedcg.wire.parts import Part, Report
+
+import torch
+
+
+def local_round(state, data, aggregate, ctx):
+    weights = {**state.parts, **(aggregate.parts if aggregate else {})}
+    raw = state.extras.get("raw", weights[Part.EXTRACTOR])
+    extractor = load_part(ctx.spec, Part.EXTRACTOR, raw)
+    classifier = load_part(ctx.spec, Part.CLASSIFIER, weights[Part.CLASSIFIER])
+    mean = {name: tensor.clone() for name, tensor in weights[Part.EXTRACTOR].items()}
+    steps = 0
+
+    def after_step():
+        nonlocal steps
+        steps += 1
+        for name, tensor in extractor.state_dict().items():
+            mean[name] = 0.9 * mean[name] + 0.1 * tensor.detach()
+
+    params = AveragedParams.model_validate(ctx.spec.params)
+    loss = train_classifier(extractor, classifier, data, params, ctx, after_step=after_step)
+    kept = {Part.EXTRACTOR: mean, Part.CLASSIFIER: weights_of(classifier)}
+    done = state.extras.get("done", {"steps": torch.zeros(1, dtype=torch.int64)})["steps"] + steps
+    seen = torch.tensor([len(ctx.validation)])
+    extras = {"raw": weights_of(extractor), "done": {"steps": done, "validation": seen}}
+    return LocalResult(
+        SharedResult({Part.CLASSIFIER: weights_of(classifier)}), ClientState(kept, extras), Report(examples=len(data), loss=loss)
+    )
+
+
+METHOD = replace(fedsplit.METHOD, name="averaging", title="averaging", local_round=local_round, local_rounds=None)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    place = tmp_path / "packages"
+    place.mkdir()
+    yield from importable(place, monkeypatch)
+
+
+def test_what_a_method_remembers_is_kept_from_round_to_round_and_never_sent(folder: Path, tmp_path: Path) -> None:
+    (folder / "our_averaging.py").write_text(AVERAGING)
+    register(folder, "ours", "fedcg.methods", "averaging", "our_averaging:METHOD")
+    site = Site(tmp_path, real_spec("averaging"))
+    steps = []
+    for number in (1, 2):
+        assert isinstance(site.trainer().do(site.round(number)), Committed)
+        stored = site.state()
+        assert set(stored.extras) == {"raw", "done"}
+        steps.append(int(stored.extras["done"]["steps"][0]))
+        raw, served = stored.extras["raw"]["0.weight"], stored.slots["personal"][Part.EXTRACTOR]["0.weight"]
+        assert not np.array_equal(raw, served)
+        layouts = {part: site.spec.layouts[part] for part in site.spec.upload}
+        base = unpack(site.store.artifacts.get(site.aggregate), layouts)
+        assert base.parts.keys() == {Part.CLASSIFIER}
+    assert steps[1] == 2 * steps[0] > 0
+    counts = site.store.generations.snapshot(stored.generation).counts()
+    assert int(stored.extras["done"]["validation"][0]) == counts["val"] > 0
+
+
+def allowing(site: Site) -> Site:
+    policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | {Part.STATISTICS})
+    site.config = site.config.model_copy(update={"policy": policy})
+    return site
+
+
+def test_statistics_leave_only_with_the_owners_word(tmp_path: Path) -> None:
+    report = Site(tmp_path, real_spec("fedproto")).declined()
+    assert report.reason is DeclineReason.UPLOAD_NOT_ALLOWED
+    assert "statistics" in report.detail
+
+
+def test_the_exported_model_is_the_methods_own(tmp_path: Path) -> None:
+    spec = real_spec("fedproto", epochs=3)
+    site = allowing(Site(tmp_path, spec, shadow=True, export=True))
+    trainer = site.trainer()
+    assert isinstance(trainer.do(site.round()), Committed)
+    done = trainer.do(ChooseModel(spec=spec.digest, aggregate=site.aggregate))
+    assert isinstance(done, Chosen)
+    assert done.succeeded, site.events("finalise_failed")
+    (final,) = site.events("finalised")
+    assert final["candidate"] in {"own", "downloaded"}
+    best = to_weights(site.state().slots["best"])
+    assert set(best) == {Part.EXTRACTOR, Part.STATISTICS}
+    network = personal_model(spec, best)
+    assert isinstance(network, NearestPrototype)
+    session = onnxruntime.InferenceSession(Slots(site.store.root / "models").current() / "model.onnx")
+    pixels = np.random.default_rng(0).integers(0, 256, (2, *spec.image.shape), dtype=np.uint8)
+    logits = session.run(["logits"], {session.get_inputs()[0].name: pixels})[0]
+    scaled = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()).float() / 255
+    mean, std = (torch.tensor(one).view(1, -1, 1, 1) for one in (spec.image.mean, spec.image.std))
+    if final["candidate"] == "own":
+        assert np.allclose(logits, network((scaled - mean) / std).detach().numpy(), atol=1e-4)
