@@ -25,7 +25,7 @@ from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
-from fedcg.learning.networks import Networks
+from fedcg.learning.networks import NETWORKS, Networks
 from fedcg.learning.networks.pooled import AveragedConv2d
 from fedcg.learning.networks.small_maps import MapBatchNorm2d, SmallConvTranspose2d
 from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
@@ -41,7 +41,6 @@ from fedcg.learning.training.losses import (
     paired_labels,
 )
 from fedcg.learning.training.training_loop import index_blocks, slices, steps_of
-from fedcg.wire.parts import Part
 
 _GAN_BETAS = (0.5, 0.999)
 
@@ -56,7 +55,7 @@ class _ConvThenPool(nn.Conv2d):
 
 def plain_networks(networks: Networks) -> Networks:
     """Copies of all four networks out of torch's own layers."""
-    return Networks(**{part.value: plain(networks.part(part)) for part in Part})
+    return Networks(**{part.value: plain(networks.part(part)) for part in NETWORKS})
 
 
 def plain(module: nn.Module) -> nn.Module:

@@ -16,8 +16,8 @@ from edge_client.firewall import UpdateFacts, build_update, check_kept, check_sp
 from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.inspection import inspect
-from fedcg.wire.artifacts.tensors import Array
-from fedcg.wire.errors import CodecError
+from fedcg.wire.artifacts.tensors import Array, assert_within
+from fedcg.wire.errors import CodecError, IntegrityError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import (
     DEFAULT_ALLOW_REPORT,
@@ -245,8 +245,8 @@ def test_nothing_leaves_that_is_not_asked_for_and_allowed(
     wanted: frozenset[ReportField],
     permitted: frozenset[ReportField],
 ) -> None:
-    layouts = {**LAYOUTS, Part.DISCRIMINATOR: LAYOUTS[Part.EXTRACTOR]}
-    tensors = {**toy_parts(1), Part.DISCRIMINATOR: toy_parts(2)[Part.EXTRACTOR]}
+    layouts = {part: LAYOUTS.get(part, LAYOUTS[Part.EXTRACTOR]) for part in Part}
+    tensors = {part: toy_parts(1).get(part, toy_parts(2)[Part.EXTRACTOR]) for part in Part}
     spec = toy_spec(upload=tuple(sorted(asked)), report=tuple(sorted(wanted)), layouts=layouts)
     policy = PolicySection(allow_upload=allowed, allow_report=permitted)
     try:
@@ -293,3 +293,30 @@ def test_numbers_that_the_codec_can_not_hold_never_leave_as_infinity() -> None:
     huge: Parts = {part: {"weight": np.full((4, 20), 1e5, np.float32)} for part in SHARED}
     with pytest.raises(CodecError, match="classifier/weight"):
         built(huge, spec=spec)
+
+
+def test_numbers_beyond_the_bounds_of_their_layout_do_not_leave_and_are_rejected_where_they_arrive() -> None:
+    layout = TensorLayout(name="held", dtype="float32", shape=(2,), low=0.0, high=1.0)
+    spec = toy_spec(upload=(Part.STATISTICS,), layouts={Part.STATISTICS: (layout,)})
+    for values, problem in (
+        ([0.0, 1.0], ""),
+        ([0.5, 1.5], "it holds 1.5, above 1"),
+        ([-0.5, 1.0], "it holds -0.5, below 0"),
+    ):
+        shared: Parts = {Part.STATISTICS: {"held": np.array(values, dtype=np.float32)}}
+        if not problem:
+            assert_within(unpack(built(shared, spec=spec, policy=EVERYTHING), dict(spec.layouts)).parts, spec.layouts)
+            continue
+        with pytest.raises(FirewallError, match=problem) as caught:
+            built(shared, spec=spec, policy=EVERYTHING)
+        assert (caught.value.part, caught.value.tensor) == ("statistics", "held")
+        with pytest.raises(IntegrityError, match=f"statistics/held: {problem}"):
+            assert_within(shared, spec.layouts)
+
+
+def test_a_device_that_does_not_list_statistics_declines_and_says_what_they_are() -> None:
+    layout = TensorLayout(name="held", dtype="int64", shape=(2,))
+    refused = check_spec(toy_spec(upload=(Part.STATISTICS,), layouts={Part.STATISTICS: (layout,)}), PolicySection())
+    assert refused is not None
+    assert refused[0] is DeclineReason.UPLOAD_NOT_ALLOWED
+    assert "statistics (numbers computed of the images" in refused[1]

@@ -89,7 +89,7 @@ def test_accuracies_by_class_reach_the_page_and_those_of_other_classes_are_rejec
         device.make_update = partial(type(device).make_update, device, report=told)  # type: ignore[method-assign]
         device.silent = False
         device.act()
-    wait_until(lambda: bool(page.made.devices["tiny"][1].receipts()), "the update of b is judged")
+    wait_until(lambda: all(one.receipts() for one in page.made.devices["tiny"][:2]), "both updates are judged")
     (receipt,) = page.made.devices["tiny"][1].receipts()
     assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, "its accuracies by class are not of 3 classes")
     row = reader.get("/f/tiny/worth")[1].partition(">x</td>")[2].partition("</tr>")[0]

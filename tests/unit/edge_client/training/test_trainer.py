@@ -20,6 +20,7 @@ from edge_client.training.local_data import LocalData
 from edge_client.training.messages import Committed
 from edge_client.training.trainer_child import reason_for
 from fedcg.learning.method import ClientState, LocalResult, Method
+from fedcg.learning.networks import NETWORKS
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
@@ -42,7 +43,7 @@ def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_p
     assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
     state = site.state()
     assert set(state.slots) == {"personal", "shadow", "best", "best_shadow"}
-    assert set(state.slots["personal"]) == set(Part)
+    assert set(state.slots["personal"]) == set(NETWORKS)
     assert state.generation.round_attempt == RoundAttempt(1, 1)
     snapshot = site.store.generations.snapshot(state.generation)
     assert snapshot.counts()["test"] == 15

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Aggregate, Update
 from fedcg.learning.methods.fedproto import NearestPrototype, towards
+from fedcg.learning.networks import feature_shape, load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
@@ -36,8 +39,9 @@ def update(client: str, rows: list[float], held: list[int], counts: tuple[int, .
 
 
 def merged(*updates: Update) -> dict[str, list[float]]:
-    found = merged_prototypes({one.client: lambda one=one: one for one in updates})
-    return {name: tensor.flatten().tolist() for name, tensor in found.items()}
+    found = {one.client: one for one in updates}
+    merge = merged_prototypes({name: partial(found.__getitem__, name) for name in found})
+    return {name: tensor.flatten().tolist() for name, tensor in merge.items()}
 
 
 def test_a_prototype_is_the_mean_feature_of_a_class_and_one_without_images_is_not_held() -> None:
@@ -116,10 +120,8 @@ def test_the_server_trains_fedghs_head_on_prototypes_with_their_classes() -> Non
         for name, held in (("a", [1, 1, 0]), ("b", [0, 1, 1]))
     }
     merge = method.aggregator(method.init_server(spec, initial), context(spec), None)  # type: ignore[arg-type]
-    aggregate, _ = merge.finish({name: lambda one=one: one for name, one in updates.items()})
+    aggregate, _ = merge.finish({name: partial(updates.__getitem__, name) for name in updates})
     assert set(aggregate.parts) == {Part.CLASSIFIER}
-    from fedcg.learning.networks import feature_shape, load_part
-
     head = load_part(spec, Part.CLASSIFIER, aggregate.parts[Part.CLASSIFIER]).eval()
     assert head(rows.view(-1, *feature_shape(spec))).argmax(1).tolist() == [0, 1, 2]
 
