@@ -82,7 +82,7 @@ def test_a_residual_block_adds_its_input() -> None:
 def test_a_form_that_fits_is_accepted_and_others_name_the_field() -> None:
     check_form(grey_form())
     check_form(grey_form(mode="RGB", mean=HALF * 3, std=HALF * 3))
-    with pytest.raises(NetworkError, match="image height = 30: .* multiple of 4 from 12 on"):
+    with pytest.raises(NetworkError, match=r"image height = 30: .* multiple of 4 from 12 on"):
         check_form(grey_form(height=30))
     with pytest.raises(NetworkError, match="image width = 8"):
         check_form(grey_form(width=8))
