@@ -225,6 +225,37 @@ def test_the_pool_exchanges_half_of_the_images_for_earlier_ones_with_their_label
     assert len(set(range(10, 808)) - set(later)) <= 10  # unless it is in the pool
 
 
+class OneAnswer(ImagePool):
+    """A pool that gives the same images and labels, whatever comes."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        super().__init__(1, torch.Generator())
+        self.answer = images, labels
+
+    def exchange(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.answer
+
+
+def test_extractor_classifier_and_discriminator_are_trained_on_pooled_images_and_their_labels() -> None:
+    nets, twins = (networks_of(TINY, SIZE, len(CLASSES)) for _ in range(2))
+    images, encrypted, pooled = (normalise(bright_images(6, seed).images, GREY) for seed in (1, 2, 3))
+    labels, pooled_labels = torch.zeros(6, dtype=torch.int64), torch.full((6,), 2)
+    training = _Training(nets, quick(lr=1e-12), context())
+    training._pool = OneAnswer(pooled, pooled_labels)
+    _, restoration, classification, judged = training.step(images, encrypted, labels)
+    with torch.no_grad():
+        features = twins.extractor(pooled)
+        assert restoration.item() == pytest.approx(F.mse_loss(twins.extractor.restore(features), pooled).item())
+        right = twins.classifier(features).log_softmax(1)[:, 2]
+        assert classification.item() == pytest.approx(-right.mean().item(), rel=1e-5)
+        real, fake = twins.discriminator(encrypted), twins.discriminator(pooled)
+        assert judged.item() == pytest.approx(discriminator_objective(real, fake, "logarithm").item())
+
+
+def test_a_round_has_a_pool_of_the_size_that_is_asked_for() -> None:
+    assert not same(trained()[0].discriminator, trained(pool_images=0)[0].discriminator)
+
+
 def test_without_a_pool_what_comes_is_given_back() -> None:
     images, labels = numbered(0, 5)
     given = ImagePool(0, torch.Generator()).exchange(images, labels)
@@ -262,8 +293,10 @@ def test_mechanisms_of_a_client_reach_the_training() -> None:
     plain, _ = trained()
     noisy, _ = trained(ctx=replace(context(), privacy=PrivacySettings(gradient_noise=0.1)))
     assert not same(plain.generator, noisy.generator)
-    dropping, _ = trained(ctx=replace(context(), privacy=PrivacySettings(dropout=0.5)))
+    dropout = replace(context(), privacy=PrivacySettings(dropout=0.5))
+    (dropping, _), (again, _) = trained(ctx=dropout), trained(ctx=dropout)
     assert not same(plain.classifier, dropping.classifier)
+    assert same(again.classifier, dropping.classifier)
 
 
 def test_a_loss_that_explodes_ends_the_round_and_is_named() -> None:
