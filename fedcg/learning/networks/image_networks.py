@@ -1,7 +1,7 @@
 """Networks on whole images (PPIDSG, appendix C): an image generator, its discriminator, a feature autoencoder and a classifier.
 
 Images lie in [-1, 1], where the generator's tanh ends, and where the complement of an encrypted pixel is its negative: the spec
-normalises with mean 0.5 and standard deviation 0.5 (`check_form`). Sides are multiples of 4, at least 12.
+normalises with mean 0.5 and standard deviation 0.5 (`unfit_form`). Sides are multiples of 4, at least 12.
 
 `paper` has the published widths: 1,963,200 weights in the generator (table 5), 37,764,106 in the classifier for 32x32 colour images
 and 29,899,786 for 28x28 grey ones. Deviations, with reasons:
@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from fedcg.imaging import ImageForm
-from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.split import FeatureRange, Split
 
 SMALLEST_SIDE = 12  # the discriminator's two last 4x4 convolutions take two pixels off a quarter of a side
@@ -54,21 +53,17 @@ WIDTHS: Mapping[str, Widths] = {
 }
 
 
-def check_form(form: ImageForm) -> None:
-    """Check that images of this form fit these networks.
-
-    Raises:
-        NetworkError: names the field of `image` to change.
-    """
+def unfit_form(form: ImageForm) -> str:
+    """Why images of this form do not fit these networks, as a sentence with the setting to change; empty where they do."""
     for side, pixels in (("height", form.height), ("width", form.width)):
         if pixels % 4 or pixels < SMALLEST_SIDE:
-            raise NetworkError(
-                f"image {side} = {pixels}: networks on whole images halve it twice, choose a multiple of 4 from {SMALLEST_SIDE} on"
-            )
+            return f"networks on whole images halve image.{side} = {pixels} twice: choose a multiple of 4 from {SMALLEST_SIDE} on"
     if {*form.mean, *form.std} != {0.5}:
-        raise NetworkError(
-            f"image mean = {form.mean}, std = {form.std}: networks on whole images take pixels in [-1, 1]; set every one to 0.5"
+        return (
+            f"networks on whole images take pixels in [-1, 1], and image.mean = {form.mean}, image.std = {form.std} make others: "
+            "set every one to 0.5"
         )
+    return ""
 
 
 class ResidualBlock(nn.Module):
