@@ -115,7 +115,7 @@ def image_discriminator(channels: int, widths: Widths) -> nn.Module:
 
 
 class ImageAutoencoder(nn.Module):
-    """F: an encoder of four blocks, whose features the classifier sees, and a decoder back to the image."""
+    """F: an encoder of four blocks, whose features the classifier takes, and a decoder back to the image."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()

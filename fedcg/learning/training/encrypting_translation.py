@@ -98,9 +98,12 @@ class TranslationLosses:
 
 
 def rate_factor(round_number: int, rounds: int, constant_rounds: int) -> float:
-    """What learning rates are multiplied by in a round counted from 1: 1 at first, then a line that is 0 after the last round."""
+    """What learning rates are multiplied by in a round counted from 1.
+
+    1 at first, then a line that would be 0 after the last round. A federation that is prolonged goes on at the last round's rate.
+    """
     falling = max(rounds - constant_rounds, 0) + 1
-    return min(1.0, max(rounds - round_number + 1, 0) / falling)
+    return min(1.0, max(rounds - round_number + 1, 1) / falling)
 
 
 def _square_to_one(scores: torch.Tensor) -> torch.Tensor:
@@ -158,20 +161,20 @@ class ImagePool:
         self._labels: torch.Tensor | None = None
 
     def exchange(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As many images and labels as came. The first ones fill the pool and come back; after that each stays by even chance."""
+        """As many images and labels as came: the first ones fill the pool and come back, then half are exchanged for pooled ones."""
         if self._size == 0:
             return images, labels
         kept = 0 if self._images is None else len(self._images)
         if self._images is not None and self._labels is not None:
             images, labels = torch.cat([self._images, images]), torch.cat([self._labels, labels])
-        stays = torch.rand(len(images), generator=self._stream) < 0.5
+        exchanged = torch.rand(len(images), generator=self._stream) < 0.5
         places = torch.randint(self._size, (len(images),), generator=self._stream).tolist()
         pool, given = list(range(kept)), []
         for row in range(kept, len(images)):
             if len(pool) < self._size:
                 pool.append(row)
                 given.append(row)
-            elif stays[row]:
+            elif exchanged[row]:
                 given.append(pool[places[row]])
                 pool[places[row]] = row
             else:

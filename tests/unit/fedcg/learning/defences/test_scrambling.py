@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,7 +186,8 @@ def test_grey_images_have_no_channels_to_permute() -> None:
 def test_keys_of_another_length_are_named() -> None:
     images, keys = random_images(1, (3, 8, 8)), draw_keys(DEVICE, (3, 8, 8))
     for name in ("rotation", "complement", "flip", "shuffle"):
-        wrong = replace(keys, **{name: torch.zeros(5, dtype=torch.int64)})
+        five: Any = torch.zeros(5, dtype=torch.int64)
+        wrong = replace(keys, **{name: five})
         for run in (encrypt, decrypt):
             with pytest.raises(DefenceError, match=rf"the key {name} has the shape \(5,\), and images of 3x8x8"):
                 run(images, wrong)
