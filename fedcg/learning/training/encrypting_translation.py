@@ -11,7 +11,8 @@ which F (eq. 9), C (eq. 10) and D (eq. 7) take one each. Readings, where the tex
   * F and C are trained apart: the cross-entropy moves C alone, the MSE F alone (and G moves neither).
 Deviations: a pooled image keeps its own label for C, which the authors' code gives that of the batch's image at its place; one draw from
 the pool serves all three networks, and the pool is empty at the start of a round; one step of G a batch, where their code takes two
-(`generator_steps`).
+(`generator_steps`). Their code gives all clients one key for the encryption; here each device has its own, so an averaged generator
+follows as many targets as there are devices.
 """
 
 from __future__ import annotations
