@@ -166,7 +166,7 @@ def _check(batch: Batch) -> None:
         _check_method(setting)
     sources = {data: setting.source() for data, setting in {setting.data: setting for setting in settings}.items()}
     networks = {
-        (setting.data, setting.network, setting.image_size, setting.method if setting.privacy.is_on else ""): setting
+        (setting.data, setting.network, setting.generator, setting.image_size, setting.method): setting
         for setting in settings
     }
     for setting in networks.values():
@@ -200,13 +200,13 @@ def _check_method(setting: RunSetting) -> None:
 
 
 def _check_network(setting: RunSetting, source: Source) -> None:
-    """The split's least size of an image, and layers that mechanisms can't have; one of the user's own is run on random images."""
+    """What a method, the split's least size of an image, or mechanisms refuse; a split of the user's own is run on random images."""
     from fedcg.learning.mechanisms.protected_round import check_mechanisms
-    from fedcg.learning.networks.assembly import split_of
+    from fedcg.learning.networks.initial_weights import complete_spec
 
-    plan = plan_from_mapping(setting.plan(source))
-    split_of(plan)
-    check_mechanisms(plan, get_method(setting.method), setting.privacy)
+    check_mechanisms(
+        complete_spec(plan_from_mapping(setting.plan(source))), get_method(setting.method), setting.privacy
+    )
 
 
 def _check_device(device: str) -> None:

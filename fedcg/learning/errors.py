@@ -2,6 +2,7 @@
 
 LearningError
 ├── DataError            a folder, file or array that is not the data the spec describes
+├── DefenceError         a data defence that these images, keys or settings do not allow
 ├── ExtensionError       an installed package's method, generator or split that can't be used
 ├── NetworkError         a network that cannot be built, or weights that do not fit it
 ├── PrivacyError         a mechanism that can't be had with this method, network or installation
@@ -23,6 +24,10 @@ class LearningError(FedcgError):
 
 class DataError(LearningError):
     """A folder, file or array that is not the data the spec describes; the message names the file."""
+
+
+class DefenceError(LearningError):
+    """A data defence that these images, keys or settings do not allow; the message names the field to change."""
 
 
 class ExtensionError(LearningError):

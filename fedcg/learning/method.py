@@ -268,6 +268,7 @@ class Method:
         private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
         statistics: (plan or spec) -> the layout of the part `statistics`, with bounds; None for a method without that part.
+        split: the split that its tests and examples take.
         networks: (plan or spec) -> why the method can't work with its networks, as a sentence with the setting to change, or nothing;
             asked when a federation is planned.
         personal: the parts that a client's model is made of.
@@ -292,6 +293,7 @@ class Method:
     needs_public: bool = False
     private_stages: int = 0
     statistics: Callable[[NetworkSpec], tuple[TensorLayout, ...]] | None = None
+    split: str = "lenet5_relu"
     networks: Callable[[NetworkSpec], str] | None = None
     personal: frozenset[Part] = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
     predict: Callable[[NetworkSpec, Mapping[Part, Weights]], nn.Module] | None = None

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fedcg.learning import extensions
 from fedcg.learning.errors import NetworkError
 
-BUILT_IN = ("lenet5", "lenet5_relu", "cnn_bn")
+BUILT_IN = ("lenet5", "lenet5_relu", "cnn_bn", "image_small", "image_paper")
 ENTRY_POINT_GROUP = "fedcg.splits"
 ALLOW_VARIABLE = "FEDCG_ALLOW_SPLITS"
 INSTALL_VISION = "install torchvision: pip install 'fedcg-edge[vision]'"

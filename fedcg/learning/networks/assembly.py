@@ -19,6 +19,7 @@ from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import generator_builder
+from fedcg.learning.networks.image_networks import IMAGE_SPLITS
 from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.own_splits import Rehearsal, load_split, rehearse
@@ -68,7 +69,9 @@ def split_of(spec: NetworkSpec) -> Split:
             user's split that does not do what it says.
     """
     name, image = spec.network.split, spec.image
-    split = SPLITS.get(name) or (backbone_split(name) if is_backbone(name) else load_split(name))
+    split = (
+        SPLITS.get(name) or IMAGE_SPLITS.get(name) or (backbone_split(name) if is_backbone(name) else load_split(name))
+    )
     if min(image.height, image.width) < split.smallest_side:
         raise NetworkError(
             f"{name} needs images of at least {split.smallest_side}x{split.smallest_side}, "
@@ -108,6 +111,12 @@ def skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
             return split.extractor(spec.image.channels)
         if part is Part.CLASSIFIER:
             return split.classifier(shape, classes)
+        if part is Part.IMAGE_GENERATOR:
+            if split.image_generator is None:
+                raise NetworkError(
+                    f"network.split = {choice.split} has no image generator; {', '.join(IMAGE_SPLITS)} have one"
+                )
+            return split.image_generator(spec.image.channels)
         if part is Part.GENERATOR:
             return generator_builder(choice.generator)(shape, classes, choice.noise_dim, split.feature_range)
         return _named(DISCRIMINATORS, choice.discriminator, "discriminator")(shape, classes)

@@ -34,6 +34,7 @@ class Split:
         classifier: (feature shape, classes) -> module taking features to [B, classes] logits.
         feature_range: where features lie.
         smallest_side: the least height and width of an image.
+        image_generator, image_discriminator: image channels -> modules on whole images, for methods that need them; None: there are none.
         initialises_itself: the modules come with initial values of their own, as their author wrote them; the others are made
             without values and filled by `draw_weights`. Set for the user's own splits, whatever they set.
     """
@@ -43,6 +44,8 @@ class Split:
     feature_range: FeatureRange
     smallest_side: int = 1
     initialises_itself: bool = False
+    image_generator: Callable[[int], nn.Module] | None = None
+    image_discriminator: Callable[[int], nn.Module] | None = None
 
 
 def _extractor_sigmoid(channels: int) -> nn.Module:

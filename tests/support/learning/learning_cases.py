@@ -60,7 +60,9 @@ def quick_spec(
     method: str, *, augment_flip: ParameterValue = False, augment_crop: ParameterValue = 0, **params: ParameterValue
 ) -> FederationSpec:
     """A complete spec of a quick federation."""
-    quick = plan_of(method, NetworkChoice(noise_dim=8), GREY, params)
+    known = get_method(method)
+    image = GREY if known.networks is None else GREY.model_copy(update={"std": (0.5,)})  # PPIDSG's need [-1, 1]
+    quick = plan_of(method, NetworkChoice(split=known.split, noise_dim=8), image, params)
     return complete_spec(quick.model_copy(update={"augment_flip": augment_flip, "augment_crop": augment_crop}))
 
 

@@ -21,6 +21,7 @@ from fedcg.learning.networks.assembly import allocated, skeleton, split_of
 from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
+from fedcg.learning.networks.image_networks import IMAGE_SPLITS
 from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.networks.layer_randomness import lent_generators
@@ -174,7 +175,7 @@ def test_without_torchvision_the_error_says_which_extra_to_install(monkeypatch: 
 
 
 def test_the_names_known_without_torch_are_the_splits_there_are() -> None:
-    assert set(BUILT_IN) == set(SPLITS)
+    assert set(BUILT_IN) == set(SPLITS) | set(IMAGE_SPLITS)
     assert "torchvision" in sys.modules
     for name in (*BUILT_IN, *BACKBONES, *EVERY_CUT):
         check_name(name)

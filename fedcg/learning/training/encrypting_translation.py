@@ -1,0 +1,276 @@
+"""PPIDSG's local training: a generator learns to turn images into encrypted ones whose class another network still recognises.
+
+One step is one batch x with labels and its encryption y. G takes a step on eq. 11, then a pool mixes its images with earlier ones, on
+which F (eq. 9), C (eq. 10) and D (eq. 7) take one each. Readings, where the text is garbled or silent:
+  * eq. 7 is log D(y) + log(1 - D(G(x))), which D maximises: minimised here as FedCG's eq. 4 is, with the non-saturating form for G, a
+    mean over patches. `adversarial = least_squares` is what the authors' code has, and CycleGAN;
+  * eq. 8 is the mean of |G(x) - y|;
+  * eq. 9 is the mean squared difference of an image and what F's decoder makes of its features;
+  * eq. 11 is a weighted sum of the adversarial, semantic and classification loss; its weights are lost, 1, 1 and 2 are those of the
+    authors' code, as are the momentum of SGD and the betas of Adam;
+  * F and C are trained apart: the cross-entropy moves C alone, the MSE F alone (and G moves neither).
+Deviations: a pooled image keeps its own label for C, which the authors' code gives that of the batch's image at its place; one draw from
+the pool serves all three networks, and the pool is empty at the start of a round; one step of G a batch, where their code takes two
+(`generator_steps`). Their code gives all clients one key for the encryption; here each device has its own, so an averaged generator
+follows as many targets as there are devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from pydantic import Field
+from torch import nn
+
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
+from fedcg.learning.method import RoundContext, TrainingParams
+from fedcg.learning.networks.image_networks import ImageAutoencoder
+from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.training.augmentation import Augmenter
+from fedcg.learning.training.losses import cross_entropy, fake_loss, real_loss
+from fedcg.learning.training.training_loop import (
+    LossMeter,
+    adam,
+    dropped,
+    images_at_once,
+    index_blocks,
+    slices,
+    steps_of,
+    task_optimiser,
+)
+
+GAN_BETAS = (0.5, 0.999)
+Encrypt = Callable[[torch.Tensor], torch.Tensor]
+"""[N, C, H, W] uint8 -> the same, encrypted with the device's keys."""
+ScoreLoss = Callable[[torch.Tensor], torch.Tensor]
+Adversarial = Literal["logarithm", "least_squares"]
+
+
+class TranslationParams(TrainingParams):
+    """Parameters of PPIDSG's clients; the defaults are the paper's, or the authors' code's where the paper has none."""
+
+    epochs: int = Field(default=1, ge=1, description="local epochs a round")
+    batch_size: int = Field(default=64, ge=2, description="local batch size")
+    optimiser: str = Field(default="sgd", pattern="^(adam|sgd)$", description="optimiser of extractor and classifier")
+    lr: float = Field(default=0.01, gt=0, description="learning rate of extractor and classifier")
+    weight_decay: float = Field(default=1e-3, ge=0, description="of extractor and classifier")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd; adam has its own")
+    gan_lr: float = Field(default=2e-4, gt=0, description="learning rate of Adam for generator and discriminator")
+    constant_rounds: int = Field(default=20, ge=1, description="rounds before learning rates fall linearly towards 0")
+    adversarial: Adversarial = Field(default="logarithm", description="eq. 7 as printed, or squares as the authors do")
+    adversarial_weight: float = Field(default=1.0, ge=0, description="of eq. 7 in the generator's loss, eq. 11")
+    semantic_weight: float = Field(default=1.0, ge=0, description="of eq. 8, the distance to the encrypted images")
+    classification_weight: float = Field(default=2.0, ge=0, description="of the cross-entropy through both networks")
+    generator_steps: int = Field(default=1, ge=1, description="steps of the generator a batch")
+    pool_images: int = Field(default=10, ge=0, description="earlier generated images that are kept; 0 for none")
+
+
+@dataclass(frozen=True)
+class TranslationNetworks:
+    """Four modules on one device, trained in place (`networks.image_networks`).
+
+    Attributes:
+        generator: G, image -> encrypted image, in [-1, 1].
+        discriminator: D, image -> logits of patches.
+        extractor: F, image -> features, and back by `restore`.
+        classifier: C, features -> logits; holds the device's key, its initial weights, at the start of every round.
+    """
+
+    generator: nn.Module
+    discriminator: nn.Module
+    extractor: ImageAutoencoder
+    classifier: nn.Module
+
+
+@dataclass(frozen=True)
+class TranslationLosses:
+    """Mean losses over the last block of a round: eq. 11, 9, 10, and eq. 7 as the discriminator's."""
+
+    generator: float
+    restoration: float
+    classification: float
+    discriminator: float
+
+
+def rate_factor(round_number: int, rounds: int, constant_rounds: int) -> float:
+    """What learning rates are multiplied by in a round counted from 1.
+
+    1 at first, then a line that would be 0 after the last round. A federation that is prolonged goes on at the last round's rate.
+    """
+    falling = max(rounds - constant_rounds, 0) + 1
+    return min(1.0, max(rounds - round_number + 1, 1) / falling)
+
+
+def _square_to_one(scores: torch.Tensor) -> torch.Tensor:
+    return (scores - 1.0).square().mean()
+
+
+def _square_to_zero(scores: torch.Tensor) -> torch.Tensor:
+    return scores.square().mean()
+
+
+# Losses of scores of real and of generated images; the generator's is that of real ones, on its own images.
+_ADVERSARIAL: Mapping[Adversarial, tuple[ScoreLoss, ScoreLoss]] = {
+    "logarithm": (real_loss, fake_loss),
+    "least_squares": (_square_to_one, _square_to_zero),
+}
+
+
+def discriminator_objective(real: torch.Tensor, fake: torch.Tensor, kind: Adversarial) -> torch.Tensor:
+    """Eq. 7 as D minimises it, from its scores [B, 1, h, w] of encrypted and of generated images."""
+    of_real, of_fake = _ADVERSARIAL[kind]
+    return of_real(real) + of_fake(fake)
+
+
+def generator_objective(
+    scores: torch.Tensor,
+    made: torch.Tensor,
+    encrypted: torch.Tensor,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    params: TranslationParams,
+) -> torch.Tensor:
+    """Eq. 11: weighted adversarial loss (eq. 7), L1 distance to the encrypted images (eq. 8), and cross-entropy.
+
+    Args:
+        scores: D's of the made images, [B, 1, h, w].
+        made: G(x), [B, C, H, W].
+        encrypted: y, [B, C, H, W].
+        logits: C(F(G(x))), [B, classes].
+        labels: [B] int64.
+        params: the three weights, and the form of eq. 7.
+    """
+    adversarial = params.adversarial_weight * _ADVERSARIAL[params.adversarial][0](scores)
+    semantic = params.semantic_weight * F.l1_loss(made, encrypted)
+    return adversarial + semantic + params.classification_weight * cross_entropy(logits, labels)
+
+
+class ImagePool:
+    """CycleGAN's history: half of the images that come are exchanged for earlier ones, each with its label."""
+
+    def __init__(self, size: int, stream: torch.Generator) -> None:
+        """`size`: images kept; `stream`: which are exchanged, and for which."""
+        self._size = size
+        self._stream = stream
+        self._images: torch.Tensor | None = None
+        self._labels: torch.Tensor | None = None
+
+    def exchange(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As many images and labels as came: the first ones fill the pool and come back, then half are exchanged for pooled ones."""
+        if self._size == 0:
+            return images, labels
+        kept = 0 if self._images is None else len(self._images)
+        if self._images is not None and self._labels is not None:
+            images, labels = torch.cat([self._images, images]), torch.cat([self._labels, labels])
+        exchanged = torch.rand(len(images), generator=self._stream) < 0.5
+        places = torch.randint(self._size, (len(images),), generator=self._stream).tolist()
+        pool, given = list(range(kept)), []
+        for row in range(kept, len(images)):
+            if len(pool) < self._size:
+                pool.append(row)
+                given.append(row)
+            elif exchanged[row]:
+                given.append(pool[places[row]])
+                pool[places[row]] = row
+            else:
+                given.append(row)
+        self._images, self._labels = images[pool], labels[pool]
+        return images[given], labels[given]
+
+
+def translation_blocks(
+    data: ImageSet, encrypt: Encrypt, params: TranslationParams, ctx: RoundContext
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Blocks of images [R, C, H, W], their encryptions (of the augmented images, as the paper does it) and labels [R]."""
+    streams, spec = ctx.streams.at("generate"), ctx.spec
+    shuffle, augmenter = streams.generator("order"), Augmenter(spec, streams)
+    steps, at_once = steps_of(params, len(data)), images_at_once(spec.image)
+    for index in index_blocks(len(data), params.batch_size, steps, shuffle, at_once):
+        raw = data.rows(index.to(data.labels.device))
+        images = augmenter.draw(len(index)).apply(raw.images)
+        yield normalise(images, spec.image), normalise(encrypt(images), spec.image), raw.labels
+
+
+class _Training:
+    """Networks, optimisers and pool of one round."""
+
+    def __init__(self, networks: TranslationNetworks, params: TranslationParams, ctx: RoundContext) -> None:
+        self._nets, self._params, self._dropout = networks, params, ctx.privacy.dropout
+        self._pool = ImagePool(params.pool_images, ctx.streams.generator("generate", "pool"))
+        factor = rate_factor(ctx.round, ctx.horizon, params.constant_rounds)
+        self._optimisers: dict[str, torch.optim.Optimizer] = {}
+        for name in ("generator", "discriminator", "extractor", "classifier"):
+            weights = getattr(networks, name).parameters()
+            if name in {"generator", "discriminator"}:
+                optimiser = adam(weights, params.gan_lr, 0.0, GAN_BETAS)
+            else:
+                optimiser = task_optimiser(weights, params)
+                if params.optimiser == "sgd":
+                    optimiser.param_groups[0]["momentum"] = params.momentum
+            optimiser.param_groups[0]["lr"] *= factor
+            self._optimisers[name] = with_gradient_noise(optimiser, ctx, "generate", name)
+
+    def step(self, images: torch.Tensor, encrypted: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """One batch; the losses in the order of `TranslationLosses`."""
+        nets, params = self._nets, self._params
+        for _ in range(params.generator_steps):
+            made = nets.generator(images)
+            scores, logits = nets.discriminator(made), nets.classifier(nets.extractor(made))
+            forged = generator_objective(scores, made, encrypted, logits, labels, params)
+            self._descend("generator", forged)
+        pooled, pooled_labels = self._pool.exchange(made.detach(), labels)
+        restoration = F.mse_loss(nets.extractor.restore(nets.extractor(pooled)), pooled)
+        self._descend("extractor", restoration)
+        with torch.no_grad():
+            features = nets.extractor(pooled)
+        classification = cross_entropy(nets.classifier(dropped(features, self._dropout)), pooled_labels)
+        self._descend("classifier", classification)
+        judged = discriminator_objective(nets.discriminator(encrypted), nets.discriminator(pooled), params.adversarial)
+        self._descend("discriminator", judged)
+        return forged, restoration, classification, judged
+
+    def _descend(self, name: str, loss: torch.Tensor) -> None:
+        """One step of one network; the others get no gradient."""
+        optimiser = self._optimisers[name]
+        optimiser.zero_grad()
+        loss.backward(inputs=list(getattr(self._nets, name).parameters()))
+        optimiser.step()
+
+
+def train_translation(
+    networks: TranslationNetworks, data: ImageSet, encrypt: Encrypt, params: TranslationParams, ctx: RoundContext
+) -> TranslationLosses:
+    """One round of PPIDSG's local training.
+
+    Args:
+        networks: trained in place, on `ctx.device`; the classifier comes with the device's key as its weights.
+        data: the training images, on `ctx.device`.
+        encrypt: `defences.scrambling.encrypt` with the device's keys and steps.
+        params: weights of the losses, learning rates, pool.
+        ctx: spec, round of how many, streams of every random draw, progress (phase "generate").
+
+    Raises:
+        DivergedError: a loss is not finite or exploded; names which.
+    """
+    training = _Training(networks, params, ctx)
+    names = [field.name for field in fields(TranslationLosses)]
+    meters = [LossMeter(f"{name} loss of the image translation", ctx.device) for name in names]
+    steps, done = steps_of(params, len(data)), 0
+    for field in fields(networks):
+        getattr(networks, field.name).train()
+    with seeded_layers(ctx, "generate"):
+        for block in translation_blocks(data, encrypt, params, ctx):
+            for rows in slices(len(block[2]), params.batch_size):
+                for meter, loss in zip(meters, training.step(*(tensor[rows] for tensor in block)), strict=True):
+                    meter.add(loss)
+                done += 1
+                ctx.progress("generate", done, steps)
+            for meter in meters:
+                meter.check()
+    return TranslationLosses(*(meter.latest for meter in meters))

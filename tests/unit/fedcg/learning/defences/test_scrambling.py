@@ -1,0 +1,217 @@
+"""Block scrambling: each step by hand, any order against plain loops, the inverse for every key, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcg.learning.defences.etc import encrypted
+from fedcg.learning.defences.scrambling import (
+    COLOUR_STEPS,
+    GREY_STEPS,
+    ScramblingKeys,
+    ScramblingStep,
+    decrypt,
+    draw_keys,
+    encrypt,
+    steps_for,
+)
+from fedcg.learning.errors import DefenceError
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.seeds import Streams
+from tests.support.learning.learning_cases import bright_images
+
+DEVICE = Streams(b"device")
+ROTATE, COMPLEMENT, FLIP, CHANNELS, SHUFFLE = ScramblingStep
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def keys_that_do_nothing(block: int, count: int, channels: int = 1) -> ScramblingKeys:
+    zeros = torch.zeros(count, dtype=torch.int64)
+    return ScramblingKeys(block, zeros, zeros, zeros, torch.arange(channels).repeat(count, 1), torch.arange(count))
+
+
+def image(*channels: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([list(channels)], dtype=torch.uint8)
+
+
+def random_images(count: int, size: tuple[int, int, int], seed: int = 0) -> torch.Tensor:
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, *size), generator=stream, dtype=torch.uint8)
+
+
+def in_plain_loops(images: torch.Tensor, keys: ScramblingKeys, steps: tuple[ScramblingStep, ...]) -> torch.Tensor:
+    """What `encrypt` should give, one image, one step and one block after the other."""
+    side = keys.block
+    result = images.numpy().copy()
+    for pixels in result:
+        places = [(y, x) for y in range(0, pixels.shape[1], side) for x in range(0, pixels.shape[2], side)]
+        blocks = [pixels[:, y : y + side, x : x + side].copy() for y, x in places]
+        for step in steps:
+            before = list(blocks)
+            for at, block in enumerate(before):
+                if step is ROTATE:
+                    blocks[at] = np.rot90(block, int(keys.rotation[at]), axes=(1, 2))
+                elif step is COMPLEMENT:
+                    blocks[at] = 255 - block if keys.complement[at] else block
+                elif step is FLIP:
+                    blocks[at] = {0: block, 1: block[:, :, ::-1], 2: block[:, ::-1]}[int(keys.flip[at])]
+                elif step is CHANNELS:
+                    blocks[at] = block[keys.channels[at].tolist()]
+                else:
+                    blocks[at] = before[int(keys.shuffle[at])]
+        for (y, x), block in zip(places, blocks, strict=True):
+            pixels[:, y : y + side, x : x + side] = block
+    return torch.from_numpy(result)
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [(0, [[1, 2], [3, 4]]), (1, [[2, 4], [1, 3]]), (2, [[4, 3], [2, 1]]), (3, [[3, 1], [4, 2]])],
+)
+def test_ir_turns_a_block_by_quarters(turns: int, expected: list[list[int]]) -> None:
+    keys = replace(keys_that_do_nothing(2, 1), rotation=numbers(turns))
+    assert encrypt(image([[1, 2], [3, 4]]), keys, [ROTATE]).tolist() == [[expected]]
+
+
+@pytest.mark.parametrize(("flip", "expected"), [(0, [[1, 2], [3, 4]]), (1, [[2, 1], [4, 3]]), (2, [[3, 4], [1, 2]])])
+def test_if_mirrors_a_block_left_to_right_or_top_to_bottom(flip: int, expected: list[list[int]]) -> None:
+    keys = replace(keys_that_do_nothing(2, 1), flip=numbers(flip))
+    assert encrypt(image([[1, 2], [3, 4]]), keys, [FLIP]).tolist() == [[expected]]
+
+
+def test_ia_takes_every_pixel_of_a_block_with_the_bit_from_255() -> None:
+    # Two blocks side by side, the second with the bit, in all three channels: 255 - 0, 255 - 255, 255 - 1, 255 - 128.
+    row = [[7, 8, 0, 255], [9, 10, 1, 128]]
+    keys = replace(keys_that_do_nothing(2, 2, 3), complement=numbers(0, 1))
+    changed = [[7, 8, 255, 0], [9, 10, 254, 127]]
+    assert encrypt(image(row, row, row), keys, [COMPLEMENT]).tolist() == [[changed] * 3]
+
+
+def test_ic_takes_each_channel_of_a_block_from_the_one_that_its_key_names() -> None:
+    # Two blocks of one pixel: the first keeps its channels, the second has blue, red, green.
+    keys = replace(keys_that_do_nothing(1, 2, 3), channels=torch.tensor([[0, 1, 2], [2, 0, 1]]))
+    assert encrypt(image([[1, 10]], [[2, 20]], [[3, 30]]), keys, [CHANNELS]).tolist() == [
+        [[[1, 30]], [[2, 10]], [[3, 20]]]
+    ]
+
+
+def test_is_takes_each_block_from_the_place_that_its_key_names() -> None:
+    keys = replace(keys_that_do_nothing(1, 4), shuffle=numbers(2, 0, 3, 1))
+    assert encrypt(image([[10, 11], [12, 13]]), keys, [SHUFFLE]).tolist() == [[[[12, 10], [13, 11]]]]
+
+
+def test_a_key_entry_belongs_to_the_block_that_is_at_its_place_when_the_step_runs() -> None:
+    keys = replace(keys_that_do_nothing(1, 2), shuffle=numbers(1, 0), complement=numbers(1, 0))
+    # IA first: 10 becomes 245 and is then moved to the right. IS first: 11 is at the left when it is complemented.
+    assert encrypt(image([[10, 11]]), keys, [COMPLEMENT, SHUFFLE]).tolist() == [[[[11, 245]]]]
+    assert encrypt(image([[10, 11]]), keys, [SHUFFLE, COMPLEMENT]).tolist() == [[[[244, 10]]]]
+
+
+def test_all_steps_run_in_the_papers_order_unless_others_are_asked_for() -> None:
+    assert [step.value for step in COLOUR_STEPS] == ["IR", "IA", "IF", "IC", "IS"]
+    assert [step.value for step in GREY_STEPS] == ["IR", "IA", "IF", "IS"]
+    for channels in (1, 3):
+        images = random_images(2, (channels, 8, 8))
+        keys = draw_keys(DEVICE, (channels, 8, 8))
+        assert torch.equal(encrypt(images, keys), in_plain_loops(images, keys, steps_for(channels)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, ScramblingKeys, tuple[ScramblingStep, ...]]:
+    block, channels = draw(st.integers(1, 5)), draw(st.sampled_from([1, 3, 4]))
+    size = (channels, block * draw(st.integers(1, 4)), block * draw(st.integers(1, 4)))
+    steps = draw(st.permutations(steps_for(channels)))[: draw(st.integers(0, 5))]
+    seed = draw(st.integers(0, 1 << 30))
+    images = random_images(draw(st.integers(1, 3)), size, seed)
+    return images, draw_keys(Streams(str(seed).encode()), size, block), tuple(steps)
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_any_steps_in_any_order_are_undone_by_the_same_key(
+    case: tuple[torch.Tensor, ScramblingKeys, tuple[ScramblingStep, ...]],
+) -> None:
+    images, keys, steps = case
+    scrambled = encrypt(images, keys, steps)
+    assert scrambled.dtype == torch.uint8
+    assert torch.equal(scrambled, in_plain_loops(images, keys, steps))
+    assert torch.equal(decrypt(scrambled, keys, steps), images)
+
+
+def test_another_key_does_not_decrypt() -> None:
+    images, size = random_images(4, (3, 32, 32)), (3, 32, 32)
+    keys = draw_keys(DEVICE, size)
+    for name in ("rotation", "complement", "flip", "channels", "shuffle"):
+        other = replace(keys, **{name: getattr(draw_keys(Streams(b"another device"), size), name)})
+        assert not torch.equal(decrypt(encrypt(images, keys), other), images), name
+
+
+def test_keys_follow_from_the_device_alone_and_reach_every_state() -> None:
+    keys, again = draw_keys(DEVICE, (3, 64, 64)), draw_keys(DEVICE, (3, 64, 64))
+    for name, states in (("rotation", 4), ("complement", 2), ("flip", 3)):
+        assert torch.equal(getattr(keys, name), getattr(again, name))
+        assert getattr(keys, name).unique().tolist() == list(range(states))
+    assert torch.equal(keys.channels, again.channels)
+    assert len(keys.channels.unique(dim=0)) == 6
+    assert torch.equal(keys.shuffle, again.shuffle)
+    assert sorted(keys.shuffle.tolist()) == list(range(256))
+    # No step's key follows from another's: each has a stream of its own.
+    assert not torch.equal(keys.rotation % 2, keys.complement)
+
+
+def test_a_block_that_does_not_divide_the_image_is_named() -> None:
+    with pytest.raises(DefenceError, match="block = 4 does not divide images of 30x32 pixels"):
+        draw_keys(DEVICE, (1, 30, 32))
+    with pytest.raises(DefenceError, match="block = 0"):
+        draw_keys(DEVICE, (1, 32, 32), 0)
+    with pytest.raises(DefenceError, match="block = 4 does not divide images of 32x30 pixels"):
+        encrypt(random_images(1, (1, 32, 30)), draw_keys(DEVICE, (1, 32, 32)))
+
+
+def test_grey_images_have_no_channels_to_permute() -> None:
+    with pytest.raises(DefenceError, match="steps: IC permutes the channels of colour images"):
+        encrypt(random_images(1, (1, 8, 8)), draw_keys(DEVICE, (1, 8, 8)), COLOUR_STEPS)
+
+
+def test_keys_of_another_length_are_named() -> None:
+    images, keys = random_images(1, (3, 8, 8)), draw_keys(DEVICE, (3, 8, 8))
+    for name in ("rotation", "complement", "flip", "shuffle"):
+        five: Any = torch.zeros(5, dtype=torch.int64)
+        wrong = replace(keys, **{name: five})
+        for run in (encrypt, decrypt):
+            with pytest.raises(DefenceError, match=rf"the key {name} has the shape \(5,\), and images of 3x8x8"):
+                run(images, wrong)
+    with pytest.raises(DefenceError, match=r"the key channels has the shape \(4, 1\).* need \(4, 3\): draw keys"):
+        encrypt(images, draw_keys(DEVICE, (1, 8, 8)))
+
+
+def test_a_step_that_is_asked_for_twice_and_images_of_another_type_are_refused() -> None:
+    keys = draw_keys(DEVICE, (1, 8, 8))
+    with pytest.raises(DefenceError, match="steps = IF, IF: each step can run once"):
+        encrypt(random_images(1, (1, 8, 8)), keys, [FLIP, FLIP])
+    with pytest.raises(DefenceError, match=r"not \[1, 1, 8, 8\] torch.float32"):
+        encrypt(random_images(1, (1, 8, 8)).float(), keys)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_etc_encrypts_every_set_of_a_device_with_the_same_keys_and_keeps_labels(channels: int) -> None:
+    train = bright_images(6, 0)
+    train = ImageSet(train.images.repeat(1, channels, 1, 1), train.labels, train.classes)
+    scrambled, held_out = encrypted(train, DEVICE), encrypted(train.rows([4, 1]), DEVICE)
+    assert torch.equal(scrambled.labels, train.labels)
+    assert scrambled.classes == train.classes
+    assert torch.equal(held_out.images, scrambled.images[[4, 1]])
+    assert not torch.equal(scrambled.images, train.images)
+    keys = draw_keys(DEVICE, (channels, 16, 16))
+    assert torch.equal(decrypt(scrambled.images, keys), train.images)
+    assert not torch.equal(encrypted(train, Streams(b"another device")).images, scrambled.images)
