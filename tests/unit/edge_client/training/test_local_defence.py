@@ -24,7 +24,7 @@ from fedcg.wire.messages.messages import DeclineReason
 from tests.support.edge.training_site import DEVICE_KEY, Site, real_spec
 from tests.support.edge.world import CLASSES, FEDERATION
 
-SHORT = {
+SHORT: dict[str, int | str] = {
     "gan_steps": 4,
     "obfuscation_steps": 2,
     "width": 4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from experiments.simulation.single_run import Runs
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Simulation
 from tests.support.commands import data_of, run_fedcg
 
 SMALL = {
@@ -67,9 +69,9 @@ class _Caught:
     def __init__(self) -> None:
         self.parties: list[Party] = []
 
-    def __call__(self, party: Party, *args: object, **others: object) -> object:
+    def __call__(self, party: Party, *args: Any, **others: Any) -> Simulation:
         self.parties.append(party)
-        return simulate(party, *args, **others)  # type: ignore[arg-type]
+        return simulate(party, *args, **others)
 
 
 @pytest.mark.parametrize("defence", ["antigan", "ats"])
