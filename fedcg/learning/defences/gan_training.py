@@ -5,7 +5,8 @@ image (§5.1 finds that neither matters much). The sum, 64 times as much at 32x3
 texture for every class, which an attacker could subtract. The variance is that of each colour channel of a window: colours that
 differ are no texture. Where the window does not divide the image, the last one ends at the edge and overlaps. The generator's
 loss is the non-saturating form of eq. 3. Initial weights are torch's, not N(0, 1) as in algorithm 1, with which nothing trains.
-The label's embedding enters the discriminator as C more maps. Every draw of a step comes from a stream of that step alone, so
+The label's embedding enters the discriminator as C more maps, each one number everywhere. Table 5's instance norm is left out: it
+subtracts just such maps, and an image's brightness with them, so that two flat classes were generated alike. Every draw of a step comes from a stream of that step alone, so
 that training that goes on from a checkpoint gives the bits of one that was never interrupted.
 """
 
@@ -61,6 +62,16 @@ def window_variance_loss(images: torch.Tensor, side: int, expected: float) -> to
     return (variances - expected).square().mean()
 
 
+def discriminator_loss(real: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
+    """Anti-GAN eq. 3 as the discriminator minimises it: -log D on real maps, -log(1 - D) on generated ones; logits [B]."""
+    return F.softplus(-real).mean() + F.softplus(generated).mean()
+
+
+def generator_loss(generated: torch.Tensor) -> torch.Tensor:
+    """Eq. 3 as the generator minimises it: -log D on its own maps; logits [B]."""
+    return F.softplus(-generated).mean()
+
+
 class _Crop(nn.Module):
     """The upper left part of maps."""
 
@@ -92,7 +103,7 @@ def build_discriminator(shape: tuple[int, int, int], classes: int, params: AntiG
     before, after = channels + classes, 2 * params.width
     layers: list[nn.Module] = []
     while min(size) >= 4:
-        layers += [nn.Conv2d(before, after, 4, 2, 1), nn.InstanceNorm2d(after), nn.LeakyReLU(_SLOPE)]
+        layers += [nn.Conv2d(before, after, 4, 2, 1), nn.LeakyReLU(_SLOPE)]
         size = [side // 2 for side in size]
         before, after = after, min(2 * after, 8 * params.width)
     layers.append(nn.Conv2d(before, 1, (size[0], size[1])))
@@ -193,9 +204,8 @@ class Gan:
         fake = self.generator(noise, labels)
         with torch.no_grad():
             features, generated = self._stem(real), self._stem(fake)
-        loss = F.softplus(-judge(features, labels)).mean() + F.softplus(judge(generated, labels)).mean()
-        self._descend("discriminator", loss)
-        loss = F.softplus(-judge(self._stem(fake), labels)).mean()
+        self._descend("discriminator", discriminator_loss(judge(features, labels), judge(generated, labels)))
+        loss = generator_loss(judge(self._stem(fake), labels))
         if obfuscate:
             obfuscation = window_variance_loss(fake, self._params.window, self._params.v_e)
             loss = loss + self._params.obfuscation_weight * obfuscation

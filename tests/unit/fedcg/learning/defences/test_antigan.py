@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,14 @@ from PIL import Image
 from fedcg.learning.defences.antigan import AntiGanParams
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, Defended
 from fedcg.learning.defences.gan_mixing import generated_images, mix, mixed_images, stem_for
-from fedcg.learning.defences.gan_training import Gan, trained_generator, window_variance_loss, windows_of
+from fedcg.learning.defences.gan_training import (
+    Gan,
+    discriminator_loss,
+    generator_loss,
+    trained_generator,
+    window_variance_loss,
+    windows_of,
+)
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import silent
@@ -88,6 +96,29 @@ def test_the_second_training_alone_brings_the_generated_windows_near_the_expecte
 
     unpulled = params.model_copy(update={"obfuscation_weight": 0.0})
     assert distance(params) < 0.5 * distance(unpulled)
+
+
+def test_the_adversarial_losses_are_those_of_eq_3_by_hand() -> None:
+    real, generated = torch.tensor([2.0, 0.0]), torch.tensor([1.0, -1.0])
+    judged = {logit: 1 / (1 + math.exp(-logit)) for logit in (2.0, 0.0, 1.0, -1.0)}  # D
+    on_real = -(math.log(judged[2.0]) + math.log(judged[0.0])) / 2
+    on_generated = -(math.log(1 - judged[1.0]) + math.log(1 - judged[-1.0])) / 2
+    assert float(discriminator_loss(real, generated)) == pytest.approx(on_real + on_generated)
+    fooled = -(math.log(judged[1.0]) + math.log(judged[-1.0])) / 2
+    assert float(generator_loss(generated)) == pytest.approx(fooled)
+
+
+def test_the_generator_learns_what_each_class_looks_like() -> None:
+    shades = torch.tensor([40, 210], dtype=torch.uint8)
+    noise = torch.randint(30, (40, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    labels = torch.arange(40) % 2
+    data = ImageSet(shades[labels].view(-1, 1, 1, 1) + noise, labels, ("dark", "light"))
+    params = SHORT.model_copy(
+        update={"gan_steps": 300, "obfuscation_steps": 0, "lr": 1e-3, "width": 8, "batch_size": 16}
+    )
+    generator = trained_generator(data, params, place(), pretrained_stem.gabor_stem())
+    made = generated_images(generator, data, 5, place()).mean(dim=(1, 2, 3))
+    assert float(made[labels == 1].min()) > float(made[labels == 0].max()) + 0.5
 
 
 def test_a_mixed_image_is_mu_of_the_real_one_and_the_rest_of_the_generated_one() -> None:
