@@ -169,7 +169,7 @@ class Trainer:
     def _choose(self, command: ChooseModel) -> TrainerReport:
         try:
             outcome = choose_model(self._work, command)
-        except (EdgeError, WireError, ExportError, LearningError, OSError) as error:
+        except (EdgeError, WireError, ExportError, LearningError, DivergedError, OSError) as error:
             detail = self._explain(error)
             self._events.write("finalise_failed", detail=detail)
             return Chosen(command.aggregate, succeeded=False)

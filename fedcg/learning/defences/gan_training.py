@@ -166,30 +166,26 @@ def file_for(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem:
 
 
 class Gan:
-    """Generator and discriminator with their optimisers."""
+    """Generator and discriminator with their optimisers.
+
+    Attributes:
+        generator: (z, y) -> image.
+    """
 
     def __init__(self, images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> None:
         channels, height, width = images.images.shape[1:]
-        self._params, self._stem = params, stem.to(place.device)
-        self._maps = (stem.channels, -(-height // 2), -(-width // 2))
-        shape, classes = (channels, height, width), len(images.classes)
+        classes, maps = len(images.classes), (stem.channels, -(-height // 2), -(-width // 2))
         with torch.device("meta"):
-            parts = {
-                "generator": build_generator(shape, classes, params),
-                "discriminator": build_discriminator(self._maps, classes, params),
+            nets = {
+                "generator": build_generator((channels, height, width), classes, params),
+                "discriminator": build_discriminator(maps, classes, params),
             }
-        self._parts: dict[str, nn.Module] = {}
-        for name, part in parts.items():
-            draw_weights(filled := allocated(part, "cpu"), place.streams.generator("initial", name))
-            self._parts[name] = filled.to(place.device)
-        self._optimisers = {
-            name: Adam(part.parameters(), lr=params.lr, betas=_BETAS) for name, part in self._parts.items()
-        }
-
-    @property
-    def generator(self) -> nn.Module:
-        """(z, y) -> image."""
-        return self._parts["generator"]
+        for name, net in nets.items():
+            draw_weights(allocated(net, "cpu"), place.streams.generator("initial", name))
+        self._params, self._stem = params, stem.to(place.device)
+        self._nets = nn.ModuleDict(nets).to(place.device)
+        self.generator, self._discriminator = self._nets.values()
+        self._optimisers = {name: Adam(net.parameters(), lr=params.lr, betas=_BETAS) for name, net in nets.items()}
 
     def step(self, real: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, *, obfuscate: bool) -> float:
         """One step of the discriminator, then one of the generator; the generator's loss (eq. 3, or eq. 4).
@@ -200,7 +196,7 @@ class Gan:
             noise: [B, noise_dim] float32.
             obfuscate: whether eq. 2 is part of the loss.
         """
-        judge = self._parts["discriminator"]
+        judge = self._discriminator
         fake = self.generator(noise, labels)
         with torch.no_grad():
             features, generated = self._stem(real), self._stem(fake)
@@ -219,26 +215,23 @@ class Gan:
 
     def tensors(self, *, is_done: bool) -> dict[str, torch.Tensor]:
         """All tensors by name; of a finished GAN the generator's alone."""
-        kept = {f"generator/{name}": tensor for name, tensor in self.generator.state_dict().items()}
-        if not is_done:
-            kept |= {f"discriminator/{name}": one for name, one in self._parts["discriminator"].state_dict().items()}
-            for part, optimiser in self._optimisers.items():
-                for number, state in optimiser.state_dict()["state"].items():
-                    kept |= {f"adam/{part}/{number}/{key}": tensor for key, tensor in state.items()}
+        kept = {
+            name: one for name, one in self._nets.state_dict().items() if not is_done or name.startswith("generator.")
+        }
+        for part, optimiser in ({} if is_done else self._optimisers).items():
+            for number, state in optimiser.state_dict()["state"].items():
+                kept |= {f"adam/{part}/{number}/{key}": tensor for key, tensor in state.items()}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Go on from `tensors()`; what a finished GAN lacks stays as it is."""
-        for part, module in self._parts.items():
-            weights = {name.split("/", 1)[1]: one for name, one in tensors.items() if name.startswith(f"{part}/")}
-            if weights:
-                module.load_state_dict(weights)
+        self._nets.load_state_dict({name: one for name, one in tensors.items() if "/" not in name}, strict=False)
+        for part, optimiser in self._optimisers.items():
             states: dict[int, dict[str, torch.Tensor]] = {}
-            for name, tensor in tensors.items():
+            for name in tensors:
                 if name.startswith(f"adam/{part}/"):
                     _, _, number, key = name.split("/")
-                    states.setdefault(int(number), {})[key] = tensor
-            optimiser = self._optimisers[part]
+                    states.setdefault(int(number), {})[key] = tensors[name]
             optimiser.load_state_dict({**optimiser.state_dict(), "state": states})
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from edge_client.config import AgentConfig, environment_names, load_config
 from edge_client.errors import ConfigError
+from fedcg.provision.agent_config import render_agent_config
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.transfer.broker_presets import PRESETS, limits_for
 
@@ -207,3 +208,12 @@ def test_a_defence_is_read_and_a_bad_one_named(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=re.escape(named)):
             load(tmp_path, wrong)
+
+
+def test_the_defence_of_a_new_devices_configuration_needs_only_its_comment_signs_taken_away(tmp_path: Path) -> None:
+    text = render_agent_config("shapes", "site-1", host="broker.example", port=8883, preset="mosquitto")
+    assert load(tmp_path, text).data.defence is None
+    begin, end = text.index("# defence ="), text.index("\n\n[policy]")
+    data = load(tmp_path, text[:begin] + re.sub(r"(?m)^# ([a-z_]+ =|\[)", r"\1", text[begin:end]) + text[end:]).data
+    assert (data.defence, dict(data.defence_params)) == ("antigan", {"v_e": 0.5, "mu": 0.5})
+    assert data.defence_stem == tmp_path / "efficientnet-lite0.safetensors"
