@@ -36,7 +36,9 @@ def mixed_images(images: ImageSet, params: AntiGanParams, place: DefencePlace) -
     if place.folder is not None:
         shown = ((generated + 1.0) * 127.5).round().byte()
         write_samples(place.folder, images.labels, images.images, shown, mixed)
-    facts = {"features": stem.name, "classes_of_one_image": str(alone)}
+    # Near 0, the generated images are one texture, which who knows it can subtract.
+    spread = float(generated.std(dim=0).mean())
+    facts = {"features": stem.name, "spread": f"{spread:.2f}", "classes_of_one_image": str(alone)}
     return Defended(ImageSet(mixed, images.labels, images.classes), facts)
 
 

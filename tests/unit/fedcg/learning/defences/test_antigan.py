@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedcg.learning.defences import gan_mixing
 from fedcg.learning.defences.antigan import AntiGanParams
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, Defended
 from fedcg.learning.defences.gan_mixing import generated_images, mix, mixed_images, stem_for
@@ -162,6 +163,21 @@ def test_other_secrets_and_other_parameters_give_other_images_and_the_same_the_s
         assert defended(data, SHORT.model_copy(update=change)).images.digest() != made, change
 
 
+def test_each_step_has_images_and_noise_of_its_own_and_the_second_training_alone_obfuscates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[bytes, bytes, bool]] = []
+
+    def step(gan: Gan, real: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, *, obfuscate: bool) -> float:
+        seen.append((real.numpy().tobytes(), noise.numpy().tobytes(), obfuscate))
+        return 0.0
+
+    monkeypatch.setattr(Gan, "step", step)
+    defended(images())
+    assert [len({one[part] for one in seen}) for part in (0, 1)] == [7, 7]
+    assert [obfuscate for _, _, obfuscate in seen] == [False] * 4 + [True] * 3
+
+
 class StoppedError(Exception):
     pass
 
@@ -233,6 +249,14 @@ def test_other_images_train_anew_unless_they_are_added_to_a_growing_set(tmp_path
 def test_images_that_it_can_do_nothing_with_are_named(data: ImageSet, params: AntiGanParams, named: str) -> None:
     with pytest.raises(DataError, match=named):
         defended(data, params)
+
+
+def test_the_spread_tells_generated_images_from_one_texture(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = images(4, classes=2)
+    made = torch.tensor([0.0, 0.0, 0.4, 0.4]).view(4, 1, 1, 1).expand(4, 1, 8, 8)
+    for forms, spread in ((made, "0.23"), (made * 0 + 0.7, "0.00")):  # √(4 · 0.2² / 3)
+        monkeypatch.setattr(gan_mixing, "generated_images", lambda *_, forms=forms: forms)
+        assert defended(data).facts["spread"] == spread
 
 
 def test_classes_of_one_image_are_counted() -> None:
