@@ -237,6 +237,23 @@ def test_other_images_train_anew_unless_they_are_added_to_a_growing_set(tmp_path
     assert steps == [*range(1, 8)] * 2
 
 
+def test_an_unfinished_training_does_not_go_on_with_other_images(tmp_path: Path) -> None:
+    params = SHORT.model_copy(update={"checkpoint_every": 2})
+    steps: list[int] = []
+
+    def stopping(phase: str, step: int, of: int) -> None:
+        steps.append(step)
+        if len(steps) == 5:
+            raise StoppedError
+
+    grown = replace(place(tmp_path, stopping), grows=True)
+    with pytest.raises(StoppedError):
+        mixed_images(images(9), params, grown)
+    made = mixed_images(images(12), params, grown).images
+    assert steps == [*range(1, 6), *range(1, 8)]
+    assert made.digest() == defended(images(12), params).images.digest()
+
+
 @pytest.mark.parametrize(
     ("data", "params", "named"),
     [
