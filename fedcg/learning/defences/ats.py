@@ -8,6 +8,7 @@ fixed baseline. The images are transformed once, not anew in every epoch, so tha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -64,13 +65,14 @@ def _apply(images: ImageSet, params: AtsParams, place: DefencePlace) -> Defended
     from fedcg.learning.image_set import ImageSet
 
     policies = [policy.split("-") for policy in params.policy.split("+")]
-    draws = place.streams.generator("ats")
-    chosen = torch.randint(len(policies), (len(images),), generator=draws).tolist()
-    signs = (2 * torch.randint(2, (len(images), 3), generator=draws) - 1).tolist()
     done = images.images.clone()
     for row, pixels in enumerate(images.images.permute(0, 2, 3, 1).numpy()):
+        # By its content, so that images which are added later change nothing.
+        draws = place.streams.generator("ats", hashlib.sha256(pixels.tobytes()).hexdigest())
+        policy = policies[int(torch.randint(len(policies), (), generator=draws))]
+        signs = (2 * torch.randint(2, (len(policy),), generator=draws) - 1).tolist()
         image = Image.fromarray(pixels.squeeze())
-        for name, sign in zip(policies[chosen[row]], signs[row], strict=True):
+        for name, sign in zip(policy, signs, strict=True):
             image = TRANSFORMATIONS[name](image, sign)
         done[row] = torch.from_numpy(np.array(image).reshape(pixels.shape)).permute(2, 0, 1)
         place.progress("defence", row + 1, len(images))

@@ -65,6 +65,7 @@ def test_each_image_is_transformed_by_one_of_the_two_policies(channels: int, tmp
     for row, image in enumerate(data.images):
         assert not torch.equal(made.images.images[row], image)
     assert apply(data).images.digest() == made.images.digest()
+    assert torch.equal(apply(data.rows([7, 3])).images.images, made.images.images[[7, 3]])
     assert (tmp_path / "samples.png").exists()
 
 
