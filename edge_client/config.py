@@ -18,7 +18,9 @@ from audit.report.conditions import parse_gate
 from audit.run.packages import EXTRA, missing_packages
 from edge_client.errors import ConfigError
 from fedcg.config_file import nearest, read_toml, section_of
+from fedcg.learning.defences.defence import check_defence
 from fedcg.learning.privacy import OFF, PrivacySettings
+from fedcg.learning.spec import ParameterValue
 from fedcg.wire.messages.enrolment_messages import URL_PATTERN, PresetName
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
@@ -89,10 +91,23 @@ class DataSection(_Section):
     """This device's images: `class/*.png|jpg`, `train/` and `test/` of such, IDX or CIFAR files, an `.npz`, or `dataset:NAME`.
 
     docs/data.md has every form. `common_test` is for demos.
+
+    Attributes:
+        defence: what rewrites the training images before any method sees them; None: nothing does.
+        defence_params: its parameters.
+        defence_stem: file with weights for its pretrained convolution; None: the installed package's.
     """
 
     root: Path
     common_test: Path | None = None
+    defence: Annotated[str | None, Field(description="a data defence: antigan, ats")] = None
+    defence_params: dict[str, ParameterValue] = {}
+    defence_stem: Path | None = None
+
+    @model_validator(mode="after")
+    def _defence_can_be_had(self) -> DataSection:
+        check_defence(self.defence, self.defence_params, dp_sgd=False)
+        return self
 
 
 class PolicySection(_Section):
@@ -228,6 +243,11 @@ class AgentConfig(_Section):
         """Held by a training process at work; the federations of one device share it, like the identity that it lies beside."""
         beside = self.keys.signing if self.tls is None else self.tls.cert
         return beside.with_name(".training.lock")
+
+    @model_validator(mode="after")
+    def _epsilon_covers_the_images(self) -> AgentConfig:
+        check_defence(self.data.defence, self.data.defence_params, dp_sgd=self.privacy.dp_sgd is not None)
+        return self
 
     @model_validator(mode="after")
     def _tls_unless_insecure(self) -> AgentConfig:

@@ -17,7 +17,7 @@ Agent:
   agent_error {detail}    link_problem {detail}            coordinator_key {serial, key}
   certificate_renewed {until}   renewal_failed {detail}
   carrier {way: up | down, works, detail}   images_skipped {count}   cohort {others: alone | same | different}
-  audited {round, attempt, passed, detail, report, seconds}
+  audited {round, attempt, passed, detail, report, seconds}   defended {defence, count, detail, samples, seconds}
 
 Coordinator:
   started {epoch}   resumed {phase, round}   stopped   key_rotated {serial, key}   pruned {files, bytes}   link {up, down_s}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}

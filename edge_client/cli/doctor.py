@@ -29,10 +29,11 @@ from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import life_of, read_certificate
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.session.state import Purpose
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore
 from edge_client.transfer.https_client import check_ready, tls_of
 from fedcg.learning.data.decoding import decode_image
 from fedcg.learning.data.formats import dataset_name, is_array_source
+from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 from fedcg.wire.clocks import SET_CLOCK, clock_time
@@ -85,6 +86,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "coordinator": _coordinator,
         "carrier": _carrier,
         "data": _data,
+        "defence": _defence,
         "cohort secret": _cohort_secret,
         "training": _training,
         "audit": _audit,
@@ -277,6 +279,19 @@ def _images(root: Path, expected: str) -> Result:
         detail = f"{detail}; {len(damaged)} can't be decoded, e.g. {damaged[0]}"
         return "warning", detail, "repair or remove them; training leaves them out"
     return "ok", detail, ""
+
+
+def _defence(config: AgentConfig, now: datetime) -> Result:
+    label = defence_label(config.data.defence, config.data.defence_params)
+    if not label:
+        return "ok", "none: models are trained on the real images", ""
+    stem = config.data.defence_stem
+    if stem is not None and not stem.is_file():
+        return "failed", f"{label}: defence_stem {stem} is no file", "correct it, or leave it out"
+    samples = config.store / DEFENCE_FOLDER / SAMPLES_FILE
+    if samples.exists():
+        return "ok", f"{label}; how real images change (private, never sent): {samples}", ""
+    return "ok", f"{label}; sample pictures will be in {samples} when the first round has begun", ""
 
 
 def _cohort_secret(config: AgentConfig, now: datetime) -> Result:

@@ -31,9 +31,16 @@ class SnapshotFile:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All images of a round, ordered by path within each split."""
+    """All images of a round, ordered by path within each split.
+
+    Attributes:
+        defence: the data defence that the training images went through, with its parameters; empty without one.
+        defended: digest of the images that were trained on in their place.
+    """
 
     files: tuple[SnapshotFile, ...]
+    defence: str = ""
+    defended: str = ""
 
     def split(self, name: str) -> tuple[SnapshotFile, ...]:
         """The files of one split."""
@@ -45,7 +52,9 @@ class Snapshot:
 
     def encode(self) -> bytes:
         """Canonical JSON; the same snapshot always gives the same bytes."""
-        return json.dumps([asdict(file) for file in self.files], sort_keys=True, separators=(",", ":")).encode()
+        files = [asdict(file) for file in self.files]
+        whole = {"defence": self.defence, "defended": self.defended, "files": files} if self.defence else files
+        return json.dumps(whole, sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def digest(self) -> str:
@@ -60,6 +69,8 @@ class Snapshot:
             ValueError: not a snapshot.
         """
         try:
-            return Snapshot(tuple(SnapshotFile(**entry) for entry in json.loads(payload)))
-        except TypeError as error:
+            found = json.loads(payload)
+            about = found if isinstance(found, dict) else {"files": found}
+            return Snapshot(**{**about, "files": tuple(SnapshotFile(**entry) for entry in about["files"])})
+        except (KeyError, TypeError) as error:
             raise ValueError(f"not a data snapshot: {error}") from error

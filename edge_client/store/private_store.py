@@ -11,6 +11,7 @@ coordinator.json  the coordinator's key that counts, once it was replaced
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
 audit/          the report of the last audit of an update, with pictures
+defence/        what the data defence learned, and sample pictures of what it does
 privacy.json    what DP-SGD has spent; written before each round's training
 events.jsonl    see `fedcg.event_log`
 """
@@ -45,6 +46,7 @@ STORE_FORMAT = 1
 SECRET_BYTES = 32
 RECEIPTS_KEPT = 64
 AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
+DEFENCE_FOLDER = "defence"
 PRIVACY_FILE = "privacy.json"
 PARTIAL_FILES = 8
 PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
@@ -98,6 +100,11 @@ class PrivateStore:
         for name in ("secrets", "specs", "artifacts", "generations", "models"):
             (root / name).mkdir(mode=0o700, exist_ok=True)
         return PrivateStore(root)
+
+    @property
+    def defence_folder(self) -> Path:
+        """Where the data defence keeps what it learned; there once it was applied."""
+        return self.root / DEFENCE_FOLDER
 
     @contextmanager
     def locked(self, name: str = "lock", wait_s: float = 0.0) -> Iterator[None]:

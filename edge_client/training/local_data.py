@@ -1,17 +1,20 @@
-"""This device's images for a round: decoded once, split by content, held to the round's snapshot. Uses torch.
+"""This device's images for a round: decoded once, split by content, held to the round's snapshot, defended. Uses torch.
 
 A file that can't be decoded is in no split and no snapshot.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edge_client.config import DataSection
 from edge_client.errors import RoundError
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from edge_client.store.private_store import PrivateStore
+from fedcg.event_log import EventLog
 from fedcg.learning.data.formats import is_array_source, stamp
 from fedcg.learning.data.image_folder import (
     LocalImages,
@@ -20,20 +23,70 @@ from fedcg.learning.data.image_folder import (
     read_images,
     split_source,
 )
+from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, defence_label, defence_of
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
+from fedcg.learning.method import Progress, silent
+from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.messages import DeclineReason
 
 
 @dataclass(frozen=True)
 class RoundData:
-    """The images of one round, per split, and the snapshot they come from."""
+    """The images of one round, per split, and the snapshot they come from; those to train on as the device's defence leaves them."""
 
     train: ImageSet
     val: ImageSet
     test: ImageSet
     snapshot: Snapshot
+
+
+@dataclass(frozen=True)
+class LocalDefence:
+    """Applies the defence of `[data] defence`.
+
+    Attributes:
+        section: names the defence and its parameters.
+        store: keeps what the defence learned, and sample pictures.
+        events: gets one event for each set of images.
+        place: torch device.
+    """
+
+    section: DataSection
+    store: PrivateStore
+    events: EventLog
+    place: str = "cpu"
+
+    @property
+    def label(self) -> str:
+        """The defence with its parameters; empty without one."""
+        return defence_label(self.section.defence, self.section.defence_params)
+
+    def apply(self, federation: str, images: ImageSet, progress: Progress) -> ImageSet:
+        """The images to train on in place of the real ones; those themselves without a defence.
+
+        Raises:
+            LearningError: the defence can't be had with these images, or its weights can't be read.
+            DivergedError: its training diverged.
+            OSError: the store can't be written.
+        """
+        if self.section.defence is None:
+            return images
+        defence, params = defence_of(self.section.defence, self.section.defence_params)
+        streams = Streams(self.store.device_secret()).at(federation, "defence")
+        stem, started = self.section.defence_stem, time.monotonic()
+        where = DefencePlace(streams, progress, self.store.defence_folder, self.place, stem, grows=True)
+        made = defence.apply(images, params, where)
+        self.events.write(
+            "defended",
+            defence=self.label,
+            count=len(images),
+            detail=", ".join(f"{name} {value}" for name, value in made.facts.items()),
+            samples=str(self.store.defence_folder / SAMPLES_FILE),
+            seconds=round(time.monotonic() - started, 1),
+        )
+        return made.images
 
 
 class LocalData:
@@ -44,6 +97,7 @@ class LocalData:
         common: folder with a balanced test set that all clients of a demo share, or None.
         store: keeps the snapshot of the round that was accepted last.
         on_skipped: gets the images that could not be decoded, whenever the source was read for a new snapshot.
+        defence: rewrites the training images, or None.
     """
 
     def __init__(
@@ -52,33 +106,50 @@ class LocalData:
         common: Path | None,
         store: PrivateStore,
         on_skipped: Callable[[tuple[SkippedImage, ...]], None] = lambda _: None,
+        defence: LocalDefence | None = None,
     ) -> None:
         self._root = root
         self._common = common
         self._store = store
         self._on_skipped = on_skipped
+        self._defence = defence
+        self._defended: tuple[str, RoundData] | None = None
         self._loaded: tuple[str, RoundData] | None = None
         self._listing: tuple[object, ...] | None = None
         self._common_set: tuple[str, LocalImages] | None = None
 
-    def for_round(self, spec: FederationSpec, round_number: int) -> RoundData:
+    def for_round(self, spec: FederationSpec, round_number: int, progress: Progress = silent) -> RoundData:
         """The data of a round: by the snapshot that was kept when it was accepted, or by a new one.
 
         Args:
             spec: names classes and image form.
             round_number: the round.
+            progress: of the defence, which may train for minutes before the first round.
 
         Raises:
             RoundError: no usable images, or files of the snapshot are gone or changed; the next attempt takes a new one.
+            LearningError: the defence lacks something other than images.
+            DivergedError: the defence's training diverged.
         """
         try:
             snapshot = self._store.accept_snapshot(spec.digest, round_number, lambda: self._take(spec).snapshot)
             if self._loaded is None or self._loaded[0] != _key(spec, snapshot):
                 self._loaded = (_key(spec, snapshot), self._load(spec, snapshot))
+            if self._defence is None or not self._defence.label:
+                return self._loaded[1]
+            if self._defended is None or self._defended[0] != self._loaded[0]:
+                self._defended = None  # two of them need not fit into memory
+                self._defended = (self._loaded[0], self._defend(self._defence, self._loaded[1], spec, progress))
         except DataError as error:
             self._store.forget_snapshot()
             raise RoundError(DeclineReason.NO_DATA, str(error)) from error
-        return self._loaded[1]
+        return self._defended[1]
+
+    def _defend(self, defence: LocalDefence, data: RoundData, spec: FederationSpec, progress: Progress) -> RoundData:
+        train = defence.apply(spec.federation, data.train, progress)
+        return replace(
+            data, train=train, snapshot=replace(data.snapshot, defence=defence.label, defended=train.digest())
+        )
 
     def common_test(self, spec: FederationSpec) -> ImageSet | None:
         """The shared balanced test set, where there is one."""

@@ -156,7 +156,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         RoundError: it can't be done here, or its update is withheld; nothing was changed but the record of spent privacy.
         FirewallError: the update may not leave this device; nothing was changed.
         CodecError: the spec's codec can't hold it; nothing was changed.
-        DivergedError: the training diverged; nothing was changed.
+        DivergedError: the training diverged, or the defence's; nothing was changed.
         WireError: the aggregate is not usable.
         PrivacyError: this device's mechanisms can't be had with this method.
         StoreError: what DP-SGD has spent is unknown.
@@ -171,7 +171,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     attempt = command.round_attempt
     progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)
-    data = work.data.for_round(spec, attempt.round)
+    data = work.data.for_round(spec, attempt.round, progress)
     base = decode_aggregate(work.store, spec, method, command.aggregate)
     start = _start(work, spec, method, stored)
     ctx = replace(work.context(spec, attempt.round, attempt.attempt, progress), validation=data.val)

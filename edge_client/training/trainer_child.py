@@ -20,7 +20,7 @@ from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
 from edge_client.session.events import ChooseModel, Chosen, TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.local_data import LocalData
+from edge_client.training.local_data import LocalData, LocalDefence
 from edge_client.training.local_round import Workplace, train_round
 from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerCommand, TrainerReport, Working
 from edge_client.training.model_selection import choose_model
@@ -100,7 +100,8 @@ class Trainer:
         place = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
         torch.set_num_threads(plan.threads)
         events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
-        data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped)
+        defence = LocalDefence(config.data, store, events, place)
+        data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped, defence)
         self._work = Workplace(config, store, data, events, place, plan.threads, plan.batch_scale, working=working)
 
     def _report_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
@@ -168,7 +169,7 @@ class Trainer:
     def _choose(self, command: ChooseModel) -> TrainerReport:
         try:
             outcome = choose_model(self._work, command)
-        except (EdgeError, WireError, ExportError, LearningError, OSError) as error:
+        except (EdgeError, WireError, ExportError, LearningError, DivergedError, OSError) as error:
             detail = self._explain(error)
             self._events.write("finalise_failed", detail=detail)
             return Chosen(command.aggregate, succeeded=False)

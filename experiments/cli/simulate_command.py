@@ -27,6 +27,7 @@ from experiments.settings.cli_options import (
     options_of,
     reasons,
 )
+from experiments.settings.options import parse_params
 from experiments.simulation.batch import (
     Batch,
     RunSetting,
@@ -62,6 +63,9 @@ class SimulateOptions(BaseModel):
             description="a mechanism of every client, KEY=VALUE or dp_sgd.KEY=VALUE, e.g. update_clip=1; repeat for more: "
             "see docs/methods.md"
         ),
+    ] = []
+    defence_params: Annotated[
+        list[str], Field(description="a parameter of the defence, KEY=VALUE, e.g. v_e=0.5; repeat for more")
     ] = []
     paper: Annotated[
         str | None,
@@ -136,6 +140,7 @@ def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> B
     own = RunSetting.model_fields.keys() - SimulateOptions.model_fields.keys()
     fields = {name: values[name] for name in values if name in own} | {"data": data_text(values["data"])}
     fields["privacy"] = parse_mechanisms(options.privacy)
+    fields["defence_params"] = parse_params(options.defence_params, "--defence-set")
     if options.paper is None:
         methods = options.method or ["fedcg"]
         params = parse_method_params(options.params, tuple(methods))

@@ -23,7 +23,13 @@ Values = dict[str, Any]
 """Every option of a command by the name of its field, typed or by default."""
 
 # Options that are not called `--FIELD`, or have no `--no-FIELD` beside them; and what stands for a value in the help.
-_NAMES = {"params": "--set", "privacy": "--mechanism", "as_json": "--json", "force": "--force"}
+_NAMES = {
+    "params": "--set",
+    "privacy": "--mechanism",
+    "defence_params": "--defence-set",
+    "as_json": "--json",
+    "force": "--force",
+}
 _METAVARS = {"crop": "PIXELS", "ray": "[ADDRESS]"}
 
 
@@ -82,7 +88,10 @@ def bad_input_ends() -> Iterator[None]:
 
 def reasons(error: ValidationError) -> str:
     """Every bad value and what is wrong with it, on one line."""
-    lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
+    lines = [
+        ": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, "))))
+        for item in error.errors(include_url=False)
+    ]
     return "; ".join(lines)
 
 

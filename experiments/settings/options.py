@@ -193,7 +193,7 @@ def root_secret(seed: int, purpose: str) -> bytes:
     return hashlib.sha256(f"fedcg experiment {seed} {purpose}".encode()).digest()
 
 
-def parse_params(pairs: Sequence[str]) -> dict[str, ParameterValue]:
+def parse_params(pairs: Sequence[str], option: str = "--set") -> dict[str, ParameterValue]:
     """Read `key=value` pairs; values are JSON where they can be (numbers, true, null), else text.
 
     Raises:
@@ -203,7 +203,7 @@ def parse_params(pairs: Sequence[str]) -> dict[str, ParameterValue]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
-            raise OptionError(f"--set {pair!r}: write key=value")
+            raise OptionError(f"{option} {pair!r}: write key=value")
         try:
             value = json.loads(text)
         except ValueError:

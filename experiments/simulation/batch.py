@@ -17,6 +17,7 @@ from experiments.data.source import Source
 from experiments.errors import OptionError
 from experiments.settings.options import Setting, parse_params
 from fedcg.files import replace_durably
+from fedcg.learning.defences.defence import check_defence, defence_label
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.spec import ParameterValue
 from fedcg.wire.parts import AggregateCodec, UpdateCodec
@@ -104,6 +105,14 @@ class RunSetting(Setting):
         ),
     ] = ""
     privacy: Annotated[PrivacySettings, Field(exclude_if=lambda privacy: not privacy.is_on)] = OFF
+    defence: Annotated[
+        str | None,
+        Field(
+            exclude_if=lambda defence: defence is None,
+            description="what every client's training images go through before the first round: antigan, ats",
+        ),
+    ] = None
+    defence_params: dict[str, ParameterValue] = Field(default_factory=dict, exclude_if=lambda params: not params)
     paper: str | None = None
 
     @model_validator(mode="after")
@@ -111,6 +120,16 @@ class RunSetting(Setting):
         if self.precision == "bf16" and not self.device.startswith("cuda"):
             raise ValueError(f"precision bf16 needs --device cuda: on {self.device} it is slower than f32")
         return self
+
+    @model_validator(mode="after")
+    def _defence_can_be_had(self) -> RunSetting:
+        check_defence(self.defence, self.defence_params, dp_sgd=self.privacy.dp_sgd is not None)
+        return self
+
+    @property
+    def defence_label(self) -> str:
+        """The data defence with the parameters that differ from its defaults; empty without one."""
+        return defence_label(self.defence, self.defence_params)
 
     @property
     def data_name(self) -> str:
@@ -121,12 +140,13 @@ class RunSetting(Setting):
 
     @property
     def name(self) -> str:
-        """The run's file name, without its ending; codecs, mechanisms and the start are named where they are not the default."""
+        """The run's file name, without its ending; codecs, defence, mechanisms and start are named where they are not the default."""
         codecs = "" if (self.codec, self.aggregate_codec) == ("f32", "f32") else f"{self.codec}-{self.aggregate_codec}"
         parts = (
             self.paper or self.data_name,
             self.method,
             self.variant,
+            self.defence_label,
             self.privacy.label,
             codecs,
             "" if self.start == "cohort" else f"{self.start}-start",

@@ -53,7 +53,7 @@ class BatchRunner:
         self._events: dict[str, EventFiles] = {}
         self._counted_rounds: dict[str, int] = {}  # rounds of a run that the bar knows of
         self._writing = Lock()
-        self._runs = Runs(folder, lanes.simulator, self._after_round)
+        self._runs = Runs(folder, lanes.simulator, self._after_round, self._print)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -56,7 +56,12 @@ _DIGITS = 5
 
 
 def record_of(
-    planned: PlannedRun, party: Party, result: Simulation, skipped: Sequence[tuple[str, str]], seconds: float
+    planned: PlannedRun,
+    party: Party,
+    result: Simulation,
+    skipped: Sequence[tuple[str, str]],
+    seconds: float,
+    defended: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """The record of a finished run.
 
@@ -66,6 +71,7 @@ def record_of(
         result: where the simulation ended.
         skipped: (file, reason) of images that could not be used; names only, no folder.
         seconds: of the whole run, all its parts together where it was interrupted.
+        defended: facts about the data defence by client; None or empty without one.
     """
     run, spec = planned.setting, party.spec
     method = get_method(spec.method)
@@ -83,6 +89,7 @@ def record_of(
         "method": spec.method,
         "variant": run.variant,
         **({"mechanisms": run.privacy.label} if run.privacy.is_on else {}),
+        **({"defence": run.defence_label, "defended": defended} if defended else {}),
         "seed": run.seed,
         "data": run.data_name,
         "partition": run.partition,
@@ -184,8 +191,10 @@ def _rounded(value: float | None) -> float | int | None:
 
 
 def label_of(record: Mapping[str, Any]) -> str:
-    """What a run is called beside runs of other seeds: method, variant and mechanisms."""
-    return " ".join(filter(None, (record["method"], record["variant"], record.get("mechanisms"))))
+    """What a run is called beside runs of other seeds: method, variant, data defence and mechanisms."""
+    return " ".join(
+        filter(None, (record["method"], record["variant"], record.get("defence"), record.get("mechanisms")))
+    )
 
 
 def write_json(value: Mapping[str, Any], path: Path) -> None:

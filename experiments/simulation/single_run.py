@@ -19,11 +19,13 @@ import torch
 
 from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.deal import DealOptions
+from experiments.data.defended_clients import Asked, defend
 from experiments.data.source import Source
 from experiments.errors import OptionError, RunError
+from experiments.settings.options import FEDERATION
 from experiments.simulation.batch import STATE_FOLDER, PlannedRun, RunSetting
 from experiments.simulation.checkpoints import Checkpoints
-from experiments.simulation.party_builder import party_of
+from experiments.simulation.party_builder import party_of, roots_of
 from experiments.simulation.recorded_updates import MAX_AUXILIARY, UPDATES_FOLDER, RecordedUpdates
 from experiments.simulation.simulation_record import record_of, write_json
 from fedcg.learning.image_set import ImageSet
@@ -34,6 +36,7 @@ from fedcg.learning.spec import FederationSpec, ImageForm, plan_from_mapping
 
 FAILURES_FILE = "failures.json"
 
+Facts = dict[str, dict[str, str]]
 OnRound = Callable[[PlannedRun, Simulation], None]
 Simulator = Callable[..., Simulation]
 """Runs a federation: takes (party, schedule, resume=, on_round=) as `fedcg.learning.simulation.simulation.simulate` does."""
@@ -54,16 +57,21 @@ class Runs:
         folder: records go here; checkpoints into a folder below.
         simulator: who runs a federation; `simulate` does so in this process.
         on_round: called after every round.
+        note: gets lines about what comes before the first round.
     """
 
-    def __init__(self, folder: Path, simulator: Simulator, on_round: OnRound) -> None:
+    def __init__(
+        self, folder: Path, simulator: Simulator, on_round: OnRound, note: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._folder = folder
+        self._note = note
         self._simulator = simulator
         self._on_round = on_round
         self._dealing = Lock()
         # The last ones are kept: the next run is mostly another method on the same images.
         self._opened: tuple[str, Source] | None = None
         self._dealt: tuple[tuple[str, DealOptions, ImageForm], Cohort] | None = None
+        self._defended: tuple[object, Cohort, Facts] | None = None
 
     def path(self, planned: PlannedRun) -> Path:
         """Where the record of a run lies."""
@@ -112,6 +120,7 @@ class Runs:
         torch.set_num_threads(setting.threads)
         with self._dealing:  # one data set at a time is downloaded, decoded and dealt out
             spec, cohort = self._cohort_of(setting)
+            cohort, facts = self._defence_of(setting, cohort)
             auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
         party = party_of(setting, spec, cohort)
         checkpoints = self._checkpoints(planned)
@@ -142,7 +151,7 @@ class Runs:
         if (reason := _worthless(result)) is not None:
             checkpoints.remove()
             raise RunError(reason)
-        record = record_of(planned, party, result, _names(cohort), time.monotonic() - started)
+        record = record_of(planned, party, result, _names(cohort), time.monotonic() - started, facts)
         write_json(record, self.path(planned))
         checkpoints.remove()
         return record
@@ -158,6 +167,22 @@ class Runs:
             self._dealt = None  # two of them need not fit into memory
             self._dealt = key, build_cohort(source, spec.image, deal)
         return spec, self._dealt[1]
+
+    def _defence_of(self, setting: RunSetting, cohort: Cohort) -> tuple[Cohort, Facts]:
+        """The cohort as the setting's defence leaves it, and facts about that; every method of a batch trains on the same images."""
+        if setting.defence is None:
+            return cohort, {}
+        assert self._dealt is not None
+        key = self._dealt[0], setting.defence_label, setting.device, setting.threads
+        if self._defended is None or self._defended[0] != key:
+            self._defended = None
+            secrets = roots_of(setting.seed, tuple(sorted(cohort.clients))).devices
+            folder = self._folder / STATE_FOLDER / "defence" / f"seed{setting.seed}"
+            asked = Asked(
+                setting.defence, setting.defence_params, secrets, FEDERATION, folder, setting.device, self._note
+            )
+            self._defended = key, *defend(cohort, asked)
+        return self._defended[1:]
 
     def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet:
         """Images of the opened source that no client holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,12 @@ class ImageSet:
     def to(self, device: str) -> ImageSet:
         """The same set on another torch device."""
         return ImageSet(self.images.to(device), self.labels.to(device), self.classes)
+
+    def digest(self) -> str:
+        """The sha256 of pixels and labels, in hex."""
+        digest = hashlib.sha256(self.images.cpu().contiguous().numpy().tobytes())
+        digest.update(self.labels.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def label_counts(self) -> tuple[int, ...]:
         """Number of images per class (n_i^y), length C."""

@@ -254,6 +254,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "trainer_died": _trainer_died,
     "gpu_failed": (ERROR, "{at}: the GPU failed, and the training process starts again: {detail}"),
     "images_skipped": (WARNING, "{count} images can't be read and are left out; `fedcg doctor` names them"),
+    "defended": (INFO, "{count} training images went through {defence} ({detail}; {seconds:.0f} s)"),
     "committed": _committed,
     "round_failed": (DEBUG, "{at} can't be trained ({reason}): {detail}"),
     "sending": (INFO, "{at}: the update is being sent ({bytes!b})"),

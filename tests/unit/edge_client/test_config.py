@@ -11,6 +11,7 @@ import pytest
 
 from edge_client.config import AgentConfig, environment_names, load_config
 from edge_client.errors import ConfigError
+from fedcg.provision.agent_config import render_agent_config
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.transfer.broker_presets import PRESETS, limits_for
 
@@ -191,3 +192,28 @@ def test_every_setting_has_a_variable() -> None:
     assert names["FEDCG_AGENT_DEVICE"] == ("device",)
     assert names["FEDCG_AGENT_DATA_COMMON_TEST"] == ("data", "common_test")
     assert len(names) == len(set(names.values())) >= 20
+
+
+def test_a_defence_is_read_and_a_bad_one_named(tmp_path: Path) -> None:
+    asked = GOOD + 'defence = "antigan"\ndefence_stem = "weights.pth"\n[data.defence_params]\nv_e = 0.3\nwindow = 8\n'
+    data = load(tmp_path, asked).data
+    assert (data.defence, dict(data.defence_params)) == ("antigan", {"v_e": 0.3, "window": 8})
+    assert data.defence_stem == tmp_path / "weights.pth"
+    assert load(tmp_path, GOOD, {"FEDCG_AGENT_DATA_DEFENCE": "ats"}).data.defence == "ats"
+    for wrong, named in {
+        asked.replace('"antigan"', '"antigam"'): "there is no 'antigam' (did you mean `antigan`?)",
+        asked.replace("v_e", "ve"): "ve: there is no such parameter (did you mean `v_e`?)",
+        asked.replace("0.3", "3"): "v_e: must be less than or equal to 1",
+        asked + "[privacy.dp_sgd]\nnoise_multiplier = 1.0\n": "dp_sgd's epsilon does not cover",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(named)):
+            load(tmp_path, wrong)
+
+
+def test_the_defence_of_a_new_devices_configuration_needs_only_its_comment_signs_taken_away(tmp_path: Path) -> None:
+    text = render_agent_config("shapes", "site-1", host="broker.example", port=8883, preset="mosquitto")
+    assert load(tmp_path, text).data.defence is None
+    begin, end = text.index("# defence ="), text.index("\n\n[policy]")
+    data = load(tmp_path, text[:begin] + re.sub(r"(?m)^# ([a-z_]+ =|\[)", r"\1", text[begin:end]) + text[end:]).data
+    assert (data.defence, dict(data.defence_params)) == ("antigan", {"v_e": 0.5, "mu": 0.5})
+    assert data.defence_stem == tmp_path / "efficientnet-lite0.safetensors"

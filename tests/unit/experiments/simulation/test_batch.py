@@ -207,7 +207,7 @@ def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Pa
         ("--participation 0", "participation"),
         ("--crop -1", "crop: "),
         ("--crop 65", "crop: "),
-        ("--crop 16", "crop: Value error, crops of 16 pixels can miss the whole image; the shorter side has 16"),
+        ("--crop 16", "crop: crops of 16 pixels can miss the whole image; the shorter side has 16"),
         ("--data /nowhere", "nowhere"),
         ("--generator nope", "no generator 'nope'; there are conv"),
         ("--discriminator nope", "no discriminator 'nope'; there are conv"),

@@ -1,0 +1,84 @@
+"""ATS (Gao et al., CVPR 2021): training images transformed by a policy that makes gradients hard to invert. Torch-free.
+
+Their search ranks policies, lists of three of 50 transformations, on a model that is trained for it. Here the policies that they
+publish for CIFAR-100 and ResNet-20 are fixed, 3-1-7 and 43-18-18, by default one of the two at random for each image, as in
+their hybrid: a search per device would train on its images longer than the federation, and PPIDSG's tables too take ATS as a
+fixed baseline. The images are transformed once, not anew in every epoch, so that one form of each is all that is ever seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from PIL import Image, ImageEnhance
+
+from fedcg.learning.defences.defence import Defence, DefenceParams, DefencePlace, Defended
+
+if TYPE_CHECKING:
+    from fedcg.learning.image_set import ImageSet
+
+Transformation = Callable[[Image.Image, int], Image.Image]
+_FARTHEST = 150 / 331  # of a side, at magnitude 9; AutoAugment's
+_MOST_CONTRAST = 0.5
+
+
+class AtsParams(DefenceParams):
+    """The published policy, or one of its halves."""
+
+    policy: Literal["3-1-7+43-18-18", "3-1-7", "43-18-18"] = "3-1-7+43-18-18"
+
+
+def _translated(horizontal: int, vertical: int) -> Transformation:
+    """A shift to one side or the other by a magnitude of 0 to 9; what comes in is black."""
+
+    def transform(image: Image.Image, sign: int) -> Image.Image:
+        right, down = (
+            sign * magnitude / 9 * _FARTHEST * side
+            for magnitude, side in zip((horizontal, vertical), image.size, strict=True)
+        )
+        return image.transform(image.size, Image.Transform.AFFINE, (1, 0, right, 0, 1, down))
+
+    return transform
+
+
+def _contrasted(magnitude: int) -> Transformation:
+    return lambda image, sign: ImageEnhance.Contrast(image).enhance(1 + sign * magnitude / 9 * _MOST_CONTRAST)
+
+
+# By their number in the authors' list: translateX 9, contrast 6, translateY 2; translateY 3, contrast 7.
+TRANSFORMATIONS: Mapping[str, Transformation] = {
+    "3": _translated(9, 0),
+    "1": _contrasted(6),
+    "7": _translated(0, 2),
+    "43": _translated(0, 3),
+    "18": _contrasted(7),
+}
+
+
+def _apply(images: ImageSet, params: AtsParams, place: DefencePlace) -> Defended:
+    import torch  # not for a configuration
+
+    from fedcg.learning.defences.sample_pictures import write_samples
+    from fedcg.learning.image_set import ImageSet
+
+    policies = [policy.split("-") for policy in params.policy.split("+")]
+    done = images.images.clone()
+    for row, pixels in enumerate(images.images.permute(0, 2, 3, 1).numpy()):
+        # By its content, so that images which are added later change nothing.
+        draws = place.streams.generator("ats", hashlib.sha256(pixels.tobytes()).hexdigest())
+        policy = policies[int(torch.randint(len(policies), (), generator=draws))]
+        signs = (2 * torch.randint(2, (len(policy),), generator=draws) - 1).tolist()
+        image = Image.fromarray(pixels.squeeze())
+        for name, sign in zip(policy, signs, strict=True):
+            image = TRANSFORMATIONS[name](image, sign)
+        done[row] = torch.from_numpy(np.array(image).reshape(pixels.shape)).permute(2, 0, 1)
+        place.progress("defence", row + 1, len(images))
+    if place.folder is not None:
+        write_samples(place.folder, images.labels, images.images, done)
+    return Defended(ImageSet(done, images.labels, images.classes), {"policy": params.policy})
+
+
+DEFENCE = Defence("ats", AtsParams, _apply, is_per_image=True)

