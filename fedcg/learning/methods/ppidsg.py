@@ -6,7 +6,7 @@ IMAGES, so a device shares it only where its owner lists `image_generator`. The 
 coordinator does not know where the federation has a cohort secret.
 
 `key = device`: each box scrambles by keys of its own, drawn in its first round. `key = cohort`: all that hold the cohort secret scramble
-alike, as the authors' code does; their generators then have one target (see docs/papers.md for what that is worth).
+alike, as the authors' code does; their generators then have one target.
 """
 
 from __future__ import annotations
