@@ -56,14 +56,20 @@ def plan(
     return plan_of(method, network or NetworkChoice(noise_dim=8), image, params)
 
 
+def usual_plan(method: str, **params: ParameterValue) -> FederationPlan:
+    """The same with the networks that a method's tests take."""
+    known = get_method(method)
+    image = GREY if known.networks is None else GREY.model_copy(update={"std": (0.5,)})  # PPIDSG's need [-1, 1]
+    return plan_of(method, NetworkChoice(split=known.split, noise_dim=8), image, params)
+
+
 def quick_spec(
     method: str, *, augment_flip: ParameterValue = False, augment_crop: ParameterValue = 0, **params: ParameterValue
 ) -> FederationSpec:
     """A complete spec of a quick federation."""
-    known = get_method(method)
-    image = GREY if known.networks is None else GREY.model_copy(update={"std": (0.5,)})  # PPIDSG's need [-1, 1]
-    quick = plan_of(method, NetworkChoice(split=known.split, noise_dim=8), image, params)
-    return complete_spec(quick.model_copy(update={"augment_flip": augment_flip, "augment_crop": augment_crop}))
+    return complete_spec(
+        usual_plan(method, **params).model_copy(update={"augment_flip": augment_flip, "augment_crop": augment_crop})
+    )
 
 
 def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES) -> ImageSet:

@@ -11,11 +11,11 @@ from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.parts import Part, UpdateCodec
-from tests.support.learning.learning_cases import plan, quick_spec
+from tests.support.learning.learning_cases import plan, quick_spec, usual_plan
 
 
 def coded(method: str, codec: UpdateCodec) -> FederationSpec:
-    return complete_spec(plan(method).model_copy(update={"codec": codec, "aggregate_codec": "f32"}))
+    return complete_spec(usual_plan(method).model_copy(update={"codec": codec, "aggregate_codec": "f32"}))
 
 
 def test_a_spec_founded_before_there_were_codecs_keeps_its_bytes_and_means_float32() -> None:
