@@ -120,18 +120,19 @@ class FakeDevice:
         return [message for message in list(self.received) if isinstance(message, kind)]
 
     def hello(self) -> None:
-        self.nonces += 1
-        self.nonce = f"{self.nonces:032x}"
-        self.session = None
-        hello = Hello(
-            **self._addressed(),
-            nonce=self.nonce,
-            versions=SPOKEN,
-            agent="fake-1",
-            carrier=self.carrier,
-            heartbeat_s=self.heartbeat_s,
-        )
-        self.transport.publish(self.topics.up_control(self.name), seal(hello, self.key))
+        with self.lock:  # not while another thread makes an update of the session that this ends
+            self.nonces += 1
+            self.nonce = f"{self.nonces:032x}"
+            self.session = None
+            hello = Hello(
+                **self._addressed(),
+                nonce=self.nonce,
+                versions=SPOKEN,
+                agent="fake-1",
+                carrier=self.carrier,
+                heartbeat_s=self.heartbeat_s,
+            )
+            self.transport.publish(self.topics.up_control(self.name), seal(hello, self.key))
 
     def tell(self, message: AnyMessage) -> None:
         assert self.session is not None
