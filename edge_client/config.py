@@ -100,7 +100,7 @@ class DataSection(_Section):
 
     root: Path
     common_test: Path | None = None
-    defence: Annotated[str | None, Field(description="a data defence: antigan, ats")] = None
+    defence: Annotated[str | None, Field(description="a data defence: antigan, ats, etc")] = None
     defence_params: dict[str, ParameterValue] = {}
     defence_stem: Path | None = None
 

@@ -24,6 +24,7 @@ from fedcg.learning.data.image_folder import (
     split_source,
 )
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, defence_label, defence_of
+from fedcg.learning.defences.scrambling import Scrambling
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.method import Progress, silent
@@ -34,7 +35,7 @@ from fedcg.wire.messages.messages import DeclineReason
 
 @dataclass(frozen=True)
 class RoundData:
-    """The images of one round, per split, and the snapshot they come from; those to train on as the device's defence leaves them."""
+    """The images of one round, per split, and the snapshot they come from; as the device's defence leaves them."""
 
     train: ImageSet
     val: ImageSet
@@ -74,10 +75,9 @@ class LocalDefence:
         if self.section.defence is None:
             return images
         defence, params = defence_of(self.section.defence, self.section.defence_params)
-        streams = Streams(self.store.device_secret()).at(federation, "defence")
-        stem, started = self.section.defence_stem, time.monotonic()
-        where = DefencePlace(streams, progress, self.store.defence_folder, self.place, stem, grows=True)
-        made = defence.apply(images, params, where)
+        started = time.monotonic()
+        made = defence.apply(images, params, self._where(federation, progress))
+        made.keep_picture(self.store.defence_folder)
         self.events.write(
             "defended",
             defence=self.label,
@@ -87,6 +87,41 @@ class LocalDefence:
             seconds=round(time.monotonic() - started, 1),
         )
         return made.images
+
+    def input_layer(self, spec: FederationSpec) -> Scrambling | None:
+        """What all other images of this device go through, too, before its networks get them; None: they stay real.
+
+        Raises:
+            DefenceError: the spec's images, or this device's secrets, do not allow it.
+        """
+        if self.section.defence is None:
+            return None
+        defence, params = defence_of(self.section.defence, self.section.defence_params)
+        if defence.input_layer is None:
+            return None
+        size = spec.image.channels, spec.image.height, spec.image.width
+        return defence.input_layer(params, self._where(spec.federation, silent), size)
+
+    def _where(self, federation: str, progress: Progress) -> DefencePlace:
+        return defence_place(self.section, federation, self.store, progress, self.place)
+
+
+def defence_place(
+    section: DataSection, federation: str, store: PrivateStore, progress: Progress = silent, place: str = "cpu"
+) -> DefencePlace:
+    """What the defence of a device works with.
+
+    Raises:
+        StoreError: a secret can't be read.
+    """
+    streams, together = (
+        None if root is None else Streams(root).at(federation, "defence")
+        for root in (store.device_secret(), store.cohort_secret())
+    )
+    assert streams is not None
+    return DefencePlace(
+        streams, progress, store.defence_folder, place, section.defence_stem, grows=True, cohort=together
+    )
 
 
 class LocalData:
@@ -146,15 +181,22 @@ class LocalData:
         return self._defended[1]
 
     def _defend(self, defence: LocalDefence, data: RoundData, spec: FederationSpec, progress: Progress) -> RoundData:
-        train = defence.apply(spec.federation, data.train, progress)
-        return replace(
-            data, train=train, snapshot=replace(data.snapshot, defence=defence.label, defended=train.digest())
-        )
+        train, layer = defence.apply(spec.federation, data.train, progress), defence.input_layer(spec)
+        val, test = (one if layer is None else layer.seen(one) for one in (data.val, data.test))
+        snapshot = replace(data.snapshot, defence=defence.label, defended=train.digest())
+        return RoundData(train, val, test, snapshot)
+
+    def input_layer(self, spec: FederationSpec) -> Scrambling | None:
+        """What real images go through before this device's networks get them; None: nothing."""
+        return None if self._defence is None else self._defence.input_layer(spec)
 
     def common_test(self, spec: FederationSpec) -> ImageSet | None:
-        """The shared balanced test set, where there is one."""
+        """The shared balanced test set as this device's networks get it, where there is one."""
         found = self._common_images(spec)
-        return None if found is None else found.images
+        if found is None:
+            return None
+        layer = self.input_layer(spec)
+        return found.images if layer is None else layer.seen(found.images)
 
     def files(self, snapshot: Snapshot, split: str) -> tuple[list[Path], list[int]]:
         """Paths and labels of a split's image files; empty for a source of another form, which has none."""

@@ -70,6 +70,7 @@ def export_model(
         ExportError: it can't be exported; the version in use stays.
     """
     files, labels = work.data.files(snapshot, "test")
+    layer = work.data.input_layer(spec)
     slots = Slots(work.store.root / "models")
     refused = None
     try:
@@ -84,6 +85,7 @@ def export_model(
             variants=_held_out(work, spec, snapshot) if last and work.config.export.variants else None,
             gate=work.config.export.gate_points / 100,
             key=work.config.keys.signing,
+            before=None if layer is None else layer.layer(spec.image),
         )
     except GateError as error:
         refused = str(error)

@@ -196,7 +196,7 @@ def _roots_for(roots: Roots, client: str) -> Roots:
 
 
 def _own(data: ClientData) -> ClientData:
-    return ClientData(_images(data.train), _images(data.val), _images(data.test))
+    return replace(data, train=_images(data.train), val=_images(data.val), test=_images(data.test))
 
 
 def _images(images: ImageSet) -> ImageSet:

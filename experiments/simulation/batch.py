@@ -109,7 +109,7 @@ class RunSetting(Setting):
         str | None,
         Field(
             exclude_if=lambda defence: defence is None,
-            description="what every client's training images go through before the first round: antigan, ats",
+            description="what every client's training images go through before the first round: antigan, ats, etc",
         ),
     ] = None
     defence_params: dict[str, ParameterValue] = Field(default_factory=dict, exclude_if=lambda params: not params)

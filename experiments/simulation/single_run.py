@@ -19,12 +19,12 @@ import torch
 
 from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.deal import DealOptions
-from experiments.data.defended_clients import Asked, defend
 from experiments.data.source import Source
 from experiments.errors import OptionError, RunError
 from experiments.settings.options import FEDERATION
 from experiments.simulation.batch import STATE_FOLDER, PlannedRun, RunSetting
 from experiments.simulation.checkpoints import Checkpoints
+from experiments.simulation.defended_clients import Asked, defend
 from experiments.simulation.party_builder import party_of, roots_of
 from experiments.simulation.recorded_updates import MAX_AUXILIARY, UPDATES_FOLDER, RecordedUpdates
 from experiments.simulation.simulation_record import record_of, write_json
@@ -173,13 +173,21 @@ class Runs:
         if setting.defence is None:
             return cohort, {}
         assert self._dealt is not None
-        key = self._dealt[0], setting.defence_label, setting.device, setting.threads
+        key = self._dealt[0], setting.defence_label, setting.start, setting.device, setting.threads
         if self._defended is None or self._defended[0] != key:
             self._defended = None
-            secrets = roots_of(setting.seed, tuple(sorted(cohort.clients))).devices
+            roots = roots_of(setting.seed, tuple(sorted(cohort.clients)))
+            secret = None if setting.start == "public" else roots.cohort  # as on devices without a cohort secret
             folder = self._folder / STATE_FOLDER / "defence" / f"seed{setting.seed}"
             asked = Asked(
-                setting.defence, setting.defence_params, secrets, FEDERATION, folder, setting.device, self._note
+                setting.defence,
+                setting.defence_params,
+                roots.devices,
+                secret,
+                FEDERATION,
+                folder,
+                setting.device,
+                self._note,
             )
             self._defended = key, *defend(cohort, asked)
         return self._defended[1:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from export.errors import InputError
+from fedcg.learning.defences.defence import defence_names, defence_of
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
@@ -33,6 +36,20 @@ def read_spec(path: Path) -> FederationSpec:
         raise InputError(str(path), f"not a federation's spec: {error}") from error
 
 
+def _check_defence(path: Path) -> None:
+    """An agent's state names the data defence of its images in the snapshot beside it."""
+    snapshot = path.with_name("snapshot.json")
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # weights from elsewhere
+        label = json.loads(snapshot.read_bytes()).get("defence", "")
+        name = label.partition("-")[0]
+        if name in defence_names() and defence_of(name, {})[0].input_layer is not None:
+            raise InputError(
+                str(path),
+                f"trained on images that the data defence {name} encrypted; a model without the device's key classifies no real "
+                "image: use a version that the agent exported, under models/ of its store",
+            )
+
+
 def read_weights(path: Path, slot: str | None = None) -> Mapping[Part, Weights]:
     """Extractor and classifier from a safetensors file.
 
@@ -41,8 +58,10 @@ def read_weights(path: Path, slot: str | None = None) -> Mapping[Part, Weights]:
         slot: which slot, where the file has slots.
 
     Raises:
-        InputError: cannot be read, or has no extractor and classifier under that slot.
+        InputError: cannot be read, has no extractor and classifier under that slot, or a model of it needs an input layer
+            that only the agent has.
     """
+    _check_defence(path)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from export.build.accuracy_gate import pass_gate
 from export.build.to_onnx import Exported, export_personal
@@ -47,6 +48,7 @@ def package_personal(
     variants: HeldOut | None = None,
     gate: float | None = None,
     key: Path | None = None,
+    before: nn.Module | None = None,
 ) -> Path:
     """Export a personal model, verify it against torch, and put it in use as the newest version.
 
@@ -62,6 +64,7 @@ def package_personal(
         variants: images to try float16 and int8 by; None for the model as exported alone.
         gate: accuracy that it may lose on the test files against the version in use, as a share; None for no comparison.
         key: file of the device's message key, which signs the manifest; None for an unsigned model.
+        before: what images go through before the network, normalised ones in and out; it becomes part of the model.
 
     Returns:
         Directory of the new version; its manifest holds the comparison with the trained model.
@@ -75,8 +78,8 @@ def package_personal(
 
     def fill(directory: Path) -> None:
         model_path = directory / MODEL_NAME
-        exported = export_personal(spec, parts, model_path, round_number=round_number, takes=takes)
-        verification = verify(model_path, spec, parts, test_files, test_labels, takes=takes)
+        exported = export_personal(spec, parts, model_path, round_number=round_number, takes=takes, before=before)
+        verification = verify(model_path, spec, parts, test_files, test_labels, takes=takes, before=before)
         write_manifest(directory, _manifest(spec, exported, verification, metrics or {}, round_number, takes))
         if variants is not None:
             add_variants(directory, variants, threads=threads)

@@ -66,6 +66,7 @@ def export_personal(
     *,
     round_number: int = 0,
     takes: Takes = "pixels",
+    before: nn.Module | None = None,
 ) -> Exported:
     """Write a personal model as ONNX; the same weights give the same bytes.
 
@@ -78,6 +79,7 @@ def export_personal(
         out_path: file to write.
         round_number: the round the weights come from.
         takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.
+        before: what images go through before the network, normalised ones in and out; it is in the file.
 
     Raises:
         NetworkError: weights that do not fit the spec's networks.
@@ -85,7 +87,7 @@ def export_personal(
     """
     import onnx
 
-    model = Served(personal_model(spec, parts)).eval()
+    model = Served(personal_model(spec, parts, before=before)).eval()
     proto, exporter = _convert(model, spec)
     if takes == "pixels":
         proto = add_preprocessing(proto, spec.image)

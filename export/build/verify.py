@@ -40,6 +40,7 @@ def verify(
     labels: Sequence[int],
     *,
     takes: Takes = "pixels",
+    before: nn.Module | None = None,
 ) -> Verification:
     """Run both models over image files and compare them.
 
@@ -53,6 +54,7 @@ def verify(
         files: held-out image files. Without any, random pixels are compared and no accuracy is given.
         labels: index of the right class per file.
         takes: what the ONNX model takes.
+        before: what images go through before the trained network.
 
     Raises:
         VerificationError: its preprocessing is not that of training, a logit differs by more than 1e-4 of the largest one (or of 1), or fewer than 99.5 % of the images get
@@ -66,7 +68,7 @@ def verify(
     predictor = Predictor(content, spec.image, spec.class_count, takes=takes, name=str(model_path), threads=threads)
     if takes == "pixels":
         _check_preprocessing(content, spec.image, files[:OWN_SIZE_IMAGES], model_path)
-    network = personal_model(spec, parts)
+    network = personal_model(spec, parts, before=before)
     pairs = [
         (_logits(network, images, spec.image), predictor.run(images).logits) for images in _batches(files, spec.image)
     ]

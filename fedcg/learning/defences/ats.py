@@ -61,7 +61,7 @@ TRANSFORMATIONS: Mapping[str, Transformation] = {
 def _apply(images: ImageSet, params: AtsParams, place: DefencePlace) -> Defended:
     import torch  # not for a configuration
 
-    from fedcg.learning.defences.sample_pictures import write_samples
+    from fedcg.learning.defences.sample_pictures import sample_picture
     from fedcg.learning.image_set import ImageSet
 
     policies = [policy.split("-") for policy in params.policy.split("+")]
@@ -76,9 +76,8 @@ def _apply(images: ImageSet, params: AtsParams, place: DefencePlace) -> Defended
             image = TRANSFORMATIONS[name](image, sign)
         done[row] = torch.from_numpy(np.array(image).reshape(pixels.shape)).permute(2, 0, 1)
         place.progress("defence", row + 1, len(images))
-    if place.folder is not None:
-        write_samples(place.folder, images.labels, images.images, done)
-    return Defended(ImageSet(done, images.labels, images.classes), {"policy": params.policy})
+    picture = sample_picture(images.labels, images.images, done)
+    return Defended(ImageSet(done, images.labels, images.classes), {"policy": params.policy}, picture)
 
 
 DEFENCE = Defence("ats", AtsParams, _apply, is_per_image=True)

@@ -1,7 +1,8 @@
 """The contract of a data defence, and the defences there are: a file of this folder that assigns `DEFENCE`. Torch-free.
 
 A defence rewrites a device's training images before any method sees them; as many images come out, with the same labels.
-Validation and test images stay real. It belongs to the device, not to the spec, and composes with every method and mechanism.
+Validation and test images stay real, unless the defence has an input layer: that one stands before the device's network wherever it
+gets a real image. A defence belongs to the device, not to the spec, and composes with every method and mechanism.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedcg.config_file import nearest
+from fedcg.files import replace_durably
 
 if TYPE_CHECKING:
+    from fedcg.learning.defences.scrambling import Scrambling
     from fedcg.learning.image_set import ImageSet
     from fedcg.learning.method import Progress
     from fedcg.learning.seeds import Streams
 
 SAMPLES_FILE = "samples.png"
 _PACKAGE = "fedcg.learning.defences"
+Size = tuple[int, int, int]
+"""Channels, height and width of an image."""
 
 
 class DefenceParams(BaseModel):
@@ -38,11 +43,12 @@ class DefencePlace:
     Attributes:
         streams: the device's own randomness for this federation.
         progress: called at every step with (phase, step, steps).
-        folder: private folder for what was learned and for sample pictures, or None: nothing is kept.
+        folder: private folder for what was learned, or None: nothing is kept.
         device: torch device.
         stem: file with the weights of the pretrained first convolution; None: those of the installed package.
         grows: images are added over time. What was learned from the first ones then serves the later ones too, so that an
             image is mixed with one and the same generated image in every round.
+        cohort: randomness of the cohort's secret, alike on all devices that have it; None: there is none here.
     """
 
     streams: Streams
@@ -51,14 +57,35 @@ class DefencePlace:
     device: str = "cpu"
     stem: Path | None = None
     grows: bool = False
+    cohort: Streams | None = None
 
 
 @dataclass(frozen=True)
 class Defended:
-    """The training images that take the place of the real ones, and facts about how they were made."""
+    """The training images that take the place of the real ones.
+
+    Attributes:
+        facts: about how they were made.
+        picture: a PNG of some of them beside the real ones; empty where there are none. It is private.
+    """
 
     images: ImageSet
     facts: Mapping[str, str]
+    picture: bytes
+
+    def keep_picture(self, folder: Path) -> None:
+        """Write `samples.png`, if there is a picture, into a private folder, which is made where there is none.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        if self.picture:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_durably(folder / SAMPLES_FILE, self.picture)
+
+
+def _at_once(images: ImageSet, params: Any, place: DefencePlace) -> float:
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -70,12 +97,18 @@ class Defence:
         params_type: its parameters.
         apply: (training images, parameters, place) -> the images in their place.
         is_per_image: an image that comes out depends on one real image alone, as DP-SGD's ε supposes.
+        input_layer: (parameters, place, size of the images) -> what validation, test and served images go through too; it follows
+            from these alone. None: they stay real.
+        seconds_left: (training images, parameters, place) -> how long `apply` would train here, from a few timed steps; 0 where
+            there is nothing to train, or it is done.
     """
 
     name: str
     params_type: type[DefenceParams]
     apply: Callable[[ImageSet, Any, DefencePlace], Defended]
     is_per_image: bool
+    input_layer: Callable[[Any, DefencePlace, Size], Scrambling] | None = None
+    seconds_left: Callable[[ImageSet, Any, DefencePlace], float] = _at_once
 
 
 def defence_names() -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""EtC as a data defence: a device's images encrypted block by block, once, before any method trains on them.
+"""EtC (after Chuman, Sirichotedumrong and Kiya, 2019): a device's images encrypted block by block, once. Torch-free.
 
-The baseline of PPIDSG's tables 1 and 4 (after Chuman, Sirichotedumrong and Kiya 2019), by the scrambling of its algorithm 1.
+The baseline of PPIDSG's tables 1 and 4, by the scrambling of its algorithm 1 (`scrambling`).
 What it protects: an image that an attacker reconstructs from an update, or that a model has memorised, is a scrambled one.
 What it does not:
   * labels, label counts and membership; a classifier's update reveals them as before (PPIDSG's table 1: 86 to 100 % of labels);
@@ -12,24 +12,87 @@ evaluated or served; and devices with different keys have images of different lo
 
 from __future__ import annotations
 
-from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from fedcg.learning.defences.scrambling import DEFAULT_BLOCK, draw_keys, encrypt
-from fedcg.learning.image_set import ImageSet
-from fedcg.learning.seeds import Streams
+from pydantic import Field, field_validator
+
+from fedcg.learning.defences.defence import Defence, DefenceParams, DefencePlace, Defended, Size
+from fedcg.learning.errors import DefenceError
+
+if TYPE_CHECKING:
+    from fedcg.learning.defences.scrambling import Scrambling
+    from fedcg.learning.image_set import ImageSet
+
+DEFAULT_BLOCK = 4
 
 
-def encrypted(data: ImageSet, device: Streams, block: int = DEFAULT_BLOCK) -> ImageSet:
-    """Training, validation or test images of a device with its own keys: every step that their channels allow.
+class ScramblingStep(str, Enum):
+    """A step of algorithm 1, by the paper's name."""
 
-    Args:
-        data: images, all sets of a device of one size.
-        device: streams of the device's secret, the same ones for each of its sets and for every round.
-        block: pixels of a block's side.
+    ROTATE = "IR"
+    COMPLEMENT = "IA"
+    FLIP = "IF"
+    PERMUTE_CHANNELS = "IC"
+    SHUFFLE = "IS"
 
-    Raises:
-        DefenceError: the block does not divide the images.
-    """
-    channels, height, width = data.images.shape[1:]
-    keys = draw_keys(device, (channels, height, width), block)
-    return replace(data, images=encrypt(data.images, keys))
+
+COLOUR_STEPS = tuple(ScramblingStep)
+GREY_STEPS = tuple(step for step in ScramblingStep if step is not ScramblingStep.PERMUTE_CHANNELS)
+
+
+class EtcParams(DefenceParams):
+    """Parameters of the block scrambling; `ppidsg` has them too."""
+
+    scrambling: str = Field(
+        default="", description="steps of the encryption in their order, e.g. IR,IA,IF,IC,IS; empty: all that fit"
+    )
+    block: Annotated[int, Field(ge=1, description="pixels of a side of the blocks that are scrambled")] = DEFAULT_BLOCK
+    key: Literal["device", "cohort"] = Field(
+        default="device", description="of the scrambling: each box's own, or alike"
+    )
+
+    @field_validator("scrambling")
+    @classmethod
+    def _steps_exist(cls, text: str) -> str:
+        known, names = [step.value for step in ScramblingStep], text.split(",") if text else []
+        if strange := [name for name in names if name not in known]:
+            raise ValueError(f"no step {strange[0]!r}; there are {', '.join(known)}")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]} is there twice, and each step can run once; leave out the second")
+        return text
+
+    def order(self, channels: int) -> tuple[ScramblingStep, ...]:
+        """The steps of images with so many channels."""
+        if self.scrambling:
+            return tuple(map(ScramblingStep, self.scrambling.split(",")))
+        return GREY_STEPS if channels == 1 else COLOUR_STEPS
+
+
+def _input_layer(params: EtcParams, place: DefencePlace, size: Size) -> Scrambling:
+    from fedcg.learning.defences.scrambling import (
+        draw_keys,
+        scrambling_of,
+    )  # torch comes with it: not for a configuration
+
+    streams = place.streams if params.key == "device" else place.cohort
+    if streams is None:
+        raise DefenceError("etc: key = cohort needs the cohort secret: `fedcg cohort join`, or set key = device")
+    return scrambling_of(draw_keys(streams, size, params.block), size, params.order(size[0]))
+
+
+def _apply(images: ImageSet, params: EtcParams, place: DefencePlace) -> Defended:
+    from fedcg.learning.defences.sample_pictures import sample_picture
+
+    channels, height, width = images.images.shape[1:]
+    done = _input_layer(params, place, (channels, height, width)).seen(images)
+    place.progress("defence", 1, 1)
+    facts = {
+        "steps": ",".join(step.value for step in params.order(channels)),
+        "block": str(params.block),
+        "key": params.key,
+    }
+    return Defended(done, facts, sample_picture(images.labels, images.images, done.images))
+
+
+DEFENCE = Defence("etc", EtcParams, _apply, is_per_image=True, input_layer=_input_layer)

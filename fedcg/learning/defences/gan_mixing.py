@@ -9,8 +9,8 @@ from torch import nn
 
 from fedcg.learning.defences.antigan import AntiGanParams
 from fedcg.learning.defences.defence import DefencePlace, Defended
-from fedcg.learning.defences.gan_training import trained_generator
-from fedcg.learning.defences.sample_pictures import write_samples
+from fedcg.learning.defences.gan_training import seconds_left, trained_generator
+from fedcg.learning.defences.sample_pictures import sample_picture
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.pretrained_stem import PACKAGE, Stem, gabor_stem, pretrained_stem
@@ -26,20 +26,28 @@ def mixed_images(images: ImageSet, params: AntiGanParams, place: DefencePlace) -
         DataError: too few images, or smaller ones than the window.
         NetworkError: the pretrained convolution is asked for and can't be had.
         DivergedError: the GAN's training diverged.
-        OSError: the checkpoint or the sample pictures can't be written.
+        OSError: the checkpoint can't be written.
     """
     alone = _check(images, params)
     stem = stem_for(params, place)
     generator = trained_generator(images, params, place, stem)
     generated = generated_images(generator, images, params.noise_dim, place)
     mixed = mix(images.images, generated, params.mu)
-    if place.folder is not None:
-        shown = ((generated + 1.0) * 127.5).round().byte()
-        write_samples(place.folder, images.labels, images.images, shown, mixed)
+    picture = sample_picture(images.labels, images.images, mix(images.images, generated, 0.0), mixed)
     # Near 0, the generated images are one texture, which who knows it can subtract.
     spread = float(generated.std(dim=0).mean())
     facts = {"features": stem.name, "spread": f"{spread:.2f}", "classes_of_one_image": str(alone)}
-    return Defended(ImageSet(mixed, images.labels, images.classes), facts)
+    return Defended(ImageSet(mixed, images.labels, images.classes), facts, picture)
+
+
+def training_seconds_left(images: ImageSet, params: AntiGanParams, place: DefencePlace) -> float:
+    """How long `mixed_images` would train here, predicted from a few timed steps; 0 where the GAN is trained.
+
+    Raises:
+        DataError, NetworkError, DivergedError: as `mixed_images`.
+    """
+    _check(images, params)
+    return seconds_left(images, params, place, stem_for(params, place))
 
 
 def _check(images: ImageSet, params: AntiGanParams) -> int:

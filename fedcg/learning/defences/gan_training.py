@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ PHASE = "defence"
 _FORMAT = "1"
 _BETAS = (0.5, 0.999)
 _SLOPE = 0.2
+_TIMED_STEPS = 3
 
 
 def windows_of(images: torch.Tensor, side: int) -> torch.Tensor:
@@ -243,18 +245,34 @@ def trained_generator(images: ImageSet, params: AntiGanParams, place: DefencePla
         OSError: the checkpoint can't be written.
     """
     kept, steps = file_for(images, params, place, stem), params.steps
-    gan, size = Gan(images, params, place, stem), params.batch_size
+    gan = Gan(images, params, place, stem)
     first, tensors = kept.read(steps, grows=place.grows)
     gan.load(tensors)
     for step in range(first, steps):
-        draws = place.streams.generator("step", step)
-        rows = torch.randint(len(images), (size,), generator=draws)
-        noise = torch.randn(size, params.noise_dim, generator=draws).to(place.device)
-        real = images.images[rows].to(place.device).float() / 127.5 - 1.0
-        labels = images.labels[rows].to(place.device)
-        check_loss(gan.step(real, labels, noise, obfuscate=step >= params.gan_steps), "the defence's GAN")
+        _train(gan, images, params, place, step)
         done = step + 1
         place.progress(PHASE, done, steps)
         if done == steps or done % params.checkpoint_every == 0:
             kept.write(done, gan.tensors(is_done=done == steps))
     return gan.generator.eval()
+
+
+def seconds_left(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> float:
+    """How long `trained_generator` would train; the time of a step is that of some of them, whose result is dropped."""
+    done, _ = file_for(images, params, place, stem).read(params.steps, grows=place.grows)
+    if done == params.steps:
+        return 0.0
+    gan, ends = Gan(images, params, place, stem), []
+    for _ in range(_TIMED_STEPS + 1):  # the first one has work that the others don't have
+        _train(gan, images, params, place, params.steps - 1)
+        ends.append(time.perf_counter())
+    return (params.steps - done) * (ends[-1] - ends[0]) / _TIMED_STEPS
+
+
+def _train(gan: Gan, images: ImageSet, params: AntiGanParams, place: DefencePlace, step: int) -> None:
+    draws, size = place.streams.generator("step", step), params.batch_size
+    rows = torch.randint(len(images), (size,), generator=draws)
+    noise = torch.randn(size, params.noise_dim, generator=draws).to(place.device)
+    real = images.images[rows].to(place.device).float() / 127.5 - 1.0
+    labels = images.labels[rows].to(place.device)
+    check_loss(gan.step(real, labels, noise, obfuscate=step >= params.gan_steps), "the defence's GAN")

@@ -14,37 +14,18 @@ One known image with its encryption reveals most of both: this hides images from
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
+from fedcg.learning.defences.defence import Size
+from fedcg.learning.defences.etc import DEFAULT_BLOCK, ScramblingStep
 from fedcg.learning.errors import DefenceError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.seeds import Streams
-
-DEFAULT_BLOCK = 4
-Size = tuple[int, int, int]
-"""Channels, height and width of an image."""
-
-
-class ScramblingStep(str, Enum):
-    """A step of algorithm 1, by the paper's name."""
-
-    ROTATE = "IR"
-    COMPLEMENT = "IA"
-    FLIP = "IF"
-    PERMUTE_CHANNELS = "IC"
-    SHUFFLE = "IS"
-
-
-COLOUR_STEPS = tuple(ScramblingStep)
-GREY_STEPS = tuple(step for step in ScramblingStep if step is not ScramblingStep.PERMUTE_CHANNELS)
-
-
-def steps_for(channels: int) -> tuple[ScramblingStep, ...]:
-    """Every step that images of so many channels can have, in the paper's order: grey ones have no IC."""
-    return GREY_STEPS if channels == 1 else COLOUR_STEPS
+from fedcg.learning.spec import ImageForm
 
 
 @dataclass(frozen=True)
@@ -99,50 +80,105 @@ def draw_keys(streams: Streams, size: Size, block: int = DEFAULT_BLOCK) -> Scram
     )
 
 
-def encrypt(images: torch.Tensor, keys: ScramblingKeys, steps: Sequence[ScramblingStep] | None = None) -> torch.Tensor:
-    """Encrypt images, all of them with the same keys.
+@dataclass(frozen=True, eq=False)
+class Scrambling:
+    """Steps and keys for images of one size, as one permutation of the pixels and one mask.
 
-    Args:
-        images: [N, C, H, W] uint8, on any device.
-        keys: drawn for this size.
-        steps: which, in which order, each at most once; None: all that the images can have, in the paper's order.
-
-    Returns:
-        [N, C, H, W] uint8, on the same device.
-
-    Raises:
-        DefenceError: images of another type, a block that does not divide them, keys of another length, a step twice, IC on
-            grey images.
+    Attributes:
+        size: of the images.
+        source: [C * H * W] int64, which pixel each pixel of an encrypted image is taken from.
+        mask: [C * H * W] uint8, 255 where it is complemented, else 0.
     """
-    source, mask = (part.to(images.device) for part in _plan(images, keys, steps))
-    return (images.flatten(1)[:, source] ^ mask).view(images.shape)
+
+    size: Size
+    source: torch.Tensor
+    mask: torch.Tensor
+
+    def encrypt(self, images: torch.Tensor) -> torch.Tensor:
+        """Encrypt images, all of them alike.
+
+        Args:
+            images: [N, C, H, W] uint8, on any device.
+
+        Returns:
+            [N, C, H, W] uint8, on the same device.
+
+        Raises:
+            DefenceError: images of another type or size.
+        """
+        source, mask = self._on(images)
+        return (images.flatten(1)[:, source] ^ mask).view(images.shape)
+
+    def decrypt(self, images: torch.Tensor) -> torch.Tensor:
+        """The inverse of `encrypt`; same arguments and errors."""
+        source, mask = self._on(images)
+        return (images.flatten(1) ^ mask)[:, source.argsort()].view(images.shape)
+
+    def seen(self, data: ImageSet) -> ImageSet:
+        """The same set with encrypted images."""
+        return replace(data, images=self.encrypt(data.images))
+
+    def layer(self, form: ImageForm) -> nn.Module:
+        """`encrypt` of normalised images, to stand before a network: [B, C, H, W] float32 to the same."""
+        return _ScramblingLayer(self, form)
+
+    def _on(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.size:
+            channels, height, width = self.size
+            raise DefenceError(
+                f"images to scramble are [N, {channels}, {height}, {width}] uint8, not {list(images.shape)} {images.dtype}"
+            )
+        return self.source.to(images.device), self.mask.to(images.device)
 
 
-def decrypt(images: torch.Tensor, keys: ScramblingKeys, steps: Sequence[ScramblingStep] | None = None) -> torch.Tensor:
-    """The inverse of `encrypt` with the same keys and steps; same arguments and errors."""
-    source, mask = (part.to(images.device) for part in _plan(images, keys, steps))
-    return (images.flatten(1) ^ mask)[:, source.argsort()].view(images.shape)
+class _ScramblingLayer(nn.Module):
+    """One gather and one affine step: p' = 255 - p is 1 - p/255 of a pixel that is scaled to [0, 1]."""
+
+    def __init__(self, scrambling: Scrambling, form: ImageForm) -> None:
+        super().__init__()
+        self.size = scrambling.size
+        mean, std = (
+            torch.tensor(values, dtype=torch.float64).repeat_interleave(form.height * form.width)
+            for values in (form.mean, form.std)
+        )
+        source, bit = scrambling.source, scrambling.mask.double() / 255
+        sign = 1 - 2 * bit
+        self.source, self.scale, self.shift = (
+            nn.Buffer(tensor)
+            for tensor in (
+                source,
+                (sign * std[source] / std).float(),
+                ((bit + sign * mean[source] - mean) / std).float(),
+            )
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = images.flatten(1).index_select(1, self.source) * self.scale + self.shift
+        return pixels.view(-1, *self.size)
 
 
-def _plan(
-    images: torch.Tensor, keys: ScramblingKeys, steps: Sequence[ScramblingStep] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where every pixel comes from ([C * H * W] int64), and 255 where it is complemented, else 0 ([C * H * W] uint8).
+def scrambling_of(keys: ScramblingKeys, size: Size, steps: Sequence[ScramblingStep]) -> Scrambling:
+    """What steps and keys do to images of one size.
 
     Found by running the steps on an image of twice the pixels' own numbers, whose last bit is flipped by IA.
+
+    Args:
+        keys: drawn for this size.
+        size: of the images.
+        steps: which, in which order.
+
+    Raises:
+        DefenceError: a block that does not divide the images, keys of another length, IC on grey images.
     """
-    if images.ndim != 4 or images.dtype != torch.uint8:
-        raise DefenceError(f"images to scramble are [N, C, H, W] uint8, not {list(images.shape)} {images.dtype}")
-    channels, height, width = images.shape[1:]
-    steps = steps_for(channels) if steps is None else steps
-    _check(keys, (channels, height, width), steps)
+    _check(keys, size, steps)
+    channels, height, width = size
     grid = (channels, height // keys.block, keys.block, width // keys.block, keys.block)
     numbers = 2 * torch.arange(channels * height * width).view(grid)
     blocks = numbers.permute(1, 3, 0, 2, 4).reshape(-1, channels, keys.block, keys.block)
     for step in steps:
         blocks = _apply(step, blocks, keys)
     placed = blocks.view(grid[1], grid[3], channels, keys.block, keys.block).permute(2, 0, 3, 1, 4).flatten()
-    return placed >> 1, (255 * (placed & 1)).to(torch.uint8)
+    return Scrambling(size, placed >> 1, (255 * (placed & 1)).to(torch.uint8))
 
 
 def _apply(step: ScramblingStep, blocks: torch.Tensor, keys: ScramblingKeys) -> torch.Tensor:
@@ -170,19 +206,10 @@ def _blocks_of(height: int, width: int, block: int) -> int:
 def _check(keys: ScramblingKeys, size: Size, steps: Sequence[ScramblingStep]) -> None:
     channels, height, width = size
     count = _blocks_of(height, width, keys.block)
-    if len(set(steps)) < len(steps):
-        raise DefenceError(f"steps = {', '.join(steps)}: each step can run once; leave out the second")
     if channels == 1 and ScramblingStep.PERMUTE_CHANNELS in steps:
-        raise DefenceError("steps: IC permutes the channels of colour images, and these are grey; leave IC out")
-    expected: Mapping[str, tuple[int, ...]] = {
-        "rotation": (count,),
-        "complement": (count,),
-        "flip": (count,),
-        "channels": (count, channels),
-        "shuffle": (count,),
-    }
-    for name, shape in expected.items():
-        actual = tuple(getattr(keys, name).shape)
+        raise DefenceError("scrambling: IC permutes the channels of colour images, and these are grey; leave IC out")
+    for name in ("rotation", "complement", "flip", "channels", "shuffle"):
+        actual, shape = tuple(getattr(keys, name).shape), (count, channels) if name == "channels" else (count,)
         if actual != shape:
             raise DefenceError(
                 f"the key {name} has the shape {actual}, and images of {channels}x{height}x{width} in blocks of {keys.block} need "

@@ -15,21 +15,14 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
-from pydantic import Field, field_validator
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
-from fedcg.learning.defences.scrambling import (
-    DEFAULT_BLOCK,
-    ScramblingKeys,
-    ScramblingStep,
-    draw_keys,
-    encrypt,
-    steps_for,
-)
+from fedcg.learning.defences.etc import EtcParams
+from fedcg.learning.defences.scrambling import ScramblingKeys, draw_keys, scrambling_of
 from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
@@ -60,28 +53,8 @@ PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
 _KEY, _SCRAMBLING, _DISCRIMINATOR = "key", "scrambling", "discriminator"
 
 
-class PpidsgParams(TranslationParams):
+class PpidsgParams(TranslationParams, EtcParams):
     """Training, and the encryption that the generator imitates."""
-
-    scrambling: str = Field(
-        default="", description="steps of the encryption in their order, e.g. IR,IA,IF,IC,IS; empty: all that fit"
-    )
-    block: int = Field(default=DEFAULT_BLOCK, ge=1, description="pixels of a side of the blocks that are scrambled")
-    key: Literal["device", "cohort"] = Field(
-        default="device", description="of the scrambling: each box's own, or alike"
-    )
-
-    @field_validator("scrambling")
-    @classmethod
-    def _steps_exist(cls, text: str) -> str:
-        known = [step.value for step in ScramblingStep]
-        if strange := [name for name in text.split(",") if text and name not in known]:
-            raise ValueError(f"no step {strange[0]!r}; there are {', '.join(known)}")
-        return text
-
-    def order(self, channels: int) -> tuple[ScramblingStep, ...]:
-        """Of images with so many channels."""
-        return tuple(map(ScramblingStep, self.scrambling.split(","))) if self.scrambling else steps_for(channels)
 
 
 def problem_with(spec: NetworkSpec) -> str:
@@ -93,10 +66,9 @@ def problem_with(spec: NetworkSpec) -> str:
         return unfit
     try:
         size = form.channels, form.height, form.width
-        some = draw_keys(Streams(b""), size, params.block)
-        encrypt(torch.zeros(1, *size, dtype=torch.uint8), some, params.order(form.channels))
+        scrambling_of(draw_keys(Streams(b""), size, params.block), size, params.order(form.channels))
     except DefenceError as error:
-        return f"params.block and params.scrambling: {error}"
+        return f"params: {error}"
     return ""
 
 
@@ -131,7 +103,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     kept = state.extras.get(_SCRAMBLING)
     if kept is None:
         kept = _stored(draw_keys(ctx.streams.at("keys"), _size(spec), params.block))
-    keys = ScramblingKeys(params.block, **kept)
+    scrambling = scrambling_of(ScramblingKeys(params.block, **kept), _size(spec), params.order(spec.image.channels))
     generator = (aggregate or state).parts[Part.IMAGE_GENERATOR]
     nets = TranslationNetworks(
         load_part(spec, Part.IMAGE_GENERATOR, generator, ctx.device),
@@ -139,8 +111,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         cast(ImageAutoencoder, load_part(spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device)),
         load_part(spec, Part.CLASSIFIER, state.extras[_KEY], ctx.device),
     )
-    steps = params.order(spec.image.channels)
-    losses = train_translation(nets, data.to(ctx.device), partial(encrypt, keys=keys, steps=steps), params, ctx)
+    losses = train_translation(nets, data.to(ctx.device), scrambling.encrypt, params, ctx)
     parts = {
         Part.IMAGE_GENERATOR: weights_of(nets.generator),
         Part.EXTRACTOR: weights_of(nets.extractor),

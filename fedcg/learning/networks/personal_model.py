@@ -31,13 +31,16 @@ class ExtractorAndClassifier(nn.Module):
         return logits
 
 
-def personal_model(spec: FederationSpec, parts: Mapping[Part, Weights], device: str = "cpu") -> nn.Module:
+def personal_model(
+    spec: FederationSpec, parts: Mapping[Part, Weights], device: str = "cpu", before: nn.Module | None = None
+) -> nn.Module:
     """A client's model in evaluation mode, with a copy of the weights.
 
     Args:
         spec: names the method.
         parts: the method's `personal` ones; others are ignored.
         device: torch device string.
+        before: what real images go through first, normalised ones in and out (a data defence's input layer).
 
     Returns:
         From images [B, C, H, W] float32, normalised, to logits [B, classes].
@@ -47,9 +50,11 @@ def personal_model(spec: FederationSpec, parts: Mapping[Part, Weights], device: 
     """
     method = get_method(spec.method)
     if method.predict is not None:
-        return method.predict(spec, parts).to(device).eval()
-    extractor, classifier = (load_part(spec, part, parts[part], device) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
-    return ExtractorAndClassifier(extractor, classifier).eval()
+        model = method.predict(spec, parts)
+    else:
+        nets = (load_part(spec, part, parts[part], device) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+        model = ExtractorAndClassifier(*nets)
+    return (model if before is None else nn.Sequential(before, model)).to(device).eval()
 
 
 def personal_parts(spec: FederationSpec, parts: Mapping[Part, Weights]) -> dict[Part, Weights]:

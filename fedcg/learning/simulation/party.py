@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from fedcg.learning.defences.scrambling import Scrambling
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Precision, RoundContext, Weights
 from fedcg.learning.privacy import OFF, PrivacySettings
@@ -20,11 +21,20 @@ ATTEMPT = 1  # a simulated round is never tried again
 
 @dataclass(frozen=True)
 class ClientData:
-    """One client's images: what it trains on, chooses its best round by, and is measured on."""
+    """One client's images: what it trains on, chooses its best round by, and is measured on.
+
+    Attributes:
+        input_layer: of its data defence; these images went through it, and any other that the client's model gets has to.
+    """
 
     train: ImageSet
     val: ImageSet
     test: ImageSet
+    input_layer: Scrambling | None = None
+
+    def seen(self, images: ImageSet) -> ImageSet:
+        """Real images as the client's model gets them."""
+        return images if self.input_layer is None else self.input_layer.seen(images)
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,8 @@ def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[s
 def _global_accuracy(party: Party, states: Mapping[str, ClientState], number: int) -> float:
     """FedMD-CG's global test accuracy: of the average of the clients' whole models, extractors too, by number of images.
 
-    Measured on the common test set, or on all clients' own test images together where there is none.
+    Measured on the common test set, or on all clients' own test images together where there is none, or where each client's images
+    go through an input layer of its own.
     """
     names = sorted(states)
     weights = {name: float(len(party.datasets[name].train)) for name in names}
@@ -253,7 +254,8 @@ def _global_accuracy(party: Party, states: Mapping[str, ClientState], number: in
         part: weighted_average((weights[name], models[name][part]) for name in names if weights[name] > 0)
         for part in sorted(get_method(party.spec.method).personal)
     }
-    images = party.common if party.common is not None and len(party.common) else _together(party, names)
+    is_alike = all(party.datasets[name].input_layer is None for name in names)
+    images = party.common if is_alike and party.common is not None and len(party.common) else _together(party, names)
     return evaluate(party.spec, average, images, party.device).accuracy
 
 

@@ -204,6 +204,7 @@ def teacher_task(party: Party, number: int, server: ServerState, update: Update)
 def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple[str, RoundRecord]:
     """(client, its figures) after a round, without what only the local round knows (loss, seconds)."""
     spec, data, parts = party.spec, party.datasets[task.client], task.parts
+    common = None if party.common is None else data.seen(party.common)
 
     def measured(
         of: FederationSpec, weights: Mapping[Part, Weights] | None, images: ImageSet | None
@@ -226,12 +227,12 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple
         accuracy=accuracy(spec, parts, data.test),
         validation=None if val is None else val.accuracy,
         validation_loss=None if val is None else val.loss,
-        common=accuracy(spec, parts, party.common),
+        common=accuracy(spec, parts, common),
         accuracy_after=accuracy(spec, {**parts, **downloaded}, data.test) if downloaded else None,
         local_accuracy=accuracy(alone, task.shadow, data.test),
         local_validation=None if local_val is None else local_val.accuracy,
         local_validation_loss=None if local_val is None else local_val.loss,
-        local_common=accuracy(alone, task.shadow, party.common),
+        local_common=accuracy(alone, task.shadow, common),
         consistency=figures.get("consistency"),
         spread=figures.get("spread"),
     )

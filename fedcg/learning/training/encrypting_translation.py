@@ -251,7 +251,7 @@ def train_translation(
     Args:
         networks: trained in place, on `ctx.device`; the classifier comes with the device's key as its weights.
         data: the training images, on `ctx.device`.
-        encrypt: `defences.scrambling.encrypt` with the device's keys and steps.
+        encrypt: `defences.scrambling.Scrambling.encrypt` with the device's keys and steps.
         params: weights of the losses, learning rates, pool.
         ctx: spec, round of how many, streams of every random draw, progress (phase "generate").
 

@@ -300,8 +300,9 @@ def test_the_bank_that_was_used_is_named_and_a_missing_one_too(monkeypatch: pyte
 
 def test_the_sample_pictures_show_real_generated_and_mixed_images_of_each_class(tmp_path: Path) -> None:
     data = images(6, side=16)
-    made = defended(data, folder=tmp_path).images
-    path = tmp_path / SAMPLES_FILE
+    whole = defended(data)
+    whole.keep_picture(tmp_path)
+    made, path = whole.images, tmp_path / SAMPLES_FILE
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     shown = np.array(Image.open(path))
     assert shown.shape == (3 * 96, 3 * 96)  # one line per class, three forms, enlarged six times

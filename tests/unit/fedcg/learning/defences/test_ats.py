@@ -52,7 +52,7 @@ def test_contrast_moves_pixels_from_or_to_the_mean(name: str, factor: float) -> 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_each_image_is_transformed_by_one_of_the_two_policies(channels: int, tmp_path: Path) -> None:
     data = pictures(channels)
-    made = apply(data, tmp_path)
+    made = apply(data)
     assert made.facts == {"policy": "3-1-7+43-18-18"}
     assert torch.equal(made.images.labels, data.labels)
     assert made.images.images.shape == data.images.shape
@@ -66,7 +66,8 @@ def test_each_image_is_transformed_by_one_of_the_two_policies(channels: int, tmp
         assert not torch.equal(made.images.images[row], image)
     assert apply(data).images.digest() == made.images.digest()
     assert torch.equal(apply(data.rows([7, 3])).images.images, made.images.images[[7, 3]])
-    assert (tmp_path / "samples.png").exists()
+    made.keep_picture(tmp_path)
+    assert (tmp_path / "samples.png").read_bytes() == made.picture
 
 
 def test_another_policy_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,23 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcg.learning.defences.etc import encrypted
-from fedcg.learning.defences.scrambling import (
-    COLOUR_STEPS,
-    GREY_STEPS,
-    ScramblingKeys,
-    ScramblingStep,
-    decrypt,
-    draw_keys,
-    encrypt,
-    steps_for,
-)
+from fedcg.imaging import ImageForm
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.defences.defence import DefencePlace, defence_of
+from fedcg.learning.defences.etc import COLOUR_STEPS, GREY_STEPS, EtcParams, ScramblingStep
+from fedcg.learning.defences.scrambling import Scrambling, ScramblingKeys, draw_keys, scrambling_of
 from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import silent
 from fedcg.learning.seeds import Streams
 from tests.support.learning.learning_cases import bright_images
 
 DEVICE = Streams(b"device")
+GREY = ImageForm(mode="L", height=8, width=12, mean=(0.3,), std=(0.2,))
+COLOUR = ImageForm(mode="RGB", height=8, width=8, mean=(0.1, 0.5, 0.7), std=(0.2, 0.5, 1.0))
 ROTATE, COMPLEMENT, FLIP, CHANNELS, SHUFFLE = ScramblingStep
 
 
@@ -47,6 +45,19 @@ def image(*channels: list[list[int]]) -> torch.Tensor:
 def random_images(count: int, size: tuple[int, int, int], seed: int = 0) -> torch.Tensor:
     stream = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count, *size), generator=stream, dtype=torch.uint8)
+
+
+def scrambling(images: torch.Tensor, keys: ScramblingKeys, steps: Sequence[ScramblingStep] | None = None) -> Scrambling:
+    channels, height, width = images.shape[1:]
+    return scrambling_of(keys, (channels, height, width), EtcParams().order(channels) if steps is None else steps)
+
+
+def encrypt(images: torch.Tensor, keys: ScramblingKeys, steps: Sequence[ScramblingStep] | None = None) -> torch.Tensor:
+    return scrambling(images, keys, steps).encrypt(images)
+
+
+def decrypt(images: torch.Tensor, keys: ScramblingKeys, steps: Sequence[ScramblingStep] | None = None) -> torch.Tensor:
+    return scrambling(images, keys, steps).decrypt(images)
 
 
 def in_plain_loops(images: torch.Tensor, keys: ScramblingKeys, steps: tuple[ScramblingStep, ...]) -> torch.Tensor:
@@ -123,14 +134,14 @@ def test_all_steps_run_in_the_papers_order_unless_others_are_asked_for() -> None
     for channels in (1, 3):
         images = random_images(2, (channels, 8, 8))
         keys = draw_keys(DEVICE, (channels, 8, 8))
-        assert torch.equal(encrypt(images, keys), in_plain_loops(images, keys, steps_for(channels)))
+        assert torch.equal(encrypt(images, keys), in_plain_loops(images, keys, EtcParams().order(channels)))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[torch.Tensor, ScramblingKeys, tuple[ScramblingStep, ...]]:
     block, channels = draw(st.integers(1, 5)), draw(st.sampled_from([1, 3, 4]))
     size = (channels, block * draw(st.integers(1, 4)), block * draw(st.integers(1, 4)))
-    steps = draw(st.permutations(steps_for(channels)))[: draw(st.integers(0, 5))]
+    steps = draw(st.permutations(EtcParams().order(channels)))[: draw(st.integers(0, 5))]
     seed = draw(st.integers(0, 1 << 30))
     images = random_images(draw(st.integers(1, 3)), size, seed)
     return images, draw_keys(Streams(str(seed).encode()), size, block), tuple(steps)
@@ -179,7 +190,7 @@ def test_a_block_that_does_not_divide_the_image_is_named() -> None:
 
 
 def test_grey_images_have_no_channels_to_permute() -> None:
-    with pytest.raises(DefenceError, match="steps: IC permutes the channels of colour images"):
+    with pytest.raises(DefenceError, match="scrambling: IC permutes the channels of colour images"):
         encrypt(random_images(1, (1, 8, 8)), draw_keys(DEVICE, (1, 8, 8)), COLOUR_STEPS)
 
 
@@ -195,23 +206,64 @@ def test_keys_of_another_length_are_named() -> None:
         encrypt(images, draw_keys(DEVICE, (1, 8, 8)))
 
 
-def test_a_step_that_is_asked_for_twice_and_images_of_another_type_are_refused() -> None:
-    keys = draw_keys(DEVICE, (1, 8, 8))
-    with pytest.raises(DefenceError, match="steps = IF, IF: each step can run once"):
-        encrypt(random_images(1, (1, 8, 8)), keys, [FLIP, FLIP])
-    with pytest.raises(DefenceError, match=r"not \[1, 1, 8, 8\] torch.float32"):
-        encrypt(random_images(1, (1, 8, 8)).float(), keys)
+def test_images_of_another_type_or_size_are_refused() -> None:
+    ready = scrambling(random_images(1, (1, 8, 8)), draw_keys(DEVICE, (1, 8, 8)))
+    for wrong in (random_images(1, (1, 8, 8)).float(), random_images(1, (1, 8, 12)), random_images(1, (1, 8, 8))[0]):
+        for run in (ready.encrypt, ready.decrypt):
+            with pytest.raises(DefenceError, match=r"are \[N, 1, 8, 8\] uint8, not \["):
+                run(wrong)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"scrambling": "IF,IF"}, "scrambling: .*IF is there twice, and each step can run once"),
+        ({"scrambling": "IR,IX"}, "scrambling: .*no step 'IX'; there are IR, IA, IF, IC, IS"),
+        ({"block": 0}, "block: .*greater than or equal to 1"),
+        ({"key": "mine"}, "key: .*'device' or 'cohort'"),
+    ],
+)
+def test_parameters_that_can_not_be_are_named(values: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        defence_of("etc", values)
+
+
+@pytest.mark.parametrize("form", [GREY, COLOUR])
+@pytest.mark.parametrize("steps", ["", "IS,IA", "IR"])
+def test_the_layer_before_a_network_is_the_encryption_of_its_normalised_images(form: ImageForm, steps: str) -> None:
+    size = form.channels, form.height, form.width
+    images = random_images(3, size)
+    ready = scrambling_of(draw_keys(DEVICE, size), size, EtcParams(scrambling=steps).order(form.channels))
+    expected = normalise(ready.encrypt(images), form)
+    assert torch.allclose(ready.layer(form)(normalise(images, form)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_etc_encrypts_every_set_of_a_device_with_the_same_keys_and_keeps_labels(channels: int) -> None:
     train = bright_images(6, 0)
     train = ImageSet(train.images.repeat(1, channels, 1, 1), train.labels, train.classes)
-    scrambled, held_out = encrypted(train, DEVICE), encrypted(train.rows([4, 1]), DEVICE)
-    assert torch.equal(scrambled.labels, train.labels)
-    assert scrambled.classes == train.classes
-    assert torch.equal(held_out.images, scrambled.images[[4, 1]])
-    assert not torch.equal(scrambled.images, train.images)
-    keys = draw_keys(DEVICE, (channels, 16, 16))
-    assert torch.equal(decrypt(scrambled.images, keys), train.images)
-    assert not torch.equal(encrypted(train, Streams(b"another device")).images, scrambled.images)
+    etc, params = defence_of("etc", {})
+    place = DefencePlace(DEVICE, silent, cohort=Streams(b"cohort"))
+    made = etc.apply(train, params, place)
+    assert torch.equal(made.images.labels, train.labels)
+    assert made.images.classes == train.classes
+    assert dict(made.facts)["steps"] == ("IR,IA,IF,IS" if channels == 1 else "IR,IA,IF,IC,IS")
+    assert etc.input_layer is not None
+    layer = etc.input_layer(params, place, (channels, 16, 16))
+    assert torch.equal(layer.seen(train.rows([4, 1])).images, made.images.images[[4, 1]])
+    assert not torch.equal(made.images.images, train.images)
+    assert torch.equal(layer.decrypt(made.images.images), train.images)
+    for other in (replace(place, streams=Streams(b"another device")), place):
+        asked = EtcParams() if other is not place else EtcParams(key="cohort")
+        assert made.images.digest() != etc.apply(train, asked, other).images.digest()
+
+
+def test_devices_of_a_cohort_scramble_alike_and_one_without_its_secret_is_told_what_to_do() -> None:
+    etc, params = defence_of("etc", {"key": "cohort"})
+    one, two = (
+        etc.apply(bright_images(6, 0), params, DefencePlace(Streams(root), silent, cohort=Streams(b"cohort"))).images
+        for root in (b"a", b"b")
+    )
+    assert one.digest() == two.digest()
+    with pytest.raises(DefenceError, match="key = cohort needs the cohort secret: `fedcg cohort join`, or set key"):
+        etc.apply(bright_images(6, 0), params, DefencePlace(DEVICE, silent))

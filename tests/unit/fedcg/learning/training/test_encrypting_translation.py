@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from fedcg.learning.data.image_folder import normalise
-from fedcg.learning.defences.scrambling import draw_keys, encrypt
+from fedcg.learning.defences.etc import GREY_STEPS
+from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, RoundContext
 from fedcg.learning.networks.image_networks import WIDTHS, Widths
@@ -39,8 +39,7 @@ from tests.support.learning.learning_cases import CLASSES, bright_images
 TINY = Widths(generator=2, residual=1, discriminator=2, extractor=2, hidden=(8, 4))
 GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.5,))
 SIZE = (1, 16, 16)
-KEYS = draw_keys(Streams(b"device"), SIZE)
-SCRAMBLE: Encrypt = partial(encrypt, keys=KEYS)
+SCRAMBLE: Encrypt = scrambling_of(draw_keys(Streams(b"device"), SIZE), SIZE, GREY_STEPS).encrypt
 NO_TERMS: dict[str, Any] = {"adversarial_weight": 0.0, "semantic_weight": 0.0, "classification_weight": 0.0}
 PARTS = ("generator", "discriminator", "extractor", "classifier")
 
@@ -326,5 +325,5 @@ def test_the_digits_are_learned_in_their_encrypted_form() -> None:
     assert nearer < distance - 0.1
     with torch.no_grad():
         made = nets.generator(normalise(test.images, GREY))
-    others = encrypt(test.images, draw_keys(Streams(b"another device"), SIZE))
+    others = scrambling_of(draw_keys(Streams(b"another device"), SIZE), SIZE, GREY_STEPS).encrypt(test.images)
     assert F.l1_loss(made, normalise(others, GREY)).item() > nearer + 0.1

@@ -1,4 +1,4 @@
-"""Clients whose training images went through a data defence, each with its own secret, as devices do it. Uses torch."""
+"""Clients whose images went through a data defence, each with its own secret, as devices do it. Uses torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Asked:
 
     Attributes:
         secrets: of the clients by id; each client's defence has the streams of a device with that secret.
+        cohort: the secret that all of them have, or None.
         federation: its name.
         folder: what was learned is kept below it; another run of the same images goes on from there.
         device: torch device.
@@ -28,6 +29,7 @@ class Asked:
     name: str
     params: Mapping[str, ParameterValue]
     secrets: Mapping[str, bytes]
+    cohort: bytes | None
     federation: str
     folder: Path
     device: str = "cpu"
@@ -35,23 +37,30 @@ class Asked:
 
 
 def defend(cohort: Cohort, asked: Asked) -> tuple[Cohort, dict[str, dict[str, str]]]:
-    """The same cohort with defended training images, and the defence's facts by client.
+    """The same cohort with defended training images, the others as the defence's input layer leaves them, and its facts by client.
 
     Raises:
         DataError: a client lacks the images that the defence needs; names it.
+        DefenceError: images or secrets that the defence does not allow.
         NetworkError: weights that the defence asks for can't be had.
         DivergedError: its training diverged.
     """
     defence, params = defence_of(asked.name, asked.params)
-    clients, facts = dict(cohort.clients), {}
+    clients, facts, scope = dict(cohort.clients), {}, (asked.federation, "defence")
+    together = None if asked.cohort is None else Streams(asked.cohort).at(*scope)
     for name, data in cohort.clients.items():
-        streams = Streams(asked.secrets[name]).at(asked.federation, "defence")
-        place = DefencePlace(streams, _tenths(name, asked), asked.folder / name, asked.device)
+        streams, folder = Streams(asked.secrets[name]).at(*scope), asked.folder / name
+        place = DefencePlace(streams, _tenths(name, asked), folder, asked.device, cohort=together)
         try:
             made = defence.apply(data.train, params, place)
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
-        clients[name], facts[name] = replace(data, train=made.images), dict(made.facts)
+        made.keep_picture(folder)
+        channels, height, width = data.train.images.shape[1:]
+        make = defence.input_layer
+        given = replace(data, input_layer=make(params, place, (channels, height, width)) if make else None)
+        clients[name] = replace(given, train=made.images, val=given.seen(data.val), test=given.seen(data.test))
+        facts[name] = dict(made.facts)
     return replace(cohort, clients=clients), facts
 
 
