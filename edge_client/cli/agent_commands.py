@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,6 +19,10 @@ from edge_client.cli.units import unit_command
 from fedcg.errors import FAILED
 from fedcg.json_output import print_data
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
+
+if TYPE_CHECKING:
+    from edge_client.cli.doctor import Finding
+    from edge_client.config import AgentConfig
 
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
@@ -76,7 +80,16 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
         _print(f"{name.replace('_', ' '):<20} {'-' if value is None or value == '' else value}")
 
 
-def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+def doctor_command(
+    config: ConfigOption = Path("agent.toml"),
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            "--samples", metavar="FILE.png", help="also write real images beside what the data defence makes of them"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Check clock, disk, keys, certificate, broker, data and training on this device, and print what to do.
 
     Exit codes: 0 nothing failed; 1 a check failed.
@@ -87,7 +100,10 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 
     logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # its warnings become a finding
     try:
-        findings = examine(load_config(config, os.environ), datetime.now(timezone.utc))
+        settings = load_config(config, os.environ)
+        findings = examine(settings, datetime.now(timezone.utc))
+        if samples is not None:
+            findings += (_samples(settings, samples),)
     except ConfigError as error:
         findings = (Finding("configuration", "failed", str(error), f"correct {config}"),)
     is_sound = all(finding.state != "failed" for finding in findings)
@@ -99,6 +115,16 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
             if finding.advice:
                 _print(f"{'':<23} what to do: {finding.advice}")
     raise typer.Exit(0 if is_sound else FAILED)
+
+
+def _samples(settings: AgentConfig, path: Path) -> Finding:
+    from edge_client.cli.doctor import Finding
+
+    try:
+        from edge_client.cli.defence_samples import make_samples  # torch comes with it
+    except ModuleNotFoundError as error:
+        return Finding("samples", "failed", f"{error.name} not installed", "pip install 'fedcg-edge[edge]'")
+    return make_samples(settings, path)
 
 
 def _print(line: str, style: str | None = None) -> None:

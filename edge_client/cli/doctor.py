@@ -291,7 +291,11 @@ def _defence(config: AgentConfig, now: datetime) -> Result:
     samples = config.store / DEFENCE_FOLDER / SAMPLES_FILE
     if samples.exists():
         return "ok", f"{label}; how real images change (private, never sent): {samples}", ""
-    return "ok", f"{label}; sample pictures will be in {samples} when the first round has begun", ""
+    return (
+        "ok",
+        f"{label}; sample pictures will be in {samples} when the first round has begun; --samples FILE.png makes some now",
+        "",
+    )
 
 
 def _cohort_secret(config: AgentConfig, now: datetime) -> Result:

@@ -103,24 +103,34 @@ class LocalDefence:
         return defence.input_layer(params, self._where(spec.federation, silent), size)
 
     def _where(self, federation: str, progress: Progress) -> DefencePlace:
-        return defence_place(self.section, federation, self.store, progress, self.place)
+        place = defence_place(self.section, federation, self.store, self.place)
+        return replace(place, progress=progress)
 
 
 def defence_place(
-    section: DataSection, federation: str, store: PrivateStore, progress: Progress = silent, place: str = "cpu"
+    section: DataSection, federation: str, store: PrivateStore, place: str, secret: bytes | None = None
 ) -> DefencePlace:
     """What the defence of a device works with.
+
+    Args:
+        section: names file and parameters of the defence.
+        federation: its name.
+        store: has the secrets, and keeps what the defence learns.
+        place: torch device.
+        secret: in place of the store's device secret, which is made where there is none.
 
     Raises:
         StoreError: a secret can't be read.
     """
-    streams, together = (
-        None if root is None else Streams(root).at(federation, "defence")
-        for root in (store.device_secret(), store.cohort_secret())
-    )
-    assert streams is not None
+    cohort = store.cohort_secret()
     return DefencePlace(
-        streams, progress, store.defence_folder, place, section.defence_stem, grows=True, cohort=together
+        Streams(secret or store.device_secret()).at(federation, "defence"),
+        silent,
+        store.defence_folder,
+        place,
+        section.defence_stem,
+        grows=True,
+        cohort=None if cohort is None else Streams(cohort).at(federation, "defence"),
     )
 
 

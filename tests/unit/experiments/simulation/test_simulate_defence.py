@@ -121,6 +121,81 @@ def test_a_window_larger_than_the_images_fails_the_run_and_names_the_client(tmp_
     assert "client-1: antigan: window 17 is larger than the images of 16x16" in " ".join(done.stderr.split())
 
 
+LEARNING = {**SMALL, "images_per_client": 300, "local_epochs": 12, "lr": 0.003, "shadow": True}
+
+
+def test_every_image_that_a_model_gets_is_encrypted_with_its_clients_key(tmp_path: Path) -> None:
+    caught = _Caught()
+    runs = Runs(tmp_path, caught, lambda *_: None)
+    setting = RunSetting.model_validate({**LEARNING, "method": "fedsplit", "defence": "etc"})
+    plain = RunSetting.model_validate({**SMALL, "images_per_client": 300, "method": "local"})
+    record, _ = (runs.run(PlannedRun(setting=one)) for one in (setting, plain))
+    encrypted, real = caught.parties
+    for name, client in encrypted.datasets.items():
+        assert client.input_layer is not None
+        for own, truth in (
+            (getattr(client, part), getattr(real.datasets[name], part)) for part in ("train", "val", "test")
+        ):
+            assert torch.equal(client.input_layer.decrypt(own.images), truth.images)
+            assert not torch.equal(own.images, truth.images)
+            assert torch.equal(own.labels, truth.labels)
+        (figures,) = (one for one in record["clients"] if one["id"] == name)
+        for kind in ("personal", "common_personal", "local", "common_local"):
+            assert figures[f"accuracy_{kind}"] > 0.5, kind
+    assert encrypted.common is not None
+    assert _same(encrypted.common, real.common or encrypted.common)
+    one, two = (client.input_layer for client in encrypted.datasets.values())
+    assert one is not None
+    assert two is not None
+    assert not torch.equal(one.source, two.source)
+    assert (record["defence"], record["defended"]["client-1"]) == (
+        "etc",
+        {"steps": "IR,IA,IF,IS", "block": "4", "key": "device"},
+    )
+
+
+def test_etc_is_chosen_on_the_command_line_and_a_run_that_is_done_is_not_run_again(tmp_path: Path) -> None:
+    words = [word for word in OPTIONS if not any(word.startswith(f"{name}=") for name in SHORT)]
+    words = [word for word in words if word != "--defence-set"]
+    asked = ["--method", "fedavg", "--defence", "etc", "--out", tmp_path]
+    for chosen in (["key=cohort", "block=2"], ["scrambling=IS,IA"]):
+        own = [word for pair in chosen for word in ("--defence-set", pair)]
+        done = run_fedcg("simulate", *words, *asked, *own, "--json")
+        assert done.exit_code == 0, done.output
+        (record,) = data_of(done.stdout)["runs"]
+        facts = record["defended"]["client-1"]
+        assert {pair.partition("=")[0] for pair in chosen} <= set(record["setting"]["defence_params"])
+        assert facts["steps"] == ("IS,IA" if "scrambling=IS,IA" in chosen else "IR,IA,IF,IS")
+        assert run_fedcg("simulate", *words, *asked, *own).stderr.count("done before") == 1
+    keys = [layer_sources(tmp_path / "keys" / key, key) for key in ("cohort", "device")]
+    assert torch.equal(*keys[0])
+    assert not torch.equal(*keys[1])
+
+
+def layer_sources(folder: Path, key: str) -> list[torch.Tensor]:
+    caught = _Caught()
+    asked = {**SMALL, "method": "local", "defence": "etc", "defence_params": {"key": key}}
+    Runs(folder, caught, lambda *_: None).run(PlannedRun(setting=RunSetting.model_validate(asked)))
+    return [client.input_layer.source for client in caught.parties[0].datasets.values() if client.input_layer]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--defence-set block=5", "block = 5 does not divide images of 16x16 pixels"),
+        ("--defence-set scrambling=IC", "scrambling: IC permutes the channels of colour images, and these are grey"),
+        ("--defence-set key=cohort --start public", "etc: key = cohort needs the cohort secret"),
+    ],
+)
+def test_images_or_secrets_that_etc_can_not_work_with_fail_the_run_with_the_parameter(
+    tmp_path: Path, words: str, named: str
+) -> None:
+    small = ("--clients", 2, "--images-per-client", 20, "--image-size", 16, "--rounds", 1, "--workers", 1)
+    done = run_fedcg("simulate", *small, "--defence", "etc", *words.split(), "--out", tmp_path)
+    assert done.exit_code == 1
+    assert named in " ".join(done.stderr.split())
+
+
 def test_a_setting_without_a_defence_has_the_json_that_it_had() -> None:
     plain = RunSetting.model_validate(SMALL)
     assert {"defence", "defence_params"}.isdisjoint(plain.published())

@@ -1,0 +1,103 @@
+"""Sample pictures of a device's data defence before its first round: real images beside defended ones. Uses torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from devices.detect import detect
+from devices.errors import NotTrainableError
+from devices.profile import plan_training
+from edge_client.cli.doctor import Finding, Result
+from edge_client.config import AgentConfig
+from edge_client.errors import EdgeError
+from edge_client.store.private_store import SECRET_BYTES, PrivateStore
+from edge_client.training.local_data import defence_place
+from fedcg.files import replace_durably
+from fedcg.learning.data.formats import dataset_name, is_array_source
+from fedcg.learning.data.image_folder import SPLITS, list_files, read_images
+from fedcg.learning.defences.defence import defence_label, defence_of
+from fedcg.learning.defences.sample_pictures import SHOWN
+from fedcg.learning.errors import DataError, LearningError
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import DivergedError
+from fedcg.learning.spec import FederationSpec, ImageForm
+
+_PER_CLASS = 2  # of a class with one image alone, antigan could learn nothing
+_ASSUMED = ImageForm(mode="RGB", height=96, width=96, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+def make_samples(config: AgentConfig, path: Path) -> Finding:
+    """Write a PNG of a few of this device's images beside what the defence makes of them, or find how long it trains first.
+
+    Nothing else is written: neither the store nor a secret is made.
+    """
+    try:
+        # A store or a secret that was made here would belong to the user that runs this command.
+        with TemporaryDirectory() as empty:
+            is_made = (config.store / "format.json").exists()
+            return Finding("samples", *_made(config, PrivateStore(config.store if is_made else Path(empty)), path))
+    except (EdgeError, LearningError, DivergedError, NotTrainableError, OSError) as error:
+        return Finding("samples", "failed", str(error), "correct it, or run this as the user of the agent")
+
+
+def _made(config: AgentConfig, store: PrivateStore, path: Path) -> Result:
+    section = config.data
+    if section.defence is None:
+        return "ok", "none: models are trained on the real images", ""
+    spec = _latest_spec(store)
+    classes, form = (_classes(section.root), _ASSUMED) if spec is None else (spec.classes, spec.image)
+    size = f"images of {form.height}x{form.width} pixels"
+    if spec is None:
+        size += ", which is assumed: the agent has no federation's spec yet"
+    plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
+    torch.set_num_threads(plan.threads)
+    device = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
+    secret = None if (store.root / "secrets" / "device.key").exists() else os.urandom(SECRET_BYTES)
+    images = _few_images(section.root, classes, form)
+    place = defence_place(section, config.federation, store, device, secret)
+    label = defence_label(section.defence, section.defence_params)
+    defence, params = defence_of(section.defence, section.defence_params)
+    try:
+        seconds = defence.seconds_left(images, params, place)
+        if seconds:
+            needed = f"the first round trains it, which takes about {_in_words(seconds)} here"
+            return "ok", f"{label}: no picture yet: {needed} ({size})", ""
+        replace_durably(path, defence.apply(images, params, place).picture)
+    except LearningError as error:
+        return "failed", f"{error} ({size})", "correct [data] in agent.toml"
+    return "ok", f"{label}: real images beside defended ones (private; {size}): {path}", ""
+
+
+def _in_words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _latest_spec(store: PrivateStore) -> FederationSpec | None:
+    files = sorted((store.root / "specs").glob("*.json"), key=lambda file: file.stat().st_mtime)
+    return store.spec(files[-1].stem) if files else None
+
+
+def _classes(root: Path) -> tuple[str, ...]:
+    """The class folders of a device that has no spec yet."""
+    if not root.is_dir() or is_array_source(root):
+        raise DataError(f"{root}: its classes are named by the federation's spec: start the agent first")
+    bases = [root / name for name in SPLITS if (root / name).is_dir()] or [root]
+    return tuple(
+        sorted({one.name for base in bases for one in base.iterdir() if one.is_dir() and not one.name.startswith(".")})
+    )
+
+
+def _few_images(root: Path, classes: Sequence[str], form: ImageForm) -> ImageSet:
+    if root.is_dir() and dataset_name(root) is None and not is_array_source(root):
+        listed, chosen = list_files(root, classes), []
+        for label in sorted({label for _, label in listed})[:SHOWN]:
+            chosen += [path for path, other in listed if other == label][:_PER_CLASS]
+        return read_images(root, classes, form, subset=chosen).images
+    whole = read_images(root, classes, form).images
+    rows = [(whole.labels == label).nonzero().flatten()[:_PER_CLASS] for label in whole.labels.unique()[:SHOWN]]
+    return whole.rows(torch.cat(rows))
