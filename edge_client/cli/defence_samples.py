@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,7 +23,7 @@ from edge_client.training.local_data import defence_place
 from fedcg.files import replace_durably
 from fedcg.learning.data.formats import dataset_name, is_array_source
 from fedcg.learning.data.image_folder import SPLITS, list_files, read_images
-from fedcg.learning.defences.defence import defence_label, defence_of
+from fedcg.learning.defences.defence import DefencePlace, defence_label, defence_of
 from fedcg.learning.defences.sample_pictures import SHOWN
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import ImageSet
@@ -28,49 +31,78 @@ from fedcg.learning.method import DivergedError
 from fedcg.learning.spec import FederationSpec, ImageForm
 
 _PER_CLASS = 2  # of a class with one image alone, antigan could learn nothing
+_TIMED_STEPS = 3
 _ASSUMED = ImageForm(mode="RGB", height=96, width=96, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+class _EnoughError(Exception):
+    """A training was stopped after a few steps; `seconds` is how long all of it takes."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+
+class _Stopwatch:
+    """Stops a training once a few steps are timed; the first one has work that the others don't have."""
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    def __call__(self, phase: str, step: int, steps: int) -> None:
+        """A step is done."""
+        self._ends.append(time.perf_counter())
+        if len(self._ends) > _TIMED_STEPS:
+            raise _EnoughError(steps * (self._ends[-1] - self._ends[0]) / _TIMED_STEPS)
 
 
 def make_samples(config: AgentConfig, path: Path) -> Finding:
     """Write a PNG of a few of this device's images beside what the defence makes of them, or find how long it trains first.
 
-    Nothing else is written: neither the store nor a secret is made.
+    Nothing else is written: a store, or anything in it, that was made here would belong to the user that runs this.
     """
     try:
-        # A store or a secret that was made here would belong to the user that runs this command.
-        with TemporaryDirectory() as empty:
-            is_made = (config.store / "format.json").exists()
-            return Finding("samples", *_made(config, PrivateStore(config.store if is_made else Path(empty)), path))
+        with TemporaryDirectory() as scratch:
+            return Finding("samples", *_made(config, Path(scratch), path))
     except (EdgeError, LearningError, DivergedError, NotTrainableError, OSError) as error:
         return Finding("samples", "failed", str(error), "correct it, or run this as the user of the agent")
 
 
-def _made(config: AgentConfig, store: PrivateStore, path: Path) -> Result:
+def _made(config: AgentConfig, scratch: Path, path: Path) -> Result:
     section = config.data
     if section.defence is None:
         return "ok", "none: models are trained on the real images", ""
+    store = PrivateStore(config.store if (config.store / "format.json").exists() else scratch)
     spec = _latest_spec(store)
     classes, form = (_classes(section.root), _ASSUMED) if spec is None else (spec.classes, spec.image)
     size = f"images of {form.height}x{form.width} pixels"
     if spec is None:
         size += ", which is assumed: the agent has no federation's spec yet"
+    label = defence_label(section.defence, section.defence_params)
+    defence, params = defence_of(section.defence, section.defence_params)
+    try:
+        images, place = _few_images(section.root, classes, form), _place(config, store, scratch)
+        if not defence.is_per_image:
+            place = replace(place, progress=_Stopwatch())
+        replace_durably(path, defence.apply(images, params, place).picture)
+    except LearningError as error:
+        return "failed", f"{error} ({size})", "correct [data] in agent.toml"
+    except _EnoughError as stopped:
+        needed = f"the first round trains it, which takes about {_in_words(stopped.seconds)} here"
+        return "ok", f"{label}: no picture yet: {needed} ({size})", ""
+    return "ok", f"{label}: real images beside defended ones (private; {size}): {path}", ""
+
+
+def _place(config: AgentConfig, store: PrivateStore, scratch: Path) -> DefencePlace:
+    """The device's own, with a copy of what is trained."""
     plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
     torch.set_num_threads(plan.threads)
     device = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
     secret = None if (store.root / "secrets" / "device.key").exists() else os.urandom(SECRET_BYTES)
-    images = _few_images(section.root, classes, form)
-    place = defence_place(section, config.federation, store, device, secret)
-    label = defence_label(section.defence, section.defence_params)
-    defence, params = defence_of(section.defence, section.defence_params)
-    try:
-        seconds = defence.seconds_left(images, params, place)
-        if seconds:
-            needed = f"the first round trains it, which takes about {_in_words(seconds)} here"
-            return "ok", f"{label}: no picture yet: {needed} ({size})", ""
-        replace_durably(path, defence.apply(images, params, place).picture)
-    except LearningError as error:
-        return "failed", f"{error} ({size})", "correct [data] in agent.toml"
-    return "ok", f"{label}: real images beside defended ones (private; {size}): {path}", ""
+    folder = scratch / "trained"
+    if store.defence_folder.exists():
+        shutil.copytree(store.defence_folder, folder)
+    return replace(defence_place(config.data, config.federation, store, device, secret), folder=folder)
 
 
 def _in_words(seconds: float) -> str:

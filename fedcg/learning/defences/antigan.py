@@ -62,10 +62,4 @@ def _apply(images: ImageSet, params: AntiGanParams, place: DefencePlace) -> Defe
     return mixed_images(images, params, place)
 
 
-def _seconds_left(images: ImageSet, params: AntiGanParams, place: DefencePlace) -> float:
-    from fedcg.learning.defences.gan_mixing import training_seconds_left
-
-    return training_seconds_left(images, params, place)
-
-
-DEFENCE = Defence("antigan", AntiGanParams, _apply, is_per_image=False, seconds_left=_seconds_left)
+DEFENCE = Defence("antigan", AntiGanParams, _apply, is_per_image=False)

@@ -8,7 +8,6 @@ fixed baseline. The images are transformed once, not anew in every epoch, so tha
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -61,23 +60,20 @@ TRANSFORMATIONS: Mapping[str, Transformation] = {
 def _apply(images: ImageSet, params: AtsParams, place: DefencePlace) -> Defended:
     import torch  # not for a configuration
 
-    from fedcg.learning.defences.sample_pictures import sample_picture
-    from fedcg.learning.image_set import ImageSet
+    from fedcg.learning.defences.sample_pictures import shown
 
     policies = [policy.split("-") for policy in params.policy.split("+")]
     done = images.images.clone()
-    for row, pixels in enumerate(images.images.permute(0, 2, 3, 1).numpy()):
-        # By its content, so that images which are added later change nothing.
-        draws = place.streams.generator("ats", hashlib.sha256(pixels.tobytes()).hexdigest())
+    for row, pixels in enumerate(images.images.permute(0, 2, 3, 1)):
+        draws = place.draws("ats", pixels)
         policy = policies[int(torch.randint(len(policies), (), generator=draws))]
         signs = (2 * torch.randint(2, (len(policy),), generator=draws) - 1).tolist()
-        image = Image.fromarray(pixels.squeeze())
+        image = Image.fromarray(pixels.squeeze(2).numpy())
         for name, sign in zip(policy, signs, strict=True):
             image = TRANSFORMATIONS[name](image, sign)
         done[row] = torch.from_numpy(np.array(image).reshape(pixels.shape)).permute(2, 0, 1)
         place.progress("defence", row + 1, len(images))
-    picture = sample_picture(images.labels, images.images, done)
-    return Defended(ImageSet(done, images.labels, images.classes), {"policy": params.policy}, picture)
+    return shown(images, {"policy": params.policy}, done)
 
 
 DEFENCE = Defence("ats", AtsParams, _apply, is_per_image=True)

@@ -7,6 +7,7 @@ gets a real image. A defence belongs to the device, not to the spec, and compose
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, resources
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fedcg.config_file import nearest
+from fedcg.config_file import nearest, problems_of
 from fedcg.files import replace_durably
 
 if TYPE_CHECKING:
+    import torch
+
     from fedcg.learning.defences.scrambling import Scrambling
     from fedcg.learning.image_set import ImageSet
     from fedcg.learning.method import Progress
@@ -59,6 +62,11 @@ class DefencePlace:
     grows: bool = False
     cohort: Streams | None = None
 
+    def draws(self, purpose: str, image: torch.Tensor) -> torch.Generator:
+        """A stream that follows from an image's pixels: images which are added later change nothing for it."""
+        content = hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()
+        return self.streams.generator(purpose, content)
+
 
 @dataclass(frozen=True)
 class Defended:
@@ -84,10 +92,6 @@ class Defended:
             replace_durably(folder / SAMPLES_FILE, self.picture)
 
 
-def _at_once(images: ImageSet, params: Any, place: DefencePlace) -> float:
-    return 0.0
-
-
 @dataclass(frozen=True)
 class Defence:
     """A data defence.
@@ -96,11 +100,9 @@ class Defence:
         name: of its file.
         params_type: its parameters.
         apply: (training images, parameters, place) -> the images in their place.
-        is_per_image: an image that comes out depends on one real image alone, as DP-SGD's ε supposes.
+        is_per_image: an image that comes out depends on one real image alone, as DP-SGD's ε supposes; nothing is trained.
         input_layer: (parameters, place, size of the images) -> what validation, test and served images go through too; it follows
             from these alone. None: they stay real.
-        seconds_left: (training images, parameters, place) -> how long `apply` would train here, from a few timed steps; 0 where
-            there is nothing to train, or it is done.
     """
 
     name: str
@@ -108,7 +110,6 @@ class Defence:
     apply: Callable[[ImageSet, Any, DefencePlace], Defended]
     is_per_image: bool
     input_layer: Callable[[Any, DefencePlace, Size], Scrambling] | None = None
-    seconds_left: Callable[[ImageSet, Any, DefencePlace], float] = _at_once
 
 
 def defence_names() -> tuple[str, ...]:
@@ -129,15 +130,8 @@ def defence_of(name: str, values: Mapping[str, object]) -> tuple[Defence, Defenc
     try:
         return defence, defence.params_type.model_validate(values)
     except ValidationError as error:
-        known = tuple(defence.params_type.model_fields)
-        problems = (
-            f"{key}: there is no such parameter ({nearest(key, known)})"
-            if item["type"] == "extra_forbidden"
-            else f"{key}: {item['msg']}"
-            for item in error.errors(include_url=False)
-            for key in [".".join(map(str, item["loc"]))]
-        )
-        raise ValueError(f"defence_params of {name}: {'; '.join(problems)}") from error
+        problems = "; ".join(problems_of(defence.params_type, error))
+        raise ValueError(f"defence_params of {name}: {problems}") from error
 
 
 def check_defence(name: str | None, values: Mapping[str, object], *, dp_sgd: bool) -> None:

@@ -37,10 +37,6 @@ class ScramblingStep(str, Enum):
     SHUFFLE = "IS"
 
 
-COLOUR_STEPS = tuple(ScramblingStep)
-GREY_STEPS = tuple(step for step in ScramblingStep if step is not ScramblingStep.PERMUTE_CHANNELS)
-
-
 class EtcParams(DefenceParams):
     """Parameters of the block scrambling; `ppidsg` has them too."""
 
@@ -63,10 +59,10 @@ class EtcParams(DefenceParams):
         return text
 
     def order(self, channels: int) -> tuple[ScramblingStep, ...]:
-        """The steps of images with so many channels."""
+        """The steps of images with so many channels; without a choice of its own the paper's order, of grey images without IC."""
         if self.scrambling:
             return tuple(map(ScramblingStep, self.scrambling.split(",")))
-        return GREY_STEPS if channels == 1 else COLOUR_STEPS
+        return tuple(step for step in ScramblingStep if channels > 1 or step is not ScramblingStep.PERMUTE_CHANNELS)
 
 
 def _input_layer(params: EtcParams, place: DefencePlace, size: Size) -> Scrambling:
@@ -82,17 +78,12 @@ def _input_layer(params: EtcParams, place: DefencePlace, size: Size) -> Scrambli
 
 
 def _apply(images: ImageSet, params: EtcParams, place: DefencePlace) -> Defended:
-    from fedcg.learning.defences.sample_pictures import sample_picture
+    from fedcg.learning.defences.sample_pictures import shown
 
     channels, height, width = images.images.shape[1:]
-    done = _input_layer(params, place, (channels, height, width)).seen(images)
-    place.progress("defence", 1, 1)
-    facts = {
-        "steps": ",".join(step.value for step in params.order(channels)),
-        "block": str(params.block),
-        "key": params.key,
-    }
-    return Defended(done, facts, sample_picture(images.labels, images.images, done.images))
+    steps = ",".join(step.value for step in params.order(channels))
+    facts = {"steps": steps, "block": str(params.block), "key": params.key}
+    return shown(images, facts, _input_layer(params, place, (channels, height, width)).encrypt(images.images))
 
 
 DEFENCE = Defence("etc", EtcParams, _apply, is_per_image=True, input_layer=_input_layer)

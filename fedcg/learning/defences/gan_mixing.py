@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import nn
 
 from fedcg.learning.defences.antigan import AntiGanParams
 from fedcg.learning.defences.defence import DefencePlace, Defended
-from fedcg.learning.defences.gan_training import seconds_left, trained_generator
-from fedcg.learning.defences.sample_pictures import sample_picture
+from fedcg.learning.defences.gan_training import trained_generator
+from fedcg.learning.defences.sample_pictures import shown
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.pretrained_stem import PACKAGE, Stem, gabor_stem, pretrained_stem
-from fedcg.learning.seeds import Streams
 
 _ROWS = 256
 
@@ -32,22 +29,10 @@ def mixed_images(images: ImageSet, params: AntiGanParams, place: DefencePlace) -
     stem = stem_for(params, place)
     generator = trained_generator(images, params, place, stem)
     generated = generated_images(generator, images, params.noise_dim, place)
-    mixed = mix(images.images, generated, params.mu)
-    picture = sample_picture(images.labels, images.images, mix(images.images, generated, 0.0), mixed)
     # Near 0, the generated images are one texture, which who knows it can subtract.
     spread = float(generated.std(dim=0).mean())
     facts = {"features": stem.name, "spread": f"{spread:.2f}", "classes_of_one_image": str(alone)}
-    return Defended(ImageSet(mixed, images.labels, images.classes), facts, picture)
-
-
-def training_seconds_left(images: ImageSet, params: AntiGanParams, place: DefencePlace) -> float:
-    """How long `mixed_images` would train here, predicted from a few timed steps; 0 where the GAN is trained.
-
-    Raises:
-        DataError, NetworkError, DivergedError: as `mixed_images`.
-    """
-    _check(images, params)
-    return seconds_left(images, params, place, stem_for(params, place))
+    return shown(images, facts, *(mix(images.images, generated, mu) for mu in (0.0, params.mu)))
 
 
 def _check(images: ImageSet, params: AntiGanParams) -> int:
@@ -87,17 +72,12 @@ def generated_images(generator: nn.Module, images: ImageSet, noise_dim: int, pla
 
     The same image so gets the same z in every round and beside whichever other images.
     """
-    noise = torch.stack([_noise(place.streams, image, noise_dim) for image in images.images])
+    noise = torch.stack([torch.randn(noise_dim, generator=place.draws("noise", image)) for image in images.images])
     made = [
         generator(z.to(place.device), labels.to(place.device)).cpu()
         for z, labels in zip(noise.split(_ROWS), images.labels.split(_ROWS), strict=True)
     ]
     return torch.cat(made)
-
-
-def _noise(streams: Streams, image: torch.Tensor, noise_dim: int) -> torch.Tensor:
-    content = hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()
-    return torch.randn(noise_dim, generator=streams.generator("noise", content))
 
 
 def mix(real: torch.Tensor, generated: torch.Tensor, mu: float) -> torch.Tensor:

@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +42,6 @@ PHASE = "defence"
 _FORMAT = "1"
 _BETAS = (0.5, 0.999)
 _SLOPE = 0.2
-_TIMED_STEPS = 3
 
 
 def windows_of(images: torch.Tensor, side: int) -> torch.Tensor:
@@ -74,17 +72,6 @@ def generator_loss(generated: torch.Tensor) -> torch.Tensor:
     return F.softplus(-generated).mean()
 
 
-class _Crop(nn.Module):
-    """The upper left part of maps."""
-
-    def __init__(self, height: int, width: int) -> None:
-        super().__init__()
-        self.height, self.width = height, width
-
-    def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        return maps[:, :, : self.height, : self.width]
-
-
 def build_generator(shape: tuple[int, int, int], classes: int, params: AntiGanParams) -> nn.Module:
     """(z, y) -> image in [-1, 1]; maps 4, 2 and 1 times `width`, the size doubled at least three times."""
     channels, height, width = shape
@@ -95,7 +82,9 @@ def build_generator(shape: tuple[int, int, int], classes: int, params: AntiGanPa
     layers: list[nn.Module] = [nn.ConvTranspose2d(inputs, maps[0], first), nn.BatchNorm2d(maps[0]), nn.ReLU()]
     for before, after in itertools.pairwise(maps):
         layers += [nn.ConvTranspose2d(before, after, 4, 2, 1), nn.BatchNorm2d(after), nn.ReLU()]
-    layers += [nn.ConvTranspose2d(maps[-1], channels, 4, 2, 1), _Crop(height, width), nn.Tanh()]
+    down, across = (side * 2**doublings for side in first)
+    crop = nn.ZeroPad2d((0, width - across, 0, height - down))  # negative
+    layers += [nn.ConvTranspose2d(maps[-1], channels, 4, 2, 1), crop, nn.Tanh()]
     return ConditionalGenerator(nn.Sequential(*layers), (inputs, 1, 1), shape, classes)
 
 
@@ -154,8 +143,6 @@ class GanFile:
 def file_for(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> GanFile:
     """Where the GAN of these images, parameters and streams is kept."""
     digest, labels = images.digest(), tuple(sorted(set(images.labels.tolist())))
-    if place.folder is None:
-        return GanFile(None, digest, labels)
     decided_by = [
         params.model_dump(mode="json", exclude={"mu", "checkpoint_every"}),
         [*images.images.shape[1:], len(images.classes)],
@@ -164,7 +151,7 @@ def file_for(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem:
         "" if place.grows else digest,
     ]
     key = hashlib.sha256(json.dumps(decided_by, sort_keys=True).encode()).hexdigest()
-    return GanFile(place.folder / f"antigan-{key[:16]}.safetensors", digest, labels)
+    return GanFile(place.folder and place.folder / f"antigan-{key[:16]}.safetensors", digest, labels)
 
 
 class Gan:
@@ -245,34 +232,18 @@ def trained_generator(images: ImageSet, params: AntiGanParams, place: DefencePla
         OSError: the checkpoint can't be written.
     """
     kept, steps = file_for(images, params, place, stem), params.steps
-    gan = Gan(images, params, place, stem)
+    gan, size = Gan(images, params, place, stem), params.batch_size
     first, tensors = kept.read(steps, grows=place.grows)
     gan.load(tensors)
     for step in range(first, steps):
-        _train(gan, images, params, place, step)
+        draws = place.streams.generator("step", step)
+        rows = torch.randint(len(images), (size,), generator=draws)
+        noise = torch.randn(size, params.noise_dim, generator=draws).to(place.device)
+        real = images.images[rows].to(place.device).float() / 127.5 - 1.0
+        labels = images.labels[rows].to(place.device)
+        check_loss(gan.step(real, labels, noise, obfuscate=step >= params.gan_steps), "the defence's GAN")
         done = step + 1
         place.progress(PHASE, done, steps)
         if done == steps or done % params.checkpoint_every == 0:
             kept.write(done, gan.tensors(is_done=done == steps))
     return gan.generator.eval()
-
-
-def seconds_left(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> float:
-    """How long `trained_generator` would train; the time of a step is that of some of them, whose result is dropped."""
-    done, _ = file_for(images, params, place, stem).read(params.steps, grows=place.grows)
-    if done == params.steps:
-        return 0.0
-    gan, ends = Gan(images, params, place, stem), []
-    for _ in range(_TIMED_STEPS + 1):  # the first one has work that the others don't have
-        _train(gan, images, params, place, params.steps - 1)
-        ends.append(time.perf_counter())
-    return (params.steps - done) * (ends[-1] - ends[0]) / _TIMED_STEPS
-
-
-def _train(gan: Gan, images: ImageSet, params: AntiGanParams, place: DefencePlace, step: int) -> None:
-    draws, size = place.streams.generator("step", step), params.batch_size
-    rows = torch.randint(len(images), (size,), generator=draws)
-    noise = torch.randn(size, params.noise_dim, generator=draws).to(place.device)
-    real = images.images[rows].to(place.device).float() / 127.5 - 1.0
-    labels = images.labels[rows].to(place.device)
-    check_loss(gan.step(real, labels, noise, obfuscate=step >= params.gan_steps), "the defence's GAN")

@@ -60,23 +60,17 @@ def draw_keys(streams: Streams, size: Size, block: int = DEFAULT_BLOCK) -> Scram
     Raises:
         DefenceError: the block does not divide the image.
     """
-    channels, height, width = size
-    count = _blocks_of(height, width, block)
-
-    def numbers(step: ScramblingStep, states: int) -> torch.Tensor:
-        return torch.randint(states, (count,), generator=streams.generator("scrambling", step.value))
-
-    order = torch.rand(
-        count, channels, generator=streams.generator("scrambling", ScramblingStep.PERMUTE_CHANNELS.value)
+    count = blocks_of(size, block)
+    rotate, complement, flip, channels, shuffle = (
+        streams.generator("scrambling", step.value) for step in ScramblingStep
     )
-    shuffle = torch.randperm(count, generator=streams.generator("scrambling", ScramblingStep.SHUFFLE.value))
     return ScramblingKeys(
         block,
-        rotation=numbers(ScramblingStep.ROTATE, 4),
-        complement=numbers(ScramblingStep.COMPLEMENT, 2),
-        flip=numbers(ScramblingStep.FLIP, 3),
-        channels=order.argsort(dim=1),
-        shuffle=shuffle,
+        rotation=torch.randint(4, (count,), generator=rotate),
+        complement=torch.randint(2, (count,), generator=complement),
+        flip=torch.randint(3, (count,), generator=flip),
+        channels=torch.rand(count, size[0], generator=channels).argsort(dim=1),
+        shuffle=torch.randperm(count, generator=shuffle),
     )
 
 
@@ -137,20 +131,12 @@ class _ScramblingLayer(nn.Module):
     def __init__(self, scrambling: Scrambling, form: ImageForm) -> None:
         super().__init__()
         self.size = scrambling.size
-        mean, std = (
-            torch.tensor(values, dtype=torch.float64).repeat_interleave(form.height * form.width)
-            for values in (form.mean, form.std)
-        )
+        statistics = torch.tensor([form.mean, form.std], dtype=torch.float64)
+        mean, std = statistics.repeat_interleave(form.height * form.width, dim=1)
         source, bit = scrambling.source, scrambling.mask.double() / 255
         sign = 1 - 2 * bit
-        self.source, self.scale, self.shift = (
-            nn.Buffer(tensor)
-            for tensor in (
-                source,
-                (sign * std[source] / std).float(),
-                ((bit + sign * mean[source] - mean) / std).float(),
-            )
-        )
+        scale, shift = sign * std[source] / std, (bit + sign * mean[source] - mean) / std
+        self.source, self.scale, self.shift = map(nn.Buffer, (source, scale.float(), shift.float()))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         pixels = images.flatten(1).index_select(1, self.source) * self.scale + self.shift
@@ -195,7 +181,13 @@ def _apply(step: ScramblingStep, blocks: torch.Tensor, keys: ScramblingKeys) -> 
     return blocks[keys.shuffle]
 
 
-def _blocks_of(height: int, width: int, block: int) -> int:
+def blocks_of(size: Size, block: int) -> int:
+    """The number of blocks of an image.
+
+    Raises:
+        DefenceError: they do not cover it.
+    """
+    _, height, width = size
     if block < 1 or height % block or width % block:
         raise DefenceError(
             f"block = {block} does not divide images of {height}x{width} pixels: choose a divisor of both sides, or another size"
@@ -204,8 +196,7 @@ def _blocks_of(height: int, width: int, block: int) -> int:
 
 
 def _check(keys: ScramblingKeys, size: Size, steps: Sequence[ScramblingStep]) -> None:
-    channels, height, width = size
-    count = _blocks_of(height, width, keys.block)
+    (channels, height, width), count = size, blocks_of(size, keys.block)
     if channels == 1 and ScramblingStep.PERMUTE_CHANNELS in steps:
         raise DefenceError("scrambling: IC permutes the channels of colour images, and these are grey; leave IC out")
     for name in ("rotation", "complement", "flip", "channels", "shuffle"):

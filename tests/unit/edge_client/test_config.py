@@ -202,7 +202,7 @@ def test_a_defence_is_read_and_a_bad_one_named(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD, {"FEDCG_AGENT_DATA_DEFENCE": "ats"}).data.defence == "ats"
     for wrong, named in {
         asked.replace('"antigan"', '"antigam"'): "there is no 'antigam' (did you mean `antigan`?)",
-        asked.replace("v_e", "ve"): "ve: there is no such parameter (did you mean `v_e`?)",
+        asked.replace("v_e", "ve"): "ve: there is no such setting (did you mean `v_e`?)",
         asked.replace("0.3", "3"): "v_e: must be less than or equal to 1",
         asked + "[privacy.dp_sgd]\nnoise_multiplier = 1.0\n": "dp_sgd's epsilon does not cover",
     }.items():

@@ -16,7 +16,7 @@ from export.build.install_model import package_personal
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
 from fedcg.event_log import EventLog
-from fedcg.learning.defences.etc import GREY_STEPS
+from fedcg.learning.defences.etc import EtcParams
 from fedcg.learning.defences.scrambling import Scrambling, draw_keys, scrambling_of
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.seeds import Streams
@@ -64,7 +64,7 @@ def local(site: Site) -> LocalData:
 
 def keyed(root: bytes) -> Scrambling:
     size = 1, FORM.height, FORM.width
-    return scrambling_of(draw_keys(Streams(root).at(FEDERATION, "defence"), size), size, GREY_STEPS)
+    return scrambling_of(draw_keys(Streams(root).at(FEDERATION, "defence"), size), size, EtcParams().order(1))
 
 
 def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits_and_with_another_key_that_of_chance(

@@ -102,7 +102,7 @@ def _same(one: ImageSet, other: ImageSet) -> bool:
     ("words", "named"),
     [
         ("--defence antigam", "defence: there is no 'antigam' (did you mean `antigan`?)"),
-        ("--defence antigan --defence-set ve=1", "ve: there is no such parameter (did you mean `v_e`?)"),
+        ("--defence antigan --defence-set ve=1", "ve: there is no such setting (did you mean `v_e`?)"),
         ("--defence antigan --defence-set v_e", "--defence-set 'v_e': write key=value"),
         ("--defence-set v_e=1", "defence_params need a defence"),
         ("--defence antigan --mechanism dp_sgd.noise_multiplier=1", "dp_sgd's epsilon does not cover"),

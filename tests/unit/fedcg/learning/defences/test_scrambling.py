@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fedcg.imaging import ImageForm
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.defences.defence import DefencePlace, defence_of
-from fedcg.learning.defences.etc import COLOUR_STEPS, GREY_STEPS, EtcParams, ScramblingStep
+from fedcg.learning.defences.etc import EtcParams, ScramblingStep
 from fedcg.learning.defences.scrambling import Scrambling, ScramblingKeys, draw_keys, scrambling_of
 from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet
@@ -129,8 +129,8 @@ def test_a_key_entry_belongs_to_the_block_that_is_at_its_place_when_the_step_run
 
 
 def test_all_steps_run_in_the_papers_order_unless_others_are_asked_for() -> None:
-    assert [step.value for step in COLOUR_STEPS] == ["IR", "IA", "IF", "IC", "IS"]
-    assert [step.value for step in GREY_STEPS] == ["IR", "IA", "IF", "IS"]
+    assert [step.value for step in EtcParams().order(3)] == ["IR", "IA", "IF", "IC", "IS"]
+    assert [step.value for step in EtcParams().order(1)] == ["IR", "IA", "IF", "IS"]
     for channels in (1, 3):
         images = random_images(2, (channels, 8, 8))
         keys = draw_keys(DEVICE, (channels, 8, 8))
@@ -191,7 +191,7 @@ def test_a_block_that_does_not_divide_the_image_is_named() -> None:
 
 def test_grey_images_have_no_channels_to_permute() -> None:
     with pytest.raises(DefenceError, match="scrambling: IC permutes the channels of colour images"):
-        encrypt(random_images(1, (1, 8, 8)), draw_keys(DEVICE, (1, 8, 8)), COLOUR_STEPS)
+        encrypt(random_images(1, (1, 8, 8)), draw_keys(DEVICE, (1, 8, 8)), tuple(ScramblingStep))
 
 
 def test_keys_of_another_length_are_named() -> None:

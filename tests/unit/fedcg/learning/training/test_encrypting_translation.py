@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from fedcg.learning.data.image_folder import normalise
-from fedcg.learning.defences.etc import GREY_STEPS
+from fedcg.learning.defences.etc import EtcParams
 from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, RoundContext
@@ -39,7 +39,7 @@ from tests.support.learning.learning_cases import CLASSES, bright_images
 TINY = Widths(generator=2, residual=1, discriminator=2, extractor=2, hidden=(8, 4))
 GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.5,))
 SIZE = (1, 16, 16)
-SCRAMBLE: Encrypt = scrambling_of(draw_keys(Streams(b"device"), SIZE), SIZE, GREY_STEPS).encrypt
+SCRAMBLE: Encrypt = scrambling_of(draw_keys(Streams(b"device"), SIZE), SIZE, EtcParams().order(1)).encrypt
 NO_TERMS: dict[str, Any] = {"adversarial_weight": 0.0, "semantic_weight": 0.0, "classification_weight": 0.0}
 PARTS = ("generator", "discriminator", "extractor", "classifier")
 
@@ -325,5 +325,5 @@ def test_the_digits_are_learned_in_their_encrypted_form() -> None:
     assert nearer < distance - 0.1
     with torch.no_grad():
         made = nets.generator(normalise(test.images, GREY))
-    others = scrambling_of(draw_keys(Streams(b"another device"), SIZE), SIZE, GREY_STEPS).encrypt(test.images)
+    others = scrambling_of(draw_keys(Streams(b"another device"), SIZE), SIZE, EtcParams().order(1)).encrypt(test.images)
     assert F.l1_loss(made, normalise(others, GREY)).item() > nearer + 0.1
