@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Update, Weights
+from fedcg.learning.method import Aggregate, ServerState, Spill, Update, Weights
 from fedcg.learning.networks.assembly import feature_shape, split_of
 from fedcg.learning.networks.split import FeatureRange
 from fedcg.learning.spec import FederationSpec, NetworkSpec
@@ -52,6 +52,28 @@ def merged_prototypes(updates: Mapping[str, Callable[[], Update]]) -> dict[str, 
         sums = sums + weights[:, None].double() * ours[PROTOTYPES]
         total = total + weights.double()
     return {HELD: (total > 0).long(), PROTOTYPES: (sums / total.clamp(min=1)[:, None]).float()}
+
+
+class FinishOnlyAggregator:
+    """A server half that prepares nothing when an update comes, and keeps no state but its aggregate.
+
+    Args:
+        spill: notes which clients answered.
+        merge: updates by client -> the aggregate.
+    """
+
+    def __init__(self, spill: Spill, merge: Callable[[Mapping[str, Callable[[], Update]]], Aggregate]) -> None:
+        self._spill, self._merge = spill, merge
+
+    def add(self, update: Update) -> None:
+        """Note that the client answered."""
+        if not self._spill.has(update.client):
+            self._spill.put(update.client, {})
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """Merge all updates at once."""
+        aggregate = self._merge(updates)
+        return aggregate, ServerState(aggregate)
 
 
 def filled(ours: Weights, others: Weights) -> dict[str, torch.Tensor]:

@@ -12,7 +12,13 @@ from functools import partial
 import torch
 from pydantic import Field
 
-from fedcg.learning.aggregation.prototypes import HELD, PROTOTYPES, prototype_layout, prototypes_of
+from fedcg.learning.aggregation.prototypes import (
+    HELD,
+    PROTOTYPES,
+    FinishOnlyAggregator,
+    prototype_layout,
+    prototypes_of,
+)
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
@@ -56,42 +62,29 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     return LocalResult(SharedResult({Part.STATISTICS: ours}), ClientState(kept), Report(examples=len(data), loss=loss))
 
 
-class _Head:
-    """The head that is trained on the clients' prototypes."""
-
-    def __init__(self, state: ServerState, ctx: RoundContext, spill: Spill) -> None:
-        self._head, self._ctx, self._spill = state.aggregate.parts[Part.CLASSIFIER], ctx, spill
-
-    def add(self, update: Update) -> None:
-        """There is nothing to prepare; note that the client answered."""
-        if not self._spill.has(update.client):
-            self._spill.put(update.client, {})
-
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """Train the head on all prototypes, in client-id order."""
-        ctx = self._ctx
-        params = FedGhParams.model_validate(ctx.spec.params)
-        found = [updates[client]().parts[Part.STATISTICS] for client in sorted(updates)]
-        rows = torch.cat([ours[PROTOTYPES][ours[HELD].bool()] for ours in found]).to(ctx.device)
-        labels = torch.cat([ours[HELD].nonzero().flatten() for ours in found]).to(ctx.device)
-        head = load_part(ctx.spec, Part.CLASSIFIER, self._head, ctx.device).train()
-        optimiser = adam(head.parameters(), params.server_lr, params.weight_decay)
-        meter, features = LossMeter("the head", ctx.device), rows.view(-1, *feature_shape(ctx.spec))
-        for step in range(params.server_steps):
-            loss = cross_entropy(head(features), labels)
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            meter.add(loss)
-            ctx.progress("distil", step + 1, params.server_steps)
-        meter.check()
-        aggregate = Aggregate({Part.CLASSIFIER: weights_of(head)})
-        return aggregate, ServerState(aggregate)
+def trained_head(state: ServerState, ctx: RoundContext, updates: Mapping[str, Callable[[], Update]]) -> Aggregate:
+    """The head after its training on all prototypes, in client-id order."""
+    params = FedGhParams.model_validate(ctx.spec.params)
+    found = [updates[client]().parts[Part.STATISTICS] for client in sorted(updates)]
+    rows = torch.cat([ours[PROTOTYPES][ours[HELD].bool()] for ours in found]).to(ctx.device)
+    labels = torch.cat([ours[HELD].nonzero().flatten() for ours in found]).to(ctx.device)
+    head = load_part(ctx.spec, Part.CLASSIFIER, state.aggregate.parts[Part.CLASSIFIER], ctx.device).train()
+    optimiser = adam(head.parameters(), params.server_lr, params.weight_decay)
+    meter, features = LossMeter("the head", ctx.device), rows.view(-1, *feature_shape(ctx.spec))
+    for step in range(params.server_steps):
+        loss = cross_entropy(head(features), labels)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        meter.add(loss)
+        ctx.progress("distil", step + 1, params.server_steps)
+    meter.check()
+    return Aggregate({Part.CLASSIFIER: weights_of(head)})
 
 
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """The server half of a round."""
-    return _Head(state, ctx, spill)
+    return FinishOnlyAggregator(spill, partial(trained_head, state, ctx))
 
 
 METHOD = Method(

@@ -7,7 +7,7 @@ counts (eq. 6 divides by the number of clients once more, which would shrink it)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from pydantic import Field
@@ -16,6 +16,7 @@ from torch import nn
 from fedcg.learning.aggregation.prototypes import (
     HELD,
     PROTOTYPES,
+    FinishOnlyAggregator,
     filled,
     merged_prototypes,
     prototype_layout,
@@ -34,7 +35,6 @@ from fedcg.learning.method import (
     SharedResult,
     Spill,
     TrainingParams,
-    Update,
     Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
@@ -115,26 +115,9 @@ def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Server
     return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}))
 
 
-class _Prototypes:
-    """The global prototypes."""
-
-    def __init__(self, spill: Spill) -> None:
-        self._spill = spill
-
-    def add(self, update: Update) -> None:
-        """There is nothing to prepare; note that the client answered."""
-        if not self._spill.has(update.client):
-            self._spill.put(update.client, {})
-
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """Their mean by class."""
-        aggregate = Aggregate({Part.STATISTICS: merged_prototypes(updates)})
-        return aggregate, ServerState(aggregate)
-
-
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
-    """The server half of a round."""
-    return _Prototypes(spill)
+    """The server half of a round: the mean of the prototypes by class."""
+    return FinishOnlyAggregator(spill, lambda updates: Aggregate({Part.STATISTICS: merged_prototypes(updates)}))
 
 
 METHOD = Method(
