@@ -66,10 +66,8 @@ class EtcParams(DefenceParams):
 
 
 def _input_layer(params: EtcParams, place: DefencePlace, size: Size) -> Scrambling:
-    from fedcg.learning.defences.scrambling import (
-        draw_keys,
-        scrambling_of,
-    )  # torch comes with it: not for a configuration
+    # Torch comes with it: not for a configuration.
+    from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 
     streams = place.streams if params.key == "device" else place.cohort
     if streams is None:
