@@ -9,7 +9,7 @@ from itertools import product
 from experiments.data.source import DIGITS
 from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, Row, find_presets
-from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, planned_run
+from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, of_method, planned_run
 from fedcg.learning.spec import ParameterValue
 
 Values = Mapping[str, ParameterValue]
@@ -62,6 +62,7 @@ def table_batch(
     methods: Sequence[str],
     seeds: Sequence[int],
     method_params: Mapping[str, Values],
+    networks: Mapping[str, Values] | None = None,
 ) -> Batch:
     """What `fedcg simulate --paper NAME` runs.
 
@@ -72,13 +73,14 @@ def table_batch(
         methods: only these methods or rows; empty means all.
         seeds: empty means the paper's.
         method_params: parameters by method; those under "" are every method's.
+        networks: likewise the fields that name networks, as typed.
 
     Raises:
         OptionError: no such table or row, or data that the user has to bring and did not.
         ValidationError: names every bad value.
     """
     typed = {key: value for key, value in options.items() if key in given and key != "paper"}
-    runs = plan_runs(name, methods=methods, seeds=seeds, setting=typed, params=method_params)
+    runs = plan_runs(name, methods=methods, seeds=seeds, setting=typed, params=method_params, networks=networks)
     return Batch(runs=tuple(run.planned() for run in runs))
 
 
@@ -89,6 +91,7 @@ def plan_runs(
     seeds: Sequence[int] = (),
     setting: Values | None = None,
     params: Mapping[str, Values] | None = None,
+    networks: Mapping[str, Values] | None = None,
 ) -> tuple[TableRun, ...]:
     """The runs of a published table, each once: all rows of a seed before the next seed.
 
@@ -98,6 +101,7 @@ def plan_runs(
         seeds: empty means the paper's.
         setting: what the user puts over the published setting.
         params: parameters that the user gives, by method; those under "" are every method's.
+        networks: likewise what the user puts over the published networks.
 
     Raises:
         OptionError: no such table or row, or data that the user has to bring and did not.
@@ -116,13 +120,14 @@ def plan_runs(
         for seed in dict.fromkeys(seeds or preset.seeds):
             for row in preset.rows.values():
                 if not methods or row.key in methods or row.method in methods:
-                    for run in _runs_of(preset, row, seed, setting or {}, params or {}):
+                    typed = {**(setting or {}), **of_method(networks or {}, row.method)}
+                    for run in _runs_of(preset, row, seed, typed, of_method(params or {}, row.method)):
                         runs.setdefault((run.paper, run.method, run.variant, run.seed), run)
     return tuple(runs.values())
 
 
-def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Mapping[str, Values]) -> tuple[TableRun, ...]:
-    asked = {**params.get("", {}), **params.get(row.method, {})}
+def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Values) -> tuple[TableRun, ...]:
+    asked = dict(params)
     given = {**typed, **{option: asked.pop(name) for name, option in _OPTION_OF_PARAM.items() if name in asked}}
     home, key = row.home
     changed = preset.changed_params.get(row.method, {})
