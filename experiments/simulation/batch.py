@@ -32,6 +32,7 @@ PARAM_OPTIONS = {"local_epochs": "epochs", "local_steps": "steps", "batch_size":
 _NO_REDUCTION = frozenset(
     {
         "params",
+        "defence_params",
         *PARAM_OPTIONS,
         "quick",
         "data",
@@ -288,7 +289,8 @@ def planned_run(published: Mapping[str, Any], given: Mapping[str, Any]) -> Plann
 def _compared(setting: RunSetting) -> dict[str, Any]:
     """What two settings are compared by: neither what changes no published figure nor the same thing under two names."""
     values = {name: value for name, value in setting.published().items() if name not in _NO_REDUCTION}
-    return values | {"start": setting.start} | {f"params.{name}": value for name, value in setting.all_params().items()}
+    values |= {"start": setting.start, "privacy": setting.privacy.label, "defence": setting.defence_label}
+    return values | {f"params.{name}": value for name, value in setting.all_params().items()}
 
 
 def parse_method_params(pairs: list[str], methods: tuple[str, ...]) -> dict[str, dict[str, ParameterValue]]:
