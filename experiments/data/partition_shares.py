@@ -74,8 +74,9 @@ class Partition:
                     f"{self.groups} groups; at most {min(clients, classes)}"
                 )
             group_of_client, group_of_class = (np.arange(count) * self.groups // count for count in (clients, classes))
-            together: Shares = (group_of_client[:, None] == group_of_class[None]).astype(np.float64)
-            return np.divide(together, together.sum(axis=0))
+            together = (group_of_client[:, None] == group_of_class[None]).astype(np.float64)
+            evenly: Shares = together / together.sum(axis=0)
+            return evenly
         return generator.dirichlet(np.full(clients, self.omega), size=classes).T
 
 
