@@ -141,12 +141,13 @@ def _orders(preset: Preset, lines: Sequence[Line]) -> tuple[Order, ...]:
 
 
 def _published_difference(preset: Preset, claim: Claim, measure: str) -> float | None:
-    lower, higher = (
-        end
-        if isinstance(end, float)
-        else None
-        if (figure := preset.rows[end].figures.get(measure)) is None
-        else figure.mean
-        for end in (claim.lower, claim.higher)
-    )
+    lower, higher = (_printed(preset, end, measure) for end in (claim.lower, claim.higher))
     return None if lower is None or higher is None else higher - lower
+
+
+def _printed(preset: Preset, end: str | float, measure: str) -> float | None:
+    """The paper's figure of a row; a level is its own."""
+    if isinstance(end, float):
+        return end
+    figure = preset.rows[end].figures.get(measure)
+    return None if figure is None else figure.mean

@@ -185,7 +185,7 @@ def with_degradation(lines: Sequence[Line], reference: str) -> list[Line]:
     def lost(line: Line) -> Line:
         accuracies = {seed: value for seed, value in line.by_seed[ADR].items() if whole.get(seed)}
         by_seed = {**line.by_seed, ADR: {seed: 100 * (1 - value / whole[seed]) for seed, value in accuracies.items()}}
-        return replace(line, by_seed=by_seed, figures=figures_of(by_seed))
+        return replace(line, by_seed=by_seed, figures=figures_of(by_seed), best={})
 
     return [lost(line) for line in lines]
 

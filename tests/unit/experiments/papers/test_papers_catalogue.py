@@ -290,6 +290,8 @@ def test_every_planned_run_is_accepted_by_the_setting_and_by_its_method() -> Non
     seen = {(run.paper, run.method, run.variant): run for run in _published()}
     assert sum(len(presets()[paper].seeds) for paper, _, _ in seen) == len(_published())
     assert {run.method for run in seen.values()} <= set(method_names())
+    there = {None, *defence_names()}
+    assert {run.published.get("defence") for run in seen.values()} <= {*there, "etc"}
     for run in seen.values():
-        if run.published.get("defence") in {None, *defence_names()}:
+        if run.published.get("defence") in there:
             _accepted(run)
