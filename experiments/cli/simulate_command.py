@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -33,13 +34,14 @@ from experiments.simulation.batch import (
     RunSetting,
     load_batch,
     parse_method_params,
+    parse_networks,
     parse_seeds,
     plan_batch,
     save_batch,
 )
 from experiments.simulation.run_slots import Lanes, default_workers, open_lanes, open_ray_lanes
 from fedcg.json_output import print_data
-from fedcg.learning.privacy import parse_mechanisms
+from fedcg.learning.privacy import PrivacySettings, parse_mechanisms
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import plan_from_mapping
 
@@ -56,6 +58,21 @@ class SimulateOptions(BaseModel):
     params: Annotated[
         list[str],
         Field(description="a parameter, key=value of every method or METHOD.key=value of one; repeat for more"),
+    ] = []
+    network: Annotated[
+        list[str],
+        Field(
+            description="split of extractor and classifier: a name of `fedcg network list`, or module:function "
+            "(default lenet5_relu); METHOD=NAME for one method; repeat for more"
+        ),
+    ] = []
+    generator: Annotated[
+        list[str],
+        Field(description="mlp (default), conv, ...; METHOD=NAME for one method; repeat for more"),
+    ] = []
+    discriminator: Annotated[
+        list[str],
+        Field(description="default: goes with the generator; METHOD=NAME for one method; repeat for more"),
     ] = []
     privacy: Annotated[
         list[str],
@@ -141,17 +158,18 @@ def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> B
     fields = {name: values[name] for name in values if name in own} | {"data": data_text(values["data"])}
     fields["privacy"] = parse_mechanisms(options.privacy)
     fields["defence_params"] = parse_params(options.defence_params, "--defence-set")
+    named = {name: getattr(options, name) for name in ("network", "generator", "discriminator")}
     if options.paper is None:
         methods = options.method or ["fedcg"]
-        params = parse_method_params(options.params, tuple(methods))
-        return plan_batch(fields, methods, parse_seeds(options.seeds or str(options.seed)), params)
+        params, networks = parse_method_params(options.params, tuple(methods)), parse_networks(named, methods)
+        return plan_batch(fields, methods, parse_seeds(options.seeds or str(options.seed)), params, networks)
     if "variant" in typed:
         raise OptionError("--paper names the variants itself; choose some by --method METHOD/VARIANT")
     text = options.seeds or (str(options.seed) if "seed" in typed else None)
     seeds = () if text is None else parse_seeds(text)
-    rows = {row.method for preset in find_presets(options.paper) for row in preset.rows.values()}
-    params = parse_method_params(options.params, tuple(rows))
-    return table_batch(options.paper, fields, typed, options.method, seeds, params)
+    rows = sorted({row.method for preset in find_presets(options.paper) for row in preset.rows.values()})
+    params, networks = parse_method_params(options.params, tuple(rows)), parse_networks(named, rows)
+    return table_batch(options.paper, fields, typed, options.method, seeds, params, networks)
 
 
 def _remember(batch: Batch, folder: Path, *, force: bool) -> None:
@@ -170,11 +188,11 @@ def _check(batch: Batch) -> None:
         check(setting)
         _check_method(setting)
     sources = {data: setting.source() for data, setting in {setting.data: setting for setting in settings}.items()}
-    networks = {
-        (setting.data, setting.network, setting.generator, setting.image_size, setting.method): setting
-        for setting in settings
-    }
-    for setting in networks.values():
+    plans: dict[tuple[str, PrivacySettings], RunSetting] = {}
+    for setting in settings:  # seeds have the same networks
+        plan = {**setting.plan(sources[setting.data]), "seed": 0}
+        plans[json.dumps(plan, sort_keys=True), setting.privacy] = setting
+    for setting in plans.values():
         _check_network(setting, sources[setting.data])
     for data, deal in dict.fromkeys((setting.data, setting.deal()) for setting in settings):
         deal_out(sources[data], deal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,17 +21,19 @@ class Partition:
     """How images are spread over clients.
 
     Attributes:
-        kind: `iid`; `dirichlet` with concentration `omega` (ω; smaller is more skewed); `domains`, one client per domain.
+        kind: `iid`; `dirichlet` with concentration `omega` (ω; smaller is more skewed); `classes`, classes and clients in as many
+            `groups` of neighbours, the classes of a group evenly over its clients; `domains`, one client per domain.
         domains: which domains are clients, in this order; all when empty.
     """
 
-    kind: Literal["iid", "dirichlet", "domains"]
+    kind: Literal["iid", "dirichlet", "classes", "domains"]
     omega: float = 0.0
     domains: tuple[str, ...] = ()
+    groups: int = 1
 
     @staticmethod
     def parse(text: str) -> Partition:
-        """Read `iid`, `dirichlet:OMEGA`, `domains` or `domains:NAME,NAME,…`.
+        """Read `iid`, `dirichlet:OMEGA`, `classes:GROUPS`, `domains` or `domains:NAME,NAME,…`.
 
         Raises:
             SourceError: anything else.
@@ -43,20 +46,37 @@ class Partition:
             if not all(names) or len(set(names)) != len(names):
                 raise SourceError(f"partition {text!r}: name different domains, as in `domains:amazon,dslr`")
             return Partition("domains", domains=names)
+        if kind == "classes" and re.fullmatch(r"[1-9]\d{0,3}", value) and value != "1":
+            return Partition("classes", groups=int(value))
         try:
             omega = float(value)
         except ValueError:
             omega = -1.0
         if kind != "dirichlet" or not 0 < omega < float("inf"):
             raise SourceError(
-                f"partition {text!r} is neither `iid`, `domains[:NAME,…]` nor `dirichlet:OMEGA` with a positive number"
+                f"partition {text!r} is neither `iid`, `domains[:NAME,…]`, `classes:GROUPS` with two groups or more, nor "
+                "`dirichlet:OMEGA` with a positive number"
             )
         return Partition("dirichlet", omega)
 
     def shares(self, clients: int, classes: int, generator: np.random.Generator) -> Shares:
-        """Which share of each class each client gets: [clients, classes] float64, every column sums to 1."""
+        """Which share of each class each client gets: [clients, classes] float64, every column sums to 1.
+
+        Raises:
+            SourceError: more groups of classes than clients or classes.
+        """
         if self.kind == "iid":
             return np.full((clients, classes), 1.0 / clients)
+        if self.kind == "classes":
+            if self.groups > min(clients, classes):
+                raise SourceError(
+                    f"partition classes:{self.groups}: {clients} clients and {classes} classes can't be put into "
+                    f"{self.groups} groups; at most {min(clients, classes)}"
+                )
+            group_of_client, group_of_class = (np.arange(count) * self.groups // count for count in (clients, classes))
+            together = (group_of_client[:, None] == group_of_class[None]).astype(np.float64)
+            evenly: Shares = together / together.sum(axis=0)
+            return evenly
         return generator.dirichlet(np.full(clients, self.omega), size=classes).T
 
 

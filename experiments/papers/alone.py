@@ -8,7 +8,7 @@ from experiments.papers.lines import key_of, table_differences
 from experiments.papers.records import ClientRecord, RunRecord
 
 _LOCAL = "local"
-_Key = tuple[str | None, str, int, str]
+_Key = tuple[str | None, str, str, int, str]
 
 
 def beside_local(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -25,7 +25,8 @@ def beside_local(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _key(run: RunRecord) -> _Key:
-    return run.base, key_of(table_differences(run)), run.seed, str(run.params.get("lr", run.setting.get("lr")))
+    lr = run.params.get("lr", run.setting.get("lr"))
+    return run.base, key_of(table_differences(run)), run.network.split, run.seed, str(lr)
 
 
 def _compared(run: RunRecord, alone: dict[str, float]) -> RunRecord:

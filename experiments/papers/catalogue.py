@@ -12,14 +12,14 @@ from importlib.resources import files
 from typing import Annotated
 
 import tomllib
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from experiments.errors import OptionError
 from fedcg.learning.spec import ParameterValue
 
-_FILES = ("fedcg.toml", "fedmd_cg.toml")
-_SettingValues = dict[str, ParameterValue]
-_Pair = tuple[float, float]
+_FILES = ("fedcg.toml", "fedmd_cg.toml", "ppidsg.toml", "antigan.toml")
+_SettingValues = dict[str, JsonValue]
+_Pair = Annotated[tuple[float, ...], Field(min_length=1, max_length=2)]
 
 
 class _Strict(BaseModel):
@@ -32,6 +32,7 @@ class _RowEntry(_Strict):
     setting: _SettingValues = {}
     search: dict[str, tuple[ParameterValue, ...]] = {}
     same_as: str | None = None
+    needs: str | None = None
 
 
 class _ScenarioEntry(_Strict):
@@ -51,16 +52,18 @@ class _TableEntry(_Strict):
 
 class _ReducedEntry(_Strict):
     title: str
+    scenarios: tuple[str, ...] = ()
     setting: _SettingValues = {}
     method: dict[str, dict[str, ParameterValue]] = {}
+    rows: dict[str, _SettingValues] = {}
 
 
 class _ClaimEntry(_Strict):
     text: str
     table: str
     scenarios: tuple[str, ...]
-    below: tuple[tuple[str, str], ...] = ()
-    about: tuple[tuple[str, str], ...] = ()
+    below: tuple[tuple[str, str | float], ...] = ()
+    about: tuple[tuple[str, str | float], ...] = ()
     margin: Annotated[float, Field(gt=0)] = 1.0
 
 
@@ -69,6 +72,7 @@ class _PaperFile(_Strict):
     title: str
     seeds: tuple[int, ...]
     measures: tuple[str, ...]
+    reference: str | None = None
     reads: tuple[str, ...]
     setting: _SettingValues
     params: dict[str, ParameterValue]
@@ -83,10 +87,10 @@ class _PaperFile(_Strict):
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure, in percent."""
+    """A published figure, in percent; `std` is None where the paper prints none."""
 
     mean: float
-    std: float
+    std: float | None = None
 
 
 @dataclass(frozen=True)
@@ -101,16 +105,18 @@ class Row:
         search: parameters of which the paper tried several values and reports the best.
         figures: published figure by measure; empty where the paper has none.
         home: preset and row under which this very run is recorded: another table's, where the two are the same run.
+        needs: what its run needs and is not there; None where it can be run.
     """
 
     key: str
     label: str
-    setting: Mapping[str, ParameterValue]
+    setting: Mapping[str, JsonValue]
     params: Mapping[str, ParameterValue]
     search: Mapping[str, tuple[ParameterValue, ...]]
     figures: Mapping[str, Published]
     home: tuple[str, str]
     own_params: tuple[str, ...] = ()
+    needs: str | None = None
 
     @property
     def method(self) -> str:
@@ -122,6 +128,11 @@ class Row:
         """The label of an ablation; empty for the method as it is."""
         return self.key.partition("/")[2]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """What it may be asked for by: its method with all variants, or itself alone, `method/` where it has no variant."""
+        return frozenset({self.method, f"{self.method}/{self.variant}"})
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -130,24 +141,28 @@ class Preset:
     Attributes:
         name: `paper:table:scenario`, with `@budget` for a reduced one, `@one+another` for both at once.
         setting: published fields of the run's setting, without method, seed and parameters.
-        changed: what a reduced budget puts over `setting`; `changed_params` likewise over a method's parameters.
+        changed: what a reduced budget puts over `setting`; `changed_params` likewise over a method's parameters, `changed_rows`
+            over a row's setting.
         measures: names of the figures, the one that the paper argues with first.
         needs: data that the user has to bring; None where it can be found by name.
         stand_in: why this preset has no published figures; None for a published one.
         reads: what the paper leaves open, and how it is read here.
+        reference: the row that relative measures compare with; None where there is no such measure.
     """
 
     name: str
     title: str
-    setting: Mapping[str, ParameterValue]
+    setting: Mapping[str, JsonValue]
     rows: Mapping[str, Row]
     seeds: tuple[int, ...]
     measures: tuple[str, ...]
     reads: tuple[str, ...]
     needs: str | None = None
     stand_in: str | None = None
-    changed: Mapping[str, ParameterValue] = field(default_factory=dict)
+    reference: str | None = None
+    changed: Mapping[str, JsonValue] = field(default_factory=dict)
     changed_params: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
+    changed_rows: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict)
 
     @property
     def base(self) -> str:
@@ -157,12 +172,15 @@ class Preset:
 
 @dataclass(frozen=True)
 class Claim:
-    """An order that a paper states: in `preset`, row `lower` is below row `higher`; with a margin, they are about equal."""
+    """An order that a paper states: in `preset`, row `lower` is below row `higher`; with a margin, they are about equal.
+
+    A number as `higher` is a level in percent, such as chance.
+    """
 
     text: str
     preset: str
     lower: str
-    higher: str
+    higher: str | float
     margin: float | None
 
 
@@ -209,6 +227,7 @@ def _preset(paper: _PaperFile, table: str, scenario: str) -> Preset:
         reads=(*paper.reads, *entry.reads, *place.reads),
         needs=place.needs,
         stand_in=place.stand_in,
+        reference=paper.reference,
     )
 
 
@@ -227,6 +246,7 @@ def _row(paper: _PaperFile, table: str, scenario: str, key: str, pairs: Sequence
         figures={name: Published(*pair) for name, pair in zip(paper.measures, pairs, strict=False)},
         home=(f"{paper.id}:{first}:{scenario}", meant),
         own_params=tuple(source.params),
+        needs=source.needs,
     )
 
 
@@ -254,6 +274,23 @@ def find_presets(name: str) -> tuple[Preset, ...]:
     return tuple(_with_budget(preset, budget) for preset in found) if at else tuple(found)
 
 
+@cache
+def row_fields(name: str) -> frozenset[str]:
+    """What differs from row to row in a preset, with or without a budget: fields of the setting, and `params.NAME`.
+
+    Empty for a name that means no preset any more, as an old record may have it.
+    """
+    base, _, budget = name.partition("@")
+    if base not in presets():
+        return frozenset()
+    fields = {field for row in presets()[base].rows.values() for field in row.setting}
+    budgets = _budgets()[base.partition(":")[0]]
+    for reduced in (budgets[one] for one in budget.split("+") if one in budgets):
+        fields |= {field for row in reduced.rows.values() for field in row}
+        fields |= {f"params.{param}" for params in reduced.method.values() for param in params}
+    return frozenset(fields)
+
+
 def _is_in(name: str, group: str) -> bool:
     return name.startswith((f"{group}:", f"{group}-"))
 
@@ -262,10 +299,17 @@ def _with_budget(preset: Preset, budget: str) -> Preset:
     budgets = _budgets()[preset.name.partition(":")[0]]
     setting: _SettingValues = {}
     params: dict[str, dict[str, ParameterValue]] = {}
+    rows: dict[str, _SettingValues] = {}
     for one in budget.split("+"):
         if one not in budgets:
             raise OptionError(f"no budget {one!r} for {preset.name}; there are {', '.join(budgets)}")
+        scenarios = budgets[one].scenarios
+        if scenarios and preset.name.rpartition(":")[2] not in scenarios:
+            raise OptionError(f"the budget {one!r} is not one of {preset.name}; it is for {', '.join(scenarios)}")
         setting |= budgets[one].setting
         for method, values in budgets[one].method.items():
             params[method] = {**params.get(method, {}), **values}
-    return replace(preset, name=f"{preset.base}@{budget}", changed=setting, changed_params=params)
+        for row, fields in budgets[one].rows.items():
+            rows[row] = {**rows.get(row, {}), **fields}
+    name = f"{preset.base}@{budget}"
+    return replace(preset, name=name, changed=setting, changed_params=params, changed_rows=rows)

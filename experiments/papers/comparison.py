@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from experiments.papers.alone import beside_local
 from experiments.papers.catalogue import Claim, Preset, claims, presets
-from experiments.papers.lines import Differences, Line, figures_of, key_of, lines_of, row_of, table_differences
+from experiments.papers.lines import (
+    ADR,
+    Differences,
+    Line,
+    figures_of,
+    key_of,
+    lines_of,
+    row_of,
+    table_differences,
+    with_degradation,
+)
 from experiments.papers.orders import Verdict, judge
 from experiments.papers.records import RunRecord
 
@@ -78,8 +88,10 @@ def _comparison(preset: Preset, runs: Mapping[str, Sequence[RunRecord]]) -> Comp
     strangers = [run for run in runs.get(preset.base, ()) if row_of(run, preset) is None]
     if not any(run.base == preset.base for run in used) and not strangers:
         return None
-    if preset.measures == ("personal",):
+    if "personal" in preset.measures:
         lines = _with_shadows(lines, used, preset)
+    if ADR in preset.measures and preset.reference is not None:
+        lines = with_degradation(lines, preset.reference)
     shown = used or strangers
     return Comparison(
         preset=preset,
@@ -115,14 +127,27 @@ def _orders(preset: Preset, lines: Sequence[Line]) -> tuple[Order, ...]:
         first.setdefault(line.row.key, line)
     orders = []
     for claim in claims():
-        if claim.preset == preset.base and claim.lower in first and claim.higher in first:
-            lower, higher = first[claim.lower], first[claim.higher]
+        if claim.preset == preset.base and claim.lower in first:
             for measure in preset.measures:
-                verdict = judge(lower.by_seed[measure], higher.by_seed[measure], claim.margin)
-                orders.append(Order(claim, measure, _published_difference(preset, claim, measure), verdict))
+                lower = first[claim.lower].by_seed.get(measure, {})
+                if isinstance(claim.higher, str):
+                    higher = first[claim.higher].by_seed.get(measure, {}) if claim.higher in first else {}
+                else:
+                    higher = dict.fromkeys(lower, claim.higher)
+                if lower and higher:
+                    verdict = judge(lower, higher, claim.margin)
+                    orders.append(Order(claim, measure, _published_difference(preset, claim, measure), verdict))
     return tuple(orders)
 
 
 def _published_difference(preset: Preset, claim: Claim, measure: str) -> float | None:
-    lower, higher = (preset.rows[key].figures.get(measure) for key in (claim.lower, claim.higher))
-    return None if lower is None or higher is None else higher.mean - lower.mean
+    lower, higher = (_printed(preset, end, measure) for end in (claim.lower, claim.higher))
+    return None if lower is None or higher is None else higher - lower
+
+
+def _printed(preset: Preset, end: str | float, measure: str) -> float | None:
+    """The paper's figure of a row; a level is its own."""
+    if isinstance(end, float):
+        return end
+    figure = preset.rows[end].figures.get(measure)
+    return None if figure is None else figure.mean

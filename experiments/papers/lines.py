@@ -1,8 +1,9 @@
 """Our runs of one row of a table: which runs they are, the best of a search, means over seeds, clients below local-only.
 
 FedCG reports a client's accuracy at its best validation round: `personal` is the record's accuracy_personal. FedMD-CG's L.acc and
-G.acc are read as those of the last round: `local` is accuracy_last, `global` is global_accuracy_last. All are means over clients in
-percent (`global`: one model on the whole test set).
+G.acc are read as those of the last round: `local` is accuracy_last, `global` is global_accuracy_last. PPIDSG's is read as that with
+the round's aggregate: `after` is accuracy_after. All are means over clients in percent (`global`: one model on the whole test set).
+Anti-GAN's `adr` is the share of the global accuracy that a row loses against the reference row of the same seed.
 """
 
 from __future__ import annotations
@@ -10,17 +11,25 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from experiments.papers.catalogue import Preset, Published, Row
+from experiments.papers.catalogue import Preset, Published, Row, row_fields
 from experiments.papers.plan import variant_text
 from experiments.papers.records import RunRecord
 from experiments.simulation.batch import PARAM_OPTIONS
 from fedcg.learning.spec import ParameterValue
 
-FIELDS = {"personal": "accuracy_personal", "local": "accuracy_last", "global": "global_accuracy_last"}
-BEST_FIELDS = {"personal": "accuracy_personal", "local": "accuracy_personal", "global": "global_accuracy_best"}
+ADR = "adr"
+FIELDS = {
+    "personal": "accuracy_personal",
+    "after": "accuracy_after",
+    "local": "accuracy_last",
+    "global": "global_accuracy_last",
+    ADR: "global_accuracy_last",
+}
+BEST_FIELDS = {**FIELDS, "local": "accuracy_personal", "global": "global_accuracy_best", ADR: "global_accuracy_best"}
+_OF_LAST_ROUND = frozenset({"local", "global", ADR})
 FAR_STDS = 2.0
 # Differences that concern only the rows that use a generator, or public images: they mark a row, not the whole table.
 _ROW_FIELDS = frozenset({"generator", "discriminator", "noise_dim", "public_images", "codec", "aggregate_codec"})
@@ -73,8 +82,8 @@ class Line:
 
 
 def is_far(ours: Figure, paper: Published) -> bool:
-    """Whether our mean is more than two of the PAPER's standard deviations from the paper's mean."""
-    return abs(ours.mean - paper.mean) > FAR_STDS * paper.std
+    """Whether our mean is more than two of the PAPER's standard deviations from the paper's mean; never where it prints none."""
+    return paper.std is not None and abs(ours.mean - paper.mean) > FAR_STDS * paper.std
 
 
 def row_of(run: RunRecord, preset: Preset) -> tuple[Row, str] | None:
@@ -112,7 +121,7 @@ def lines_of(row: Row, mine: Sequence[tuple[RunRecord, str]], measures: Sequence
 
 
 def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: int, measures: Sequence[str]) -> Line:
-    is_last = measures[0] != "personal"
+    is_last = measures[0] in _OF_LAST_ROUND
     choice = _winner(by_choice, last=is_last)
     runs = by_choice[choice]
     clients = [client for run in runs.values() for client in run.clients]
@@ -169,20 +178,34 @@ def _searched(run: RunRecord, key: str) -> ParameterValue:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def _concerns_row(name: str) -> bool:
-    return name in _ROW_FIELDS or (
-        name.startswith(_PARAMS) and name.removeprefix(_PARAMS) not in PARAM_OPTIONS.values()
+def with_degradation(lines: Sequence[Line], reference: str) -> list[Line]:
+    """The lines with accuracies as the share that each loses against the reference's first line, in percent (ADR)."""
+    whole = next((line.by_seed for line in lines if line.row.key == reference), {}).get(ADR, {})
+
+    def lost(line: Line) -> Line:
+        accuracies = {seed: value for seed, value in line.by_seed[ADR].items() if whole.get(seed)}
+        by_seed = {**line.by_seed, ADR: {seed: 100 * (1 - value / whole[seed]) for seed, value in accuracies.items()}}
+        return replace(line, by_seed=by_seed, figures=figures_of(by_seed), best={})
+
+    return [lost(line) for line in lines]
+
+
+def _concerns_row(name: str, run: RunRecord) -> bool:
+    return (
+        name in _ROW_FIELDS
+        or name in row_fields(run.paper or "")
+        or (name.startswith(_PARAMS) and name.removeprefix(_PARAMS) not in PARAM_OPTIONS.values())
     )
 
 
 def table_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
     """Differences from the published setting that make another table of it."""
-    return {name: pair for name, pair in run.reduced.items() if not _concerns_row(name)}
+    return {name: pair for name, pair in run.reduced.items() if not _concerns_row(name, run)}
 
 
 def row_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
     """Differences from the published setting that concern the run's row alone: its parameters, generator and codecs."""
-    return {name: pair for name, pair in run.reduced.items() if _concerns_row(name)}
+    return {name: pair for name, pair in run.reduced.items() if _concerns_row(name, run)}
 
 
 def key_of(differences: Differences) -> str:

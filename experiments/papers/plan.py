@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from pydantic import JsonValue
+
 from experiments.data.source import DIGITS
 from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, Row, find_presets
-from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, planned_run
-from fedcg.learning.spec import ParameterValue
+from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, of_method, planned_run
 
-Values = Mapping[str, ParameterValue]
+Values = Mapping[str, JsonValue]
 _OPTION_OF_PARAM = {param: option for option, param in PARAM_OPTIONS.items()}
 _NAMED_DATA = (DIGITS, "torchvision:")
 
@@ -62,6 +63,7 @@ def table_batch(
     methods: Sequence[str],
     seeds: Sequence[int],
     method_params: Mapping[str, Values],
+    networks: Mapping[str, Values] | None = None,
 ) -> Batch:
     """What `fedcg simulate --paper NAME` runs.
 
@@ -72,13 +74,14 @@ def table_batch(
         methods: only these methods or rows; empty means all.
         seeds: empty means the paper's.
         method_params: parameters by method; those under "" are every method's.
+        networks: likewise the fields that name networks, as typed.
 
     Raises:
         OptionError: no such table or row, or data that the user has to bring and did not.
         ValidationError: names every bad value.
     """
     typed = {key: value for key, value in options.items() if key in given and key != "paper"}
-    runs = plan_runs(name, methods=methods, seeds=seeds, setting=typed, params=method_params)
+    runs = plan_runs(name, methods=methods, seeds=seeds, setting=typed, params=method_params, networks=networks)
     return Batch(runs=tuple(run.planned() for run in runs))
 
 
@@ -89,44 +92,51 @@ def plan_runs(
     seeds: Sequence[int] = (),
     setting: Values | None = None,
     params: Mapping[str, Values] | None = None,
+    networks: Mapping[str, Values] | None = None,
 ) -> tuple[TableRun, ...]:
     """The runs of a published table, each once: all rows of a seed before the next seed.
 
     Args:
         name: a preset or a group of presets.
-        methods: only these methods, or rows as `method/variant`; empty means all.
+        methods: only these methods, or rows as `method/variant` and `method/` for the one without a variant; empty means all.
         seeds: empty means the paper's.
         setting: what the user puts over the published setting.
         params: parameters that the user gives, by method; those under "" are every method's.
+        networks: likewise what the user puts over the published networks.
 
     Raises:
         OptionError: no such table or row, or data that the user has to bring and did not.
     """
     runs: dict[tuple[str, str, str, int], TableRun] = {}
     found = find_presets(name)
-    offered = {key for preset in found for key in preset.rows} | {
-        row.method for preset in found for row in preset.rows.values()
-    }
+    offered = {name for preset in found for row in preset.rows.values() for name in row.names}
     unknown = [method for method in methods if method not in offered]
     if unknown:
         raise OptionError(f"{name} has no row {unknown[0]!r}; it has {', '.join(sorted(offered))}")
     for preset in found:
         if preset.needs is not None and not (setting or {}).get("data"):
             raise OptionError(f"{preset.name} needs {preset.needs}")
+        for row in preset.rows.values():
+            if row.needs is not None and row.key in methods:
+                raise OptionError(f"{preset.name}: {row.key} can't be run; it needs {row.needs}")
         for seed in dict.fromkeys(seeds or preset.seeds):
             for row in preset.rows.values():
-                if not methods or row.key in methods or row.method in methods:
-                    for run in _runs_of(preset, row, seed, setting or {}, params or {}):
+                if row.needs is None and (not methods or row.names & set(methods)):
+                    typed = {**(setting or {}), **of_method(networks or {}, row.method)}
+                    for run in _runs_of(preset, row, seed, typed, of_method(params or {}, row.method)):
                         runs.setdefault((run.paper, run.method, run.variant, run.seed), run)
     return tuple(runs.values())
 
 
-def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Mapping[str, Values]) -> tuple[TableRun, ...]:
-    asked = {**params.get("", {}), **params.get(row.method, {})}
+def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Values) -> tuple[TableRun, ...]:
+    asked = dict(params)
     given = {**typed, **{option: asked.pop(name) for name, option in _OPTION_OF_PARAM.items() if name in asked}}
     home, key = row.home
+    reduced = {**preset.changed, **preset.changed_rows.get(key, {})}
+    given = _with_defence_params(given, {**preset.setting, **row.setting, **reduced})
+    own = {*row.own_params, *(param for option, param in PARAM_OPTIONS.items() if option in given)}
     changed = preset.changed_params.get(row.method, {})
-    budget = {name: value for name, value in changed.items() if name not in row.own_params}
+    budget = {name: value for name, value in changed.items() if name not in own}
     runs = []
     typed_values = {**asked, **given}
     for values in product(
@@ -146,11 +156,20 @@ def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Mapping
                 seed=seed,
                 published={**preset.setting, **row.setting, **fields},
                 params={**row.params, **others},
-                given={**preset.changed, **given},
+                given={**reduced, **given},
                 given_params={**budget, **asked},
             )
         )
     return tuple(runs)
+
+
+def _with_defence_params(given: Values, under: Values) -> dict[str, JsonValue]:
+    """What the user gives, with typed parameters of a defence over those that its row has; a row without a defence gets none."""
+    typed, before = given.get("defence_params"), under.get("defence_params")
+    rest = {name: value for name, value in given.items() if name != "defence_params"}
+    if not isinstance(typed, dict) or {**under, **rest}.get("defence") is None:
+        return rest
+    return {**rest, "defence_params": {**(before if isinstance(before, dict) else {}), **typed}}
 
 
 def variant_text(variant: str, choice: Values) -> str:
@@ -165,7 +184,11 @@ def printed_runs(chosen: Iterable[Preset]) -> list[TableRun]:
     """Every run that the figures of some presets need, each once; for a stand-in all its rows. Rows that we added are none of them."""
     runs: dict[tuple[str, str, str, int], TableRun] = {}
     for preset in chosen:
-        printed = [row.key for row in preset.rows.values() if row.figures or preset.stand_in is not None]
+        printed = [
+            row.key
+            for row in preset.rows.values()
+            if row.needs is None and (row.figures or row.key == preset.reference or preset.stand_in is not None)
+        ]
         for run in plan_runs(preset.base, methods=printed, setting={"data": "brought"} if preset.needs else None):
             runs.setdefault((run.paper, run.method, run.variant, run.seed), run)
     return list(runs.values())

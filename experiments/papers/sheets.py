@@ -11,7 +11,7 @@ from experiments.papers.lines import Differences, Figure, Line, figure_of, is_fa
 from experiments.papers.missing import Missing
 from experiments.papers.traffic import Traffic
 
-MEASURE_NAMES = {"personal": "accuracy", "local": "L.acc", "global": "G.acc"}
+MEASURE_NAMES = {"personal": "accuracy", "after": "after download", "local": "L.acc", "global": "G.acc", "adr": "ADR"}
 _NONE = "-"
 FAR_NOTE = "! differs from the paper by more than 2 of the paper's standard deviations"
 
@@ -28,16 +28,19 @@ class Sheet:
 
 def comparison_sheet(found: Comparison) -> Sheet:
     """The paper's rows beside ours."""
-    measures = found.preset.measures
+    first, *others = found.preset.measures
+    # Of a measure beside the first, the paper's column is left out where it prints none.
+    measures = {first: True} | {name: any(name in row.figures for row in found.preset.rows.values()) for name in others}
     columns = ["row"]
-    for measure in measures:
-        columns += [f"paper {MEASURE_NAMES[measure]}", f"ours {MEASURE_NAMES[measure]}", "difference"]
+    for measure, is_printed in measures.items():
+        name = MEASURE_NAMES[measure]
+        columns += [f"paper {name}", f"ours {name}", "difference"] if is_printed else [f"ours {name}"]
     common = _common(found.lines)
     lines: dict[str, list[Line]] = {}
     for line in found.lines:
         lines.setdefault(line.row.key, []).append(line)
     rows: list[tuple[str, ...]] = []
-    alone = next((line.by_seed[measures[0]] for line in lines.get("local", ())), {})
+    alone = next((_own(line, first) for line in lines.get("local", ())), {})
     for row in found.preset.rows.values():
         mine: list[Line | None] = [*lines.get(row.key, ())]
         for shown in mine or [None]:
@@ -51,9 +54,8 @@ def comparison_sheet(found: Comparison) -> Sheet:
         notes.append(found.preset.stand_in)
     notes += [f"{file} fits no row of this table" for file in found.strangers]
     title = f"{found.preset.base}  {found.preset.title}  [{budget}]"
-    return Sheet(
-        title, (*columns, "after download", "local-only", "alone is better", "remarks"), tuple(rows), tuple(notes)
-    )
+    columns += [*([] if "after" in measures else ["after download"]), "local-only", "alone is better", "remarks"]
+    return Sheet(title, tuple(columns), tuple(rows), tuple(notes))
 
 
 def orders_sheet(comparisons: Sequence[Comparison]) -> Sheet:
@@ -121,11 +123,11 @@ def markdown(sheet: Sheet) -> str:
 
 
 def figure_text(figure: Figure | Published | None) -> str:
-    """`47.5 ± 0.7 (3)`: mean, standard deviation and number of seeds; a published figure without the number."""
+    """`47.5 ± 0.7 (3)`: mean, standard deviation and number of seeds; a published figure has no number, some no deviation."""
     if figure is None:
         return _NONE
     if isinstance(figure, Published):
-        return f"{figure.mean:.2f} ± {figure.std:.2f}"
+        return f"{figure.mean:.2f}" + ("" if figure.std is None else f" ± {figure.std:.2f}")
     spread = "" if figure.std is None else f" ± {figure.std:.2f}"
     return f"{figure.mean:.2f}{spread} ({figure.seeds})"
 
@@ -144,25 +146,31 @@ def _common(lines: Sequence[Line]) -> Differences:
 def _cells(
     row: Row,
     line: Line | None,
-    measures: Sequence[str],
+    measures: Mapping[str, bool],
     common: Differences,
     alone: Mapping[int, float],
     *,
     is_exact: bool,
 ) -> tuple[str, ...]:
     cells = [row.label]
-    for measure in measures:
+    for measure, is_printed in measures.items():
         paper, ours = row.figures.get(measure), None if line is None else line.figures.get(measure)
         difference = _NONE
         if paper is not None and ours is not None:
             mark = " !" if is_exact and is_far(ours, paper) else ""
             difference = f"{ours.mean - paper.mean:+.2f}{mark}"
-        cells += [figure_text(paper), figure_text(ours), difference]
+        cells += [figure_text(paper), figure_text(ours), difference] if is_printed else [figure_text(ours)]
+    after = [] if "after" in measures else [figure_text(None if line is None else line.after)]
     if line is None:
-        return (*cells, _NONE, _NONE, _NONE, "not run")
+        return (*cells, *after, _NONE, _NONE, "not run" if row.needs is None else f"can't be run: needs {row.needs}")
     losing = f"{line.losing} of {line.compared} clients" if line.compared else _NONE
-    paired = figure_of(alone[seed] for seed in line.by_seed[measures[0]] if seed in alone)
-    return (*cells, figure_text(line.after), figure_text(paired), losing, _remarks(line, common))
+    paired = figure_of(alone[seed] for seed in _own(line, next(iter(measures))) if seed in alone)
+    return (*cells, *after, figure_text(paired), losing, _remarks(line, common))
+
+
+def _own(line: Line, first: str) -> Mapping[int, float]:
+    """By seed the accuracy of clients' own models where it is measured, else the first measure."""
+    return line.by_seed.get("personal", line.by_seed.get(first, {}))
 
 
 def _remarks(line: Line, common: Differences) -> str:
@@ -186,7 +194,8 @@ def _differences(differences: Differences) -> str:
 
 
 def _order(found: Comparison, order: Order) -> tuple[str, ...]:
-    verdict, rows = order.verdict, found.preset.rows
+    verdict, rows, end = order.verdict, found.preset.rows, order.claim.higher
+    higher = rows[end].label if isinstance(end, str) else f"{end:g}"
     sign = "<" if order.claim.margin is None else "≈"
     ours = _NONE if verdict.difference is None else f"{verdict.difference:+.2f}"
     if verdict.half_width is not None:
@@ -194,7 +203,7 @@ def _order(found: Comparison, order: Order) -> tuple[str, ...]:
     return (
         found.preset.base + (" (reduced)" if found.reduced else ""),
         order.claim.text,
-        f"{rows[order.claim.lower].label} {sign} {rows[order.claim.higher].label}",
+        f"{rows[order.claim.lower].label} {sign} {higher}",
         MEASURE_NAMES[order.measure],
         _NONE if order.published is None else f"{order.published:+.2f}",
         ours,

@@ -62,7 +62,9 @@ class Setting(BaseModel):
         str, Field(description="digits, digits-domains, a folder, an .npz or torchvision:NAME; see docs/data.md")
     ] = DIGITS
     clients: Annotated[int, Field(ge=1, le=1000, description="number of clients")] = 4
-    partition: Annotated[str, Field(description="iid, dirichlet:OMEGA, or domains[:NAME,...]")] = "dirichlet:0.5"
+    partition: Annotated[str, Field(description="iid, dirichlet:OMEGA, classes:GROUPS, or domains[:NAME,...]")] = (
+        "dirichlet:0.5"
+    )
     images_per_client: Annotated[int | None, Field(ge=10, description="at most so many training images per client")] = (
         None
     )

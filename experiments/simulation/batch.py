@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -25,12 +25,14 @@ from fedcg.wire.parts import AggregateCodec, UpdateCodec
 BATCH_FORMAT = 1
 STATE_FOLDER = ".state"
 _BATCH_FILE = "batch.json"
+_Value = TypeVar("_Value")
 _KEPT_ROUNDS = r"^(all|\d{1,6}(,\d{1,6})*)$"
 # Options that are a parameter of every method, and that parameter's name.
 PARAM_OPTIONS = {"local_epochs": "epochs", "local_steps": "steps", "batch_size": "batch_size", "lr": "lr"}
 _NO_REDUCTION = frozenset(
     {
         "params",
+        "defence_params",
         *PARAM_OPTIONS,
         "quick",
         "data",
@@ -227,6 +229,7 @@ def plan_batch(
     methods: Sequence[str],
     seeds: Sequence[int],
     method_params: Mapping[str, Mapping[str, ParameterValue]],
+    networks: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Batch:
     """Every method with every seed; all methods of a seed before the next seed.
 
@@ -235,18 +238,33 @@ def plan_batch(
         methods: names.
         seeds: roots of all randomness.
         method_params: parameters by method; those under "" are every method's.
+        networks: likewise the fields of `RunSetting` that name networks, over those in `options`.
 
     Raises:
         ValidationError: names every bad value.
     """
     return Batch(
         runs=tuple(
-            PlannedRun(setting=RunSetting.model_validate({**options, "method": method, "seed": seed, "params": params}))
+            PlannedRun(
+                setting=RunSetting.model_validate(
+                    {
+                        **options,
+                        **of_method(networks or {}, method),
+                        "method": method,
+                        "seed": seed,
+                        "params": of_method(method_params, method),
+                    }
+                )
+            )
             for seed in dict.fromkeys(seeds)
             for method in dict.fromkeys(methods)
-            for params in [{**method_params.get("", {}), **method_params.get(method, {})}]
         )
     )
+
+
+def of_method(values: Mapping[str, Mapping[str, _Value]], method: str) -> dict[str, _Value]:
+    """The values under a method's name, over those under "", which are every method's."""
+    return {**values.get("", {}), **values.get(method, {})}
 
 
 def planned_run(published: Mapping[str, Any], given: Mapping[str, Any]) -> PlannedRun:
@@ -271,7 +289,8 @@ def planned_run(published: Mapping[str, Any], given: Mapping[str, Any]) -> Plann
 def _compared(setting: RunSetting) -> dict[str, Any]:
     """What two settings are compared by: neither what changes no published figure nor the same thing under two names."""
     values = {name: value for name, value in setting.published().items() if name not in _NO_REDUCTION}
-    return values | {"start": setting.start} | {f"params.{name}": value for name, value in setting.all_params().items()}
+    values |= {"start": setting.start, "privacy": setting.privacy.label, "defence": setting.defence_label}
+    return values | {f"params.{name}": value for name, value in setting.all_params().items()}
 
 
 def parse_method_params(pairs: list[str], methods: tuple[str, ...]) -> dict[str, dict[str, ParameterValue]]:
@@ -287,6 +306,36 @@ def parse_method_params(pairs: list[str], methods: tuple[str, ...]) -> dict[str,
             raise OptionError(f"--set {key}: {method!r} is not one of the methods of this call ({', '.join(methods)})")
         params.setdefault(method, {})[name] = value
     return params
+
+
+def parse_networks(typed: Mapping[str, Sequence[str]], methods: Collection[str]) -> dict[str, dict[str, str]]:
+    """Read `NAME` (every method's) and `METHOD=NAME` (one method's) of the options that name networks.
+
+    Args:
+        typed: texts by option, a field of `RunSetting`: network, generator or discriminator.
+        methods: those of the call.
+
+    Returns:
+        By method, and "" for every method, fields of `RunSetting`.
+
+    Raises:
+        OptionError: of a method that is not run, without a name, or twice for the same methods.
+    """
+    networks: dict[str, dict[str, str]] = {}
+    for option, texts in typed.items():
+        for text in texts:
+            method, equals, name = text.rpartition("=")
+            if equals and method not in methods:
+                known = ", ".join(methods)
+                raise OptionError(f"--{option} {text}: {method!r} is not one of the methods of this call ({known})")
+            if not name:
+                raise OptionError(f"--{option} {text!r}: write NAME, or METHOD=NAME for one method")
+            if option in networks.setdefault(method, {}):
+                raise OptionError(
+                    f"--{option} {text}: given twice for {method or 'every method'}; leave one of them out"
+                )
+            networks[method][option] = name
+    return networks
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ def record(
     whole: float | None = None,
     validation: Sequence[float | None] = (0.4,),
     generator: str = "conv",
+    network: str = "lenet5",
     up: int = 3_799_432,
 ) -> dict[str, Any]:
     """One run of two clients; accuracies are shares of 1, the second client is 0.02 above the first."""
@@ -54,7 +55,7 @@ def record(
         "rounds": 100,
         "setting": {"rounds": 100, "lr": 3e-4, "generator": generator, "seed": seed, **(setting or {})},
         "params": params or {},
-        "network": {"split": "lenet5", "generator": generator, "discriminator": generator, "noise_dim": 100},
+        "network": {"split": network, "generator": generator, "discriminator": generator, "noise_dim": 100},
         "bytes": {"up": up, "down": up},
         "mean": {
             "accuracy_personal": personal,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from experiments.cli import simulate_command as simulate_cli
 from experiments.simulation.batch import Batch, load_batch
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 
 
 @pytest.fixture
@@ -69,6 +70,56 @@ def test_a_run_that_an_earlier_table_shows_too_is_recorded_under_that_one(asked:
     }
 
 
+def test_one_method_of_a_table_gets_another_network_and_its_record_lists_it(asked: list[Batch], tmp_path: Path) -> None:
+    code, error = _call(
+        *("--paper", "ppidsg:table4:digits@small", "--method", "fedavg/", "--method", "ppidsg", "--seed", "0"),
+        *("--network", "fedavg=lenet5", "--out", str(tmp_path)),
+    )
+    assert code == 0, error
+    networks = {run.setting.method: (run.setting.network, tuple(run.reduced["network"])) for run in asked[0].runs}
+    assert networks == {
+        "fedavg": ("lenet5", ("lenet5_relu", "lenet5")),
+        "ppidsg": ("image_small", ("image_paper", "image_small")),
+    }
+
+
+def test_rows_of_ppidsgs_table_are_run_and_stand_beside_its_figures(tmp_path: Path) -> None:
+    code, error = _call(
+        *("--paper", "ppidsg:table4:digits@small", "--method", "fedavg/", "--method", "fedavg/gc-40"),
+        *("--method", "ppidsg", "--seed", "0", "--clients", "2", "--images-per-client", "40", "--rounds", "1"),
+        *("--local-epochs", "1", "--image-size", "16", "--workers", "1", "--no-plot", "--no-tensorboard"),
+        *("--out", str(tmp_path)),
+    )
+    assert code == 0, error
+    pruned = "ppidsg-table4-digits-small-fedavg-gc-40-prune=0.4-seed0.json"
+    assert json.loads((tmp_path / pruned).read_text())["mechanisms"] == "prune=0.4"
+    (table,) = data_of(run_fedcg("tables", "--runs", tmp_path, "--json").stdout)["tables"]
+    assert [line["row"]["label"] for line in table["lines"]] == ["FedAvg", "GC3 40%", "PPIDSG"]
+    assert all({"after", "personal"} <= line["figures"].keys() for line in table["lines"])
+    assert {(order["claim"]["lower"], order["measure"]) for order in table["orders"]} == {
+        (row, measure) for row in ("fedavg", "fedavg/gc-40") for measure in ("after", "personal")
+    }
+
+
+def test_the_degradation_by_a_defence_is_a_column_of_anti_gans_table(tmp_path: Path) -> None:
+    code, error = _call(
+        *("--paper", "antigan:table1:digits-2@digits", "--method", "fedavg/", "--method", "fedavg/antigan"),
+        *("--seed", "0", "--rounds", "2", "--images-per-client", "60", "--image-size", "16", "--workers", "1"),
+        *("--defence-set", "gan_steps=2", "--defence-set", "obfuscation_steps=1", "--defence-set", "width=8"),
+        *("--defence-set", "features=gabor", "--no-plot", "--no-tensorboard", "--out", str(tmp_path)),
+    )
+    assert code == 0, error
+    runs = {
+        run["variant"]: run for run in map(json.loads, map(Path.read_text, sorted(tmp_path.glob("antigan-*.json"))))
+    }
+    assert runs["antigan"]["defence"].startswith("antigan-gan_steps=2")
+    assert [client["label_counts"].count(0) for client in runs["antigan"]["clients"]] == [5, 5]
+    (table,) = data_of(run_fedcg("tables", "--runs", tmp_path, "--json").stdout)["tables"]
+    whole, mixed = (runs[variant]["mean"]["global_accuracy_last"] for variant in ("", "antigan"))
+    figures = {line["row"]["key"]: line["figures"]["adr"]["mean"] for line in table["lines"]}
+    assert figures == {"fedavg": 0.0, "fedavg/antigan": pytest.approx(100 * (whole - mixed) / whole)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -77,6 +128,15 @@ def test_a_run_that_an_earlier_table_shows_too_is_recorded_under_that_one(asked:
         (("--paper", "fedcg:table1:digits-domains", "--method", "fedper"), "has no row 'fedper'"),
         (("--paper", "fedcg:table1:digits-domains", "--variant", "mine"), "names the variants itself"),
         (("--paper", "fedcg:table1:digits-domains", "--rounds", "0"), "rounds"),
+        (("--paper", "antigan:table1:celeba-2"), "needs --data with the class folders female and male"),
+        (
+            ("--paper", "antigan:table3:digits-2", "--method", "fedavg/densenet"),
+            "can't be run; it needs DenseNet-121's",
+        ),
+        (
+            ("--paper", "ppidsg:table7:digits", "--network", "fedcg=lenet5"),
+            "'fedcg' is not one of the methods of this call",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_run_is_bad_input(

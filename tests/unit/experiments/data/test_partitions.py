@@ -41,6 +41,26 @@ def split(digits: Source, out: Path, seed: int = 0, kind: str = "dirichlet:0.5",
     return prepare(digits, out, DealOptions(4, Partition.parse(kind), seed, most))
 
 
+@pytest.mark.parametrize(("clients", "sizes"), [(2, (1, 1)), (3, (2, 1))])
+def test_groups_of_classes_go_to_groups_of_clients_evenly(clients: int, sizes: tuple[int, int]) -> None:
+    shares = Partition.parse("classes:2").shares(clients, 10, np.random.default_rng(0))
+    first, second = sizes
+    assert np.array_equal(shares[:first], [[1 / first] * 5 + [0.0] * 5] * first)
+    assert np.array_equal(shares[first:], [[0.0] * 5 + [1 / second] * 5] * second)
+
+
+def test_more_groups_than_clients_are_refused(digits: Source, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="classes:5: 4 clients and 10 classes can't be put into 5 groups; at most 4"):
+        split(digits, tmp_path, kind="classes:5")
+
+
+def test_a_client_of_a_group_trains_and_is_tested_on_its_classes_alone(digits: Source, tmp_path: Path) -> None:
+    prepared = split(digits, tmp_path, kind="classes:2")
+    trained = [{path.split("/")[0] for path in names(client.root / "train")} for client in prepared.clients]
+    assert trained == [set("01234"), set("01234"), set("56789"), set("56789")]
+    assert [{path.split("/")[0] for path in names(client.root / "test")} for client in prepared.clients] == trained
+
+
 def test_the_digits_are_all_1797_real_images_and_grey(digits: Source) -> None:
     assert sum(map(len, digits.train)) == 1797
     assert digits.classes == tuple("0123456789")
@@ -133,7 +153,11 @@ def test_cut_and_limit_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["dirichlet", "dirichlet:0", "dirichlet:-1", "dirichlet:nan", "domain", "domains:", "domains:a,a", "iid:3"]
+    "text",
+    [
+        *("dirichlet", "dirichlet:0", "dirichlet:-1", "dirichlet:nan", "domain", "domains:", "domains:a,a", "iid:3"),
+        *("classes", "classes:1", "classes:0", "classes:half", "classes:99999"),
+    ],
 )
 def test_an_unknown_partition_is_refused_by_name(text: str) -> None:
     with pytest.raises(SourceError, match=text):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import JsonValue
 
 from experiments.errors import OptionError
-from experiments.papers.catalogue import claims, find_presets, presets
+from experiments.papers.catalogue import Published, claims, find_presets, presets
 from experiments.papers.plan import TableRun, plan_runs, printed_runs, table_batch
+from fedcg.learning.defences.defence import defence_names
+from fedcg.learning.mechanisms.accountant import Spent
+from fedcg.learning.mechanisms.dp_sgd import private_step_count, sampling_rate
+from fedcg.learning.method import TrainingParams
 from fedcg.learning.registry import get_method, method_names
 
 
@@ -14,15 +19,35 @@ def _published() -> list[TableRun]:
     return printed_runs(preset for preset in presets().values() if preset.stand_in is None)
 
 
-def test_every_column_of_both_papers_has_all_its_rows_and_figures() -> None:
-    sizes = {"fedcg:table1": 7, "fedmd_cg:table1": 7, "fedmd_cg:table3": 7, "fedmd_cg:table4": 15, "fedmd_cg:table5": 3}
+def test_every_column_of_the_papers_has_all_its_rows_and_figures() -> None:
+    sizes = {
+        "fedcg:table1": 7,
+        "fedmd_cg:table1": 7,
+        "fedmd_cg:table3": 7,
+        "fedmd_cg:table4": 15,
+        "fedmd_cg:table5": 3,
+        "ppidsg:table4": 12,
+        "ppidsg:table7": 4,
+        "ppidsg:table8": 13,
+        "antigan:table1": 8,
+        "antigan:table2": 1,
+        "antigan:table3": 5,
+    }
     published = [preset for preset in presets().values() if preset.stand_in is None]
-    assert len(published) == 6 + 9 + 9 + 3 + 9
+    assert len(published) == (6 + 9 + 9 + 3 + 9) + (4 + 1 + 1) + (4 + 12 + 1)
     for preset in published:
         rows = sizes[preset.name.rpartition(":")[0]] - (preset.name == "fedcg:table1:office")  # FedDF was not measured
         printed = [row for row in preset.rows.values() if row.figures]
         assert len(printed) == rows, preset.name
-        assert all(set(row.figures) == set(preset.measures) for row in printed)
+        # PPIDSG prints one accuracy, which its code measures after the download; the other measure is ours.
+        measures = preset.measures[:1] if preset.name.startswith("ppidsg") else preset.measures
+        assert all(tuple(row.figures) == measures for row in printed)
+
+
+def test_ppidsg_and_anti_gan_print_means_without_a_deviation() -> None:
+    assert presets()["ppidsg:table4:cifar10"].rows["ppidsg"].figures == {"after": Published(70.56)}
+    assert presets()["antigan:table1:cifar10-2"].rows["fedavg/dp-0.5"].figures == {"adr": Published(41.01)}
+    assert presets()["fedcg:table1:cifar10-4"].rows["fedcg"].figures == {"personal": Published(47.52, 0.68)}
 
 
 def test_a_row_that_we_added_to_a_table_has_no_figure_and_is_none_of_the_papers_runs() -> None:
@@ -34,7 +59,8 @@ def test_a_row_that_we_added_to_a_table_has_no_figure_and_is_none_of_the_papers_
 def test_every_claim_names_rows_of_its_table() -> None:
     assert {claim.text for claim in claims()} >= {"Local < FedSplit < FedCG", "FedMD-CG > FedCG on CIFAR-10"}
     for claim in claims():
-        assert {claim.lower, claim.higher} <= set(presets()[claim.preset].rows), claim
+        ends = {claim.lower, claim.higher} - {5.0, 10.0}  # levels in percent
+        assert ends <= set(presets()[claim.preset].rows), claim
 
 
 def test_a_group_means_all_its_tables_and_no_stand_in() -> None:
@@ -140,6 +166,101 @@ def test_data_that_nobody_can_download_has_to_be_brought() -> None:
     assert run.planned().reduced == {}
 
 
+def test_ppidsgs_rows_have_networks_mechanisms_and_steps_of_their_own() -> None:
+    rows = ("fedavg/ats", "fedavg/dp-5-10", "fedavg/gc-40", "fedcg", "ppidsg")
+    runs = [run.planned() for run in plan_runs("ppidsg:table4:mnist", methods=rows, seeds=[0])]
+    assert all(run.reduced == {} for run in runs)
+    assert [
+        (
+            run.setting.network,
+            run.setting.defence_label or run.setting.privacy.label,
+            run.setting.all_params().get("lr"),
+        )
+        for run in runs
+    ] == [
+        ("resnet18", "ats", 0.01),
+        ("lenet5_relu", "update_noise=0.00186", 0.01),  # 2 · 0.01 · 10 / 6000 · sqrt(2 ln(1.25 · 50 / 1e-5)) · 50 / 5
+        ("lenet5_relu", "prune=0.4", 0.01),
+        ("lenet5", "", 3e-4),
+        ("image_paper", "", 0.01),
+    ]
+    (steps,) = plan_runs("ppidsg:table8:cifar10", methods=["ppidsg/ir-ia"], seeds=[0])
+    assert steps.planned().setting.params["scrambling"] == "IR,IA,IS"
+    (whole,) = plan_runs("ppidsg:table8:cifar10", methods=["ppidsg/"], seeds=[0])
+    assert (whole.paper, whole.variant) == ("ppidsg:table4:cifar10", "")
+    assert len(plan_runs("ppidsg:table8:cifar10", methods=["ppidsg"], seeds=[0])) == 13
+
+
+def test_a_budget_may_set_one_rows_networks_and_a_users_networks_of_one_method_are_over_both() -> None:
+    name, rows = "ppidsg:table4:digits@small", ["fedavg/", "ppidsg"]
+    plain = [run.planned() for run in plan_runs(name, methods=rows, seeds=[0])]
+    assert {run.setting.network for run in plain} == {"image_small"}
+    assert [run.reduced["network"] for run in plain] == [("lenet5_relu", "image_small"), ("image_paper", "image_small")]
+    networks = {"ppidsg": {"network": "image_paper"}, "": {"generator": "conv"}}
+    batch = table_batch(name, {}, frozenset(), rows, [0], {}, networks)
+    assert [(run.setting.network, run.setting.generator) for run in batch.runs] == [
+        ("image_small", "conv"),
+        ("image_paper", "conv"),
+    ]
+
+
+def test_what_is_typed_is_over_what_a_budget_sets_for_a_method_or_a_row() -> None:
+    (run,) = plan_runs("ppidsg:table4:digits@small", methods=["fedavg/"], seeds=[0], setting={"lr": 0.02})
+    assert run.planned().setting.all_params()["lr"] == 0.02
+    typed: dict[str, JsonValue] = {"defence_params": {"v_e": 0.3}}
+    plain, mixed = (
+        run.planned().setting
+        for run in plan_runs(
+            "antigan:table1:digits-2@digits", methods=["fedavg/", "fedavg/antigan"], seeds=[0], setting=typed
+        )
+    )
+    assert (plain.defence, plain.defence_params) == (None, {})
+    assert mixed.defence_params == {"gan_steps": 400, "obfuscation_steps": 200, "batch_size": 25, "v_e": 0.3}
+
+
+def test_a_row_whose_run_cannot_be_had_keeps_its_figure_and_is_refused_by_name() -> None:
+    row = presets()["antigan:table3:mnist-2"].rows["fedavg/densenet"]
+    assert row.figures == {"adr": Published(1.45)}
+    assert "fedavg/densenet" not in {f"{run.method}/{run.variant}" for run in _published()}
+    with pytest.raises(OptionError, match="fedavg/densenet can't be run; it needs DenseNet-121's first convolution"):
+        plan_runs("antigan:table3:mnist-2", methods=["fedavg/densenet"])
+
+
+def test_the_run_that_a_ratio_compares_with_is_one_of_the_papers_runs() -> None:
+    assert ("antigan:table1:mnist-2", "fedavg", "") in {(run.paper, run.method, run.variant) for run in _published()}
+
+
+def test_a_budget_is_only_for_the_scenarios_that_it_names() -> None:
+    assert find_presets("antigan:table1:digits-2@digits")
+    with pytest.raises(OptionError, match="'small' is not one of antigan:table1:digits-2; it is for mnist-2, fmnist-2"):
+        find_presets("antigan:table1:digits-2@small")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mnist-2",
+        "cifar10-iid4@small",
+        "cifar10-2@small",
+        "digits-2",
+        "digits-iid4",
+        "digits-2@digits",
+        "digits-iid4@digits",
+    ],
+)
+def test_the_noise_of_dp_sgd_reaches_the_rows_epsilon_in_every_budget(name: str) -> None:
+    for wanted in (0.5, 1.0, 2.0, 4.0, 8.0):
+        (run,) = plan_runs(f"antigan:table1:{name}", methods=[f"fedavg/dp-{wanted:g}"], seeds=[0])
+        setting = run.planned().setting
+        images, dp_sgd = setting.images_per_client, setting.privacy.dp_sgd
+        assert images is not None
+        assert dp_sgd is not None
+        params = TrainingParams.model_validate(setting.all_params())
+        steps = private_step_count(params, images) * setting.rounds
+        spent = Spent().with_round(dp_sgd, sampling_rate(images, params.batch_size), steps)
+        assert 0.97 * wanted < spent.epsilon(dp_sgd.delta) <= wanted
+
+
 def test_a_row_that_no_table_has_is_refused() -> None:
     with pytest.raises(OptionError, match="no row 'fedopt'"):
         plan_runs("fedcg:table1:cifar10-4", methods=["fedopt"])
@@ -167,7 +288,10 @@ def _accepted(run: TableRun) -> None:
 
 def test_every_planned_run_is_accepted_by_the_setting_and_by_its_method() -> None:
     seen = {(run.paper, run.method, run.variant): run for run in _published()}
-    assert len(seen) * 5 == len(_published())
+    assert sum(len(presets()[paper].seeds) for paper, _, _ in seen) == len(_published())
     assert {run.method for run in seen.values()} <= set(method_names())
+    there = {None, *defence_names()}
+    assert {run.published.get("defence") for run in seen.values()} <= {*there, "etc"}
     for run in seen.values():
-        _accepted(run)
+        if run.published.get("defence") in there:
+            _accepted(run)

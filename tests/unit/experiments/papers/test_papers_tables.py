@@ -28,6 +28,7 @@ from tests.support.commands import data_of
 from tests.support.learning.papers_cases import CIFAR, record, write
 
 W10 = "fedmd_cg:table1:cifar10-w10"
+MNIST2, TABLE4, TABLE7 = "antigan:table1:mnist-2", "ppidsg:table4:cifar10", "ppidsg:table7:cifar10"
 
 
 def _runs(*records: dict[str, object]) -> list[RunRecord]:
@@ -232,6 +233,78 @@ def test_a_table_of_last_rounds_shows_the_download_of_the_last_round() -> None:
         client["curve"]["after"] = [0.6, 0.3]
     cells = next(row for row in comparison_sheet(_only(run)).rows if row[0] == "FedMD-CG")
     assert cells[7] == "30.00 (1)"
+
+
+def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against_the_run_without_a_defence() -> None:
+    def run(variant: str, seed: int, whole: float) -> dict[str, Any]:
+        return record("fedavg", seed, 0.4, paper=MNIST2, variant=variant, whole=whole)
+
+    # Seed 0: (80 - 76) / 80 = 5 %; seed 1: (50 - 48) / 50 = 4 %; seed 2 has no run to compare with.
+    found = _only(
+        *(run("", 0, 0.80), run("antigan", 0, 0.76), run("dropout-0.5", 0, 0.84)),
+        *(run("", 1, 0.50), run("antigan", 1, 0.48), run("antigan", 2, 0.90)),
+    )
+    line = _line(found, "fedavg/antigan")
+    assert line.by_seed["adr"] == {0: pytest.approx(5.0), 1: pytest.approx(4.0)}
+    rows = {cells[0]: cells for cells in comparison_sheet(found).rows}
+    assert rows["Anti-GAN"][1:4] == ("1.61", "4.50 ± 0.71 (2)", "+2.89")
+    assert rows["Dropout 0.5"][2] == "-5.00 (1)"
+    assert rows["no defence"][1:3] == ("-", "0.00 ± 0.00 (2)")
+    assert _only(run("antigan", 0, 0.76)).lines[0].figures == {}
+
+
+def test_a_difference_from_a_figure_without_a_deviation_is_never_flagged() -> None:
+    assert not is_far(Figure(90.0, None, 3), Published(10.0))
+
+
+def test_a_claim_may_compare_a_row_with_a_level_such_as_chance() -> None:
+    runs = [
+        record("ppidsg", seed, 0.5, paper=TABLE7, variant="adversarial", after=0.10 + seed / 1000) for seed in range(3)
+    ]
+    (order,) = [order for order in _only(*runs).orders if order.measure == "after"]
+    # 10, 10.1 and 10.2 %: 0 to 0.2 points above chance, within the margin of 2.
+    assert order.verdict.judgement is Judgement.CONFIRMED
+    assert order.verdict.difference == pytest.approx(-0.1)
+    cells = orders_sheet([_only(*runs)]).rows[0]
+    assert cells[2:5] == ("eq. 7 alone ≈ 10", "after download", "+0.00")
+
+
+def test_rows_with_different_published_networks_and_rates_stand_in_one_table_of_a_budget() -> None:
+    def run(method: str, published: str, personal: float, params: dict[str, list[object]]) -> dict[str, Any]:
+        reduced = {"rounds": [50, 15], "network": [published, "image_small"], **params}
+        return record(
+            method, 0, personal, paper=f"{TABLE4}@small", reduced=reduced, network="image_small", after=personal
+        )
+
+    adam: dict[str, list[object]] = {"params.lr": [0.01, 0.001]}
+    found = _only(
+        run("ppidsg", "image_paper", 0.60, {}),
+        run("fedavg", "lenet5_relu", 0.50, adam),
+        run("local", "lenet5_relu", 0.55, adam),
+    )
+    assert found.reduced == {"rounds": (50, 15)}
+    assert {order.claim.lower for order in found.orders} == {"local", "fedavg"}
+    sheet = comparison_sheet(found)
+    assert sheet.columns == (
+        *("row", "paper after download", "ours after download", "difference", "ours accuracy"),
+        *("local-only", "alone is better", "remarks"),
+    )
+    cells = next(row for row in sheet.rows if row[0] == "PPIDSG")
+    assert cells[1:6] == ("70.56", "60.00 (1)", "-10.56", "60.00 (1)", "55.00 (1)")
+    assert cells[-1] == "network image_small (published image_paper)"
+
+
+def test_local_only_models_of_another_network_are_nobodys_baseline() -> None:
+    alone = record("local", 0, 0.40, network="lenet5_relu")
+    found = _only(alone, record("fedsplit", 0, 0.30))
+    assert _line(found, "fedsplit").compared == 0
+    assert _line(_only(alone, record("fedsplit", 0, 0.30, network="lenet5_relu")), "fedsplit").losing == 2
+
+
+def test_a_row_that_cannot_be_run_is_shown_with_what_it_needs() -> None:
+    found = _only(record("fedavg", 0, 0.4, paper="antigan:table3:digits-2", whole=0.8))
+    cells = next(row for row in comparison_sheet(found).rows if row[0] == "Anti-GAN without C")
+    assert cells[-1].startswith("can't be run: needs a GAN that compares pixels")
 
 
 def test_what_nobody_has_run_at_published_settings_is_missing() -> None:

@@ -18,6 +18,7 @@ from experiments.simulation.batch import (
     RunSetting,
     load_batch,
     parse_method_params,
+    parse_networks,
     parse_seeds,
     plan_batch,
     planned_run,
@@ -49,6 +50,17 @@ def test_a_parameter_is_every_methods_or_that_of_one_that_is_run() -> None:
     assert parse_method_params(["lr=0.1", "fedprox.mu=1"], ("fedprox",)) == {"": {"lr": 0.1}, "fedprox": {"mu": 1}}
     with pytest.raises(OptionError, match="not one of the methods"):
         parse_method_params(["fedprox.mu=1"], ("fedavg",))
+
+
+def test_a_network_is_every_methods_or_that_of_one_that_is_run() -> None:
+    typed = {"network": ["lenet5", "fedcg=own.splits:one"], "generator": ["fedcg=conv"]}
+    networks = parse_networks(typed, ["fedcg", "local"])
+    assert networks == {"": {"network": "lenet5"}, "fedcg": {"network": "own.splits:one", "generator": "conv"}}
+    runs = plan_batch({}, ["fedcg", "local"], [0], {}, networks).runs
+    assert [(run.setting.network, run.setting.generator) for run in runs] == [
+        ("own.splits:one", "conv"),
+        ("lenet5", "mlp"),
+    ]
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("0", (0,)), ("3,1", (3, 1)), ("0-2,7", (0, 1, 2, 7))])
@@ -164,6 +176,25 @@ def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None
     assert "another setting" in other.stderr
 
 
+def test_each_method_of_a_call_may_have_networks_of_its_own(tmp_path: Path) -> None:
+    runs, methods = tmp_path / "runs", ("fedcg", "ppidsg")
+    text = "--method fedcg --method ppidsg --set fedcg.server_iterations=2 --no-shadow --no-plot --no-tensorboard"
+    asked = f"{text} --network ppidsg=image_small --generator fedcg=mlp_small"
+    done = call(runs, asked)
+    assert done.exit_code == 0, done.stderr
+    before = [json.loads((runs / f"digits-{method}-seed0.json").read_text()) for method in methods]
+    assert [run["network"]["split"] for run in before] == ["lenet5_relu", "image_small"]
+    assert [run["network"]["generator"] for run in before] == ["mlp_small", "mlp"]
+    assert before[1]["setting"]["network"] == "image_small"
+    (runs / "digits-ppidsg-seed0.json").unlink()
+    resumed = run_fedcg("simulate", "--resume", runs, "--workers", "1", "--no-plot", "--no-tensorboard")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert json.loads((runs / "digits-ppidsg-seed0.json").read_text())["mean"] == before[1]["mean"]
+    other = call(runs, asked.replace("mlp_small", "mlp3"))
+    assert other.exit_code == 2
+    assert "digits-fedcg-seed0.json is the record of another setting" in other.stderr
+
+
 def test_crops_reach_the_training_and_the_record(tmp_path: Path) -> None:
     text = "--method local --no-shadow --no-plot --no-tensorboard --json"
     plain, cropped = (
@@ -211,6 +242,17 @@ def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Pa
         ("--data /nowhere", "nowhere"),
         ("--generator nope", "no generator 'nope'; there are conv"),
         ("--discriminator nope", "no discriminator 'nope'; there are conv"),
+        (
+            "--method local --generator fedcg=mlp",
+            "--generator fedcg=mlp: 'fedcg' is not one of the methods of this call (local)",
+        ),
+        ("--network lenet5 --network cnn_bn", "--network cnn_bn: given twice for every method"),
+        ("--network fedcg=", "--network 'fedcg=': write NAME, or METHOD=NAME for one method"),
+        ("--method local --method fedcg --discriminator fedcg=nope", "no discriminator 'nope'"),
+        (
+            "--method ppidsg --method local --network local=image_small",
+            "network.split must be image_small or image_paper",
+        ),
         ("--image-size 12", "lenet5_relu needs images of at least 16x16, not 12x12"),
         ("--codec i4", "--codec"),
         ("--precision bf16", "needs --device cuda"),

@@ -109,4 +109,4 @@ def test_a_published_table_can_be_run_with_mechanisms_and_the_record_says_so() -
     batch = table_batch("fedcg:table1:cifar10-4", asked, frozenset(asked), ["fedavg"], [0], {})
     (run,) = batch.runs
     assert run.setting.privacy == privacy
-    assert run.reduced["privacy"] == (None, privacy.model_dump(mode="json"))
+    assert run.reduced["privacy"] == ("", "gradient_noise=0.1")
