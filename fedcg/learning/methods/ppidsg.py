@@ -52,12 +52,18 @@ from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencode
 from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, NetworkSpec
-from fedcg.learning.training.encrypting_translation import TranslationNetworks, TranslationParams, train_translation
+from fedcg.learning.training.encrypting_translation import (
+    Encrypt,
+    TranslationNetworks,
+    TranslationParams,
+    train_translation,
+)
 from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.IMAGE_GENERATOR})
 PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
-_KEY, _SCRAMBLING, _DISCRIMINATOR = "key", "scrambling", "discriminator"
+SCRAMBLING = "scrambling"  # the extras that hold the keys of a device
+_KEY, _DISCRIMINATOR = "key", "discriminator"
 
 
 class PpidsgParams(TranslationParams):
@@ -113,7 +119,7 @@ def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Client
     key = weights_of(build_part(spec, Part.CLASSIFIER, streams.generator("key")))
     extras: dict[str, Weights] = {_KEY: key}
     if params.key == "cohort":
-        extras[_SCRAMBLING] = _stored(draw_keys(streams, _size(spec), params.block))
+        extras[SCRAMBLING] = _stored(draw_keys(streams, _size(spec), params.block))
     return ClientState({part: initial[part] for part in sorted(SHARED | PRIVATE)}, extras)
 
 
@@ -125,13 +131,18 @@ def _stored(keys: ScramblingKeys) -> Weights:
     return {field.name: getattr(keys, field.name) for field in fields(keys) if field.name != "block"}
 
 
+def encryption_of(spec: NetworkSpec, keys: Weights) -> Encrypt:
+    """What a generator imitates: the scrambling by a device's keys (its extras `scrambling`)."""
+    params = PpidsgParams.model_validate(spec.params)
+    return partial(encrypt, keys=ScramblingKeys(params.block, **keys), steps=params.order(spec.image.channels))
+
+
 def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
     """Go on from the averaged generator; the classifier starts from its key."""
     params, spec = PpidsgParams.model_validate(ctx.spec.params), ctx.spec
-    kept = state.extras.get(_SCRAMBLING)
+    kept = state.extras.get(SCRAMBLING)
     if kept is None:
         kept = _stored(draw_keys(ctx.streams.at("keys"), _size(spec), params.block))
-    keys = ScramblingKeys(params.block, **kept)
     generator = (aggregate or state).parts[Part.IMAGE_GENERATOR]
     nets = TranslationNetworks(
         load_part(spec, Part.IMAGE_GENERATOR, generator, ctx.device),
@@ -139,8 +150,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         cast(ImageAutoencoder, load_part(spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device)),
         load_part(spec, Part.CLASSIFIER, state.extras[_KEY], ctx.device),
     )
-    steps = params.order(spec.image.channels)
-    losses = train_translation(nets, data.to(ctx.device), partial(encrypt, keys=keys, steps=steps), params, ctx)
+    losses = train_translation(nets, data.to(ctx.device), encryption_of(spec, kept), params, ctx)
     parts = {
         Part.IMAGE_GENERATOR: weights_of(nets.generator),
         Part.EXTRACTOR: weights_of(nets.extractor),
@@ -148,7 +158,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     }
     extras = {
         _KEY: {name: tensor.clone() for name, tensor in state.extras[_KEY].items()},
-        _SCRAMBLING: {name: tensor.clone() for name, tensor in kept.items()},
+        SCRAMBLING: {name: tensor.clone() for name, tensor in kept.items()},
         _DISCRIMINATOR: weights_of(nets.discriminator),
     }
     shared = SharedResult({Part.IMAGE_GENERATOR: weights_of(nets.generator)})
