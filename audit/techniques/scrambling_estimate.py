@@ -29,11 +29,6 @@ class Scrambling:
         moved = images.flatten(1)[:, self.source]
         return torch.where(self.complemented, 1 - moved, moved).view(images.shape)
 
-    def decrypted(self, images: torch.Tensor) -> torch.Tensor:
-        """The inverse."""
-        flat = images.flatten(1)
-        return torch.where(self.complemented, 1 - flat, flat)[:, self.source.argsort()].view(images.shape)
-
 
 def estimated_scrambling(images: torch.Tensor, made: torch.Tensor, block: int) -> Scrambling:
     """The scrambling that explains best what a generator makes of images.
