@@ -13,10 +13,10 @@ from audit.attacks.catalogue import get_attack
 from audit.attacks.label_distribution import (
     ATTACK,
     counts_of,
+    headline_control,
     labels_by_bias,
     labels_by_weight,
     single_class_control,
-    headline_control,
     update_figures,
 )
 from audit.evidence.case import Case, Knowledge
