@@ -18,6 +18,7 @@ _MODULES = {
     "membership": "membership",
     "class_inference": "class_inference",
     "memorisation": "generator_memory",
+    "image_generator": "image_generator",
     "epsilon": "canaries",
 }
 ATTACKS = tuple(_MODULES)

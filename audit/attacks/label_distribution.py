@@ -102,7 +102,7 @@ def trivial_guesses(view: View, streams: Streams) -> dict[str, torch.Tensor]:
     found = {"every class alike": torch.full((count,), 1 / count)}
     if view.before.label_distribution is not None:
         found["the federation's published mean"] = torch.tensor(view.before.label_distribution)
-    elif view.others:
+    elif view.others and Part.CLASSIFIER in view.update:
         shares = [by_readout(view, parts, streams) for parts in view.others.values()]
         found["the mean that the others' updates show"] = torch.stack(shares).mean(0)
     return found
@@ -199,18 +199,32 @@ def single_class_control(case: Case) -> Control:
     )
 
 
-def two_class_control(case: Case, effort: Effort, tick: Tick) -> Control:
-    """The attack itself, by the setting that leads the report, on the update of a simulated client of the same method that has two classes.
+def two_class_control(
+    case: Case, what: str, infer: Callable[[View], torch.Tensor], epochs: int = _CONTROL_EPOCHS
+) -> Control:
+    """An attack on the update of a simulated client of the same method that has two classes; one where there are fewer than four.
 
-    One class where there are fewer than four.
+    Args:
+        case: whose images are taken.
+        what: the setting of the attack.
+        infer: the attack, from a view to shares [C].
+        epochs: that the client trains.
     """
     view, streams = case.view, case.streams.at("labels", "two classes")
     some = _images_of(case.truth.train, 2 if view.spec.class_count >= 4 else 1, _CONTROL_IMAGES)
-    planted, true = of_simulated_client(view, some, streams, _CONTROL_EPOCHS), _shares_of(some)
-    found = _distance(inferred(planted, streams, *_shadow_work(effort), tick)[HEADLINE][0], true)
+    planted, true = of_simulated_client(view, some, streams, epochs), _shares_of(some)
+    found = _distance(infer(planted), true)
     limit = min(_distance(guess, true) for guess in trivial_guesses(view, streams).values()) / 2
-    title = f"Class shares of a simulated client with two classes, {HEADLINE}: L1 distance"
+    title = f"Class shares of a simulated client with two classes, {what}: L1 distance"
     return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit)
+
+
+def headline_control(case: Case, effort: Effort, tick: Tick) -> Control:
+    """`two_class_control` of the setting that leads the report."""
+    streams = case.streams.at("labels", "two classes")
+    return two_class_control(
+        case, HEADLINE, lambda view: inferred(view, streams, *_shadow_work(effort), tick)[HEADLINE][0]
+    )
 
 
 def _images_of(images: ImageSet, classes: int, of_each: int) -> ImageSet:
@@ -248,7 +262,7 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     for size in sizes:
         figures += batch_figures(case, size, effort.of(16, 64, 256), trivial)
         tick()
-    controls = (single_class_control(case), two_class_control(case, effort, tick))
+    controls = (single_class_control(case), headline_control(case, effort, tick))
     tick()
     true, guess = _shares_of(case.truth.train), guesses[HEADLINE][0]
     lines = {"true": true, "inferred": guess, figures[0].floor_is: trivial[figures[0].floor_is]}

@@ -42,11 +42,11 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class _Trial:
+class Trial:
     """One attack in one situation: scores of the candidates by the update, and without it.
 
     Attributes:
-        given: the scores with the device's own extractor, sent or given; None where there are none.
+        given: the scores with the device's own extractor or key, sent or given; None where there are none.
     """
 
     setting: str
@@ -54,6 +54,7 @@ class _Trial:
     score: Values
     blind: Values
     given: Values | None
+    floor_is: str = _FLOOR_IS
 
 
 def balanced_pairs(truth: Truth, most: int, stream: torch.Generator) -> tuple[ImageSet, Flags]:
@@ -198,9 +199,9 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     seed = streams.seed("bootstrap")
     return Outcome(
         ATTACK.name,
-        tuple(figure for trial in trials for figure in _figures(trial, members, seed)),
+        tuple(figure for trial in trials for figure in membership_figures(trial, members, seed)),
         controls,
-        curves=(_curve(trials, members),),
+        curves=(roc_curves(trials, members),),
         notes=_notes(trials, candidates, members, epochs, count),
     )
 
@@ -212,7 +213,7 @@ def _epochs_of(view: View, rows: int, most: int) -> int:
     return min(of_round if view.shares_extractor else of_round * view.round, most)
 
 
-def _trials(prepared: _Prepared, source: Extractor) -> Iterator[_Trial]:
+def _trials(prepared: _Prepared, source: Extractor) -> Iterator[Trial]:
     """Every attack that can be tried with extractors from this source."""
     view, images, streams = prepared.view, prepared.candidates, prepared.streams
     target, after = prepared.target(view, source), prepared.case.truth.after
@@ -222,7 +223,7 @@ def _trials(prepared: _Prepared, source: Extractor) -> Iterator[_Trial]:
     if given is None and after is not None:
         given = prepared.target(view.with_private(after), Extractor.TRUE)
     for name, score, trivial, beside in _attempts(target, prepared.generator()):
-        yield _Trial(
+        yield Trial(
             f"{name}, extractor: {source.value}",
             frozenset(_USED) | source.knowledge | beside,
             score(target, images, streams),
@@ -231,7 +232,7 @@ def _trials(prepared: _Prepared, source: Extractor) -> Iterator[_Trial]:
         )
 
 
-def _figures(trial: _Trial, members: Flags, seed: int) -> Iterator[Figure]:
+def membership_figures(trial: Trial, members: Flags, seed: int) -> Iterator[Figure]:
     """AUC, and the true positive rates that there are images enough for."""
     (inside, outside), blind = _sides(trial.score, members), _sides(trial.blind, members)
     given = None if trial.given is None else _sides(trial.given, members)
@@ -242,7 +243,7 @@ def _figures(trial: _Trial, members: Flags, seed: int) -> Iterator[Figure]:
         tuple(one for one in Knowledge if one in trial.knowledge),
         auc_interval(inside, outside, seed),
         max(_AUC_OF_CHANCE, auc(*blind)),
-        _FLOOR_IS,
+        trial.floor_is,
         auc_gain(trial.score, trial.blind, members, seed),
         len(members),
         None if given is None else auc(*given),
@@ -326,14 +327,15 @@ def _control(title: str, value: float) -> Control:
     return Control(title, value, f"AUC above {_CONTROL_AUC}", value > _CONTROL_AUC)
 
 
-def _curve(trials: Sequence[_Trial], members: Flags) -> Curve:
+def roc_curves(trials: Sequence[Trial], members: Flags) -> Curve:
+    """A line for each trial, without the point at 0."""
     lines = {
         trial.setting: tuple(point for point in roc(*_sides(trial.score, members)) if point[0] > 0) for trial in trials
     }
     return Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
 
 
-def _notes(trials: Sequence[_Trial], images: ImageSet, members: Flags, epochs: int, count: int) -> tuple[str, ...]:
+def _notes(trials: Sequence[Trial], images: ImageSet, members: Flags, epochs: int, count: int) -> tuple[str, ...]:
     best = max(trials, key=lambda trial: auc(*_sides(trial.score, members)))
     labels = images.labels.numpy()
     classes = ", ".join(

@@ -90,12 +90,14 @@ class Truth:
         held_out: images of the same device that no training has seen.
         before: private parts as the round started; `after` as it ended. None where they were not given: then nothing that needs
             them (ceilings, gradients of single batches) can be computed.
+        extras: what else the device's method keeps after the round, by group (`ClientState.extras`); empty where it was not given.
     """
 
     train: ImageSet
     held_out: ImageSet
     before: Mapping[Part, Weights] | None = None
     after: Mapping[Part, Weights] | None = None
+    extras: Mapping[str, Weights] = field(default_factory=dict)
 
     def matched(self, stream: torch.Generator, most: int | None = None) -> tuple[ImageSet, ImageSet]:
         """Images trained on and held out: equally many of each class (`most` at most), in the order of the classes."""

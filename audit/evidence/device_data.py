@@ -47,8 +47,9 @@ def read_truth(view: View, data: Path, private: Path | None = None, held_out: Pa
     if held_out is not None:
         unseen = joined(unseen, read_images(held_out, spec.classes, spec.image).images)
     _check_counts(view, train, data)
-    before, after = (None, None) if private is None else read_private(view, private)
-    return Truth(train, unseen, before, after)
+    if private is None:
+        return Truth(train, unseen)
+    return Truth(train, unseen, *read_private(view, private))
 
 
 def joined(some: ImageSet, more: ImageSet) -> ImageSet:
@@ -70,13 +71,13 @@ def _check_counts(view: View, train: ImageSet, data: Path) -> None:
         )
 
 
-def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateParts | None]:
-    """A device's private parts before and after the round.
+def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateParts | None, Mapping[str, Weights]]:
+    """A device's private parts before and after the round, and its method's extras after it.
 
     Args:
         view: of the round.
         place: the agent's store (the folder that holds `generations/`), of which the two newest rounds are there, or a safetensors
-            file with keys `before/PART/NAME` and `after/PART/NAME`.
+            file with keys `before/PART/NAME`, `after/PART/NAME` and `extras/GROUP/NAME`.
 
     Raises:
         DecodeError: it can't be read.
@@ -93,14 +94,16 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
             raise TruthError(
                 f"{place} is the store of another device: its update of round {view.round} is not {view.artifact[:12]}"
             )
-        after = _parts(states[view.round].tensors, "personal", wanted)
+        file = states[view.round].tensors
+        after = _parts(file, "personal", wanted)
         earlier = states.get(view.round - 1)
         before = None if earlier is None else _parts(earlier.tensors, "personal", wanted)
     else:
-        before, after = (_parts(place, when, wanted) for when in ("before", "after"))
+        file = place
+        before, after = (_parts(file, when, wanted) for when in ("before", "after"))
     for parts in (before, after):
         _check_layout(view, parts, place)
-    return before, after
+    return before, after, _tensors(file, "extras")
 
 
 @dataclass(frozen=True)
@@ -121,17 +124,23 @@ def _generation(folder: Path) -> _Generation:
         raise DecodeError(f"{folder} is no generation of an agent's store: {error}") from error
 
 
-def _parts(file: Path, prefix: str, wanted: frozenset[Part]) -> PrivateParts:
+def _parts(file: Path, slot: str, wanted: frozenset[Part]) -> PrivateParts:
+    names = {one.value for one in wanted}
+    return {Part(part): weights for part, weights in _tensors(file, slot).items() if part in names}
+
+
+def _tensors(file: Path, slot: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Those whose keys are `SLOT/GROUP/NAME`, by group and name."""
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise DecodeError(f"{file} can't be read as safetensors: {error}") from error
-    found: dict[Part, dict[str, torch.Tensor]] = {}
+    found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        slot, _, rest = key.partition("/")
-        part, _, name = rest.partition("/")
-        if slot == prefix and part in {one.value for one in wanted}:
-            found.setdefault(Part(part), {})[name] = tensor
+        first, _, rest = key.partition("/")
+        group, _, name = rest.partition("/")
+        if first == slot:
+            found.setdefault(group, {})[name] = tensor
     return found
 
 

@@ -139,7 +139,7 @@ class RecordedUpdates:
         return Base(self._take(pack(header, parts, spec.aggregate_codec)), parts)
 
     def _write_parts(self, client: str, before: Simulation, now: Simulation) -> None:
-        """Write a client's private parts as the round found and left them; of shared ones, what came down and what was sent."""
+        """Write a client's private parts as the round found and left them, its extras; of shared parts, what came down and what was sent."""
         found = {**before.states[client].parts, **before.aggregate.parts}
         left = {**now.states[client].parts, **now.sent[client].shared.parts}
         wanted = sorted((self._method.private_parts | _WITH_TRUTH) & self._method.parts)
@@ -149,6 +149,8 @@ class RecordedUpdates:
             for part in wanted
             for name, tensor in parts.get(part, {}).items()
         }
+        extras = now.states[client].extras
+        tensors |= {f"extras/{group}/{name}": one.cpu() for group, some in extras.items() for name, one in some.items()}
         replace_durably(self._folder / _TRUTH / f"{client}-round-{now.rounds}.safetensors", save(tensors))
 
 

@@ -14,6 +14,7 @@ _METHODS = {
     "FedCG": ("--method", "fedcg", "--set", "server_iterations=400"),
     "FedMD-CG": ("--method", "fedmd_cg"),
 }
+_PPIDSG = ("--method", "ppidsg", "--network", "image_small", "--lr", "0.01")
 # Per-sample gradients need a discriminator without spectral norm; with Adam and small batches DP-SGD learns next to nothing here.
 _PRIVATE = ("--discriminator", "mlp_plain", "--set", "optimiser=sgd", "--lr", "1", "--batch-size", "64")
 
@@ -54,6 +55,8 @@ GRIDS: Mapping[str, Grid] = {
                 if method != "FedAvg"  # whose server has the extractors anyway
                 for start in ("random", "cohort", "public")
             },
+            "PPIDSG, own keys": _PPIDSG,
+            "PPIDSG, a cohort's key": (*_PPIDSG, "--set", "key=cohort"),
         },
         {"": ()},
     ),

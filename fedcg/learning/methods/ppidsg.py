@@ -22,7 +22,7 @@ from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.defences.etc import EtcParams
-from fedcg.learning.defences.scrambling import ScramblingKeys, draw_keys, scrambling_of
+from fedcg.learning.defences.scrambling import Scrambling, ScramblingKeys, draw_keys, scrambling_of
 from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
@@ -45,12 +45,17 @@ from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencode
 from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, NetworkSpec
-from fedcg.learning.training.encrypting_translation import TranslationNetworks, TranslationParams, train_translation
+from fedcg.learning.training.encrypting_translation import (
+    TranslationNetworks,
+    TranslationParams,
+    train_translation,
+)
 from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.IMAGE_GENERATOR})
 PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
-_KEY, _SCRAMBLING, _DISCRIMINATOR = "key", "scrambling", "discriminator"
+SCRAMBLING = "scrambling"  # the extras that hold the keys of a device
+_KEY, _DISCRIMINATOR = "key", "discriminator"
 
 
 class PpidsgParams(TranslationParams, EtcParams):
@@ -85,11 +90,11 @@ def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Client
     key = weights_of(build_part(spec, Part.CLASSIFIER, streams.generator("key")))
     extras: dict[str, Weights] = {_KEY: key}
     if params.key == "cohort":
-        extras[_SCRAMBLING] = _stored(draw_keys(streams, _size(spec), params.block))
+        extras[SCRAMBLING] = _stored(draw_keys(streams, _size(spec), params.block))
     return ClientState({part: initial[part] for part in sorted(SHARED | PRIVATE)}, extras)
 
 
-def _size(spec: FederationSpec) -> tuple[int, int, int]:
+def _size(spec: NetworkSpec) -> tuple[int, int, int]:
     return spec.image.channels, spec.image.height, spec.image.width
 
 
@@ -97,13 +102,18 @@ def _stored(keys: ScramblingKeys) -> Weights:
     return {field.name: getattr(keys, field.name) for field in fields(keys) if field.name != "block"}
 
 
+def scrambling_by(spec: NetworkSpec, keys: Weights) -> Scrambling:
+    """What a generator imitates: the scrambling by a device's keys (its extras `scrambling`)."""
+    params = PpidsgParams.model_validate(spec.params)
+    return scrambling_of(ScramblingKeys(params.block, **keys), _size(spec), params.order(spec.image.channels))
+
+
 def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
     """Go on from the averaged generator; the classifier starts from its key."""
     params, spec = PpidsgParams.model_validate(ctx.spec.params), ctx.spec
-    kept = state.extras.get(_SCRAMBLING)
+    kept = state.extras.get(SCRAMBLING)
     if kept is None:
         kept = _stored(draw_keys(ctx.streams.at("keys"), _size(spec), params.block))
-    scrambling = scrambling_of(ScramblingKeys(params.block, **kept), _size(spec), params.order(spec.image.channels))
     generator = (aggregate or state).parts[Part.IMAGE_GENERATOR]
     nets = TranslationNetworks(
         load_part(spec, Part.IMAGE_GENERATOR, generator, ctx.device),
@@ -111,7 +121,8 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         cast(ImageAutoencoder, load_part(spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device)),
         load_part(spec, Part.CLASSIFIER, state.extras[_KEY], ctx.device),
     )
-    losses = train_translation(nets, data.to(ctx.device), scrambling.encrypt, params, ctx)
+    encrypt = scrambling_by(spec, kept).encrypt
+    losses = train_translation(nets, data.to(ctx.device), encrypt, params, ctx)
     parts = {
         Part.IMAGE_GENERATOR: weights_of(nets.generator),
         Part.EXTRACTOR: weights_of(nets.extractor),
@@ -119,7 +130,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     }
     extras = {
         _KEY: {name: tensor.clone() for name, tensor in state.extras[_KEY].items()},
-        _SCRAMBLING: {name: tensor.clone() for name, tensor in kept.items()},
+        SCRAMBLING: {name: tensor.clone() for name, tensor in kept.items()},
         _DISCRIMINATOR: weights_of(nets.discriminator),
     }
     shared = SharedResult({Part.IMAGE_GENERATOR: weights_of(nets.generator)})

@@ -13,10 +13,10 @@ from audit.attacks.catalogue import get_attack
 from audit.attacks.label_distribution import (
     ATTACK,
     counts_of,
+    headline_control,
     labels_by_bias,
     labels_by_weight,
     single_class_control,
-    two_class_control,
     update_figures,
 )
 from audit.evidence.case import Case, Knowledge
@@ -138,9 +138,9 @@ def test_the_single_class_control_fails_with_a_broken_formula(monkeypatch: pytes
 @pytest.mark.parametrize("method", ["fedcg", "fedsplit"])
 def test_the_two_class_control_fails_with_a_broken_readout(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = skewed(method)
-    assert two_class_control(case, Effort.QUICK, lambda: None).passed
+    assert headline_control(case, Effort.QUICK, lambda: None).passed
     monkeypatch.setattr(class_shares, "by_readout", lambda view, parts, streams: torch.full((10,), 0.1))
-    assert not two_class_control(case, Effort.QUICK, lambda: None).passed
+    assert not headline_control(case, Effort.QUICK, lambda: None).passed
 
 
 def test_a_simulated_client_sends_what_the_method_sends_and_its_own_generator() -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from audit.evidence.device_data import read_private
+from audit.evidence.updates import read_updates
 from audit.recording.comparison import check_recording
 from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.source import Source
@@ -24,6 +26,7 @@ from experiments.simulation.wire_codec import coding_of
 from fedcg.learning.data.image_folder import read_images, split_source
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Update
+from fedcg.learning.methods.ppidsg import SCRAMBLING
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
@@ -115,6 +118,19 @@ def private_parts(folder: Path, client: str, number: int, when: str) -> dict[Par
         if moment == when:
             parts.setdefault(Part(part), {})[name] = tensor
     return parts
+
+
+def test_what_a_method_keeps_at_the_client_is_recorded_as_truth_and_crosses_nowhere(tmp_path: Path) -> None:
+    setting = SMALL.model_copy(update={"method": "ppidsg", "network": "image_small", "quick": False, "params": {}})
+    folder = recorded(setting, tmp_path)
+    view = read_updates(folder).view("client-1", 2, None)
+    _, after, extras = read_private(view, folder / "truth" / "client-1-round-2.safetensors")
+    assert after is not None
+    assert extras[SCRAMBLING].keys() == {"rotation", "complement", "flip", "channels", "shuffle"}
+    assert extras["discriminator"]
+    another = read_private(view, folder / "truth" / "client-2-round-2.safetensors")[2]
+    assert not torch.equal(extras[SCRAMBLING]["shuffle"], another[SCRAMBLING]["shuffle"])
+    assert set(view.update) == {Part.IMAGE_GENERATOR}
 
 
 @pytest.mark.parametrize("codecs", [("f32", "f32"), ("i8-delta", "f16")])

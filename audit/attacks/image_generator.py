@@ -1,0 +1,326 @@
+"""What an image generator that is sent gives away (PPIDSG): who was trained on, class shares, its images, and the key of the scrambling.
+
+PPIDSG holds that labels and members can't be inferred without a shared classifier, and that images can be had from the generator's outputs
+alone (§3). No attack on the generator itself is published. The attacker of these compares what the generator makes of an image with
+what the aggregate's made of it before the round, and with what those of the other clients make of it: where a round moved the output
+further, it had more to learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from audit.attacks.attack import Attack, Effort, Progress, counter
+from audit.attacks.generator_memory import trained_decoder
+from audit.attacks.label_distribution import trivial_guesses, two_class_control, update_figures
+from audit.attacks.membership import Trial, balanced_pairs, membership_figures, roc_curves
+from audit.evidence.case import Case, Knowledge, View
+from audit.evidence.networks import of_simulated_client
+from audit.measures import reconstructions
+from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
+from audit.measures.images import png, unit_pixels
+from audit.measures.reconstructions import Reconstructions
+from audit.measures.statistics import Values, auc, proportion
+from audit.techniques.scrambling_estimate import MOST_NUMBERS, estimated_scrambling
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.defences.scrambling import Scrambling, draw_keys, scrambling_of
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Weights
+from fedcg.learning.methods.ppidsg import SCRAMBLING, PpidsgParams, scrambling_by
+from fedcg.learning.networks import load_part
+from fedcg.learning.seeds import Streams
+from fedcg.wire.parts import Part
+
+_BATCH = 128
+_VICTIMS, _SHOWN = 64, 8
+_CONCENTRATION = 0.5  # of the simulated clients' class shares
+_RIDGE = 0.1
+_TINY = 1e-6
+_CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 40, 0.7
+_FLOOR_IS = "how much the other clients' rounds moved the output (without others: its contrast by the aggregate's generator), or chance"
+_BY_CLASS = "movement of the image generator's outputs by class"
+Make = Callable[[torch.Tensor], torch.Tensor]
+"""[N, C, H, W] uint8 -> [N, C, H, W] in [0, 1]: what a generator makes of images."""
+
+
+def maker(view: View, weights: Weights) -> Make:
+    """An image generator of the federation with these weights."""
+    form, network = view.spec.image, load_part(view.spec, Part.IMAGE_GENERATOR, weights).eval()
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (form.mean, form.std))
+
+    @torch.no_grad()
+    def make(images: torch.Tensor) -> torch.Tensor:
+        made = torch.cat([network(normalise(some, form)) for some in images.split(_BATCH)])
+        return (made * std + mean).clamp(0, 1)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Movement:
+    """The generator that was sent, the aggregate's before the round, and those of the other clients."""
+
+    own: Make
+    before: Make
+    others: tuple[Make, ...]
+
+    @staticmethod
+    def of(view: View) -> Movement:
+        """On the update of a view."""
+        own, before, *others = (
+            maker(view, parts[Part.IMAGE_GENERATOR])
+            for parts in (view.update, view.before.parts, *view.others.values())
+        )
+        return Movement(own, before, tuple(others))
+
+    def scores(self, images: torch.Tensor) -> dict[str, Values]:
+        """How far the round moved what the generator makes of each image (mean, log), and that beside what the others' rounds did.
+
+        Args:
+            images: [N, C, H, W] uint8.
+
+        Returns:
+            [N] by setting.
+        """
+        base = self.before(images)
+        own = _moved(self.own(images), base)
+        found = {"movement of its output": own}
+        if self.others:
+            found["movement of its output beside the other clients'"] = own - self._usual(images, base)
+        return found
+
+    def blind(self, images: torch.Tensor) -> Values:
+        """What takes no update of this client, [N]."""
+        base = self.before(images)
+        return self._usual(images, base) if self.others else base.flatten(1).std(1).double().numpy()
+
+    def _usual(self, images: torch.Tensor, base: torch.Tensor) -> Values:
+        found: Values = np.mean([_moved(one(images), base) for one in self.others], axis=0)
+        return found
+
+    def by_class(self, probes: ImageSet, classes: int) -> torch.Tensor:
+        """Means of the scores over the probes of each class, less the mean of all classes, [classes, scores]."""
+        each = torch.from_numpy(np.stack(list(self.scores(probes.images).values()), 1))
+        means = torch.stack([each[probes.labels == label].mean(0) for label in range(classes)])
+        return means.nan_to_num(0.0) - means.nanmean(0)
+
+
+def _moved(made: torch.Tensor, base: torch.Tensor) -> Values:
+    found: Values = ((made - base).abs().flatten(1).mean(1) + _TINY).log().double().numpy()
+    return found
+
+
+def _params(view: View) -> PpidsgParams:
+    return PpidsgParams.model_validate(view.spec.params)
+
+
+def _trials(movement: Movement, candidates: ImageSet) -> Iterator[Trial]:
+    used = {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.CANDIDATES}
+    blind = movement.blind(candidates.images)
+    for setting, score in movement.scores(candidates.images).items():
+        beside = {Knowledge.OTHERS} if "other" in setting else set()
+        yield Trial(setting, frozenset(used | beside), score, blind, None, _FLOOR_IS)
+
+
+@dataclass(frozen=True)
+class ShareModel:
+    """A linear map from how far outputs of a class moved to the class's share, fitted on clients that the attacker simulates.
+
+    Attributes:
+        probes: auxiliary images that movements are measured on.
+        weights: [scores].
+    """
+
+    probes: ImageSet
+    weights: torch.Tensor
+
+    @staticmethod
+    def fitted(
+        view: View, probes: ImageSet, images: ImageSet, count: int, streams: Streams, tick: Callable[[], None]
+    ) -> ShareModel:
+        """By ridge regression.
+
+        Args:
+            view: whose method and aggregate the simulated clients have.
+            probes: other images than `images`, which they are trained on.
+            images: auxiliary ones.
+            count: of clients, at least 1; their shares are drawn from a Dirichlet distribution.
+            streams: of shares, images and training.
+            tick: called after each client.
+        """
+        classes, drawn = view.spec.class_count, np.random.default_rng(streams.seed("shares"))
+        rows, inputs, targets = min(view.report.examples or len(images), len(images)), [], []
+        for at in range(count):
+            wanted = torch.from_numpy(drawn.dirichlet([_CONCENTRATION] * classes))[images.labels] + _TINY
+            some = images.rows(torch.multinomial(wanted, rows, generator=streams.generator("images", at)))
+            sent = of_simulated_client(view, some, streams.at("client", at), _params(view).epochs)
+            inputs.append(Movement.of(sent).by_class(probes, classes))
+            targets.append(torch.tensor(some.label_counts(), dtype=torch.float64) / rows - 1 / classes)
+            tick()
+        table, right = torch.cat(inputs), torch.cat(targets)
+        square = table.T @ table
+        eye = torch.eye(len(square), dtype=torch.float64) * (_RIDGE * square.diagonal().mean() + _TINY)
+        return ShareModel(probes, torch.linalg.solve(square + eye, table.T @ right))
+
+    def shares(self, view: View) -> torch.Tensor:
+        """Of the client whose update a view has, [C]."""
+        classes = view.spec.class_count
+        guess = (1 / classes + Movement.of(view).by_class(self.probes, classes) @ self.weights).clamp(min=_TINY)
+        return guess / guess.sum()
+
+
+def decoded_figure(
+    case: Case, movement: Movement, steps: int, streams: Streams, tick: Callable[[], None]
+) -> tuple[Figure, Pictures]:
+    """Training images turned back from what the generator makes of them, by a network that learnt it on auxiliary images."""
+    view, known = case.view, case.view.auxiliary
+    assert known is not None
+    order = torch.randperm(len(case.truth.train), generator=streams.generator("victims"))[:_VICTIMS]
+    victims = case.truth.train.rows(order)
+    pixels, made = unit_pixels(victims.images), movement.own(victims.images)
+    decode = trained_decoder(known, movement.own(known.images).flatten(1), steps, streams, tick)
+    found = decode(made.flatten(1)).view(pixels.shape)
+    guesses = reconstructions.trivial_guesses(view, victims, streams.generator("floor"))
+    against = Reconstructions(found, pixels, {name: (guess, pixels) for name, guess in guesses})
+    used = (Knowledge.UPDATE, Knowledge.AUXILIARY, Knowledge.PRIVATE)
+    figure = against.figure(
+        "psnr", "outputs for images of the device, which are not sent", used, None, streams.seed("bootstrap")
+    )
+    rows = (("of the device", pixels), ("what the generator makes of it", made), ("turned back", found))
+    pictures = tuple((name, tuple(map(png, some[:_SHOWN]))) for name, some in rows)
+    return (
+        replace(figure, name="decoded_psnr", title="Images turned back from the generator's outputs, PSNR"),
+        Pictures("Images, what the generator makes of them, and what can be made of that", pictures),
+    )
+
+
+def right_blocks(make: Make, true: Scrambling, known: ImageSet, block: int) -> tuple[int, int]:
+    """How many blocks images have, and how many of them the scrambling that a generator seems to imitate has right in every pixel."""
+    found = estimated_scrambling(unit_pixels(known.images), make(known.images), block)
+    same = ((found.source == true.source) & (found.mask == true.mask)).view(known.images.shape[1:])
+    right = same.all(0).unfold(0, block, block).unfold(1, block, block).flatten(2).all(2)
+    return right.numel(), int(right.sum())
+
+
+def _key_figure(blocks: int, right: int) -> Figure:
+    found, floor = proportion(right, blocks), 1 / blocks
+    return Figure(
+        name="scrambled_blocks",
+        title="Blocks of the scrambling that were read off the generator, right in every pixel",
+        setting="whole update",
+        knowledge=(Knowledge.UPDATE, Knowledge.AUXILIARY),
+        value=found,
+        floor=floor,
+        floor_is="a block at random",
+        gain=Interval(found.value - floor, found.low - floor, found.high - floor),
+        samples=blocks,
+        unit="share",
+    )
+
+
+def _key_control(case: Case, known: ImageSet, streams: Streams) -> Control:
+    """A planted generator that encrypts exactly, by keys of its own, but for some noise."""
+    form, params = case.view.spec.image, _params(case.view)
+    size = form.channels, form.height, form.width
+    planted = scrambling_of(draw_keys(streams, size, params.block), size, params.order(form.channels))
+    stream = streams.generator("planted")
+
+    def make(images: torch.Tensor) -> torch.Tensor:
+        return unit_pixels(planted.encrypt(images)) + 0.1 * torch.randn(images.shape, generator=stream)
+
+    blocks, right = right_blocks(make, planted, known, params.block)
+    title = "planted generator that encrypts with noise: blocks of the scrambling that are right"
+    return Control(title, right / blocks, "above 0.95", right / blocks > 0.95, "scrambled_blocks")
+
+
+def _membership_control(case: Case, streams: Streams) -> Control:
+    """A simulated client that learnt a few images for long."""
+    stream = streams.generator("rows")
+    inside, outside = (
+        some.rows(torch.randperm(len(some), generator=stream)[:_CONTROL_ROWS])
+        for some in (case.truth.train, case.truth.held_out)
+    )
+    movement = Movement.of(of_simulated_client(case.view, inside, streams, _CONTROL_EPOCHS))
+    name, members = list(movement.scores(inside.images).items())[-1]
+    value = auc(members, movement.scores(outside.images)[name])
+    title = f"simulated client that learnt {len(inside)} images in {_CONTROL_EPOCHS} epochs, {name}: AUC"
+    return Control(title, value, f"above {_CONTROL_AUC}", value > _CONTROL_AUC, "mia_auc")
+
+
+def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
+    view, streams, count, steps = (
+        case.view,
+        case.streams.at(ATTACK.name),
+        effort.of(2, 6, 16),
+        effort.of(200, 1500, 5000),
+    )
+    assert view.auxiliary is not None
+    tick = counter(progress, steps + count + 3)
+    order = torch.randperm(len(view.auxiliary), generator=streams.generator("auxiliary"))
+    known, fit = (view.auxiliary.rows(some) for some in order[: effort.of(1500, 4000, 20_000)].tensor_split(2))
+    movement = Movement.of(view)
+    candidates, members = balanced_pairs(case.truth, effort.of(400, 1000, 10_000), streams.generator("candidates"))
+    trials = list(_trials(movement, candidates))
+    figures = [one for trial in trials for one in membership_figures(trial, members, streams.seed("bootstrap"))]
+    model = ShareModel.fitted(view, known, fit, count, streams, tick)
+    figures += update_figures(case, {_BY_CLASS: model.shares(view)[None]}, trivial_guesses(view, streams))
+    decoded, pictures = decoded_figure(
+        replace(case, view=replace(view, auxiliary=known)), movement, steps, streams, tick
+    )
+    figures.append(decoded)
+    keys = case.truth.extras.get(SCRAMBLING)
+    if keys is not None:
+        figures.append(
+            _key_figure(*right_blocks(movement.own, scrambling_by(view.spec, keys), known, _params(view).block))
+        )
+    tick()
+    classes = replace(two_class_control(case, _BY_CLASS, model.shares, _params(view).epochs), figure="label_l1")
+    tick()
+    controls = (_membership_control(case, streams.at("control")), classes, _key_control(case, known, streams))
+    tick()
+    return Outcome(
+        ATTACK.name,
+        tuple(figures),
+        controls,
+        (pictures,),
+        (roc_curves(trials, members),),
+        _notes(count, keys is not None),
+    )
+
+
+def _notes(count: int, has_keys: bool) -> tuple[str, ...]:
+    told = (
+        f"Class shares were fitted on {count} clients that the attacker simulates.",
+        "Neither images nor what the generator makes of them cross the wire: decoded_psnr takes outputs that an attacker would have to steal.",
+    )
+    return (
+        told
+        if has_keys
+        else (*told, "Whether the key of the scrambling can be read off was not tried: its keys were not given.")
+    )
+
+
+def _lacks(case: Case) -> str | None:
+    form = case.view.spec.image
+    missing = case.lacks(auxiliary=True, held_out=True, parts=frozenset({Part.IMAGE_GENERATOR}))
+    if missing is not None:
+        return missing
+    if not issubclass(case.view.method.params_type, PpidsgParams):
+        return f"{case.view.spec.method} has no block scrambling that its image generator imitates"
+    if form.channels * form.height * form.width > MOST_NUMBERS:
+        return f"images of more than {MOST_NUMBERS} numbers: the table of correlations between pixels would take over 64 MB"
+    return None
+
+
+ATTACK = Attack(
+    name="image_generator",
+    title="Shared image generator",
+    question="Does the generator show images of the device, its classes, or the key of its encryption?",
+    source="PPIDSG algorithm 1 and section 3; movement of an output as a membership score: after RMIA's ratio and update-based leakage (Melis 2019)",
+    lacks=_lacks,
+    run=_run,
+)
