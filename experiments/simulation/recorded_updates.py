@@ -1,8 +1,9 @@
 """Recordings of simulated runs, for the audit: the artifacts that a deployment's observer would have, and the truth beside them.
 
-A run's folder is an observer's folder (`wire.json`, `artifacts/`) with `truth/` (the clients' images and private parts),
-`auxiliary.npz` (images that an attacker could have) and `initial.json` (the start of the private parts). Folders have mode 0700,
-files 0600. Every file is a function of the run, so a round that is repeated after a crash writes the same bytes. Uses torch.
+A run's folder is an observer's folder (`wire.json`, `artifacts/`) with `truth/` (the clients' images and private parts; in `truth/real/`
+the images of clients with a data defence as they were), `auxiliary.npz` (images that an attacker could have) and `initial.json` (the
+start of the private parts). Folders have mode 0700, files 0600. Every file is a function of the run, so a round that is repeated after a
+crash writes the same bytes. Uses torch.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ UPDATES_FOLDER = "updates"
 MAX_AUXILIARY = 10_000
 _FORMAT = 1
 _TRUTH = "truth"
+REAL = "real"  # the folder of a defended client's images as they were
 _AUXILIARY_FILE, _INITIAL_FILE = "auxiliary.npz", "initial.json"
 _PRIVATE_FOLDER = 0o700
 # Written for methods that share them too: attacks on an update need the extractor that made the features.
@@ -70,20 +72,27 @@ class RecordedUpdates:
         for artifact in self._store.ids():
             self._capture.add(self._store.get(artifact))
 
-    def begin(self, setting: RunSetting, auxiliary: ImageSet) -> None:
+    def begin(self, setting: RunSetting, auxiliary: ImageSet, real: Mapping[str, ClientData]) -> None:
         """Write what is fixed before the first round: the clients' images, an attacker's, and the start of the private parts.
 
         Args:
             setting: of the run.
             auxiliary: images that no client holds.
+            real: the clients' images before a data defence; empty without one.
         """
-        for client, data in self._party.datasets.items():
-            if len(data.train):  # an .npz without training images can't be read, and nothing was sent either
-                replace_durably(self._folder / _TRUTH / f"{client}.npz", _npz(_client_arrays(data)))
+        self._write_images(self._folder / _TRUTH, self._party.datasets)
+        if real:
+            self._write_images(self._folder / _TRUTH / REAL, real)
         replace_durably(self._folder / _AUXILIARY_FILE, _npz(_arrays("train", auxiliary)))
         cohort = self._party.roots.cohort.hex() if setting.start == "cohort" else None
         initial = {"format": _FORMAT, "start": setting.start, "cohort_root": cohort}
         replace_durably(self._folder / _INITIAL_FILE, json.dumps(initial))
+
+    def _write_images(self, folder: Path, datasets: Mapping[str, ClientData]) -> None:
+        folder.mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
+        for client, data in datasets.items():
+            if len(data.train):  # an .npz without training images can't be read, and nothing was sent either
+                replace_durably(folder / f"{client}.npz", _npz(_client_arrays(data)))
 
     def add(self, now: Simulation) -> None:
         """Record the round that was just done, if it is one of those that are kept.
@@ -193,8 +202,8 @@ def _npz(arrays: Mapping[str, Any]) -> bytes:
 
 
 def audit_command(folder: Path) -> str | None:
-    """The command that audits a run's recording, for its first client with images; None where `folder` holds no recording."""
-    images = sorted((folder / _TRUTH).glob("*.npz"))
+    """The command that audits a run's recording, for its first client with images, the real ones; None where `folder` holds no recording."""
+    images = sorted((folder / _TRUTH / REAL).glob("*.npz")) or sorted((folder / _TRUTH).glob("*.npz"))
     if not images or not (folder / WIRE_FILE).exists():
         return None
     client = images[0].stem

@@ -119,8 +119,8 @@ class Runs:
         setting = planned.setting
         torch.set_num_threads(setting.threads)
         with self._dealing:  # one data set at a time is downloaded, decoded and dealt out
-            spec, cohort = self._cohort_of(setting)
-            cohort, facts = self._defence_of(setting, cohort)
+            spec, real = self._cohort_of(setting)
+            cohort, facts = self._defence_of(setting, real)
             auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
         party = party_of(setting, spec, cohort)
         checkpoints = self._checkpoints(planned)
@@ -139,7 +139,7 @@ class Runs:
             recorded = RecordedUpdates(
                 self.recording(planned), party, planned.kept_rounds, stood or beginning(party, schedule)
             )
-            recorded.begin(setting, auxiliary)
+            recorded.begin(setting, auxiliary, real.clients if setting.defence else {})
 
         def keep(now: Simulation) -> None:
             if recorded is not None:  # before the checkpoint: a round that is lost is trained, and recorded, again

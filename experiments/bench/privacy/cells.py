@@ -17,6 +17,7 @@ import typer
 from experiments.bench.privacy.grids import GRIDS, Grid
 from experiments.errors import RunError
 from experiments.record import bench_record
+from experiments.simulation.recorded_updates import REAL
 from fedcg.errors import BadInputError
 from fedcg.files import READABLE, replace_durably
 
@@ -102,8 +103,9 @@ def run_cell(grid: Grid, options: Sequence[str], sizes: Sizes, seed: int) -> dic
         (run,) = _result([*simulated, "--out", str(out / "runs")])["runs"]
         (recording,) = (out / "runs" / "updates").iterdir()
         truth = recording / "truth"
+        images = next(file for file in (truth / REAL / f"{CLIENT}.npz", truth / f"{CLIENT}.npz") if file.is_file())
         audited = [
-            "audit", "run", "--updates", str(recording), "--client", CLIENT, "--data", str(truth / f"{CLIENT}.npz"),
+            "audit", "run", "--updates", str(recording), "--client", CLIENT, "--data", str(images),
             "--private", str(truth / f"{CLIENT}-round-{rounds}.safetensors"), "--auxiliary", str(recording / "auxiliary.npz"),
             "--effort", sizes.effort, "--seed", str(seed), "--processes", str(sizes.processes),
             *(("--attacks", ",".join(grid.attacks)) if grid.attacks else ()),

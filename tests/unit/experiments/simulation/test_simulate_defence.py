@@ -29,7 +29,7 @@ SMALL = {
     "shadow": False,
 }
 SHORT = {"gan_steps": 6, "obfuscation_steps": 4, "width": 4, "batch_size": 8}
-OPTIONS = [
+PLAIN = [
     *(
         word
         for name, value in SMALL.items()
@@ -37,6 +37,9 @@ OPTIONS = [
         for word in (f"--{name.replace('_', '-')}", str(value))
     ),
     *("--no-shadow", "--no-plot", "--no-tensorboard", "--workers", "1"),
+]
+OPTIONS = [
+    *PLAIN,
     *(word for name, value in SHORT.items() for word in ("--defence-set", f"{name}={value}")),
 ]
 
@@ -113,6 +116,28 @@ def test_a_defence_that_can_not_be_had_is_named_before_anything_runs(tmp_path: P
     assert done.exit_code == 2
     assert named in " ".join(done.stderr.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_the_audit_of_a_defended_client_is_against_its_real_images(tmp_path: Path) -> None:
+    done = run_fedcg("simulate", *PLAIN, "--defence", "ats", "--keep-updates", "all", "--out", tmp_path)
+    assert done.exit_code == 0
+    (recording,) = (tmp_path / "updates").iterdir()
+    plain = run_fedcg("simulate", *PLAIN, "--keep-updates", "all", "--out", tmp_path / "plain")
+    assert plain.exit_code == 0
+    (undefended,) = (tmp_path / "plain" / "updates").iterdir()
+    real, trained_on, as_it_was = (
+        np.load(file)
+        for file in (
+            recording / "truth" / "real" / "client-1.npz",
+            recording / "truth" / "client-1.npz",
+            undefended / "truth" / "client-1.npz",
+        )
+    )
+    assert np.array_equal(real["x_train"], as_it_was["x_train"])
+    assert not np.array_equal(real["x_train"], trained_on["x_train"])
+    assert np.array_equal(real["y_train"], trained_on["y_train"])
+    assert f"--data {recording / 'truth' / 'real' / 'client-1.npz'}" in " ".join(done.output.split())
+    assert not (undefended / "truth" / "real").exists()
 
 
 def test_a_window_larger_than_the_images_fails_the_run_and_names_the_client(tmp_path: Path) -> None:
