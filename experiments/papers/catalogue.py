@@ -270,7 +270,8 @@ def find_presets(name: str) -> tuple[Preset, ...]:
     if len(found) > 1:
         found = [preset for preset in found if preset.stand_in is None]
     if not found:
-        raise OptionError(f"no table {base!r}; there are {', '.join(known)}")
+        near = [key for key in known if key.startswith(base.partition(":")[0] + ":")] or list(known)
+        raise OptionError(f"no table {base!r}; there are {', '.join(near)}")
     return tuple(_with_budget(preset, budget) for preset in found) if at else tuple(found)
 
 
