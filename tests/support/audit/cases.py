@@ -60,8 +60,8 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", **setting:
         Report(examples=len(data.train)),
         _first(party.common, auxiliary),
     )
-    private = (_some(one.states[client].parts, method.private_parts) for one in (before, after))
-    truth = Truth(data.train, joined(data.val, data.test), *private, after.states[client].extras)
+    start, end = (_some(one.states[client].parts, method.private_parts) for one in (before, after))
+    truth = Truth(data.train, joined(data.val, data.test), start, end, after.states[client].extras)
     return Case(view, truth, Streams(root_secret(run.seed, "audit")))
 
 
