@@ -25,6 +25,7 @@ from audit.measures.figures import Figure, Outcome
 from audit.techniques import class_shares
 from audit.techniques.class_shares import HEADLINE, fitted, inferred
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import DivergedError
 from tests.support.audit.cases import simulated_case
 
 
@@ -141,6 +142,17 @@ def test_the_two_class_control_fails_with_a_broken_readout(method: str, monkeypa
     assert headline_control(case, Effort.QUICK, lambda: None).passed
     monkeypatch.setattr(class_shares, "by_readout", lambda view, parts, streams: torch.full((10,), 0.1))
     assert not headline_control(case, Effort.QUICK, lambda: None).passed
+
+
+def test_a_control_whose_client_diverges_proves_nothing_and_ends_no_attack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverge(*_: object) -> None:
+        raise DivergedError("the generator: mean loss 10005")
+
+    monkeypatch.setattr(label_distribution, "of_simulated_client", diverge)
+    outcome = ATTACK.run(skewed("fedcg"), Effort.QUICK, lambda done, total: None)
+    assert outcome.figures
+    assert not outcome.is_proven("label_l1")
+    assert "diverged" in outcome.controls[-1].title
 
 
 def test_a_simulated_client_sends_what_the_method_sends_and_its_own_generator() -> None:
