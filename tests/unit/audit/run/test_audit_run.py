@@ -165,6 +165,7 @@ def test_the_attacks_are_listed_with_their_papers() -> None:
         "membership",
         "class_inference",
         "memorisation",
+        "image_generator",
         "epsilon",
     ]
     assert all(one["source"] and one["question"].endswith("?") for one in listed)
