@@ -117,6 +117,7 @@ def run_cell(grid: Grid, options: Sequence[str], sizes: Sizes, seed: int) -> dic
             "seed": seed,
             "accuracy": run["mean"]["accuracy_personal"],
             "accuracy_after": run["mean"]["accuracy_after"],
+            "accuracy_global": run["mean"]["global_accuracy_last"],
             "epsilon": max((client["epsilon"] for client in run["clients"] if "epsilon" in client), default=None),
             "sent": report["subject"]["sent"],
             "attacks": report["attacks"],

@@ -11,7 +11,9 @@ from fedcg.json_output import print_data
 
 
 def privacy_command(
-    grid: Annotated[str, typer.Argument(help="methods, fedcg-table2, ppidsg, epochs or mechanisms")],
+    grid: Annotated[
+        str, typer.Argument(help="methods, fedcg-table2, ppidsg, epochs, mechanisms, antigan or antigan-split")
+    ],
     data: Annotated[str, typer.Option(help="as for `fedcg simulate --data`")] = "digits",
     out: Annotated[
         Path, typer.Option(help="folder for one JSON per run; runs that are there are not done again")
@@ -29,10 +31,13 @@ def privacy_command(
 ) -> None:
     """Simulate the federations of a grid, audit one client's last update of each, and print the tables of docs/privacy.md.
 
-    The same command goes on where an interrupted one stopped. With the grid `mechanisms` it also draws frontier.png.
+    The same command goes on where an interrupted one stopped. With the grid `mechanisms` it also draws frontier.png, with
+    `antigan` curves.png.
     """
     from experiments.bench.privacy.cells import Sizes, chosen_grid, run_grid
-    from experiments.bench.privacy.tables import draw_frontier, summary, table
+    from experiments.bench.privacy.tables import draw_antigan, draw_frontier, summary, table
+
+    pictures = {"mechanisms": ("frontier.png", draw_frontier), "antigan": ("curves.png", draw_antigan)}
 
     chosen, sizes = chosen_grid(grid, row or ()), Sizes(data, clients, images, epochs, effort, processes)
     records, failed = run_grid(grid, chosen, sizes, seed or (0, 1, 2), out, only_show=show)
@@ -41,9 +46,10 @@ def privacy_command(
         raise typer.Exit(1 if failed else 0)
     for line in (f"**{chosen.title}**", "", *summary(records), *(table(records) if settings else ())):
         typer.echo(line)
-    if grid == "mechanisms" and records:
-        draw_frontier(records, out / grid / "frontier.png")
-        typer.echo(f"\n{out / grid / 'frontier.png'}")
+    if grid in pictures and records:
+        name, draw = pictures[grid]
+        draw(records, out / grid / name)
+        typer.echo(f"\n{out / grid / name}")
     if failed:
         typer.echo(f"{failed} runs failed; the same command tries them again", err=True)
         raise typer.Exit(1)

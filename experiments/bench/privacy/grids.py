@@ -17,6 +17,10 @@ _METHODS = {
 _PPIDSG = ("--method", "ppidsg", "--network", "image_small", "--lr", "0.01")
 # Per-sample gradients need a discriminator without spectral norm; with Adam and small batches DP-SGD learns next to nothing here.
 _PRIVATE = ("--discriminator", "mlp_plain", "--set", "optimiser=sgd", "--lr", "1", "--batch-size", "64")
+# Anti-GAN's split: each of two clients has half of the classes. Its GAN is trained for as long as two CPUs bear (docs/defences.md).
+_TWO = (*_RELU, *_SHORT, "--clients", "2", "--partition", "classes:2")
+_TENTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+_ANTIGAN = ("--defence", "antigan", "--defence-set", "gan_steps=400", "--defence-set", "batch_size=25")
 
 
 @dataclass(frozen=True)
@@ -110,5 +114,29 @@ GRIDS: Mapping[str, Grid] = {
             "DP-SGD, noise 1": (*_PRIVATE, "--mechanism", "dp_sgd.noise_multiplier=1.0"),
         },
         ("labels", "membership", "memorisation", "reidentification"),
+    ),
+    "antigan": Grid(
+        "Anti-GAN's table 1 and figure 4: what a GAN reads out of a shared model, and what defences cost",
+        _TWO,
+        {"FedAvg": _METHODS["FedAvg"]},
+        {
+            "none": (),
+            **{f"v_e {value}": (*_ANTIGAN, "--defence-set", f"v_e={value}") for value in _TENTHS},
+            **{f"mu {value}": (*_ANTIGAN, "--defence-set", f"mu={value}") for value in _TENTHS if value != 0.5},
+            "ATS": ("--defence", "ats"),
+            "EtC": ("--defence", "etc"),
+            "dropout 0.1": ("--mechanism", "dropout=0.1"),
+            "dropout 0.5": ("--mechanism", "dropout=0.5"),
+            "DP-SGD, noise 0.5": (*_PRIVATE, "--mechanism", "dp_sgd.noise_multiplier=0.5"),
+            "DP-SGD, noise 1": (*_PRIVATE, "--mechanism", "dp_sgd.noise_multiplier=1.0"),
+        },
+        ("class_inference",),
+    ),
+    "antigan-split": Grid(
+        "Anti-GAN where only classifiers and generators are shared: does the attack work there at all",
+        _TWO,
+        {name: _METHODS[name] for name in ("FedSplit", "FedCG")},
+        {"none": (), "Anti-GAN": _ANTIGAN},
+        ("class_inference",),
     ),
 }

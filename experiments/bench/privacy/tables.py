@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -92,6 +93,48 @@ def draw_frontier(records: Sequence[Record], path: Path) -> None:
     picture.savefig(path, dpi=130)
 
 
+def draw_antigan(records: Sequence[Record], path: Path) -> None:
+    """Anti-GAN's figure 4: over v_e and over mu, what the model of all clients loses of its accuracy (ADR) and what a GAN reads out of it.
+
+    Means and standard deviations over seeds; a line at the figure without a defence.
+    """
+    from matplotlib.figure import Figure as Picture
+
+    plain = {record["seed"]: record for record in records if record["column"] == "none"}
+    defended = [record for record in records if record["seed"] in plain and record["column"][:3] in ("v_e", "mu ")]
+    measures = {"ADR of the global model, %": partial(_degradation, plain)}
+    measures |= {name: partial(_value, name) for name in ("class_ssim", "class_recognised")}
+    picture = Picture(figsize=(4 * len(measures), 6), layout="constrained")
+    grid = picture.subplots(2, len(measures), squeeze=False)
+    for axes_of, name in zip(grid, ("v_e", "mu"), strict=True):
+        points = _by(defended, lambda record, name=name: _parameter(record["column"], name))
+        for axes, (title, measure) in zip(axes_of, measures.items(), strict=True):
+            found = sorted((at, [*map(measure, some)]) for at, some in points.items() if at is not None)
+            means = [fmean(values) for _, values in found]
+            spread = [stdev(values) if len(values) > 1 else 0.0 for _, values in found]
+            axes.errorbar([at for at, _ in found], means, spread, marker="o", capsize=3)
+            axes.axhline(fmean(map(measure, plain.values())), color="0.6", linestyle="--", label="no defence")
+            axes.set(xlabel=name, ylabel=title)
+            axes.legend(fontsize=8)
+    picture.savefig(path, dpi=130)
+
+
+def _parameter(column: str, name: str) -> float | None:
+    """The value of v_e or mu in a column, None where the column is about the other; both are 0.5 by default."""
+    kind, value = column.split()
+    return float(value) if kind == name or value == "0.5" else None
+
+
+def _degradation(plain: Mapping[int, Record], record: Record) -> float:
+    without = float(plain[record["seed"]]["accuracy_global"])
+    return 100 * (without - float(record["accuracy_global"])) / without
+
+
+def _value(name: str, record: Record) -> float:
+    found = strongest(record, name)
+    return float("nan") if found is None else float(found["value"]["value"])
+
+
 def strongest(record: Record, name: str) -> Mapping[str, Any] | None:
     """The setting of a figure with the largest gain that a real attacker can have, on the update itself where there is one."""
     possible = [one for one in _figures(record) if one["name"] == name and not one["is_ceiling"]]
@@ -107,8 +150,8 @@ def _figures(record: Record) -> Iterator[Mapping[str, Any]]:
     return (figure for attack in record["attacks"] for figure in attack["figures"])
 
 
-def _by(items: Sequence[Any], key: Any) -> dict[str, list[Any]]:
-    groups: dict[str, list[Any]] = defaultdict(list)
+def _by(items: Sequence[Any], key: Any) -> dict[Any, list[Any]]:
+    groups: dict[Any, list[Any]] = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)
     return groups

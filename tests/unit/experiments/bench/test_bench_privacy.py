@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.bench.privacy.grids import GRIDS
-from experiments.bench.privacy.tables import strongest, summary, table
+from experiments.bench.privacy.tables import _degradation, _parameter, draw_antigan, strongest, summary, table
 from tests.support.commands import run_fedcg
 
 
@@ -73,6 +73,20 @@ def test_a_table_lists_every_setting_with_its_floor() -> None:
     lines = list(table([record(0, [figure("a", 0.1), figure("true", 0.5, given=True)])]))
     assert "| FedAvg | a | 60 % | 50 %, chance | +10 (+0 to +20) | 100 |" in lines
     assert any("true (ceiling)" in line for line in lines)
+
+
+def test_anti_gans_curves_are_drawn_from_the_columns_of_both_parameters(tmp_path: Path) -> None:
+    columns = {"none": 0.5, "v_e 0.1": 0.45, "v_e 0.5": 0.4, "mu 0.9": 0.48, "ATS": 0.3}
+    records = [
+        {**record(seed, [{**figure("a", 0.1), "name": name} for name in ("class_ssim", "class_recognised")])}
+        | {"column": column, "accuracy_global": accuracy}
+        for seed in (0, 1)
+        for column, accuracy in columns.items()
+    ]
+    draw_antigan(records, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [_parameter(name, "mu") for name in ("mu 0.9", "v_e 0.5", "v_e 0.1")] == [0.9, 0.5, None]
+    assert _degradation({0: records[0]}, records[2]) == pytest.approx(20.0)
 
 
 def test_every_grid_has_runs_with_names_of_their_own() -> None:
