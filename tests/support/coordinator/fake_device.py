@@ -220,8 +220,8 @@ class FakeDevice:
                 else frames_for(self.pending[1], self.pending[0].artifact, message.ranges)
             ):
                 self.transport.publish(self.topics.up_chunk(self.name), frame)
-        elif isinstance(message, Receipt):
-            self.pending = None
+        elif isinstance(message, Receipt) and self.pending and message.artifact == self.pending[0].artifact.id:
+            self.pending = None  # a late answer to an earlier update ends nothing
 
     def _want(self, ref: ArtifactRef) -> None:
         if ref.id not in self.artifacts:
