@@ -1,4 +1,4 @@
-"""The catalogue of Jetson modules: reads `catalogue.toml` and looks a module up."""
+"""The catalogue of known boxes: reads `catalogue.toml`, looks a Jetson module up, and tells what each kind of box can do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from devices.profile import gpu_precisions
 from fedcg.config_file import read_toml
 
 GB = 1_000_000_000
@@ -23,6 +24,7 @@ class Soc(BaseModel):
     family: str
     compute_capability: tuple[int, int]
     can_train: bool
+    infers: str
     first_l4t_major: Annotated[int, Field(ge=0)]
     advice: str
 
@@ -42,13 +44,64 @@ class Module(BaseModel):
         return self.memory_gb * GB
 
 
+class Kind(BaseModel):
+    """A kind of box, in words: a line of the table of known boxes.
+
+    Attributes:
+        compatible: how its entry in the device-tree's `compatible` begins; empty without a device-tree, and of a Jetson.
+        precisions: number formats that it computes fast, beside others that it emulates.
+        detected: what it is known by.
+        infers: execution providers of ONNX Runtime there, best first.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    compatible: Annotated[str, Field(exclude=True)] = ""
+    compute_capability: str = "-"
+    precisions: str
+    detected: str
+    infers: str
+    trains: str
+
+
 class Catalogue(BaseModel):
-    """All known systems on chip and modules."""
+    """All known systems on chip, modules and other kinds of box."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     soc: dict[str, Soc]
     module: dict[str, Module]
+    kind: dict[str, Kind]
+
+    def rows(self) -> tuple[Kind, ...]:
+        """The table of known boxes: what is detected of them, and whether they infer and train."""
+        return (*(self._row(key, soc) for key, soc in self.soc.items()), *self.kind.values())
+
+    def _row(self, key: str, soc: Soc) -> Kind:
+        modules = [module.name.removeprefix("Jetson ") for module in self.module.values() if module.soc == key]
+        trains = (
+            f"yes: GPU, or CPU; from Jetson Linux {soc.first_l4t_major}" if soc.can_train else "no: Python is too old"
+        )
+        return Kind(
+            name=f"Jetson {soc.family}: {', '.join(modules)}",
+            compute_capability=".".join(map(str, soc.compute_capability)),
+            precisions=", ".join(gpu_precisions(soc.compute_capability)),
+            detected="device-tree",
+            infers=soc.infers,
+            trains=trains,
+        )
+
+    def kind_of(self, compatible: tuple[str, ...]) -> Kind | None:
+        """The kind of box that a device-tree's `compatible` list names, where it is no Jetson."""
+        return next(
+            (
+                one
+                for one in self.kind.values()
+                if one.compatible and any(name.startswith(one.compatible) for name in compatible)
+            ),
+            None,
+        )
 
     def identify(self, compatible: tuple[str, ...]) -> KnownJetson | None:
         """Find the Jetson that a device-tree's `compatible` list names.

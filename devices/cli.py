@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from devices.detect import detect
+from devices.catalogue import load_catalogue
+from devices.detect import LIVE_ROOT, detect, runtime_providers
 from devices.errors import NotTrainableError
 from devices.profile import GIB, DeviceProfile, Gpu, TrainingPlan, plan_training
 from devices.telemetry import Telemetry, read_telemetry
@@ -25,19 +26,38 @@ def profile_command(
     root: Annotated[
         Path,
         typer.Option("--root", exists=True, file_okay=False, help="Read a recorded file tree instead of this box."),
-    ] = Path("/"),
+    ] = LIVE_ROOT,
+    known: Annotated[
+        bool, typer.Option("--known", help="Show the table of known boxes instead: detected, infers, trains.")
+    ] = False,
 ) -> None:
     """Show this machine's hardware and the resources that training on it would use."""
+    if known:
+        _print_known(as_json=as_json)
+        return
     profile = detect(root)
     plan = _plan(profile)
-    live = read_telemetry(Path.cwd(), root)
+    live = read_telemetry(Path.cwd(), root, asks_services=True)
     if as_json:
-        now = {**asdict(live), "condition": live.condition.value}
-        print_data({"profile": asdict(profile), "plan": asdict(plan) if plan else None, "now": now})
+        now = {**asdict(live), "hottest_c": live.hottest_c, "is_hot": live.is_hot, "condition": live.condition.value}
+        here = asdict(profile) | {"providers": runtime_providers() if root == LIVE_ROOT else None}
+        print_data({"profile": here, "plan": asdict(plan) if plan else None, "now": now})
         return
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in [*_rows(profile, plan), ("now", _describe_now(live))]:
+    providers = ", ".join((runtime_providers() if root == LIVE_ROOT else None) or ()) or UNAVAILABLE
+    for name, value in [*_rows(profile, plan), ("ONNX Runtime", providers), ("now", _describe_now(live))]:
         table.add_row(name, value)
+    Console().print(table)
+
+
+def _print_known(*, as_json: bool) -> None:
+    rows = [row.model_dump() for row in load_catalogue().rows()]
+    if as_json:
+        print_data({"known": rows})
+        return
+    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    for row in rows:
+        table.add_row(*row.values())
     Console().print(table)
 
 
@@ -55,9 +75,10 @@ def _rows(profile: DeviceProfile, plan: TrainingPlan | None) -> list[tuple[str, 
         ("processor", profile.cpu_model or UNAVAILABLE),
         ("architecture", profile.architecture or UNAVAILABLE),
         ("CPUs", UNAVAILABLE if profile.cpus is None else str(profile.cpus)),
-        ("memory", _gib(profile.memory_bytes)),
-        ("GPU", _describe_gpu(profile.gpu)),
+        ("memory", gib(profile.memory_bytes)),
+        ("GPU", describe_gpu(profile.gpu)),
     ]
+    rows.append(("precisions", UNAVAILABLE if profile.precisions is None else ", ".join(profile.precisions)))
     if profile.kind.value == "jetson":
         rows.append(("Jetson Linux", str(profile.l4t or UNAVAILABLE)))
     rows.append(("can train", f"{'yes' if profile.trainable.possible else 'no'}, {profile.trainable.reason}"))
@@ -68,17 +89,19 @@ def _rows(profile: DeviceProfile, plan: TrainingPlan | None) -> list[tuple[str, 
 
 def _describe_now(live: Telemetry) -> str:
     hottest = UNAVAILABLE if live.hottest_c is None else f"{live.hottest_c:.0f} °C"
-    battery = "none found" if live.battery_percent is None else f"{live.battery_percent} %"
-    return f"{live.condition.value}: temperature {hottest}, battery {battery}, free disk {_gib(live.free_disk_bytes)}"
+    battery = "none found" if live.supply.battery_percent is None else f"{live.supply.battery_percent} %"
+    return f"{live.condition.value}: temperature {hottest}, battery {battery}, free disk {gib(live.free_disk_bytes)}"
 
 
-def _gib(memory_bytes: int | None) -> str:
+def gib(memory_bytes: int | None) -> str:
+    """A size in words."""
     return UNAVAILABLE if memory_bytes is None else f"{memory_bytes / GIB:.1f} GiB"
 
 
-def _describe_gpu(gpu: Gpu | None) -> str:
+def describe_gpu(gpu: Gpu | None) -> str:
+    """A GPU in words."""
     if gpu is None:
         return "none found"
     capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else UNAVAILABLE
     shared = " (shared with the CPU)" if gpu.shares_memory else ""
-    return f"{gpu.name}, memory {_gib(gpu.memory_bytes)}{shared}, compute capability {capability}, driver {gpu.driver or UNAVAILABLE}"
+    return f"{gpu.name}, memory {gib(gpu.memory_bytes)}{shared}, compute capability {capability}, driver {gpu.driver or UNAVAILABLE}"

@@ -20,7 +20,9 @@ from devices.profile import (
     Gpu,
     L4tRelease,
     Trainable,
+    cpu_precisions,
     gpu_obstacle,
+    gpu_precisions,
 )
 
 LIVE_ROOT = Path("/")
@@ -39,7 +41,8 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     root = Path(root)
     live = root == LIVE_ROOT
     asked = nvml_gpu() if live else None
-    jetson = load_catalogue().identify(files.compatible(root))
+    catalogue, compatible = load_catalogue(), files.compatible(root)
+    jetson, kind = catalogue.identify(compatible), catalogue.kind_of(compatible)
     memory = _least(files.installed_memory(root), limits.memory_limit(root))
     l4t = files.l4t_release(root)
     gpu = _jetson_gpu(jetson, asked, memory) if jetson else asked or driver_files_gpu(root)
@@ -53,6 +56,8 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
         gpu=gpu,
         l4t=l4t if jetson else None,
         trainable=_trainable(jetson, l4t, memory, gpu),
+        precisions=_precisions(root, gpu),
+        known_as=f"Jetson {jetson.soc.family}" if jetson else kind.name if kind else None,
     )
 
 
@@ -90,6 +95,23 @@ def _jetson_gpu(jetson: KnownJetson, reported: Gpu | None, memory: int | None) -
         driver=reported.driver if reported else None,
         shares_memory=True,
     )
+
+
+def _precisions(root: Path, gpu: Gpu | None) -> tuple[str, ...] | None:
+    if gpu is not None and gpu_obstacle(gpu) is None:
+        return None if gpu.compute_capability is None else gpu_precisions(gpu.compute_capability)
+    features = files.cpuinfo_field(root, "flags") or files.cpuinfo_field(root, "Features")
+    return None if features is None else cpu_precisions(features)
+
+
+def runtime_providers() -> tuple[str, ...] | None:
+    """The execution providers of the ONNX Runtime that is installed here, best first; None without one."""
+    try:
+        import onnxruntime  # takes a moment: only commands that show it ask
+    except ImportError:
+        return None
+    names = [name.removesuffix("ExecutionProvider") for name in onnxruntime.get_available_providers()]
+    return tuple(name for name in names if name != "Azure")  # a remote service, part of every build
 
 
 def _trainable(jetson: KnownJetson | None, l4t: L4tRelease | None, memory: int | None, gpu: Gpu | None) -> Trainable:

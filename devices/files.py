@@ -81,7 +81,16 @@ def machine_model(root: Path) -> str | None:
 
 def installed_memory(root: Path) -> int | None:
     """MemTotal of /proc/meminfo in bytes."""
-    match = re.search(r"^MemTotal:\s*(\d+) kB", read_text(root, "proc/meminfo") or "", re.MULTILINE)
+    return _meminfo(root, "MemTotal")
+
+
+def available_memory(root: Path) -> int | None:
+    """MemAvailable of /proc/meminfo in bytes."""
+    return _meminfo(root, "MemAvailable")
+
+
+def _meminfo(root: Path, name: str) -> int | None:
+    match = re.search(rf"^{name}:\s*(\d+) kB", read_text(root, "proc/meminfo") or "", re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
 

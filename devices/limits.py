@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -17,6 +18,17 @@ def memory_limit(root: Path) -> int | None:
     found += [read_int(root, f"{folder}/memory.limit_in_bytes") for folder in _folders(root, "memory")]
     limits = [limit for limit in found if limit is not None and 0 < limit < _UNLIMITED_V1]
     return min(limits, default=None)
+
+
+def memory_left(root: Path) -> int | None:
+    """What is left of the tightest memory limit of control groups v2, the page cache counted as free; None without a limit."""
+    left = []
+    for folder in _folders(root, ""):
+        limit, used = (read_int(root, f"{folder}/memory.{name}") for name in ("max", "current"))
+        if limit is not None and used is not None:
+            cached = re.search(r"^inactive_file (\d+)$", read_text(root, f"{folder}/memory.stat") or "", re.MULTILINE)
+            left.append(max(0, limit - used + (int(cached[1]) if cached else 0)))
+    return min(left, default=None)
 
 
 def cpu_limit(root: Path) -> float | None:

@@ -25,6 +25,14 @@ MOST_CPU_THREADS = 4
 GPU_FEEDING_THREADS = 2
 
 
+_CPU_FEATURES = {
+    "f16": frozenset({"avx512_fp16", "asimdhp"}),
+    "bf16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    "int8": frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}),
+}
+"""Names in /proc/cpuinfo (`flags` on x86, `Features` on Arm) of instructions for a number format."""
+
+
 class DeviceKind(str, Enum):
     """The three kinds of box that the product supports."""
 
@@ -90,6 +98,9 @@ class DeviceProfile:
         gpu: The first NVIDIA GPU, None where there is none.
         l4t: Release of Jetson Linux, Jetson only.
         trainable: Whether the box can train, with the reason.
+        precisions: Number formats with instructions of their own, of the GPU where it can be trained on, else of the CPU;
+            None when the box does not report its instructions.
+        known_as: Its row in the catalogue, where the device-tree names one.
     """
 
     kind: DeviceKind
@@ -101,6 +112,8 @@ class DeviceProfile:
     gpu: Gpu | None
     l4t: L4tRelease | None
     trainable: Trainable
+    precisions: tuple[str, ...] | None = None
+    known_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +159,20 @@ def plan_training(profile: DeviceProfile, *, device: str = "auto", threads: int 
         batch_scale=_batch_scale(profile, place),
         reason=reason,
     )
+
+
+def gpu_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The number formats that a GPU of a compute capability has instructions for (CUDA C++ programming guide, arithmetic)."""
+    has_f16 = capability == (5, 3) or capability >= (6, 0)
+    has_int8 = capability >= (6, 1) and capability not in ((6, 2), (7, 0))  # dp4a, or tensor cores
+    formats = {"f32": True, "f16": has_f16, "bf16": capability >= (8, 0), "int8": has_int8}
+    return tuple(name for name, is_there in formats.items() if is_there)
+
+
+def cpu_precisions(features: str) -> tuple[str, ...]:
+    """The number formats that a CPU has instructions for, by its features in /proc/cpuinfo."""
+    known = frozenset(features.split())
+    return ("f32", *(name for name, needed in _CPU_FEATURES.items() if needed & known))
 
 
 def gpu_obstacle(gpu: Gpu | None) -> str | None:

@@ -1,6 +1,6 @@
 """The agent's configuration: `agent.toml` plus `FEDCG_AGENT_*` from the environment, all problems listed at once.
 
-Relative paths are relative to the file. Knows nothing of networks or training; reading it touches no other file.
+Relative paths are relative to the file. Knows nothing of networks or training; reading it reads no other file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from audit.attacks.catalogue import ATTACKS
 from audit.errors import GateFormError
 from audit.report.conditions import parse_gate
 from audit.run.packages import EXTRA, missing_packages
+from devices.eligibility import EligibilitySettings
 from edge_client.errors import ConfigError
 from fedcg.config_file import nearest, read_toml, section_of
 from fedcg.learning.defences.defence import check_defence
 from fedcg.learning.privacy import OFF, PrivacySettings
-from fedcg.learning.spec import ParameterValue
+from fedcg.learning.spec import METHOD_PATTERN, ParameterValue
 from fedcg.wire.messages.enrolment_messages import URL_PATTERN, PresetName
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
@@ -29,6 +30,14 @@ from fedcg.wire.transport.mqtt_config import is_loopback
 from fedcg.worker_process import STALL_S
 
 ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
+STORE_CREDENTIAL = "store.key"
+LISTS = {
+    ("audit", "attacks"),
+    ("policy", "federations"),
+    ("policy", "methods"),
+    *(("eligibility", name) for name in ("power_modes", "quiet_hours", "metered_interfaces")),
+}
+"""Settings that are lists in the file, and words with commas between them in the environment; those of [policy] that begin with `allow_` are, too."""
 
 
 class _Section(BaseModel):
@@ -113,8 +122,15 @@ class DataSection(_Section):
 class PolicySection(_Section):
     """The data that may ever leave this device, and the largest cost of a round, for every spec.
 
-    The published settings need 20 epochs or 20 steps a round; ResNet-18 with its generator downloads 57 MB.
+    The published settings need 20 epochs or 20 steps a round; ResNet-18 with its generator downloads 57 MB. A spec beyond it waits
+    for `fedcg agent approve`; the two limits of a day, and `max_download_mb`, hold for an approved one too.
+
+    Attributes:
+        federations, methods: names that are accepted without approval; empty: the configured federation, every method.
     """
+
+    federations: frozenset[Identifier] = frozenset()
+    methods: frozenset[Annotated[str, Field(pattern=METHOD_PATTERN)]] = frozenset()
 
     allow_upload: frozenset[Part] = DEFAULT_ALLOW_UPLOAD
     allow_report: frozenset[ReportField] = DEFAULT_ALLOW_REPORT
@@ -126,6 +142,10 @@ class PolicySection(_Section):
     max_download_mb: Annotated[
         int, Field(ge=1, le=MAX_ARTIFACT_BYTES // 1_000_000, description="largest aggregate, in MB")
     ] = 128
+    max_upload_mb_per_day: Annotated[int | None, Field(ge=1, description="updates sent in a day (UTC), in MB")] = None
+    max_download_mb_per_day: Annotated[int | None, Field(ge=1, description="chunks received in a day (UTC), in MB")] = (
+        None
+    )
 
 
 class TrainingSection(_Section):
@@ -137,6 +157,21 @@ class TrainingSection(_Section):
     stall_s: Annotated[
         float, Field(ge=1, le=86_400, description="seconds without progress after which training is started again")
     ] = STALL_S
+    weights: Annotated[
+        Path | None,
+        Field(description="file or folder with weights that specs pin; installed packages are found without it"),
+    ] = None
+    checkpoint_s: Annotated[
+        float, Field(ge=0, le=86_400, description="seconds between checkpoints inside a round; 0 = none")
+    ] = 60.0
+
+
+class EncryptionSection(_Section):
+    """The file with the key of the private store; without one the store is not encrypted."""
+
+    key: Annotated[
+        Path | None, Field(description="made by fedcg agent store encrypt; also the systemd credential store.key")
+    ] = None
 
 
 class AuditSection(_Section):
@@ -229,8 +264,13 @@ class AgentConfig(_Section):
     policy: PolicySection = PolicySection()
     training: TrainingSection = TrainingSection()
     export: ExportSection = ExportSection()
+    encryption: EncryptionSection = EncryptionSection()
     audit: AuditSection = AuditSection()
     privacy: PrivacySettings = OFF
+    eligibility: EligibilitySettings = EligibilitySettings()
+    metrics_folder: Annotated[
+        Path | None, Field(description="readings for Prometheus: the folder of the node exporter's textfile collector")
+    ] = None
 
     @property
     def privacy_obstacle(self) -> str:
@@ -274,7 +314,11 @@ class AgentConfig(_Section):
                 "tls": _anchored(self.tls, base),
                 "keys": _anchored(self.keys, base),
                 "data": _anchored(self.data, base),
+                "training": _anchored(self.training, base),
+                "encryption": _anchored(self.encryption, base),
                 "audit": _anchored(self.audit, base),
+                "eligibility": _anchored(self.eligibility, base),
+                "metrics_folder": None if self.metrics_folder is None else base / self.metrics_folder,
             }
         )
 
@@ -288,11 +332,17 @@ def _anchored(section: Any, base: Path) -> Any:
 def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:
     """Read `agent.toml`; settings in `environment` (`FEDCG_AGENT_BROKER_HOST`, ...) win over the file.
 
+    A systemd credential `store.key` is the key of the private store where no file is named.
+
     Raises:
         ConfigError: lists every problem with its line or variable and a hint.
     """
     config = read_toml(path, AgentConfig, ConfigError, lambda values: _apply_environment(values, environment))
-    return config.resolved(path.resolve().parent)
+    config = config.resolved(path.resolve().parent)
+    credentials = environment.get("CREDENTIALS_DIRECTORY")
+    if config.encryption.key is None and credentials and (key := Path(credentials, STORE_CREDENTIAL)).exists():
+        config = config.model_copy(update={"encryption": EncryptionSection(key=key)})
+    return config
 
 
 def environment_names() -> dict[str, tuple[str, ...]]:
@@ -322,7 +372,7 @@ def _apply_environment(
         for step in setting[:-1]:
             table = table.setdefault(step, {})
         if isinstance(table, dict):
-            is_list = setting[-1].startswith("allow_") or setting == ("audit", "attacks")
+            is_list = setting[-1].startswith("allow_") or setting in LISTS
             table[setting[-1]] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
             origins[setting] = f"${name}"
     return origins, problems

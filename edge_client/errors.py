@@ -5,12 +5,17 @@ EdgeError
 ├── StoreError           the private store can't be used
 │   ├── StoreLockedError     another agent (or its trainer) uses this store
 │   ├── StoreFormatError     written by a newer version, or not a private store at all
-│   └── StoreDamagedError    no generation passes its checksums
+│   ├── StoreDamagedError    no generation passes its checksums
+│   ├── DamagedFileError     one file was altered or truncated
+│   └── StoreKeyError        encrypted, and the key is missing or another one
+├── BackupError          a backup can't be made or restored; nothing was overwritten
 ├── CohortError          text that is not a cohort code
 ├── EnrolError           this box could not be enrolled, its certificate not renewed, or it could not leave
 │   ├── NotAcceptedError     the coordinator was not reached, is not the right one, or refuses this box
 │   └── LateAnswerError      the coordinator did not answer in time
 ├── NoAnswerError        the coordinator does not answer this device; names the step that messages reached
+├── NotRunningError      no agent runs that a command could reach over the control socket
+├── OwnerRequestError    the running agent does not carry out an owner's request
 ├── FirewallError        something that may not leave the device was about to; names device, part and tensor
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
 """
@@ -36,6 +41,10 @@ class ConfigError(EdgeError):
 
 class StoreError(EdgeError):
     """The private store can't be used."""
+
+
+class BackupError(EdgeError):
+    """A backup of this device can't be made or restored; nothing was overwritten."""
 
 
 class CohortError(EdgeError):
@@ -64,6 +73,14 @@ class StoreDamagedError(StoreError):
     """No generation of the private store passes its checksums."""
 
 
+class DamagedFileError(StoreError):
+    """A file of the private store was altered, truncated, or put in another one's place."""
+
+
+class StoreKeyError(StoreError):
+    """The private store is encrypted and its key is missing or another one, or the other way round."""
+
+
 class EnrolError(EdgeError):
     """This box could not be enrolled, its certificate not renewed, or it could not leave; the message names the next step."""
 
@@ -84,6 +101,16 @@ class NoAnswerError(EdgeError):
     """The coordinator does not answer this device; names the step that messages reached and the likely cause."""
 
     exit_code = TIMED_OUT
+
+
+class NotRunningError(EdgeError):
+    """No agent runs that a command could reach over the control socket."""
+
+    exit_code = NOT_CONNECTED
+
+
+class OwnerRequestError(EdgeError):
+    """The running agent does not carry out an owner's request."""
 
 
 class FirewallError(EdgeError):

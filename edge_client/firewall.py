@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
+from fedcg.learning.backbone_names import pinned_weights
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec
@@ -35,6 +36,8 @@ FACTS = {
     "threads": r"\d{1,5}",
     "torch": r"[0-9A-Za-z.+]{1,40}",
 }
+_BOUNDS = {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}
+"""Parameters of a spec, and the setting of the policy that bounds each."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReas
             f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
         )
         return DeclineReason.UNKNOWN_METHOD, problem
+    if stranger := _unlisted(spec, policy):
+        return DeclineReason.NEEDS_APPROVAL, stranger
     if forbidden := frozenset(spec.upload) - policy.allow_upload:
         parts = "; ".join(f"{part.value} ({part.meaning})" for part in sorted(forbidden))
         problem = f"the spec asks for what policy.allow_upload of this device does not list: {parts}"
@@ -72,18 +77,48 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReas
         return DeclineReason.REPORT_NOT_ALLOWED, problem
     try:
         check_name(spec.network.split)
+        if spec.network.weights is not None:
+            pinned_weights(spec.network.weights)
     except NetworkError as error:
         return DeclineReason.SPEC_REFUSED, str(error)
     if excess := _excess(spec, policy):
-        return DeclineReason.SPEC_REFUSED, excess
+        return DeclineReason.NEEDS_APPROVAL, excess
     if not all(spec.layouts.get(part) for part in spec.upload):
         return DeclineReason.SPEC_REFUSED, "the spec asks for a part without saying which tensors it has"
     return None
 
 
+def widened(policy: PolicySection, spec: FederationSpec) -> PolicySection:
+    """A policy with what one spec asks for, which the device's owner approved: parts, report fields that its method needs, work of a round."""
+    asked = {bound: spec.params.get(name) for name, bound in _BOUNDS.items()}
+    bounds = {
+        bound: max(getattr(policy, bound), value) for bound, value in asked.items() if isinstance(value, int | float)
+    }
+    return policy.model_copy(
+        update={
+            "federations": frozenset(),
+            "methods": frozenset(),
+            "allow_upload": policy.allow_upload | frozenset(spec.upload),
+            "allow_report": policy.allow_report | spec.required_report,
+            **bounds,
+        }
+    )
+
+
+def _unlisted(spec: FederationSpec, policy: PolicySection) -> str:
+    """The federation or method that this device's policy does not list, in words, or nothing."""
+    for name, value, listed in (
+        ("federations", spec.federation, policy.federations),
+        ("methods", spec.method, policy.methods),
+    ):
+        if listed and value not in listed:
+            return f"policy.{name} of this device does not list {value}"
+    return ""
+
+
 def _excess(spec: FederationSpec, policy: PolicySection) -> str:
     """The cost of a round that exceeds this device's policy, in words, or nothing. A method's own defaults are modest."""
-    for name, bound in {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}.items():
+    for name, bound in _BOUNDS.items():
         value, most = spec.params.get(name, 0), getattr(policy, bound)
         if isinstance(value, int | float) and value > most and not (name == "epochs" and spec.params.get("steps")):
             return f"the spec asks for {name} = {value}; policy.{bound} of this device is {most}"

@@ -60,7 +60,8 @@ def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:
         root: the folder of the run.
     """
     finished_at = datetime.fromtimestamp((root / "summary.json").stat().st_mtime, tz=timezone.utc)
-    data = Path(summary["data"]).name
+    data, setting = Path(summary["data"]).name, summary["setting"]
+    weights = setting.get("weights")
     clients = [
         {**client, "onnx_model": _relative(client["onnx_model"], root) if client["onnx_model"] else None}
         for client in summary["clients"]
@@ -72,7 +73,7 @@ def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:
         **summary,
         "data": data,
         "broker": str(summary["broker"]).partition(" ")[0],
-        "setting": {**summary["setting"], "data": data},
+        "setting": {**setting, "data": data, **({"weights": Path(weights).name} if weights else {})},
         "clients": clients,
     }
 

@@ -8,6 +8,7 @@ Agent:
   invited / accepted / declined {round, attempt, rounds, reason, detail}   artifact_stored {artifact, bytes, what, round, seconds, resumed, received, repeated}
   trainer_started / trainer_died {pid, exit_code}          phase_started {phase, round, attempt, pid}
   progress {phase, step, steps, round, attempt, pid}       committed {round, attempt, pid, ...accuracies, update_bytes}
+  paused {round, attempt, reason, detail}                  resumed {round, attempt, seconds} (of training)
   round_failed {round, attempt, reason, detail}            manifest {round, attempt}
   sending {round, attempt, artifact, bytes}
   receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies and losses}
@@ -17,6 +18,8 @@ Agent:
   agent_error {detail}    link_problem {detail}            coordinator_key {serial, key}
   certificate_renewed {until}   renewal_failed {detail}
   carrier {way: up | down, works, detail}   images_skipped {count}   cohort {others: alone | same | different}
+  agent_paused {until, reason}   agent_resumed {reason}    trainer_released {reason}
+  approval_needed {spec, reason, detail}   approved / approval_revoked {spec}
   audited {round, attempt, passed, detail, report, seconds}   defended {defence, count, detail, samples, seconds}
 
 Coordinator:

@@ -121,7 +121,9 @@ def _generation(folder: Path) -> _Generation:
         update = (described.get("outbox") or {}).get("artifact", "")
         return _Generation(int(described["cursor"]["round"]), folder / "state.safetensors", str(update))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DecodeError(f"{folder} is no generation of an agent's store: {error}") from error
+        raise DecodeError(
+            f"{folder} is no generation of an agent's store: {error}. A store that is encrypted can't be read here: decrypt a copy of it"
+        ) from error
 
 
 def _parts(file: Path, slot: str, wanted: frozenset[Part]) -> PrivateParts:

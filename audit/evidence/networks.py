@@ -14,8 +14,8 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, RoundContext, Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.initial_weights import shadow_spec
-from fedcg.learning.networks.layer_randomness import lent_generators
-from fedcg.learning.networks.pooled import AveragedConv2d, MaxedConv2d
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
+from fedcg.learning.networks.layers.pooled import AveragedConv2d, MaxedConv2d
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, ParameterValue

@@ -13,7 +13,7 @@ from audit.evidence.networks import WholeModel
 from audit.measures.images import unit_pixels
 from audit.techniques.class_shares import last_layer
 from audit.techniques.image_generator import ImageGenerator
-from fedcg.learning.networks.layer_randomness import lent_generators
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.training_loop import adam
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from audit.measures.images import unit_pixels
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.networks.initial_values import draw_weights
-from fedcg.learning.networks.layer_randomness import lent_generators
+from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
 
 _HIDDEN = 256
 _COMPONENTS = 64

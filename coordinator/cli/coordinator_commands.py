@@ -18,12 +18,10 @@ from coordinator.cli.federation_commands import federation_app
 from coordinator.cli.shared_options import (
     AsJson,
     Directory,
-    PassphraseFile,
     Result,
     Somewhere,
     Url,
     line_printer,
-    passphrase_of,
     prints,
     store_of,
 )
@@ -31,6 +29,7 @@ from coordinator.cli.watch_command import federation_watch
 from fedcg.errors import FAILED
 from fedcg.json_output import print_data
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
+from fedcg.passphrase import PassphraseFile, passphrase_of
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)

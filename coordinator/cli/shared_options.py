@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from coordinator.storage.store import Store
 
 Directory = Annotated[Path, typer.Option("--dir", help="The coordinator's directory.")]
-PassphraseFile = Annotated[
-    Path | None, typer.Option(help="A file whose first line is the passphrase; without one it is asked for.")
-]
-MIN_PASSPHRASE = 8
 Somewhere = Annotated[Path | None, typer.Option("--dir", help="The coordinator's directory, on its machine.")]
 Url = Annotated[
     str | None,
@@ -96,26 +92,6 @@ def store_of(directory: Path) -> Iterator[tuple[Home, Store]]:
         yield home, store
     finally:
         store.close()
-
-
-def passphrase_of(file: Path | None, *, is_new: bool) -> str:
-    """The passphrase of a backup, from a file or from the person at the terminal, who types a new one twice.
-
-    Raises:
-        ConfigError: the file can't be read, or a new passphrase is too short.
-    """
-    from coordinator.errors import ConfigError
-
-    if file is None:
-        passphrase = str(typer.prompt("Passphrase", hide_input=True, confirmation_prompt=is_new))
-    else:
-        try:
-            passphrase = file.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--passphrase-file {file} can't be read: {error}") from error
-    if is_new and len(passphrase) < MIN_PASSPHRASE:
-        raise ConfigError(f"the passphrase has {len(passphrase)} characters; at least {MIN_PASSPHRASE} are needed")
-    return passphrase
 
 
 def print_result(values: object, text: str, *, as_json: bool) -> None:

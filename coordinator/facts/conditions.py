@@ -38,6 +38,7 @@ FINDINGS = {
     ("training", "failed"): ("it can't train: a package or memory is missing", LOOK),
 }
 """Sentence and remedy by check and state."""
+PAUSED = ("its owner has paused it", "Nothing is broken. On the device: `fedcg agent resume` ends the pause.")
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,15 @@ def served_models(known: Known, federation: str) -> list[ServedAt]:
 
 def doctor_findings(known: Known, device: str) -> list[Finding] | None:
     """What a device's own doctor found, as its agents reported it, what failed first; None where it reports none."""
-    found: dict[DoctorFinding, Finding] = {}
+    found: dict[DoctorFinding | str, Finding] = {}
     is_reported = False
     for federation in known.store.federations():
         for record in known.store.presence.conditions(federation.id, device):
-            findings = DeviceCondition.model_validate_json(record.content).findings
-            is_reported |= findings is not None
-            for one in findings or ():
+            condition = DeviceCondition.model_validate_json(record.content)
+            is_reported |= condition.findings is not None or condition.paused is not None
+            if condition.paused:
+                found[federation.id] = Finding("warning", *PAUSED, record.at)
+            for one in condition.findings or ():
                 fallback = (f"its check of {one.check}: {one.state}", LOOK)
                 found[one] = Finding(one.state, *FINDINGS.get((one.check, one.state), fallback), record.at)
     return sorted(found.values(), key=lambda one: one.state) if is_reported else None

@@ -38,7 +38,7 @@ class ClientNow:
     """A client of the open attempt.
 
     Attributes:
-        reason: why it declined, or why it is silent.
+        reason: why it declined, can't take part yet, or is silent.
         done: share of the phase of its training that it reported as done, in [0, 1]; None when it reports none.
         ends_at: when that phase will end at the reported rate; unix time.
     """
@@ -171,8 +171,9 @@ def _client(
         return ClientNow(client, ClientPhase.UPLOADING)
     if client not in state.online:
         return ClientNow(client, ClientPhase.SILENT, "it has no session" if service else "no coordinator runs")
-    if person.state is not ParticipantState.ACCEPTED and client not in state.accepted:
-        return ClientNow(client, ClientPhase.INVITED)
+    waits = "" if service is None else service.invitations.waits.get(client, "")
+    if waits or (person.state is not ParticipantState.ACCEPTED and client not in state.accepted):
+        return ClientNow(client, ClientPhase.INVITED, waits.replace("_", " "))
     if progress is None or not progress.steps:
         return ClientNow(client, ClientPhase.TRAINING)
     return ClientNow(

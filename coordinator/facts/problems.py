@@ -14,6 +14,7 @@ from coordinator.facts.known import Known
 from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantState
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.service.service import Service
+from fedcg.log.sentences import DECLINE_ADVICE
 from fedcg.wire.messages.messages import DeclineReason
 
 FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
@@ -34,7 +35,7 @@ REMEDIES = {
     ),
     DeclineReason.NOT_ELIGIBLE.value: (
         "not eligible",
-        "On the device: `fedcg doctor` names the reason: disk, temperature, power, memory or the hours of its schedule.",
+        "On the device: `fedcg doctor --hardware` names the reason: disk, temperature, power, memory or the hours of its schedule.",
     ),
     DeclineReason.TRAINING_FAILED.value: (
         "training failed",
@@ -46,11 +47,23 @@ REMEDIES = {
     ),
     DeclineReason.UPLOAD_NOT_ALLOWED.value: (
         "upload not allowed",
-        "The device's owner does not allow a part that the method uploads: [policy] allow_upload in agent.toml.",
+        "The device's owner does not allow a part that the method uploads: `fedcg agent approve` there, or [policy] allow_upload.",
     ),
     DeclineReason.REPORT_NOT_ALLOWED.value: (
         "report not allowed",
-        "The device's owner does not allow a report field that the method needs: [policy] allow_report in agent.toml.",
+        "The device's owner does not allow a report field that the method needs: `fedcg agent approve` there, or [policy] allow_report.",
+    ),
+    DeclineReason.PAUSED.value: (
+        "paused by its owner",
+        "Nothing is broken. On the device: `fedcg agent resume` ends the pause.",
+    ),
+    DeclineReason.NEEDS_APPROVAL.value: (
+        "needs approval",
+        "The spec asks for more than [policy] of the device: its owner decides there with `fedcg agent approve`.",
+    ),
+    DeclineReason.DAILY_LIMIT.value: (
+        "daily limit",
+        "Nothing, it takes part again after midnight UTC; [policy] max_upload_mb_per_day and max_download_mb_per_day there set it.",
     ),
     DeclineReason.WITHHELD.value: (
         "withheld",
@@ -61,6 +74,11 @@ REMEDIES = {
         "spec refused",
         "On the device: its log names what it refuses in the spec; `fedcg doctor` shows its own bounds ([policy]).",
     ),
+}
+REMEDIES |= {
+    reason.value: ("device not available", f"{DECLINE_ADVICE[reason.value]}.")
+    for reason in DeclineReason
+    if reason.value not in REMEDIES and (reason.passes or reason is DeclineReason.NO_TIME)
 }
 HEALTH = {
     "low_disk": "On the device: free some space; it declines rounds before its disk is full.",
@@ -196,6 +214,11 @@ def _of_clients(
 
 
 def _of_sessions(known: Known, record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:
+    for device, reason in service.invitations.waits.items():
+        if reason in REMEDIES:
+            kind, remedy = REMEDIES[reason]
+            what = f"can't take part in round {state.round} of {record.id} yet: {reason.replace('_', ' ')}; the round waits for it"
+            yield Problem(kind, f"{device} in {record.id}", what, remedy, device=device)
     missing = state.policy.quorum - len(state.candidates)
     if state.phase is Phase.WAITING and missing > 0 and service.is_connected:
         yield Problem(

@@ -134,7 +134,8 @@ def _make(request: _Request) -> InitialArtifacts:
                 "aggregation.public_data in coordinator.toml"
             )
         read_public(public_data, spec.image, request.public_images)
-    parts = initial_parts(spec, spec_root(spec.seed))
+    # Without the private parts: a backbone's weights need not be on this machine.
+    parts = initial_parts(spec, spec_root(spec.seed), method.shared_up | method.shared_down)
     if request.start is not None:
         parts |= _last_weights(spec, store, *request.start)
     state = method.init_server(spec, parts)

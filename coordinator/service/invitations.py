@@ -34,6 +34,7 @@ class Invitations:
         self._publisher = publisher
         self._receiver = receiver
         self._accepted: dict[str, RoundAttempt] = {}  # the last attempt that each device accepted in its session
+        self._waits: dict[str, tuple[RoundAttempt, DeclineReason]] = {}
         self._reminded_at = 0.0
 
     def forget(self, device: str) -> None:
@@ -47,7 +48,7 @@ class Invitations:
             return
         if self._accepted.get(device) == answer.at and isinstance(answer, Accept):
             return
-        if isinstance(answer, Decline) and answer.reason is DeclineReason.INTERRUPTED and not state.can_spare(device):
+        if isinstance(answer, Decline) and answer.reason.passes and not state.can_spare(device):
             self._wait_for(device, answer)
             return
         declined = isinstance(answer, Decline)
@@ -62,14 +63,29 @@ class Invitations:
             self._round_driver.apply(UpdateRefused(answer.round, answer.attempt, device))
         else:
             self._accepted[device] = answer.at
+            self._waits.pop(device, None)
             self._round_driver.apply(Accepted(answer.round, answer.attempt, device))
 
     def _wait_for(self, device: str, answer: Decline) -> None:
-        """Keep the place of a device whose agent was stopped: without it the attempt, and what the others did for it, would be lost."""
+        """Keep the place of a device that can't take part yet: without it the attempt, and what the others did for it, would be lost."""
         self._accepted.pop(device, None)
-        detail = "the round waits until it is back, because too few others are left"
+        before, self._waits[device] = self._waits.get(device), (answer.at, answer.reason)
+        if before == self._waits[device] and answer.reason is not DeclineReason.INTERRUPTED:
+            return  # the answer to a reminder
+        what = "it is back" if answer.reason is DeclineReason.INTERRUPTED else "it can take part"
+        detail = f"the round waits until {what}, because too few others are left"
         where = {"round": answer.round, "attempt": answer.attempt}
         self._context.events.write("declined", client=device, **where, reason=answer.reason.value, detail=detail)
+
+    @property
+    def waits(self) -> dict[str, str]:
+        """Why devices can't take part yet that the open attempt waits for; from any thread."""
+        state, waits = self._round_driver.state, dict(self._waits)
+        return {
+            device: reason.value
+            for device, (at, reason) in waits.items()
+            if at == state.at and device in state.outstanding
+        }
 
     @property
     def unanswered(self) -> list[str]:

@@ -70,7 +70,7 @@ class Service:
     Attributes:
         epoch: number of the lease.
         published: the artifacts that devices may fetch.
-        receiver: takes updates.
+        receiver: takes updates; `invitations` keeps the answers of devices.
         round_driver: drives the rounds; has the merge that runs or the last one, and the worker's process.
         floods: the devices that are silenced for a while.
         conditions: what its devices report of themselves.
@@ -106,7 +106,7 @@ class Service:
             self._queue.put,
         )
         self.round_driver = RoundDriver(context, self._publisher, self.published, self._worker, self.receiver)
-        self._invitations = Invitations(context, self.round_driver, self._publisher, self.receiver)
+        self.invitations = Invitations(context, self.round_driver, self._publisher, self.receiver)
         self._readers = ThreadPoolExecutor(1, "artifacts")
         read = partial(self._run_on, self._readers)
         self._requests = ArtifactRequests(self.published, self._publisher.chunks, read)
@@ -298,7 +298,7 @@ class Service:
 
     def _in_session(self, device: str, message: Heartbeat | SelfReport | Accept | Decline | Manifest | Need) -> None:
         if isinstance(message, Accept | Decline):
-            self._invitations.answered(device, message)
+            self.invitations.answered(device, message)
         elif isinstance(message, Heartbeat):
             if message.phase is None or (self.state.is_open(message.at) and device in self.state.outstanding):
                 self._board.note(device, message, self._context.clock())
@@ -317,7 +317,7 @@ class Service:
             self._publisher.refuse_hello(device, hello)
             return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
-        self._invitations.forget(device)
+        self.invitations.forget(device)
         now = self._context.clock()
         self._context.store.saw_device(device, now, hello.agent)
         if unlike := self._cohorts.note(device, hello.cohort):
@@ -344,7 +344,7 @@ class Service:
         if not self._store_problem:
             self.round_driver.apply(change)
         self.round_driver.announce()
-        self._invitations.remind()
+        self.invitations.remind()
 
     def _tick(self) -> None:
         self.receiver.tick()
@@ -360,7 +360,7 @@ class Service:
             self._follow_key()
         if self.is_connected:
             self._liveness.miss_silent(now)
-        self._invitations.remind(REMIND_S)
+        self.invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:
             return
         if self._finished_at is None:
@@ -380,7 +380,7 @@ class Service:
 
     def _is_offer_due(self, now: float) -> bool:
         is_over = self.state.phase is Phase.FINISHED and bool(self.state.online)
-        is_wanted = is_over or (self.state.phase is Phase.COLLECTING and bool(self._invitations.unanswered))
+        is_wanted = is_over or (self.state.phase is Phase.COLLECTING and bool(self.invitations.unanswered))
         return is_wanted and now - self.round_driver.announced_at >= OFFER_EVERY_S
 
     def _follow_key(self) -> None:

@@ -26,11 +26,12 @@ from coordinator.storage import schema
 from coordinator.storage.database import database_of, make_engine, name_of, open_database, unusable
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from coordinator.storage.object_store import artifacts_of
-from coordinator.storage.sealed_file import SealedReader, SealingWriter
 from fedcg.files import PRIVATE, READABLE, file_sha256, fsync_path, replace_durably
+from fedcg.sealed_file import Seal, SealingWriter, of_passphrase, sealed_entries
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 
+MAGIC = b"FEDCG-BACKUP-1\n"
 ROWS = 500
 EPOCH_STEP = 1_000_000
 """Added to the epoch by a restore: more than the coordinator can have been started since the backup."""
@@ -71,7 +72,7 @@ def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
     temporary = target.with_name(f".{target.name}.new")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
-            sealed = SealingWriter(file, passphrase)
+            sealed = SealingWriter(file, _seal(passphrase))
             with tarfile.open(fileobj=sealed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
                 facts = _write_all(archive, home, engine)
             sealed.finish()
@@ -208,17 +209,7 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _entries(source: Path, passphrase: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
     with source.open("rb") as file:
-        reader = SealedReader(file, passphrase, str(source))
-        try:
-            with tarfile.open(fileobj=reader, mode="r|") as archive:
-                for entry in archive:
-                    content = archive.extractfile(entry) if entry.isreg() else None
-                    if content is None:
-                        raise StoreError(f"{source} holds {entry.name!r}, which is no file of a backup")
-                    yield entry, content
-        except tarfile.TarError as error:
-            raise StoreError(f"{source} can't be read: {error}") from error
-        reader.read()  # to the last frame, which shows that nothing is missing
+        yield from sealed_entries(file, _seal(passphrase), str(source))
 
 
 def _checked(source: Path, passphrase: str) -> BackupFacts:
@@ -241,6 +232,10 @@ def _checked(source: Path, passphrase: str) -> BackupFacts:
             "program that wrote it"
         )
     return facts
+
+
+def _seal(passphrase: str) -> Seal:
+    return Seal(MAGIC, of_passphrase(passphrase), StoreError)
 
 
 def _small(content: IO[bytes], name: str) -> bytes:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_client.agent.event_reporter import describe_end
+from edge_client.agent.owner_control import OwnerControl
 from edge_client.config import AgentConfig
-from edge_client.firewall import check_spec
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.session.events import (
     ArtifactLost,
@@ -21,6 +21,7 @@ from edge_client.session.events import (
     Note,
     OutboxFound,
     RecordDelivery,
+    ReleaseTrainer,
     Send,
     SendChunks,
     SendHello,
@@ -49,6 +50,7 @@ class CommandExecutor:
         link: sends messages to the coordinator.
         transfer: moves artifacts.
         trainer: the training process.
+        owner: the decisions of the device's owner.
         chunk_bytes: gives the chunk size that fits the link.
         events: the event log.
         clock: monotonic seconds.
@@ -65,6 +67,7 @@ class CommandExecutor:
         link: CoordinatorLink,
         transfer: ArtifactTransfer,
         trainer: TrainerHandle,
+        owner: OwnerControl,
         chunk_bytes: Callable[[], int],
         events: EventLog,
         clock: Callable[[], float],
@@ -74,6 +77,7 @@ class CommandExecutor:
         self._link = link
         self._transfer = transfer
         self._trainer = trainer
+        self._owner = owner
         self._chunk_bytes = chunk_bytes
         self._events = events
         self._clock = clock
@@ -89,6 +93,7 @@ class CommandExecutor:
             LoadUpdate: self._load_update,
             CheckSpec: self._check_spec,
             StartTrainer: self._start_trainer,
+            ReleaseTrainer: self._release_trainer,
             TrainRound: self._start_job,
             ChooseModel: self._start_job,
             RecordDelivery: self._record_delivery,
@@ -111,7 +116,7 @@ class CommandExecutor:
         if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
             ref = known  # an announced chunk size is kept while the link takes it
         if known != ref:
-            self._update = ChunkFile(path, ref)
+            self._update = ChunkFile(path, ref, self._store.files.ranges)
         return OutboxFound(generation.round_attempt, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
@@ -123,10 +128,19 @@ class CommandExecutor:
     def _send_chunks(self, command: SendChunks, state: SessionState) -> None:
         if self._update is not None and self._update.ref == command.update:
             if self._sent != command.update.id and state.delivery is not None:
+                self._record_sending()
                 self._sent, at = command.update.id, state.delivery.round_attempt
                 where = {"round": at.round, "attempt": at.attempt}
                 self._events.write("sending", **where, artifact=command.update.id, bytes=command.update.size)
             self._transfer.send(self._update, command.ranges)
+
+    def _record_sending(self) -> None:
+        """Make durable what is about to leave, before its first byte does; a failure keeps it here."""
+        generation = self._store.generations.newest()
+        assert generation is not None
+        data = self._store.generations.update_bytes(generation)
+        if self._owner.sent.update(data):  # what is left of one that an earlier process began is counted already
+            self._owner.traffic.sent(len(data))
 
     def _want(self, command: Want, state: SessionState) -> Event | None:
         try:
@@ -144,7 +158,7 @@ class CommandExecutor:
         spec = self._store.spec(command.digest)
         refusal: tuple[DeclineReason, str] | None = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
         if spec is not None and spec.federation == self._config.federation:
-            refusal = check_spec(spec, self._config.policy)
+            refusal = self._owner.check(spec)
         if refusal is None:
             return SpecChecked(command.digest, None)
         reason, detail = refusal
@@ -160,6 +174,9 @@ class CommandExecutor:
             return TrainerDied()
         self._events.write("trainer_started", pid=pid)
         return None
+
+    def _release_trainer(self, command: ReleaseTrainer, state: SessionState) -> None:
+        self._trainer.send(command)
 
     def _start_job(self, command: TrainRound | ChooseModel, state: SessionState) -> Event | None:
         if not self._is_sound(command.aggregate):
@@ -181,10 +198,14 @@ class CommandExecutor:
         round_attempt, outcome = command.round_attempt, command.outcome.value
         record = DeliveryRecord(command.artifact, round_attempt.round, round_attempt.attempt, outcome, command.reason)
         self._store.save_delivery(record)
+        chunks_sent = self._transfer.end_update(command.artifact)
+        if self._update is not None and (repeated := chunks_sent - self._update.ref.chunks) > 0:
+            self._owner.traffic.sent(repeated * self._update.ref.chunk_bytes)
         self._update = None
+        self._owner.sent.receipt(command.artifact, outcome)
         self._events.write(
             "receipt",
-            chunks_sent=self._transfer.end_update(command.artifact),
+            chunks_sent=chunks_sent,
             round=round_attempt.round,
             attempt=round_attempt.attempt,
             artifact=command.artifact,

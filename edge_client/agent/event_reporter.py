@@ -142,7 +142,9 @@ class EventReporter:
         event = dict(report.event)
         if event["event"] in ("phase_started", "progress"):
             self.progress = _progress_of(event)
-        if event["event"] in ("phase_started", "committed"):
+        elif event["event"] == "paused" and self.progress is not None:
+            self.progress = Progress(self.progress.at, "wait")
+        if event["event"] in ("phase_started", "committed", "paused", "resumed"):
             event["rounds"] = self.rounds
         log_event(event)
 

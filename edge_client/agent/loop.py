@@ -15,21 +15,29 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from edge_client.agent.command_executor import CommandExecutor
+from edge_client.agent.control_socket import ControlSocket
 from edge_client.agent.event_reporter import EventReporter
+from edge_client.agent.hardware import HardwareWatch
+from edge_client.agent.heartbeats import Heartbeats
+from edge_client.agent.owner_control import OwnerControl, Refusal, describe
+from edge_client.agent.restored_state import restored_state
 from edge_client.agent.self_report import SelfReporter
+from edge_client.agent.service_manager import ServiceManager
 from edge_client.config import AgentConfig
-from edge_client.errors import FirewallError
-from edge_client.firewall import check_kept
 from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.inbox import Inbox, Item
+from edge_client.messaging.owner_requests import ApproveRequest, Asked, PauseRequest, RevokeRequest
 from edge_client.session.events import (
     Chosen,
     Command,
+    ConsentChanged,
     Event,
+    Invited,
     LinkChanged,
+    ObstacleChanged,
     OutboxFound,
     RoundCommitted,
     RoundFailed,
@@ -39,13 +47,14 @@ from edge_client.session.events import (
     Tick,
     TrainerDied,
     TrainerReady,
+    TrainingAbandoned,
     Welcomed,
     given_up,
 )
-from edge_client.session.state import SessionState, next_deadline
+from edge_client.session.state import Trainer, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
-from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.store.private_store import PrivateStore
 from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerReport
 from edge_client.training.trainer_handle import TrainerHandle
 from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer
@@ -53,9 +62,8 @@ from edge_client.transfer.https_client import https_carrier
 from edge_client.transfer.mqtt_carrier import MqttCarrier
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Heartbeat, Need, RoundAttempt
+from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Need
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.parts import ReportField
 from fedcg.wire.transfer.chunk_window import Ranges
 from fedcg.wire.transfer.chunks import Chunk, chunk_bytes_for
 from fedcg.wire.transport.transport import Delivery, Transport
@@ -63,8 +71,6 @@ from fedcg.worker_process import Exited
 
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
-PROGRESS_S = 5.0
-WITHHELD = "withheld"  # outcome of an update that its owner forbade after it was made
 _log = logging.getLogger(__name__)
 
 
@@ -85,6 +91,7 @@ class Agent:
 
     Attributes:
         self_reporter: makes the reports of this device about itself.
+        hardware: watches the box.
     """
 
     def __init__(
@@ -116,10 +123,11 @@ class Agent:
             carrier=config.carrier,
         )
         self._link = CoordinatorLink(config.federation, config.device, keys.signing, transport, self._trust, handshake)
-        self._beat_at = float("-inf")
-        self._beat_phase: tuple[RoundAttempt, str] | None = None
         self._reporter = EventReporter(store.root, events, clock)
         self.self_reporter = SelfReporter(config.policy, store.root / "models")
+        self.hardware = HardwareWatch(config)
+        self._owner = OwnerControl(config, store, events, time.time)
+        self._heartbeats = Heartbeats(config, self._link, self._reporter, self.self_reporter, self._owner.sent)
         https = https_carrier(config, self._put, events)
         mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)
         carrier: ArtifactCarrier = mqtt if https is None else https
@@ -127,11 +135,14 @@ class Agent:
         window = config.broker.limits.window if https is None else None  # no broker's queue lies between the two sides
         max_bytes = config.policy.max_download_mb * 1_000_000
         self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter, events)
+        self._control = ControlSocket(store.root, self._inbox.put_nowait)
+        self._service = ServiceManager(os.environ, time.monotonic)
         self._executor = CommandExecutor(
-            config, store, self._link, self._transfer, self._trainer, self._chunk_bytes, events, clock
+            config, store, self._link, self._transfer, self._trainer, self._owner, self._chunk_bytes, events, clock
         )
         self._events_due: deque[Event] = deque()
-        self._state = self._restored()
+        self._owners_reason: DeclineReason | None = None
+        self._state = restored_state(config, store, self._trust, self._reporter)
 
     def stop(self) -> None:
         """End `run` soon; may be called from a signal handler or another thread."""
@@ -151,25 +162,33 @@ class Agent:
             cohort_secret=self._store.cohort_secret() is not None,
         )
         try:
+            with self._reporter.recording_errors(
+                "control", "the owner's commands don't reach this agent: its control socket"
+            ):
+                self._control.start()
+            self._heed_owner()
             self._handle(Tick())  # starts the training process: it loads torch while the link comes up
             self._transfer.start()
             self._link.subscribe(chunks=self._reads_chunks)
             self._transport.start(self._on_delivery, lambda up: self._put(LinkChanged(up)))
+            self._service.ready()
             while not self._stopping and not (until_finished and self._executor.outcome is not None):
                 self._turn()
+                self._service.alive(describe(self._state, self._reporter.progress))
+            self._service.stopping()
             self._handle(Stopping())
         finally:
+            self._control.close()
             self._transfer.stop_sending()
             self._link.status(online=False)
             self._transport.close()
             self._transfer.close()
             self._trainer.stop()
+            self._owner.close()
             self._events.write(
                 "agent_stopped", pid=os.getpid(), dropped=self._dropped, refused=self._reporter.refusals.counts
             )
         return 1 if self._executor.outcome is False else 0
-
-    # -------------------------------------------------------------- other threads: enqueue, nothing else
 
     def _on_delivery(self, delivery: Delivery) -> None:
         try:
@@ -186,8 +205,6 @@ class Agent:
                 continue
             return
 
-    # -------------------------------------------------------------- the loop
-
     def _turn(self) -> None:
         try:
             item = self._inbox.get(timeout=self._patience())
@@ -196,11 +213,12 @@ class Agent:
         try:
             if item is not None:
                 self._take(item)
-            self._follow(self._transfer.keep_completed(self._state, self._clock()))
+            self._heed_owner()
+            self._handle(self._transfer.keep_completed(self._state, self._clock()))
             self._handle(Sending() if self._transfer.is_sending else Tick())
             if self._link.has_session:
-                self._follow(self._transfer.ask(self._clock()))
-            self._beat()
+                self._handle(self._transfer.ask(self._clock()))
+            self._heartbeats.send_due(self._state, self._clock())
         except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
             self._fail(type(item).__name__, error)
 
@@ -223,20 +241,49 @@ class Agent:
             self._link_changed(item)
         elif isinstance(item, Chunk):
             self._take_chunk(item)
+        elif isinstance(item, Asked):
+            self._answer(item)
         else:
             self._trainer_reported(item)
 
-    def _follow(self, event: Event | None) -> None:
-        if event is not None:
-            self._handle(event)
+    def _heed_owner(self) -> None:
+        """Follow the owner's decisions: whether new rounds are trained."""
+        reason = self._code(self._owner.obstacle(self._state))
+        if reason is not self._owners_reason:
+            self._owners_reason = reason
+            self.self_reporter.is_paused = reason is DeclineReason.PAUSED
+            self._handle(ObstacleChanged(reason))
 
-    def _handle(self, event: Event) -> None:
+    def _answer(self, asked: Asked) -> None:
+        request = asked.request
+        reply = self._owner.answer(request, self._state, self._reporter.progress)
+        if reply["ok"] and isinstance(request, PauseRequest) and request.now and self._state.job is not None:
+            self._heed_owner()
+            self._reporter.progress = None
+            self._trainer.stop()
+            self._adopt_commit()  # it may have died between its commit and its report
+            self._handle(TrainingAbandoned())
+        elif reply["ok"] and isinstance(request, ApproveRequest | RevokeRequest):
+            delivery, is_withheld = self._state.delivery, not self._owner.outbox_may_leave(self._reporter)
+            if is_withheld and delivery is not None and delivery.update is not None:
+                self._transfer.end_update(delivery.update.id)
+            self._handle(ConsentChanged(is_withheld=is_withheld))
+        asked.answer.put(reply)
+
+    def _handle(self, event: Event | None) -> None:
+        if event is None:
+            return
+        if isinstance(event, Invited):  # what keeps this device from it: its owner, or the box
+            found = self._owner.obstacle(self._state)
+            found = found or self.hardware.decline(event.round_attempt, self._state.offer, self._clock())
+            self._events_due.append(ObstacleChanged(self._code(found)))
         self._events_due.append(event)
         while self._events_due:
             due = self._events_due.popleft()
             self._reporter.report(due)
             if isinstance(due, Welcomed):
                 self.self_reporter.repeat()
+                self.hardware.welcomed(due.server_time, self._clock())
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
                 self._carry_out(command)
@@ -252,16 +299,24 @@ class Agent:
         if follows is not None:
             self._events_due.append(follows)
 
+    def _code(self, found: Refusal | None) -> DeclineReason | None:
+        """The code that may leave the device; the words stay here."""
+        if found is None:
+            return None
+        reason, self._executor.why[found[0]] = found
+        return reason
+
     def _take_chunk(self, chunk: Chunk) -> None:
         with self._reporter.recording_errors("download"):
             self._transfer.take(chunk, self._clock())
+            self._owner.traffic.received(len(chunk.data))
 
     def _receive(self, delivery: Delivery) -> None:
         meaning = None
         with self._reporter.recording_errors(delivery.topic):
             meaning = self._link.open(delivery)
             if isinstance(meaning, Chunk):
-                self._transfer.take(meaning, self._clock())
+                self._take_chunk(meaning)
                 return
         # The message counts also where this fails: a broadcast is not repeated.
         with self._reporter.recording_errors("memory", "the stored state of the coordinator"):
@@ -269,8 +324,8 @@ class Agent:
         if isinstance(meaning, PinnedKey):
             self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
             self._link.ask_for_broadcasts()
-        elif not isinstance(meaning, Chunk):
-            self._follow(meaning)
+        else:
+            self._handle(meaning)
 
     def _ask(self, ref: ArtifactRef, ranges: Ranges) -> None:
         """Ask the coordinator to send chunks of an artifact over the broker."""
@@ -292,17 +347,9 @@ class Agent:
 
     def _find_outbox(self) -> None:
         generation = self._store.generations.newest()
-        if generation is None or (entry := self._store.outbox(generation)) is None:
-            return
-        try:
-            check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
-        except FirewallError as error:
-            self._reporter.refuse("outbox", error)
-            round_attempt = entry.round_attempt
-            record = DeliveryRecord(entry.artifact, round_attempt.round, round_attempt.attempt, WITHHELD, str(error))
-            self._store.save_delivery(record)
-            return
-        self._handle(OutboxFound(entry.round_attempt))
+        entry = None if generation is None else self._store.outbox(generation)
+        if entry is not None and self._owner.outbox_may_leave(self._reporter):
+            self._handle(OutboxFound(entry.round_attempt))
 
     def _trainer_reported(self, report: TrainerReport) -> None:
         if isinstance(report, Ready):
@@ -323,8 +370,11 @@ class Agent:
             self._handle(report)
         elif isinstance(report, Noted):
             self._reporter.noted(report)
+            self.hardware.noted(report.event)
             if report.event["event"] == "exported":
                 self.self_reporter.look_at_model()
+        elif isinstance(report, Exited) and report.exit_code == 0 and self._state.trainer is Trainer.GONE:
+            self._events.write("trainer_released", reason=self._state.release_reason)
         elif isinstance(report, Exited):
             self._reporter.died(report)
             self._executor.why[DeclineReason.TRAINING_FAILED] = (
@@ -347,34 +397,3 @@ class Agent:
     def _prune(self) -> None:
         targets = (self._state.offer, self._state.finished)
         self._store.prune_artifacts({target.aggregate.id for target in targets if target is not None})
-
-    def _beat(self) -> None:
-        """Send a heartbeat at its interval, since a will is lost when a broker dies with this device; the progress of training; a due self-report."""
-        now, own = self._clock(), self._config
-        if self._link.has_session and (report := self.self_reporter.due(self._state.addressed(), now)) is not None:
-            self._link.send(report)
-        done = self._reporter.progress if ReportField.HEALTH in own.policy.allow_report else None
-        phase = None if done is None else (done.at, done.phase)
-        every_s = own.broker.keepalive_s if done is None else min(PROGRESS_S, own.broker.keepalive_s)
-        if not self._link.has_session or (now - self._beat_at < every_s and phase == self._beat_phase):
-            return
-        self._beat_at, self._beat_phase = now, phase
-        about = self._state.addressed() if done is None else self._state.addressed(done.at)
-        if done is not None:
-            about |= {"phase": done.phase, "step": done.step, "steps": done.steps}
-        self._link.send(Heartbeat(**about))
-
-    def _restored(self) -> SessionState:
-        generation, problems = self._store.generations.current()
-        for problem in problems:
-            self._reporter.damage(problem)
-        final = self._store.finalised().get("aggregate")
-        return SessionState(
-            federation=self._config.federation,
-            device=self._config.device,
-            epoch=self._trust.order.highest[0],
-            stored=frozenset(self._store.artifacts.ids()) | self._store.spec_digests(),
-            bound_spec=None if generation is None else generation.spec,
-            committed=None if generation is None else generation.round_attempt,
-            finalised=final if isinstance(final, str) else None,
-        )

@@ -15,9 +15,10 @@ from edge_client.errors import ConfigError
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.identity.renewal import Renewer, settle
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import open_store
 from edge_client.training.trainer_handle import trainer_process
 from fedcg.event_log import EventLog
+from fedcg.learning.backbone_names import use_weights
 from fedcg.log.settings import LogSettings
 from fedcg.wire.transport.mqtt import MqttTransport
 
@@ -42,10 +43,15 @@ def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_
     """
     if problem := config.audit.obstacle or config.privacy_obstacle:
         raise ConfigError(problem)
+    if (weights := config.training.weights) is not None:
+        if not weights.exists():
+            raise ConfigError(f"training.weights = {weights}: no such file or folder; correct it, or leave it out")
+        use_weights(weights)  # the training process inherits it
     keys = load_keys(config)
     if config.tls is not None:
         settle(config.tls)
-    store = PrivateStore.open(config.store, config.federation, config.device)
+    store = open_store(config)
+    store.take_over()
     with store.locked("lock", wait_s=STORE_WAIT_S):
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):
             pass  # the trainer of a killed agent is gone: no other process changes the store any more
@@ -62,5 +68,5 @@ def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
-        with renewer.running(), agent.self_reporter.examining(examine):
+        with renewer.running(), agent.self_reporter.examining(examine), agent.hardware.watching():
             return agent.run(until_finished=until_finished)

@@ -36,6 +36,7 @@ class SelfReporter:
 
     Attributes:
         findings: of the last examination; None before it. Set from any thread.
+        is_paused: whether the owner has paused this device.
     """
 
     def __init__(self, policy: PolicySection, models: Path, wall: Callable[[], float] = time.time) -> None:
@@ -48,6 +49,7 @@ class SelfReporter:
         self._sent_at = float("-inf")
         self._model: ServedModel | None = None
         self.findings: tuple[DoctorFinding, ...] | None = None
+        self.is_paused = False
 
     def repeat(self) -> None:
         """Report again: a session was opened."""
@@ -67,7 +69,11 @@ class SelfReporter:
         is_late = now - self._sent_at >= EVERY_S
         if is_late or self._sent is None:
             self.look_at_model()
-        condition = DeviceCondition(findings=self.findings if self._has_health else None, model=self._model)
+        condition = DeviceCondition(
+            findings=self.findings if self._has_health else None,
+            model=self._model,
+            paused=True if self._has_health and self.is_paused else None,
+        )
         if condition == self._sent and not is_late:
             return None
         self._sent, self._sent_at = condition, now

@@ -1,4 +1,4 @@
-"""Commands of a device: `fedcg agent run|status|renew|leave|unit` and `fedcg doctor`. Importing this loads no torch."""
+"""Commands of a device: `fedcg agent run|status|pause|resume|approve|sent|diagnose|renew|leave|unit` and `fedcg doctor`. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from edge_client.cli.control_commands import approve_command, pause_command, resume_command
 from edge_client.cli.enrol_commands import join_command, leave_command, renew_command
 from edge_client.cli.logs import logs_command
+from edge_client.cli.record_commands import diagnose_command, sent_command
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from edge_client.cli.store_commands import backup_command, restore_command, store_app
 from edge_client.cli.units import unit_command
 from fedcg.errors import FAILED
 from fedcg.json_output import print_data
@@ -24,8 +27,18 @@ if TYPE_CHECKING:
     from edge_client.cli.doctor import Finding
     from edge_client.config import AgentConfig
 
-app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
+app = typer.Typer(
+    help="Run this device's agent, steer it, and see what it does and what has left this device.", no_args_is_help=True
+)
 
+app.command("pause")(pause_command)
+app.command("resume")(resume_command)
+app.command("approve")(approve_command)
+app.command("sent")(sent_command)
+app.command("diagnose")(diagnose_command)
+app.add_typer(store_app, name="store")
+app.command("backup")(backup_command)
+app.command("restore")(restore_command)
 app.command("unit")(unit_command)
 app.command("join")(join_command)
 app.command("logs")(logs_command)
@@ -69,7 +82,10 @@ def run_command(
 
 @app.command("status")
 def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended."""
+    """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended.
+
+    While the agent runs, also what it does now. Exit codes: 0 shown; 1 there is no private store; 2 the configuration is wrong.
+    """
     from edge_client.cli.status import read_status
 
     status = read_status(read_config(config))
@@ -88,11 +104,15 @@ def doctor_command(
             "--samples", metavar="FILE.png", help="also write real images beside what the data defence makes of them"
         ),
     ] = None,
+    hardware: Annotated[
+        bool,
+        typer.Option("--hardware", help="show the box and its live readings instead, and whether each lets it train"),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check clock, disk, keys, certificate, broker, data and training on this device, and print what to do.
 
-    Exit codes: 0 nothing failed; 1 a check failed.
+    --hardware works without an agent.toml too. Exit codes: 0 nothing failed; 1 a check failed.
     """
     from edge_client.cli.doctor import Finding, examine
     from edge_client.config import load_config
@@ -100,9 +120,12 @@ def doctor_command(
 
     logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # its warnings become a finding
     try:
-        settings = load_config(config, os.environ)
-        findings = examine(settings, datetime.now(timezone.utc))
-        if samples is not None:
+        settings = None if hardware and not config.exists() else load_config(config, os.environ)
+        if hardware or settings is None:
+            findings = _hardware(settings)
+        else:
+            findings = examine(settings, datetime.now(timezone.utc))
+        if samples is not None and settings is not None:
             findings += (_samples(settings, samples),)
     except ConfigError as error:
         findings = (Finding("configuration", "failed", str(error), f"correct {config}"),)
@@ -115,6 +138,14 @@ def doctor_command(
             if finding.advice:
                 _print(f"{'':<23} what to do: {finding.advice}")
     raise typer.Exit(0 if is_sound else FAILED)
+
+
+def _hardware(settings: AgentConfig | None) -> tuple[Finding, ...]:
+    from devices.eligibility import EligibilitySettings
+    from edge_client.cli.hardware import examine_hardware
+
+    eligibility = EligibilitySettings() if settings is None else settings.eligibility
+    return examine_hardware(eligibility, Path.cwd() if settings is None else settings.store)
 
 
 def _samples(settings: AgentConfig, path: Path) -> Finding:

@@ -99,7 +99,7 @@ def _code(code_file: str | None) -> str:
 
 
 def _store_of(config: Path) -> tuple[PrivateStore, str]:
-    from edge_client.store.private_store import PrivateStore
+    from edge_client.store.private_store import open_store
 
     settings = read_config(config)
-    return PrivateStore.open(settings.store, settings.federation, settings.device), settings.federation
+    return open_store(settings), settings.federation

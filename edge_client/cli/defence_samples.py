@@ -18,7 +18,7 @@ from devices.profile import plan_training
 from edge_client.cli.doctor import Finding, Result
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
-from edge_client.store.private_store import SECRET_BYTES, PrivateStore
+from edge_client.store.private_store import SECRET_BYTES, PrivateStore, open_store
 from edge_client.training.local_data import defence_place
 from fedcg.files import replace_durably
 from fedcg.learning.data.formats import dataset_name, is_array_source
@@ -72,7 +72,7 @@ def _made(config: AgentConfig, scratch: Path, path: Path) -> Result:
     section = config.data
     if section.defence is None:
         return "ok", "none: models are trained on the real images", ""
-    store = PrivateStore(config.store if (config.store / "format.json").exists() else scratch)
+    store = open_store(config) if (config.store / "format.json").exists() else PrivateStore(scratch)
     spec = _latest_spec(store)
     classes, form = (_classes(section.root), _ASSUMED) if spec is None else (spec.classes, spec.image)
     size = f"images of {form.height}x{form.width} pixels"

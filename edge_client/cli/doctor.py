@@ -10,6 +10,7 @@ import socket
 import ssl
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -20,8 +21,10 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from devices.detect import detect
+from devices.eligibility import eligibility, is_held
 from devices.errors import NotTrainableError
 from devices.profile import plan_training
+from devices.telemetry import read_telemetry
 from edge_client.cli.status import is_locked, read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, EnrolError
@@ -29,7 +32,7 @@ from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import life_of, read_certificate
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.session.state import Purpose
-from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore
+from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, open_store
 from edge_client.transfer.https_client import check_ready, tls_of
 from fedcg.learning.data.decoding import decode_image
 from fedcg.learning.data.formats import dataset_name, is_array_source
@@ -52,6 +55,7 @@ OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so 
 LONG_OFF = timedelta(days=365)
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips; a satellite link's take 0.6 s each
+DAMAGED_LISTED = 20
 DECODE_S = 10.0  # about 5,000 photographs; more are a sample
 ENROL_AGAIN = "enrol the device again, or copy its bundle again"
 _ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
@@ -120,14 +124,18 @@ def _clock(config: AgentConfig, now: datetime) -> Result:
 
 
 def _disk(config: AgentConfig, now: datetime) -> Result:
-    place = config.store
-    while not place.exists():
-        place = place.parent
+    place = _existing(config.store)
     free = shutil.disk_usage(place).free
     detail = f"{free / (1 << 30):.1f} GiB free at {place}"
     if free < LEAST_FREE_BYTES:
         return "failed", detail, f"make room: at least {LEAST_FREE_BYTES >> 30} GiB is needed"
     return "ok", detail, ""
+
+
+def _existing(place: Path) -> Path:
+    while not place.exists():
+        place = place.parent
+    return place
 
 
 def _keys(config: AgentConfig, now: datetime) -> Result:
@@ -205,7 +213,7 @@ def _coordinator(config: AgentConfig, now: datetime) -> Result:
     try:
         # A store that no agent has made yet is not made here: it would belong to the user that runs this command.
         with TemporaryDirectory() as empty:
-            store, keys = PrivateStore(config.store if is_made else Path(empty)), load_keys(config)
+            store, keys = open_store(config) if is_made else PrivateStore(Path(empty)), load_keys(config)
             with store.locked():
                 transport = MqttTransport(mqtt_config(config, keys))
                 converse(config, keys, store, transport, Purpose.GREET, ANSWER_TIMEOUT_S)
@@ -248,10 +256,31 @@ def _data(config: AgentConfig, now: datetime) -> Result:
         return "ok", str(root), ""
     if not root.is_dir():
         return "failed", f"{root} is no folder", f"expected {expected}"
-    return _images(root, expected)
+    return _images(root, expected, _known_classes(config))
 
 
-def _images(root: Path, expected: str) -> Result:
+def _known_classes(config: AgentConfig) -> tuple[str, ...]:
+    """The classes of the federation's spec, where this device has one."""
+    if not (config.store / "format.json").exists():
+        return ()
+    with contextlib.suppress(EdgeError, OSError):
+        store = open_store(config)
+        generation = store.generations.newest()
+        digests = store.spec_digests() if generation is None else frozenset({generation.spec})
+        spec = store.spec(next(iter(digests))) if len(digests) == 1 else None
+        return () if spec is None else spec.classes
+    return ()
+
+
+def _by_class(root: Path, files: list[Path], classes: tuple[str, ...]) -> tuple[str, str]:
+    """Images per class folder, and the first folder that is no class; classes without an image count as well."""
+    counts = Counter(path.parent.name for path in files)
+    unknown = sorted(set(counts) - set(classes)) if classes else []
+    named = ", ".join(f"{name} {counts[name]}" for name in sorted(set(classes) | set(counts)))
+    return named, unknown[0] if unknown else ""
+
+
+def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
     unreadable: list[str] = []
     damaged: list[str] = []
     walked = os.walk(root, onerror=lambda error: unreadable.append(f"{error.filename}: {error.strerror}"))
@@ -259,6 +288,7 @@ def _images(root: Path, expected: str) -> Result:
     files = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
     if not files and not unreadable:
         return "failed", f"{root} holds no images", f"expected {expected}"
+    by_class, unknown = _by_class(root, files, classes)
     random.Random(0).shuffle(files)  # folders that there is no time for are then no classes
     decoded, stop_at = 0, time.monotonic() + DECODE_S
     for path in files:
@@ -271,12 +301,20 @@ def _images(root: Path, expected: str) -> Result:
         decoded += 1
         if time.monotonic() > stop_at:
             break
-    detail = f"{len(files)} images in {root}, {decoded} of them opened"
+    detail = f"{len(files)} images in {root} ({by_class}), {decoded} of them opened"
     if unreadable:
         detail = f"{detail}; {len(unreadable)} files or folders can't be read, e.g. {unreadable[0]}"
         return "failed", detail, "let the user that runs the agent read them (chown, chmod)"
+    if unknown:
+        detail = f"{detail}; the federation has no class {unknown!r}, its classes are {', '.join(classes)}"
+        return (
+            "failed",
+            detail,
+            "rename the folder to one of them, have the operator list the class in a new federation, or move it away",
+        )
     if damaged:
-        detail = f"{detail}; {len(damaged)} can't be decoded, e.g. {damaged[0]}"
+        more = f"; and {len(damaged) - DAMAGED_LISTED} more" if len(damaged) > DAMAGED_LISTED else ""
+        detail = f"{detail}; {len(damaged)} can't be decoded: {'; '.join(sorted(damaged)[:DAMAGED_LISTED])}{more}"
         return "warning", detail, "repair or remove them; training leaves them out"
     return "ok", detail, ""
 
@@ -305,7 +343,7 @@ def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
         advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round"
         return "warning", detail, advice
     try:
-        PrivateStore(config.store).cohort_secret()
+        open_store(config).cohort_secret()
     except EdgeError as error:
         return "failed", str(error), f"delete {path} and run `fedcg cohort join`"
     return "ok", "there", ""
@@ -319,6 +357,10 @@ def _training(config: AgentConfig, now: datetime) -> Result:
         plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
     except NotTrainableError as error:
         return "failed", str(error), "this device can run a model, but not take part"
+    settings, place = config.eligibility, _existing(config.store)
+    reason = eligibility(read_telemetry(place), settings, datetime.now().astimezone(), held=is_held(settings))
+    if reason is not None:
+        return "warning", f"not now: {reason.detail}", "`fedcg doctor --hardware` shows all readings"
     return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""
 
 

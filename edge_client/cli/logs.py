@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, read_config
+from edge_client.cli.shared_options import ConfigOption, moment_of, read_config
 from fedcg.errors import BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
 from fedcg.log.sentences import DEBUG, LEVELS, sentence_of
 
 FOLLOW_EVERY_S = 0.5
-_SPAN = re.compile(r"(\d{1,6})([smhd])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _NAMES = {number: name for name, number in LEVELS.items()}
 Event = dict[str, EventValue]
 
@@ -43,7 +40,7 @@ def logs_command(
     path = store / "events.jsonl"
     if not path.exists():
         raise BadInputError(f"{path} is not there yet: `fedcg agent run` writes it")
-    first = 0.0 if since is None else _since(since, time.time())
+    first = 0.0 if since is None else moment_of(since, time.time(), "--since")
     for event in _events(path, follow=follow):
         if isinstance(moment := event.get("t"), int | float) and moment >= first:
             line = json.dumps(event) if as_json else _line(event, moment, verbose=verbose)
@@ -62,18 +59,3 @@ def _line(event: Event, moment: float, *, verbose: bool) -> str:
         return ""
     at = datetime.fromtimestamp(moment).astimezone()
     return f"{at:%Y-%m-%d %H:%M:%S} [{_NAMES[sentence.level]:<9}] {sentence.text}"
-
-
-def _since(text: str, now: float) -> float:
-    """The time that --since names, in unix seconds.
-
-    Raises:
-        BadInputError: it names none.
-    """
-    if span := _SPAN.fullmatch(text):
-        return now - int(span[1]) * _SECONDS[span[2]]
-    try:
-        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 reads no Z
-    except ValueError as error:
-        raise BadInputError(f"--since {text}: give 10m, 2h, 3d, or a time such as 2026-11-22T08:00") from error
-    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from edge_client.agent.control_socket import ask_agent
+from edge_client.cli.control_commands import moment
 from edge_client.config import AgentConfig
-from edge_client.errors import EnrolError, StoreDamagedError, StoreFormatError
+from edge_client.errors import EnrolError, NotRunningError, OwnerRequestError, StoreDamagedError, StoreFormatError
 from edge_client.identity.credentials import read_certificate
-from edge_client.store.private_store import PRIVACY_FILE, PrivateStore
+from edge_client.messaging.owner_requests import StatusRequest
+from edge_client.store.generations import Generation
+from edge_client.store.owner_record import Consent, PauseFile, TrafficCounter
+from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, open_store
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
@@ -21,6 +28,7 @@ from fedcg.event_log import EventValue, read_events
 from fedcg.wire.parts import PrivacySpent
 
 Status = dict[str, EventValue]
+LISTED = 20
 WAITS = "waits until another federation's training on this device is done"
 ENDS_OF_TRAINING = frozenset(
     {"agent_started", "committed", "round_failed", "trainer_died", "finalised", "finalise_failed"}
@@ -44,7 +52,7 @@ def read_status(config: AgentConfig) -> Status:
     """
     if not (config.store / "format.json").exists():
         raise StoreFormatError(f"{config.store} holds no private store yet; `fedcg agent run` makes one")
-    store = PrivateStore.open(config.store, config.federation, config.device)
+    store = open_store(config)
     status: Status = {
         "device": config.device,
         "federation": config.federation,
@@ -54,12 +62,39 @@ def read_status(config: AgentConfig) -> Status:
         "certificate_until": _certificate_end(config),
         **_state(store),
         **_latest(config.store / "events.jsonl"),
+        **_owner(config.store),
+        **_live(config.store),
         "model": "",
     }
     with contextlib.suppress(ExportError):
         current = Slots(config.store / "models").current()
         status |= {"model": str(current), "model_accuracy": read_manifest(current).verification.accuracy_onnx}
     return status
+
+
+def _owner(root: Path) -> Status:
+    """What the device's owner decided, and the bytes of the day."""
+    pause, kept, traffic = PauseFile(root).read(), Consent(root).read(), TrafficCounter(root, time.time).today()
+    if pause is not None and pause.is_over(time.time()):
+        pause = None
+    return {
+        "paused": None
+        if pause is None
+        else f"until {'resumed' if pause.until is None else moment(pause.until)} {pause.reason}".strip(),
+        "waits_for_approval": [f"{digest[:12]}: {one.detail}" for digest, one in kept.waiting.items()] or None,
+        "approved": [digest[:12] for digest in kept.approved] or None,
+        "bytes_today": {"up": traffic.up, "down": traffic.down},
+    }
+
+
+def _live(root: Path) -> Status:
+    """What the agent does now, by its control socket; nothing where none runs."""
+    try:
+        return {f"agent_{name}": value for name, value in ask_agent(root, StatusRequest()).items()}
+    except NotRunningError:
+        return {}
+    except OwnerRequestError as error:
+        return {"agent_now": f"unknown: {error}"}
 
 
 def _certificate_end(config: AgentConfig) -> str | None:
@@ -86,12 +121,26 @@ def _state(store: PrivateStore) -> Status:
         "attempt": None if generation is None else generation.round_attempt.attempt,
         "spec": None if generation is None else generation.spec,
         "best_round": None if generation is None else generation.scores.get("best.round"),
+        **_images(store, generation),
         "update_waiting": None if outbox is None else outbox.artifact,
         "last_receipt": None
         if last is None
         else f"round {last.round}.{last.attempt}: {last.outcome} {last.reason}".strip(),
         "problem": "; ".join(problems) or None,
     }
+
+
+def _images(store: PrivateStore, generation: Generation | None) -> Status:
+    """Images of the round that was trained last, by class, and those that were left out, by name."""
+    count, reasons = store.left_out()
+    more = f" and {count - LISTED} more" if count > LISTED else ""
+    named = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:LISTED])
+    found: Status = {"images": None, "images_left_out": f"{count}: {named}{more}" if count else None}
+    spec = None if generation is None else store.spec(generation.spec)
+    if generation is not None and spec is not None:
+        labels = Counter(file.label for file in store.generations.snapshot(generation).files)
+        found["images"] = ", ".join(f"{name} {labels[label]}" for label, name in enumerate(spec.classes))
+    return found
 
 
 def _spent(record: Mapping[str, Any]) -> str | None:
@@ -121,6 +170,8 @@ def _latest(path: Path) -> Status:
         elif name == "phase_started":
             phase = event.get("phase")
             found["training"] = WAITS if phase == "wait" else f"{about}: {phase}"
+        elif name in ("paused", "resumed"):
+            found["training"] = f"{about}: {name}" + (f": {event.get('detail')}" if name == "paused" else "")
         elif name == "audited":
             verdict = "may be sent" if event.get("passed") else "withheld"
             found["last_audit"] = f"{about}: {verdict}; {event.get('report')}"

@@ -9,7 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError
 from edge_client.identity.keys import load_keys
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import PrivateStore, open_store
+from edge_client.store.sealed_files import read_key
 from fedcg.config_file import set_values
 from fedcg.files import fsync_path, replace_durably
 from fedcg.provision.agent_config import CONFIG_NAME
@@ -54,13 +55,21 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
         ("keys", "coordinator"): str(config.keys.coordinator.absolute()),
         ("data", "root"): data,
     }
-    if config.audit.auxiliary is not None:
-        values["audit", "auxiliary"] = str(config.audit.auxiliary.absolute())
+    own = {
+        ("audit", "auxiliary"): config.audit.auxiliary,
+        ("encryption", "key"): config.encryption.key,
+        ("eligibility", "lock_file"): config.eligibility.lock_file,
+        ("eligibility", "stop_file"): config.eligibility.stop_file,
+        ("", "metrics_folder"): config.metrics_folder,
+    }
+    values |= {name: str(path.absolute()) for name, path in own.items() if path is not None}
     if config.tls is not None:
         values |= {("tls", name): str(path.absolute()) for name, path in config.tls}
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    store = PrivateStore.open(out / STORE, federation, config.device)
-    pinned = PrivateStore(config.store).pinned_key(enrolled)
+    key = None if config.encryption.key is None else read_key(config.encryption.key)
+    store = PrivateStore.open(out / STORE, federation, config.device, key)
+    is_made = (config.store / "format.json").exists()
+    pinned = (open_store(config) if is_made else PrivateStore(config.store)).pinned_key(enrolled)
     if pinned.key != enrolled:  # the key that counts now, not one that was replaced, and perhaps stolen
         store.save_pinned_key(enrolled, pinned)
     written = out / CONFIG_NAME

@@ -13,7 +13,7 @@ from edge_client.identity.conversation import converse
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.state import Purpose
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.files import fsync_path
 from fedcg.wire.transport.mqtt import MqttTransport
 
@@ -50,7 +50,7 @@ def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -
         raise StoreFormatError(f"{config.store} holds no private store: there is nothing to leave behind")
     if erase:
         _check_images_are_elsewhere(config)
-    store = PrivateStore.open(config.store, config.federation, config.device)
+    store = open_store(config)
     with store.locked("lock"), store.locked("trainer.lock"):
         if notify:
             _leave_coordinator(config, store, timeout_s)

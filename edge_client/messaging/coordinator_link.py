@@ -188,7 +188,7 @@ class CoordinatorLink:
             if isinstance(message, Refusal):
                 return HelloRefused(self._handshake.refusal(message))
             self._handshake.welcome(message)
-            return Welcomed(message.epoch, message.cohort, message.version)
+            return Welcomed(message.epoch, message.cohort, message.version, message.server_time)
         self._handshake.admit(message)
         if isinstance(message, Invite):
             return Invited(message.at, message.cohort)

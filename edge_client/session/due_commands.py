@@ -12,6 +12,7 @@ from edge_client.session.events import (
     Done,
     LoadUpdate,
     Note,
+    ReleaseTrainer,
     Send,
     SendHello,
     StartTrainer,
@@ -70,7 +71,10 @@ def _advance_leave(state: SessionState, now: float) -> Step:
 
 
 def _advance_trainer(state: SessionState, now: float) -> Step:
-    if state.trainer is not Trainer.GONE or now < state.trainer_at or state.done:
+    reason = state.release_reason
+    if reason and state.trainer is Trainer.IDLE and state.job is None:
+        return replace(state, trainer=Trainer.GONE), (ReleaseTrainer(reason),)
+    if state.trainer is not Trainer.GONE or now < state.trainer_at or reason:
         return state, ()
     return replace(state, trainer=Trainer.STARTING), (StartTrainer(),)
 
@@ -79,6 +83,8 @@ def _advance_round(state: SessionState, now: float) -> Step:
     offer, round_attempt = state.offer, state.offered
     if offer is None or round_attempt is None or not is_asked(state, round_attempt):
         return state, ()
+    if state.obstacle is not None and state.job != round_attempt:  # a round under way is finished
+        return decline(replace(state, obstructed=round_attempt), round_attempt, state.obstacle)
     if state.bound_spec not in (None, offer.spec.id):
         return decline(state, round_attempt, DeclineReason.SPEC_REFUSED)
     if state.verdict is None or state.verdict[0] != offer.spec.id:

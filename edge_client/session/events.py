@@ -52,6 +52,7 @@ class Welcomed:
     epoch: int
     cohort: CohortVerdict = CohortVerdict.ALONE
     version: int | None = None
+    server_time: float | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,29 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class ObstacleChanged:
+    """No new round is trained, for a reason of the box or of its owner; or again, when it is None."""
+
+    reason: DeclineReason | None
+
+
+@dataclass(frozen=True)
+class TrainingAbandoned:
+    """The training process was ended on the owner's request; its commits were reported before this."""
+
+
+@dataclass(frozen=True)
+class ConsentChanged:
+    """The owner approved a spec, or revoked an approval: specs are checked again.
+
+    Attributes:
+        is_withheld: the update in the outbox may not leave any more, and is recorded as withheld.
+    """
+
+    is_withheld: bool = False
+
+
+@dataclass(frozen=True)
 class Stopping:
     """The agent is about to end: its owner stops it."""
 
@@ -190,6 +214,9 @@ Event = (
     | CoordinatorSeen
     | Welcomed
     | HelloRefused
+    | ObstacleChanged
+    | TrainingAbandoned
+    | ConsentChanged
     | Stopping
     | Left
     | Offered
@@ -271,6 +298,13 @@ class StartTrainer:
 
 
 @dataclass(frozen=True)
+class ReleaseTrainer:
+    """End the training process after what it still does, e.g. an export: its memory is freed; goes to the process as it is."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class TrainRound:
     """Train this round attempt and commit it; goes to the training process as it is."""
 
@@ -321,6 +355,7 @@ Command = (
     | LoadUpdate
     | CheckSpec
     | StartTrainer
+    | ReleaseTrainer
     | TrainRound
     | ChooseModel
     | RecordDelivery

@@ -75,6 +75,9 @@ class SessionState:
         leave_at: when the next leave is due in a session that is opened to leave.
         live: whether the target's chunks are being broadcast now.
         declined: the last refused attempt and why; repeated when the invite is.
+        obstacle: why no new round is trained now, None: rounds are; of the box as of its last invitation. A decline for it is reconsidered when
+            the invite is repeated.
+        obstructed: the attempt that was declined for it.
         stored: digests of specs and aggregates at hand.
         verdict: the firewall's decision on a spec: (digest, refusal or None).
         bound_spec: the spec that the private state belongs to.
@@ -96,6 +99,8 @@ class SessionState:
     invited: RoundAttempt | None = None
     accepted: RoundAttempt | None = None
     declined: tuple[RoundAttempt, DeclineReason] | None = None
+    obstacle: DeclineReason | None = None
+    obstructed: RoundAttempt | None = None
     stored: frozenset[str] = frozenset()
     verdict: tuple[str, DeclineReason | None] | None = None
     bound_spec: str | None = None
@@ -116,6 +121,13 @@ class SessionState:
         """The round attempt that is open, by the last offer."""
         return None if self.offer is None else self.offer.at
 
+    @property
+    def release_reason(self) -> str:
+        """Why no training process is needed; empty where one is."""
+        if self.done:
+            return "the federation has ended"
+        return "paused" if self.obstacle is DeclineReason.PAUSED else ""
+
     def addressed(self, round_attempt: RoundAttempt = NO_ATTEMPT) -> dict[str, Any]:
         """The fields that every message of this device has, about a round attempt or about none."""
         return {
@@ -135,7 +147,7 @@ def next_deadline(state: SessionState) -> float | None:
         times.append(state.hello_at)
     if state.purpose is Purpose.LEAVE and state.welcomed:
         times.append(state.leave_at)
-    if state.trainer is Trainer.GONE:
+    if state.trainer is Trainer.GONE and not state.release_reason:
         times.append(state.trainer_at)
     if state.delivery is not None and (state.welcomed or state.delivery.update is None):
         times.append(state.delivery.manifest_at)

@@ -19,6 +19,7 @@ from edge_client.session.events import (
     ArtifactLost,
     ArtifactStored,
     Chosen,
+    ConsentChanged,
     CoordinatorSeen,
     Done,
     DownloadSilent,
@@ -30,12 +31,14 @@ from edge_client.session.events import (
     Left,
     LinkChanged,
     LoadUpdate,
+    ObstacleChanged,
     Offered,
     OutboxFound,
     Receipted,
     RecordDelivery,
     RoundCommitted,
     RoundFailed,
+    Send,
     SendChunks,
     Sending,
     SpecChecked,
@@ -43,6 +46,7 @@ from edge_client.session.events import (
     Tick,
     TrainerDied,
     TrainerReady,
+    TrainingAbandoned,
     Welcomed,
 )
 from edge_client.session.state import (
@@ -137,8 +141,12 @@ def _ended(state: SessionState, event: Ended, now: float) -> Step:
 def _invited(state: SessionState, event: Invited, now: float) -> Step:
     round_attempt = event.round_attempt
     state = replace(state, invited=round_attempt, accepted=None)
+    if state.obstructed == round_attempt and state.obstacle != (state.declined or (None, None))[1]:
+        state = replace(state, declined=None, obstructed=None)
     if state.declined is not None and state.declined[0] == round_attempt:
-        return decline(state, round_attempt, state.declined[1])
+        state, commands = decline(state, round_attempt, state.declined[1])
+        is_reminder = state.obstructed == round_attempt  # comes again and again, and is noted once
+        return state, tuple(command for command in commands if isinstance(command, Send) or not is_reminder)
     if state.committed is None or round_attempt > state.committed:
         return state, ()
     if state.delivery is not None and state.delivery.round_attempt == round_attempt:
@@ -203,6 +211,18 @@ def _promised(state: SessionState) -> RoundAttempt | None:
     return offered if offered is not None and offered == state.accepted and is_asked(state, offered) else None
 
 
+def _obstacle_changed(state: SessionState, event: ObstacleChanged, now: float) -> Step:
+    return replace(state, obstacle=event.reason), ()
+
+
+def _training_abandoned(state: SessionState, event: TrainingAbandoned, now: float) -> Step:
+    return replace(state, trainer=Trainer.GONE, trainer_at=now, job=None, deaths=0), ()
+
+
+def _consent_changed(state: SessionState, event: ConsentChanged, now: float) -> Step:
+    return replace(state, verdict=None, delivery=None if event.is_withheld else state.delivery), ()
+
+
 def _stopping(state: SessionState, event: Stopping, now: float) -> Step:
     promised = _promised(state)
     return (state, ()) if promised is None else decline(state, promised, DeclineReason.INTERRUPTED)
@@ -240,6 +260,9 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     CoordinatorSeen: _coordinator_seen,
     Welcomed: _welcomed,
     HelloRefused: _hello_refused,
+    ObstacleChanged: _obstacle_changed,
+    TrainingAbandoned: _training_abandoned,
+    ConsentChanged: _consent_changed,
     Stopping: _stopping,
     Left: _left,
     Offered: _offered,

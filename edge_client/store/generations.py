@@ -4,7 +4,7 @@
     generations/<n>/snapshot.json       the data that the round was trained on
     generations/<n>/update.bin          the outbox: the packed update of the round, where there is one
     generations/<n>/state.json          round attempt (key "cursor"), spec, scores, and the sha256 of each file above
-    CURRENT                             the number of the generation that counts
+    CURRENT                             the number of the generation that counts, and its check
 
 A crash before the rename leaves the old generation in force; a crash after it leaves the new one. A newest generation
 that fails its checksums falls back to the one before it. A disk that does not answer is not treated as damage: falling back would
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,9 +27,10 @@ from pydantic import Field, TypeAdapter
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from edge_client.errors import StoreDamagedError, unreadable
+from edge_client.errors import DamagedFileError, StoreDamagedError, unreadable
 from edge_client.store.data_snapshot import Snapshot
-from fedcg.files import file_sha256, fsync_path, replace_durably, write_durably
+from edge_client.store.sealed_files import StoreFiles
+from fedcg.files import fsync_path, replace_durably
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.artifacts.tensors import Array, PartArrays, flatten
 from fedcg.wire.messages.messages import RoundAttempt
@@ -36,6 +38,7 @@ from fedcg.wire.parts import Part
 
 GENERATION_FORMAT = 1
 _EXTRAS = "extras"
+_POINTER = re.compile(rb"([0-9]{1,18})(?: ([0-9a-f]{16}))?\n")  # earlier programs wrote the number alone
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Generation:
 
 
 _GENERATION = TypeAdapter(Generation)
-_DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError)
+_DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, DamagedFileError)
 """The errors of a description or a file that was altered; any other OSError is the disk's."""
 
 
@@ -101,8 +104,9 @@ class NewGeneration:
 class Generations:
     """The folder `generations` and the file `CURRENT` of one private store."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, files: StoreFiles | None = None) -> None:
         self._root = root
+        self._files = files or StoreFiles(root)
         self._folder = root / "generations"
         self._pointer = root / "CURRENT"
         self._verified: tuple[int | None, Generation] | None = (
@@ -140,7 +144,7 @@ class Generations:
             pointed = self._pointed()
         except FileNotFoundError:
             return None, ()
-        problems: list[str] = []
+        problems = [] if pointed is not None else ["CURRENT is damaged; the newest whole generation counts"]
         for number in self._candidates(pointed):
             found = self._read(number)
             if isinstance(found, Generation):
@@ -162,7 +166,7 @@ class Generations:
         generation, _ = self.current()
         if generation is None:
             return None
-        payload = (self._path(generation.number) / "state.safetensors").read_bytes()
+        payload = self._files.read(self._path(generation.number) / "state.safetensors")
         return StoredState(generation, *_split_names(load_safetensors(payload)))
 
     def update_path(self, generation: Generation) -> Path:
@@ -171,11 +175,11 @@ class Generations:
 
     def update_bytes(self, generation: Generation) -> bytes:
         """The outbox of a generation."""
-        return self.update_path(generation).read_bytes()
+        return self._files.read(self.update_path(generation))
 
     def snapshot(self, generation: Generation) -> Snapshot:
         """The data snapshot of a generation."""
-        return Snapshot.decode((self._path(generation.number) / "snapshot.json").read_bytes())
+        return Snapshot.decode(self._files.read(self._path(generation.number) / "snapshot.json"))
 
     def commit(self, new: NewGeneration) -> Generation:
         """Make a new generation the current one, in one atomic and durable step."""
@@ -191,7 +195,7 @@ class Generations:
             number, new.round_attempt, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums
         )
         self._write(generation, files)
-        replace_durably(self._pointer, f"{number}\n")
+        replace_durably(self._pointer, f"{number} {_check_of(number)}\n")
         self._prune({number} if before is None else {number, before.number})
         return generation
 
@@ -201,11 +205,12 @@ class Generations:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(mode=0o700)
         for name, data in files.items():
-            write_durably(unfinished / name, data)
+            self._files.write(unfinished / name, data, self._path(generation.number) / name)
         described = {"format": GENERATION_FORMAT, **_GENERATION.dump_python(generation, by_alias=True)}
         body = json.dumps(described, sort_keys=True).encode()
         check = hashlib.sha256(body).hexdigest()
-        write_durably(unfinished / "state.json", body + b"\n" + check.encode() + b"\n")
+        place = self._path(generation.number) / "state.json"
+        self._files.write(unfinished / "state.json", body + b"\n" + check.encode() + b"\n", place)
         fsync_path(unfinished)
         unfinished.rename(self._path(generation.number))
         fsync_path(self._folder)
@@ -215,7 +220,7 @@ class Generations:
         try:
             generation = self._described(number)
             for name, expected in generation.checksums.items():
-                if file_sha256(self._path(number) / name) != expected:
+                if self._files.sha256(self._path(number) / name) != expected:
                     return ValueError(f"{name} fails its checksum")
         except _DAMAGE as error:
             return error
@@ -225,7 +230,7 @@ class Generations:
 
     def _described(self, number: int) -> Generation:
         folder = self._path(number)
-        body, _, check = (folder / "state.json").read_bytes().partition(b"\n")
+        body, _, check = self._files.read(folder / "state.json").partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != check.strip():
             raise ValueError("state.json fails its checksum")
         values = json.loads(body)
@@ -239,20 +244,23 @@ class Generations:
         return [number for number in numbers if pointed is None or number <= pointed]
 
     def _pointed(self) -> int | None:
-        """The number in CURRENT; None when it holds none.
+        """The number in CURRENT; None when it holds none, or none that can be believed.
 
         Raises:
             FileNotFoundError: nothing was committed yet.
             StoreError: the disk does not answer.
         """
         try:
-            return int(self._pointer.read_bytes())
-        except ValueError:
-            return None
+            found = _POINTER.fullmatch(self._pointer.read_bytes())
         except FileNotFoundError:
+            if max(self._numbers(), default=0) > 1:  # an earlier commit is then certain, and the file is lost
+                return None
             raise
         except OSError as error:
             raise unreadable(self._pointer, error) from error
+        if found is None or (found[2] is not None and found[2].decode() != _check_of(int(found[1]))):
+            return None
+        return int(found[1])
 
     def _numbers(self) -> list[int]:
         return [int(path.name) for path in self._folder.glob("[0-9]*") if path.name.isdecimal()]
@@ -264,6 +272,10 @@ class Generations:
         for number in self._numbers():
             if number not in kept:
                 shutil.rmtree(self._path(number), ignore_errors=True)
+
+
+def _check_of(number: int) -> str:
+    return hashlib.sha256(b"fedcg current %d" % number).hexdigest()[:16]
 
 
 def _join_names(slots: Mapping[str, PartArrays], extras: Mapping[str, Mapping[str, Array]]) -> bytes:

@@ -5,7 +5,9 @@ lock            held by the agent; trainer.lock is held by its training process
 secrets/        device.key (made once), cohort.key (given to all devices of a federation, never to the coordinator)
 specs/          accepted specs by digest           artifacts/   downloads by sha256, .partial/ those under way
 generations/    private state, see `generations`   CURRENT      which one counts
+checkpoint.bin  the round that is being trained, see `checkpoint_file`
 accepted.json   the data snapshot of the round that was accepted last
+left_out.json   images that could not be read for it, with reasons
 seen.json       highest (epoch, round, attempt) of a broadcast
 coordinator.json  the coordinator's key that counts, once it was replaced
 delivered.json  receipts that ended outbox entries
@@ -14,12 +16,15 @@ audit/          the report of the last audit of an update, with pictures
 defence/        what the data defence learned, and sample pictures of what it does
 privacy.json    what DP-SGD has spent; written before each round's training
 events.jsonl    see `fedcg.event_log`
+
+With a key (`[encryption]` in agent.toml) secrets, specs, generations, checkpoint and every JSON file but format.json are encrypted,
+see `sealed_files`; artifacts, models, audit, defence and events are not.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
+import hashlib
 import os
 import secrets
 import time
@@ -29,10 +34,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_client.errors import StoreError, StoreFormatError, StoreLockedError, unreadable
+from edge_client.config import AgentConfig
+from edge_client.errors import DamagedFileError, StoreError, StoreFormatError, StoreLockedError, unreadable
+from edge_client.store.checkpoint_file import CheckpointFile
 from edge_client.store.data_snapshot import Snapshot
+from edge_client.store.encryption import EARLIER_FORMAT, FORMAT_FILE, STORE_FORMAT, Encryption, open_to_others
 from edge_client.store.generations import Generation, Generations, OutboxEntry
-from fedcg.files import replace_durably
+from edge_client.store.sealed_files import StoreFiles, StoreKey, read_key
+from edge_client.store.small_files import damaged, read_json, write_json
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
@@ -42,9 +51,10 @@ from fedcg.wire.messages.ordering import START, Position
 from fedcg.wire.messages.signing import VerifyKey
 from fedcg.wire.transfer.partial_files import Partials
 
-STORE_FORMAT = 1
 SECRET_BYTES = 32
+SECRET_CHECK_BYTES = 8
 RECEIPTS_KEPT = 64
+LEFT_OUT_KEPT = 200
 AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
 DEFENCE_FOLDER = "defence"
 PRIVACY_FILE = "privacy.json"
@@ -66,40 +76,63 @@ class DeliveryRecord:
 class PrivateStore:
     """One device's private folder for one federation."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, files: StoreFiles | None = None) -> None:
         self.root = root
-        self.generations = Generations(root)
+        self.files = files or StoreFiles(root)
+        self.generations = Generations(root, self.files)
+        self.checkpoint = CheckpointFile(root, self.files)
         self.artifacts = ArtifactStore(root / "artifacts")
         self.partials = Partials(root / "artifacts" / ".partial", PARTIAL_FILES, PARTIAL_BYTES)
 
     @staticmethod
-    def open(root: Path, federation: str, device: str) -> PrivateStore:
-        """Open the store at `root`, making it when there is none yet.
+    def open(root: Path, federation: str, device: str, key: StoreKey | None = None) -> PrivateStore:
+        """Open the store at `root`, making it when there is none yet, encrypted where there is a key.
 
         Raises:
             StoreFormatError: it is another device's or federation's, newer than this program, or not a private store.
+            StoreKeyError: it is encrypted and the key is missing or another one, or it is not encrypted and there is a key.
         """
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root.chmod(0o700)
-        expected = {"format": STORE_FORMAT, "federation": federation, "device": device}
-        found = _read_json(root / "format.json")
+        path, owner = root / FORMAT_FILE, {"federation": federation, "device": device}
+        found = read_json(StoreFiles(root), path)
         if not found:
             if (root / "CURRENT").exists() or (root / "generations").exists():
                 raise StoreFormatError(
                     f"{root} holds private state but no format.json; restore that file from a backup"
                 )
-            replace_durably(root / "format.json", json.dumps(expected))
-            found = expected
-        if found.get("format") != STORE_FORMAT:
-            raise StoreFormatError(f"{root} has store format {found.get('format')}; this program reads {STORE_FORMAT}")
-        if found != expected:
-            owner = f"device {found.get('device')!r} of federation {found.get('federation')!r}"
+            root.chmod(0o700)
+            made = Encryption(frozenset() if key is None else frozenset({key.mark.hex()}))
+            found = {**owner, **made.values()}
+            write_json(StoreFiles(root), path, found)
+        if found.get("format") not in (EARLIER_FORMAT, STORE_FORMAT):
             raise StoreFormatError(
-                f"{root} belongs to {owner}, not to {device!r} of {federation!r}; set another `store`"
+                f"{root} has store format {found.get('format')}; this program reads up to {STORE_FORMAT}"
             )
+        if {name: found.get(name) for name in owner} != owner:
+            theirs = f"device {found.get('device')!r} of federation {found.get('federation')!r}"
+            raise StoreFormatError(
+                f"{root} belongs to {theirs}, not to {device!r} of {federation!r}; set another `store`"
+            )
+        files = Encryption.of(found, path).files(root, key)
         for name in ("secrets", "specs", "artifacts", "generations", "models"):
             (root / name).mkdir(mode=0o700, exist_ok=True)
-        return PrivateStore(root)
+        return PrivateStore(root, files)
+
+    def take_over(self) -> None:
+        """Check that this user alone can read what is private, and bring a store of an earlier program to this format.
+
+        Raises:
+            StoreError: names what is open to others, and the command that closes it.
+        """
+        if opened := open_to_others(self.root):
+            named = " ".join(map(str, opened[:8]))
+            raise StoreError(
+                f"other users of this machine may read or change {opened[0]}{' and more' if len(opened) > 1 else ''}. Type: chmod go= {named}"
+            )
+        path = self.root / FORMAT_FILE
+        found = read_json(StoreFiles(self.root), path)
+        if found.get("format") != STORE_FORMAT:  # an earlier program must not take checks for content
+            write_json(StoreFiles(self.root), path, {**found, "format": STORE_FORMAT})
 
     @property
     def defence_folder(self) -> Path:
@@ -135,9 +168,9 @@ class PrivateStore:
     def device_secret(self) -> bytes:
         """This device's own root of randomness: made once, never sent."""
         path = self.root / "secrets" / "device.key"
-        kept = _secret(path)
+        kept = _secret(self.files, path)
         if kept is None:
-            replace_durably(path, kept := secrets.token_bytes(SECRET_BYTES))
+            self.files.replace(path, _checked(kept := secrets.token_bytes(SECRET_BYTES)))
         return kept
 
     def cohort_secret(self) -> bytes | None:
@@ -146,11 +179,11 @@ class PrivateStore:
         Raises:
             StoreError: the file is too short to be a secret.
         """
-        return _secret(self.root / "secrets" / "cohort.key")
+        return _secret(self.files, self.root / "secrets" / "cohort.key")
 
     def keep_cohort_secret(self, secret: bytes) -> None:
         """Keep the cohort's secret, for its owner's eyes only; replaces none."""
-        replace_durably(self.root / "secrets" / "cohort.key", secret)
+        self.files.replace(self.root / "secrets" / "cohort.key", _checked(secret))
 
     def save_spec(self, payload: bytes) -> FederationSpec:
         """Keep a spec under its digest.
@@ -160,8 +193,8 @@ class PrivateStore:
         """
         spec = FederationSpec.parse(payload)
         path = self.root / "specs" / f"{spec.digest}.json"
-        if not path.exists():
-            replace_durably(path, payload)
+        if self.spec(spec.digest) is None:
+            self.files.replace(path, payload)
         return spec
 
     def spec(self, digest: str) -> FederationSpec | None:
@@ -170,8 +203,8 @@ class PrivateStore:
         if not path.exists():
             return None
         try:
-            spec = FederationSpec.parse(path.read_bytes())
-        except ValueError:
+            spec = FederationSpec.parse(self.files.read(path))
+        except (ValueError, DamagedFileError):
             return None
         return spec if spec.digest == digest else None
 
@@ -183,12 +216,30 @@ class PrivateStore:
     def accept_snapshot(self, spec: str, round_number: int, make: Callable[[], Snapshot]) -> Snapshot:
         """The snapshot of a round: the one kept when it was first accepted, or a new one that is now kept."""
         path = self.root / "accepted.json"
-        kept = _read_json(path)
-        if kept.get("spec") == spec and kept.get("round") == round_number:
-            return Snapshot.decode(kept["snapshot"].encode())
+        try:
+            kept = read_json(self.files, path)
+            if kept.get("spec") == spec and kept.get("round") == round_number:
+                return Snapshot.decode(kept["snapshot"].encode())
+        except (DamagedFileError, ValueError, KeyError):
+            pass  # it is of a round that was not committed: nothing that was trained depends on it
         snapshot = make()
-        _write_json(path, {"spec": spec, "round": round_number, "snapshot": snapshot.encode().decode()})
+        write_json(self.files, path, {"spec": spec, "round": round_number, "snapshot": snapshot.encode().decode()})
         return snapshot
+
+    def save_left_out(self, reasons: Mapping[str, str]) -> None:
+        """Store which images of the last snapshot can't be read, and why; names stay on this device."""
+        some = dict(sorted(reasons.items())[:LEFT_OUT_KEPT])
+        if some or (self.root / "left_out.json").exists():
+            write_json(self.files, self.root / "left_out.json", {"count": len(reasons), "images": some})
+
+    def left_out(self) -> tuple[int, Mapping[str, str]]:
+        """How many images were left out of the last snapshot, and the reasons of the first ones, by path."""
+        path = self.root / "left_out.json"
+        kept = read_json(self.files, path)
+        try:
+            return int(kept.get("count", 0)), {str(name): str(why) for name, why in kept.get("images", {}).items()}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise damaged(path) from error
 
     def forget_snapshot(self) -> None:
         """Let the next round attempt take a new snapshot, because files of the kept one are gone or changed."""
@@ -196,40 +247,44 @@ class PrivateStore:
 
     def seen(self) -> Position:
         """The highest (epoch, round, attempt) of a broadcast admitted so far."""
-        kept = _read_json(self.root / "seen.json").get("highest", START)
+        kept = read_json(self.files, self.root / "seen.json").get("highest", START)
         try:
             epoch, round_number, attempt = map(int, kept)
         except (TypeError, ValueError) as error:
-            raise _damaged(self.root / "seen.json") from error
+            raise damaged(self.root / "seen.json") from error
         return (epoch, round_number, attempt)
 
     def save_seen(self, highest: Position) -> None:
         """Store the highest broadcast admitted."""
-        _write_json(self.root / "seen.json", {"highest": highest})
+        write_json(self.files, self.root / "seen.json", {"highest": highest})
 
     def pinned_key(self, enrolled: VerifyKey) -> PinnedKey:
         """The coordinator's key that was followed from the enrolled one; that one itself before any replacement."""
-        kept = _read_json(self.root / "coordinator.json")
+        kept = read_json(self.files, self.root / "coordinator.json")
         if kept.get("enrolled") != enrolled.hex:
             return PinnedKey(enrolled)
         try:
             return PinnedKey(VerifyKey.from_hex(str(kept["key"])), int(kept["serial"]))
         except (WireError, KeyError, TypeError, ValueError) as error:
-            raise _damaged(self.root / "coordinator.json") from error
+            raise damaged(self.root / "coordinator.json") from error
 
     def save_pinned_key(self, enrolled: VerifyKey, pinned: PinnedKey) -> None:
         """Store the coordinator's key that counts."""
         values = {"enrolled": enrolled.hex, "key": pinned.key.hex, "serial": pinned.serial}
-        _write_json(self.root / "coordinator.json", values)
+        write_json(self.files, self.root / "coordinator.json", values)
 
     def deliveries(self) -> tuple[DeliveryRecord, ...]:
         """Receipts so far, oldest first."""
-        return tuple(DeliveryRecord(**entry) for entry in _read_json(self.root / "delivered.json").get("entries", ()))
+        path = self.root / "delivered.json"
+        try:
+            return tuple(DeliveryRecord(**entry) for entry in read_json(self.files, path).get("entries", ()))
+        except TypeError as error:
+            raise damaged(path) from error
 
     def save_delivery(self, record: DeliveryRecord) -> None:
         """Store a receipt: this ends the outbox entry."""
         entries = [asdict(entry) for entry in (*self.deliveries(), record)][-RECEIPTS_KEPT:]
-        _write_json(self.root / "delivered.json", {"entries": entries})
+        write_json(self.files, self.root / "delivered.json", {"entries": entries})
 
     def outbox(self, generation: Generation | None) -> OutboxEntry | None:
         """The update of `generation` that still waits for a receipt."""
@@ -240,62 +295,54 @@ class PrivateStore:
 
     def finalised(self) -> dict[str, Any]:
         """The outcome of the federation; empty before its end."""
-        return _read_json(self.root / "finalised.json")
+        return read_json(self.files, self.root / "finalised.json")
 
     def save_finalised(self, outcome: dict[str, Any]) -> None:
         """Store the outcome of the federation."""
-        _write_json(self.root / "finalised.json", outcome)
+        write_json(self.files, self.root / "finalised.json", outcome)
 
     def privacy(self) -> dict[str, Any]:
         """What DP-SGD has spent here; empty before its first round."""
-        return _read_json(self.root / PRIVACY_FILE)
+        return read_json(self.files, self.root / PRIVACY_FILE)
 
     def save_privacy(self, record: Mapping[str, Any]) -> None:
         """Store what DP-SGD has spent."""
-        _write_json(self.root / PRIVACY_FILE, record)
+        write_json(self.files, self.root / PRIVACY_FILE, record)
 
     def prune_artifacts(self, kept: set[str]) -> None:
         """Delete downloads that nothing refers to any more."""
         self.artifacts.delete_all(set(self.artifacts.ids()) - kept)
 
 
-def _secret(path: Path) -> bytes | None:
+def open_store(config: AgentConfig) -> PrivateStore:
+    """The private store of a device, with the key that its settings name.
+
+    Raises:
+        StoreError: as of `PrivateStore.open`, or the key can't be read.
+    """
+    path = config.encryption.key
+    key = None if path is None else read_key(path)
+    return PrivateStore.open(config.store, config.federation, config.device, key)
+
+
+def _secret(files: StoreFiles, path: Path) -> bytes | None:
     """The secret in a file of the store, or None when there is no such file; anything else is an error, never a new secret."""
     try:
-        path.chmod(0o600)
-        value = path.read_bytes()
+        value = files.read(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise unreadable(path, error) from error
-    if len(value) < SECRET_BYTES:
-        raise StoreError(f"{path} has {len(value)} bytes; a secret needs at least {SECRET_BYTES}")
-    return value
+    except DamagedFileError:
+        value = b""
+    secret = value[:SECRET_BYTES]
+    if value not in (_checked(secret), secret) or len(secret) < SECRET_BYTES:  # earlier programs wrote no check
+        raise DamagedFileError(
+            f"{path} is damaged: it holds no secret of {SECRET_BYTES} bytes with its check. Restore it from a backup; a cohort's "
+            "secret comes back with `fedcg cohort join` after the file is deleted"
+        )
+    return secret
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """A small JSON file of the store; only an absent one counts as empty.
-
-    Raises:
-        StoreError: it is there and can't be read, or its content is damaged: an empty one in its place would start the
-            order of broadcasts anew, or trust a key that was rotated away.
-    """
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise _damaged(path)
-    return values
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    replace_durably(path, json.dumps({"format": 1, **values}))
-
-
-def _damaged(path: Path) -> StoreError:
-    return StoreError(f"{path} is damaged; restore it from a backup, or enrol this device anew with a new store")
+def _checked(secret: bytes) -> bytes:
+    return secret + hashlib.sha256(b"fedcg secret 1\0" + secret).digest()[:SECRET_CHECK_BYTES]

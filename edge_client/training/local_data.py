@@ -141,7 +141,7 @@ class LocalData:
         root: this device's images, in any form that `read_images` takes.
         common: folder with a balanced test set that all clients of a demo share, or None.
         store: keeps the snapshot of the round that was accepted last.
-        on_skipped: gets the images that could not be decoded, whenever the source was read for a new snapshot.
+        on_skipped: gets the images that could not be decoded, none perhaps, whenever the source was read for a new snapshot.
         defence: rewrites the training images, or None.
     """
 
@@ -234,8 +234,7 @@ class LocalData:
         if self._loaded is not None and listing == self._listing:
             return self._loaded[1]
         found = read_images(self._root, spec.classes, spec.image)
-        if found.skipped:
-            self._on_skipped(found.skipped)
+        self._on_skipped(found.skipped)
         data = _divide(found.images, found.entries, _snapshot_of(self._root, found.entries, spec))
         if len(data.train) < 2:
             raise DataError(f"{self._root}: {len(data.train)} training images after the split; at least 2 are needed")

@@ -6,11 +6,12 @@ crash therefore gives the same bytes. The only write that counts is the commit a
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 
 import torch
@@ -21,12 +22,14 @@ from edge_client.errors import RoundError
 from edge_client.firewall import UpdateFacts, build_update
 from edge_client.session.events import TrainRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
+from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.evaluation import Measured, measure, with_downloaded
 from edge_client.training.local_data import LocalData, RoundData
 from edge_client.training.privacy_budget import COVERED, begin_round
 from edge_client.training.progress_events import ProgressEvents
 from fedcg.event_log import EventLog
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import personal_parts as fitted_parts
 from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import (
@@ -42,8 +45,10 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.networks.initial_weights import initial_parts, method_layouts, shadow_spec
 from fedcg.learning.networks.personal_model import personal_parts
+from fedcg.learning.networks.pretrained.features import KeptFeatures
 from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
+from fedcg.learning.round_checkpoint import RoundCheckpoint
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
@@ -64,6 +69,7 @@ class Workplace:
         place: torch device; `threads` of torch on the CPU.
         batch_scale: share of the spec's batch size that fits this device.
         working: called at every step.
+        features: of a frozen backbone, kept from round to round.
     """
 
     config: AgentConfig
@@ -75,6 +81,7 @@ class Workplace:
     batch_scale: float = 1.0
     clock: Callable[[], float] = time.monotonic
     working: Callable[[], None] = lambda: None
+    features: KeptFeatures = field(default_factory=KeptFeatures)
 
     def sized(self, spec: FederationSpec) -> FederationSpec:
         """The spec with the batch size that fits this device; the same spec where the whole batch does."""
@@ -95,6 +102,13 @@ class Workplace:
             progress=progress,
             privacy=self.config.privacy,
         )
+
+    def seen(self, spec: FederationSpec, data: RoundData) -> tuple[RoundData, ImageSet | None]:
+        """A round's data and the common test set, a frozen backbone's features in the place of images where that is exact."""
+        common = self.data.common_test(spec)
+        sets = [data.train, data.val, data.test, *([] if common is None else [common])]
+        train, val, test, *shared = self.features.of(spec, sets, self.place, self.working)
+        return RoundData(train, val, test, data.snapshot), next(iter(shared), None)
 
     def streams(self, spec: FederationSpec, round_number: int, attempt: int) -> Streams:
         """The device's own streams for a round attempt."""
@@ -174,17 +188,51 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     data = work.data.for_round(spec, attempt.round, progress)
     base = decode_aggregate(work.store, spec, method, command.aggregate)
     start = _start(work, spec, method, stored)
-    ctx = replace(work.context(spec, attempt.round, attempt.attempt, progress), validation=data.val)
+    seen, common = work.seen(spec, data)
+    ctx = replace(work.context(spec, attempt.round, attempt.attempt, progress), validation=seen.val)
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
-    result = protected_round(method, start.personal, data.train, as_aggregate(base), ctx)
+    ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
+    result = protected_round(method, start.personal, seen.train, as_aggregate(base), ctx)
     check_finite(result.private.parts, "after the round")
-    shadow = _train_shadow(work, start, data, ctx, progress)
-    return _commit(work, command, spec, _Outcome(data, base, result, shadow, start, ctx, started, spent))
+    shadow = _train_shadow(work, start, seen, ctx, progress)
+    kept = _commit(work, command, spec, _Outcome(data, seen, common, base, result, shadow, start, ctx, started, spent))
+    work.store.checkpoint.delete()
+    return kept
+
+
+def _checkpoint(
+    work: Workplace, command: TrainRound, data: RoundData, spec: FederationSpec, stored: StoredState | None
+) -> RoundCheckpoint | None:
+    """The checkpoints of a round; the one that a killed process left, where the round is the same in everything that decides its result."""
+    every_s, at = work.config.training.checkpoint_s, command.round_attempt
+    if not every_s:
+        return None
+    depends_on = (
+        *(at.round, at.attempt, command.aggregate, spec.digest, data.snapshot.digest, data.snapshot.defended),
+        None if stored is None else sorted(stored.generation.checksums.items()),
+        *(work.config.privacy, work.config.training.shadow, work.place, work.threads, work.batch_scale),
+        *(str(torch.__version__), version("fedcg-edge")),
+    )
+    mark = hashlib.sha256(repr(depends_on).encode()).digest()
+    kept, problem = work.store.checkpoint.load(mark)
+    about: dict[str, str | int] = {"what": "checkpoint", "round": at.round, "attempt": at.attempt}
+    if problem:
+        work.events.write("refused", **about, detail=f"{problem}; the round begins anew")
+
+    def save(tensors: Mapping[str, torch.Tensor]) -> None:
+        try:
+            work.store.checkpoint.save(mark, to_arrays({"": tensors})[""])
+        except OSError as error:  # the round goes on; what it can't do without is its commit
+            work.events.write("refused", **about, detail=f"it can't be written: {error}")
+
+    return RoundCheckpoint(save, to_weights({"": kept})[""], every_s, work.clock)
 
 
 @dataclass(frozen=True)
 class _Outcome:
     data: RoundData
+    seen: RoundData
+    common: ImageSet | None
     base: Artifact
     result: LocalResult
     shadow: ClientState | None
@@ -213,7 +261,10 @@ def _train_shadow(
     """The shadow after the round; from before it where it diverged, which is no reason to decline the round."""
     if start.shadow is None:
         return None
-    beside = replace(ctx, spec=shadow_spec(ctx.spec), progress=progress.named("shadow"), privacy=OFF)
+    of_shadow = None if ctx.checkpoint is None else ctx.checkpoint.named("shadow")
+    beside = replace(
+        ctx, spec=shadow_spec(ctx.spec), progress=progress.named("shadow"), privacy=OFF, checkpoint=of_shadow
+    )
     try:
         trained = get_method("local").local_round(start.shadow, data.train, None, beside).private
         check_finite(trained.parts, "after the round")
@@ -226,11 +277,10 @@ def _train_shadow(
 def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _Outcome) -> Generation:
     personal, attempt = done.result.private.parts, command.round_attempt
     done.ctx.progress("evaluate", 0, 1)
-    common = work.data.common_test(spec)
-    own = measure(spec, personal, done.data, common, work.place)
+    own = measure(spec, personal, done.seen, done.common, work.place)
     alone = shadow_spec(spec)
-    shadow = None if done.shadow is None else measure(alone, done.shadow.parts, done.data, common, work.place)
-    figures = generator_figures(spec, personal, done.data.train, done.ctx.streams)
+    shadow = None if done.shadow is None else measure(alone, done.shadow.parts, done.seen, done.common, work.place)
+    figures = generator_figures(spec, personal, done.seen.train, done.ctx.streams)
     report = _report(work, spec, done, own, shadow)
     update = _update(work, spec, done, report, Base(command.aggregate, done.base.parts))
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
@@ -284,7 +334,8 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
         versions={"torch": str(torch.__version__), "fedcg-edge": version("fedcg-edge")},
         determinism=_determinism(work, done.ctx),
     )
-    shared, policy = to_arrays(done.result.shared.parts), work.config.policy
+    shared = to_arrays(done.result.shared.parts)
+    policy = Consent(work.store.root).policy_for(work.config.policy, spec)
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base)
     if not work.config.audit.is_on:
         return update
@@ -326,7 +377,7 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
     fitted = fitted_parts(as_aggregate(done.base).parts, done.data.train, done.ctx)
     parts = with_downloaded(spec, done.start.personal.parts, fitted)
     if parts is not None and ReportField.DOWNLOADED in allowed:
-        downloaded = measure(spec, parts, done.data, None, work.place)
+        downloaded = measure(spec, parts, done.seen, None, work.place)
     by_class = ClassAccuracies(
         accuracy=own.by_class,
         shadow=alone.by_class if ReportField.SHADOW in allowed else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edge_client.session.events import ChooseModel, Chosen, TrainRound
+from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound
 from fedcg.event_log import EventValue
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.worker_process import Exited
@@ -45,5 +45,6 @@ class Noted:
     event: dict[str, EventValue]
 
 
-TrainerCommand = TrainRound | ChooseModel
+Work = TrainRound | ChooseModel
+TrainerCommand = Work | ReleaseTrainer
 TrainerReport = Ready | Committed | Failed | Chosen | Noted | Exited

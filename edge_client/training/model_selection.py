@@ -75,8 +75,7 @@ def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
 def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outcome:
     spec, method = load_spec(work.store, command.spec)
     # The round after the last one: the same snapshot as before unless images were added or removed since.
-    data = work.data.for_round(spec, spec.rounds + 1, _sign_of_life(work))
-    common = work.data.common_test(spec)
+    data, common = work.seen(spec, work.data.for_round(spec, spec.rounds + 1, _sign_of_life(work)))
     work.working()
     candidates = []
     for name, parts in _models(work, command, stored, spec, method, data):

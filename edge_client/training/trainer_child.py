@@ -16,16 +16,17 @@ import torch
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import TrainingPlan, plan_training
+from devices.telemetry import Sensors
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
-from edge_client.session.events import ChooseModel, Chosen, TrainRound
-from edge_client.store.private_store import PrivateStore
+from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound
+from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.training.local_data import LocalData, LocalDefence
 from edge_client.training.local_round import Workplace, train_round
-from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerCommand, TrainerReport, Working
+from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerReport, Work, Working
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
-from edge_client.training.turns import turn
+from edge_client.training.turns import Pauses, turn
 from export.errors import ExportError
 from fedcg.event_log import EventLog
 from fedcg.files import advice_for
@@ -46,12 +47,14 @@ _log = logging.getLogger(__name__)
 
 def trainer_main(connection: Connection, config: AgentConfig) -> None:
     """Carry out the agent's commands until the agent is gone; an unfinished round leaves nothing behind."""
-    store = PrivateStore.open(config.store, config.federation, config.device)
+    store = open_store(config)
     events = EventLog(config.store / "events.jsonl", time.time, watch=lambda event: connection.send(Noted(event)))
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
         trainer = Trainer(config, store, events, SignsOfLife(connection))
         connection.send(Ready(os.getpid()))
         for command in requests_of(connection):
+            if isinstance(command, ReleaseTrainer):
+                return
             report = trainer.do(command)
             connection.send(report)
             trainer.afterwards(report)
@@ -102,14 +105,19 @@ class Trainer:
         events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
         defence = LocalDefence(config.data, store, events, place)
         data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped, defence)
-        self._work = Workplace(config, store, data, events, place, plan.threads, plan.batch_scale, working=working)
+        self._working = working
+        self._pauses = Pauses(config.eligibility, Sensors(store.root).read, working, events)
+        self._work = Workplace(config, store, data, events, place, plan.threads, plan.batch_scale, working=self._pauses)
 
     def _report_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
-        self._events.write("images_skipped", count=len(skipped))
+        self._work.store.save_left_out({image.file: image.reason for image in skipped})
+        if skipped:
+            self._events.write("images_skipped", count=len(skipped))
 
-    def do(self, command: TrainerCommand) -> TrainerReport:
+    def do(self, command: Work) -> TrainerReport:
         """Carry out one command in this device's turn; a failure becomes a report and leaves the state as it was before."""
         attempt = command.round_attempt if isinstance(command, TrainRound) else NO_ATTEMPT
+        self._pauses.at = attempt
         try:
             with self._turn(attempt):
                 return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
@@ -121,7 +129,7 @@ class Trainer:
 
     def _turn(self, attempt: RoundAttempt) -> AbstractContextManager[None]:
         where = {"round": attempt.round, "attempt": attempt.attempt, "pid": os.getpid()}
-        lock, working = self._work.config.training_lock, self._work.working
+        lock, working = self._work.config.training_lock, self._working
 
         def waits() -> None:
             self._events.write("phase_started", phase="wait", **where)

@@ -1,4 +1,4 @@
-"""Training processes of one device take turns: each federation has one, and they share the GPU and the processors."""
+"""When a training process may work: it takes turns with those of the device's other federations, and pauses while the box may not train."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import fcntl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
+from devices.eligibility import EligibilitySettings, Obstacle, Reason, eligibility, is_held
+from devices.telemetry import Telemetry
+from fedcg.event_log import EventLog
+from fedcg.wire.messages.messages import NO_ATTEMPT, RoundAttempt
+
 LOOK_AGAIN_S = 0.2
+LOOK_EVERY_S = 2.0
+"""Between two looks at the sensors; a look takes milliseconds."""
+LEAST_PAUSE_S = 30.0
+"""Of hardware throttling: without load it ends at once, and would begin again with the next step."""
 
 
 @contextmanager
@@ -40,3 +50,64 @@ def turn(lock: Path, waits: Callable[[], None], working: Callable[[], None]) -> 
                 working()
                 time.sleep(LOOK_AGAIN_S)
         yield
+
+
+class Pauses:
+    """Holds the work between two steps while the box may not train; to be called at every step.
+
+    Args:
+        settings: of the box's owner.
+        read: reads the sensors.
+        working: the sign of life, which goes on during a pause.
+        events: the event log, which gets `paused` and `resumed`.
+        clock: monotonic seconds.
+        now: local time.
+        sleep: waits some seconds.
+
+    Attributes:
+        at: the round attempt that is worked on.
+    """
+
+    def __init__(
+        self,
+        settings: EligibilitySettings,
+        read: Callable[[], Telemetry],
+        working: Callable[[], None],
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = datetime.now,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.at: RoundAttempt = NO_ATTEMPT
+        self._settings = settings
+        self._read = read
+        self._working = working
+        self._events = events
+        self._clock = clock
+        self._now = now
+        self._sleep = sleep
+        self._looked_at = float("-inf")
+
+    def __call__(self) -> None:
+        """A step is done; returns when the next one may begin."""
+        self._working()
+        began = self._clock()
+        if began - self._looked_at < LOOK_EVERY_S or (reason := self._look(None)) is None:
+            return
+        where = {"round": self.at.round, "attempt": self.at.attempt}
+        shown: Obstacle | None = None
+        while reason is not None:
+            if reason.obstacle is not shown:
+                shown = reason.obstacle
+                self._events.write("paused", **where, reason=shown.value, detail=reason.detail)
+            self._sleep(LOOK_EVERY_S / 4)
+            self._working()
+            is_short = shown is Obstacle.THROTTLED and self._clock() - began < LEAST_PAUSE_S
+            reason = reason if is_short else self._look(shown)
+        self._events.write("resumed", **where, seconds=round(self._clock() - began, 1))
+
+    def _look(self, before: Obstacle | None) -> Reason | None:
+        self._looked_at = self._clock()
+        settings = self._settings
+        found = eligibility(self._read(), settings, self._now(), held=is_held(settings), before=before)
+        return found if found is not None and found.obstacle.pauses else None

@@ -18,6 +18,7 @@ from experiments.settings.cli_options import (
     check,
     data_text,
     free_folder,
+    let_in,
     options_of,
 )
 from experiments.settings.options import DEMO_PUBLIC_IMAGES, Setting, parse_params
@@ -83,7 +84,9 @@ def _run_folder(values: Values, options: DemoOptions) -> Run:
     from experiments.demo.run_folder import new_run, resumed_run
 
     if options.resume is not None:
-        return resumed_run(options.resume)
+        run = resumed_run(options.resume)
+        let_in(run.setting)
+        return run
     public = options.public_images
     beside = {
         "data": data_text(values["data"]),
@@ -93,7 +96,7 @@ def _run_folder(values: Values, options: DemoOptions) -> Run:
     chosen = {name: value for name, value in values.items() if name in Setting.model_fields}
     setting = Setting.model_validate({**chosen, **beside})
     check(setting)
-    setting.source()
+    setting.plan(setting.source())  # finds data, and a backbone's weights
     if setting.method in DEMO_PUBLIC_IMAGES and not setting.public_images:
         raise OptionError(
             f"{setting.method} distils on unlabelled public images: leave --public-images out, or give a number"

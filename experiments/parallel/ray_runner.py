@@ -16,6 +16,7 @@ import torch
 
 from experiments.errors import RunError
 from experiments.parallel.ray_cluster import Build, own_build, own_processor, slots
+from fedcg.learning.backbone_names import WEIGHTS_VARIABLE
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.simulation.party import ClientData, Party, Roots
@@ -47,16 +48,18 @@ class Demands:
         build: its own must be the same.
         threads: of torch.
         splits: networks of the user's own that may be imported (`fedcg.learning.split_names`).
+        weights: files and folders with weights of backbones (`fedcg.learning.backbone_names`).
     """
 
     build: Build
     threads: int
     splits: str
+    weights: str
 
     @staticmethod
     def of_this_process(threads: int) -> Demands:
         """That a worker is as this process."""
-        return Demands(own_build(), threads, os.environ.get(ALLOW_VARIABLE, ""))
+        return Demands(own_build(), threads, *(os.environ.get(name, "") for name in (ALLOW_VARIABLE, WEIGHTS_VARIABLE)))
 
     def meet(self) -> None:
         """Make this process, a worker, so.
@@ -67,7 +70,8 @@ class Demands:
         differences = own_build().differs_from(self.build)
         if differences:
             raise RunError(f"a node of the Ray cluster can't be used: {'; '.join(differences)}")
-        os.environ[ALLOW_VARIABLE] = self.splits  # workers of a running cluster don't inherit it
+        os.environ[ALLOW_VARIABLE] = self.splits  # workers of a running cluster don't inherit these two
+        os.environ[WEIGHTS_VARIABLE] = self.weights
         torch.set_num_threads(self.threads)
 
 

@@ -15,6 +15,7 @@ from experiments.data.source import DIGITS
 from experiments.errors import ExperimentError, OptionError
 from experiments.settings.options import Setting
 from fedcg.errors import BadInputError
+from fedcg.learning.backbone_names import RANDOM, is_projected, use_weights
 from fedcg.learning.errors import NetworkError, PrivacyError
 from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import allow_here, check_name
@@ -107,9 +108,25 @@ def check(setting: Setting) -> None:
     """
     if setting.method not in method_names():
         raise OptionError(f"no method {setting.method!r}; there are {', '.join(method_names())}")
-    allow_here(setting.network)
+    let_in(setting)
     check_name(setting.network)
     setting.checked_partition()
+
+
+def let_in(setting: Setting) -> None:
+    """Let this process and its children import the network, and read the weights, that a person named as options.
+
+    Raises:
+        NetworkError: weights of a network that has none.
+    """
+    allow_here(setting.network)
+    if setting.weights is not None:
+        if not is_projected(setting.network):
+            raise NetworkError(
+                f"--weights are of a backbone with a projection; {setting.network} takes none: leave them out"
+            )
+        if setting.weights != RANDOM:
+            use_weights(Path(setting.weights))
 
 
 def data_text(data: str) -> str:

@@ -18,7 +18,16 @@ from experiments.data.open import open_source
 from experiments.data.partition_shares import Partition
 from experiments.data.source import DIGITS, Source
 from experiments.errors import OptionError
-from fedcg.learning.spec import DEFAULT_MIN_COHORT, CropPixels, ImageForm, NetworkChoice, ParameterValue, check_crop
+from fedcg.learning.backbone_names import IMAGENET, RANDOM, is_projected, parse_projected, weights_digest, weights_for
+from fedcg.learning.spec import (
+    DEFAULT_MIN_COHORT,
+    CropPixels,
+    Freeze,
+    ImageForm,
+    NetworkChoice,
+    ParameterValue,
+    check_crop,
+)
 
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"
@@ -41,7 +50,7 @@ NOISE_DIMS: Mapping[str, int] = {"conv": 100, "mlp": 64}
 # Mean and standard deviation per channel: [0, 1] to [-1, 1], or what backbones trained on ImageNet expect (grey: their means).
 NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "imagenet": IMAGENET,
 }
 
 
@@ -87,6 +96,15 @@ class Setting(BaseModel):
         str,
         Field(description="split of extractor and classifier: a name of `fedcg network list`, or module:function"),
     ] = "lenet5_relu"
+    # Records from before these two, and those that leave them at their defaults, are alike.
+    weights: Annotated[
+        str | None,
+        Field(
+            exclude_if=lambda weights: weights is None,
+            description="of BACKBONE+project: a file or folder with its weights, or random; default: the installed package's",
+        ),
+    ] = None
+    freeze: Annotated[Freeze, Field(exclude_if=lambda freeze: freeze == "none")] = "none"
     generator: Annotated[str, Field(description="conv, mlp, ...")] = "mlp"
     discriminator: Annotated[str | None, Field(description="default: the one that goes with the generator")] = None
     noise_dim: Annotated[int | None, Field(ge=1, description="default: the one that goes with the generator")] = None
@@ -111,6 +129,11 @@ class Setting(BaseModel):
     def _crop_fits(cls, pixels: int, info: ValidationInfo) -> int:
         side = info.data.get("image_size")
         return pixels if side is None else check_crop(pixels, side)
+
+    @field_validator("weights")
+    @classmethod
+    def _found_from_anywhere(cls, weights: str | None) -> str | None:
+        return str(Path(weights).resolve()) if weights not in {None, RANDOM} else weights
 
     def checked_partition(self) -> Partition:
         """The partition, parsed.
@@ -149,7 +172,11 @@ class Setting(BaseModel):
 
         Args:
             source: the images.
+
+        Raises:
+            NetworkError: a backbone's name that has no meaning, or no weights for it at hand.
         """
+        path = weights_for(parse_projected(self.network).backbone, self.weights) if is_projected(self.network) else None
         return {
             "federation": FEDERATION,
             "classes": list(source.classes),
@@ -166,6 +193,8 @@ class Setting(BaseModel):
                 "generator": self.generator,
                 "discriminator": self.discriminator or discriminator_for(self.generator),
                 "noise_dim": self.noise_dim or NOISE_DIMS.get(self.generator, NetworkChoice().noise_dim),
+                "weights": None if path is None else weights_digest(path),
+                "freeze": self.freeze,
             },
             "params": self.all_params(),
         }

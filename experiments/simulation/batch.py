@@ -162,7 +162,8 @@ class RunSetting(Setting):
 
     def published(self) -> dict[str, Any]:
         """The setting as a record shows it: no path of this machine in it."""
-        return {**self.model_dump(mode="json"), "data": self.data_name}
+        weights = {} if self.weights is None else {"weights": Path(self.weights).name}
+        return {**self.model_dump(mode="json"), "data": self.data_name, **weights}
 
     def is_same(self, published: object) -> bool:
         """Whether a setting as a record shows it is this one; what it does not name has its default."""
@@ -362,10 +363,13 @@ def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
         force: whether such a run may have other data than the one before.
 
     Raises:
-        OptionError: a run of the same name had other data, which its record would not show; nothing was written.
+        OptionError: a run of the same name had another setting, or other data, which its record would not show; nothing was
+            written.
     """
     known = _known_runs(folder)
     for run in batch.runs:
+        if not force:
+            has_record(folder, run)
         before = known.get(run.setting.name)
         if before is not None and before.setting.data != run.setting.data and not force:
             raise OptionError(
@@ -377,6 +381,31 @@ def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     whole = Batch(runs=tuple(runs.values())).model_dump(mode="json")
     replace_durably(state / _BATCH_FILE, json.dumps({"format": BATCH_FORMAT, "batch": whole}, indent=1))
+
+
+def record_path(folder: Path, run: PlannedRun) -> Path:
+    """Where the record of a run in `folder` lies."""
+    return folder / f"{run.setting.name}.json"
+
+
+def has_record(folder: Path, run: PlannedRun) -> bool:
+    """Whether `folder` has the record of this very run.
+
+    Raises:
+        OptionError: the record of another setting has its name.
+    """
+    path = record_path(folder, run)
+    if not path.exists():
+        return False
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        record = None
+    if not run.setting.is_same(record.get("setting") if isinstance(record, dict) else None):
+        raise OptionError(
+            f"{path} is the record of another setting; choose another --out or a --variant, or --force to replace it"
+        )
+    return True
 
 
 def _known_runs(folder: Path) -> dict[str, PlannedRun]:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments.demo.summary import percent
-from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun
+from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun, has_record
 from experiments.simulation.run_slots import Lanes
 from experiments.simulation.simulation_curves import draw_curves, write_tables
 from experiments.simulation.simulation_record import label_of
@@ -84,7 +84,7 @@ class BatchRunner:
         if force:
             for planned in batch.runs:
                 self._runs.forget(planned)
-        done = [planned for planned in batch.runs if self._runs.is_done(planned)]
+        done = [planned for planned in batch.runs if has_record(self._folder, planned)]
         todo = [planned for planned in batch.runs if planned not in done]
         for planned in done:
             is_lacking = planned.keep_updates and not self._runs.recording(planned).exists()

@@ -9,9 +9,10 @@ from experiments.errors import SourceError
 from experiments.settings.options import root_secret
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.wire_codec import coding_of
+from fedcg.learning.networks.pretrained.features import with_features
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
-from fedcg.learning.simulation.party import Party, Roots
+from fedcg.learning.simulation.party import ClientData, Party, Roots
 from fedcg.learning.spec import FederationSpec
 
 
@@ -32,6 +33,21 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
     common = None if run.test == "even" else cohort.common
     coding = coding_of(spec)
     return Party(spec, cohort.clients, roots, common, run.device, cohort.public, run.precision, coding, run.privacy)
+
+
+def featured(cohort: Cohort, spec: FederationSpec, device: str) -> Cohort:
+    """A cohort with a frozen backbone's features in the place of images; itself where one client's images go through a layer first.
+
+    Raises:
+        NetworkError: the backbone's weights are not here.
+    """
+    if any(data.input_layer is not None for data in cohort.clients.values()):
+        return cohort
+    sets = [cohort.common, *(one for data in cohort.clients.values() for one in (data.train, data.val, data.test))]
+    common, *others = with_features(spec, sets, device)
+    rows = iter(others)
+    clients = {name: ClientData(next(rows), next(rows), next(rows)) for name in cohort.clients}
+    return replace(cohort, clients=clients, common=common)
 
 
 def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:

@@ -6,7 +6,6 @@ Knows nothing of options and terminals.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -20,16 +19,17 @@ import torch
 from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.deal import DealOptions
 from experiments.data.source import Source
-from experiments.errors import OptionError, RunError
+from experiments.errors import RunError
 from experiments.settings.options import FEDERATION
-from experiments.simulation.batch import STATE_FOLDER, PlannedRun, RunSetting
+from experiments.simulation.batch import STATE_FOLDER, PlannedRun, RunSetting, record_path
 from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.defended_clients import Asked, defend
-from experiments.simulation.party_builder import party_of, roots_of
+from experiments.simulation.party_builder import featured, party_of, roots_of
 from experiments.simulation.recorded_updates import MAX_AUXILIARY, UPDATES_FOLDER, RecordedUpdates
 from experiments.simulation.simulation_record import record_of, write_json
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.pretrained.features import keeps_features
 from fedcg.learning.simulation.simulation import NONE_TRAINED, beginning
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.spec import FederationSpec, ImageForm, plan_from_mapping
@@ -72,29 +72,11 @@ class Runs:
         self._opened: tuple[str, Source] | None = None
         self._dealt: tuple[tuple[str, DealOptions, ImageForm], Cohort] | None = None
         self._defended: tuple[object, Cohort, Facts] | None = None
-
-    def path(self, planned: PlannedRun) -> Path:
-        """Where the record of a run lies."""
-        return self._folder / f"{planned.setting.name}.json"
-
-    def is_done(self, planned: PlannedRun) -> bool:
-        """Whether the record of this very run is there.
-
-        Raises:
-            OptionError: the record of another setting has its name.
-        """
-        path = self.path(planned)
-        if not path.exists():
-            return False
-        if not planned.setting.is_same(_setting_in(path)):
-            raise OptionError(
-                f"{path} is the record of another setting; choose another --out or a --variant, or --force to replace it"
-            )
-        return True
+        self._featured: tuple[object, Cohort] | None = None
 
     def forget(self, planned: PlannedRun) -> None:
         """Drop a run's record, checkpoints and recorded updates."""
-        self.path(planned).unlink(missing_ok=True)
+        record_path(self._folder, planned).unlink(missing_ok=True)
         self._checkpoints(planned).remove()
         shutil.rmtree(self.recording(planned), ignore_errors=True)
 
@@ -122,6 +104,7 @@ class Runs:
             spec, real = self._cohort_of(setting)
             cohort, facts = self._defence_of(setting, real)
             auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
+            seen = self._features_of(setting, spec, cohort)
         party = party_of(setting, spec, cohort)
         checkpoints = self._checkpoints(planned)
         stood, spent = checkpoints.newest() or (None, 0.0)
@@ -147,12 +130,12 @@ class Runs:
             checkpoints.save(now, time.monotonic() - started)
             self._on_round(planned, now)
 
-        result = self._simulator(party, schedule, resume=stood, on_round=keep)
+        result = self._simulator(party_of(setting, spec, seen), schedule, resume=stood, on_round=keep)
         if (reason := _worthless(result)) is not None:
             checkpoints.remove()
             raise RunError(reason)
         record = record_of(planned, party, result, _names(cohort), time.monotonic() - started, facts)
-        write_json(record, self.path(planned))
+        write_json(record, record_path(self._folder, planned))
         checkpoints.remove()
         return record
 
@@ -192,6 +175,18 @@ class Runs:
             self._defended = key, *defend(cohort, asked)
         return self._defended[1:]
 
+    def _features_of(self, setting: RunSetting, spec: FederationSpec, cohort: Cohort) -> Cohort:
+        """The cohort with features of a frozen backbone in the place of images; every method of a batch trains on the same ones."""
+        if not keeps_features(spec):
+            return cohort
+        assert self._dealt is not None
+        key = self._dealt[0], setting.defence_label, setting.start, spec.network.split, spec.network.weights
+        if self._featured is None or self._featured[0] != key:
+            self._featured = None
+            self._note(f"{spec.network.split}: the frozen backbone's features of all images are computed once")
+            self._featured = key, featured(cohort, spec, setting.device)
+        return self._featured[1]
+
     def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet:
         """Images of the opened source that no client holds."""
         assert self._opened is not None
@@ -214,14 +209,6 @@ def _worthless(result: Simulation) -> str | None:
         return None
     reasons = sorted({failure.reason for failures in result.failures.values() for failure in failures})
     return f"no client could train in any round: {'; '.join(reasons[:3])}"
-
-
-def _setting_in(path: Path) -> Any:
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return record.get("setting") if isinstance(record, dict) else None
 
 
 def write_failures(folder: Path, failed: Sequence[FailedRun]) -> None:

@@ -31,7 +31,7 @@ class ImageSet:
     """Decoded images and their labels.
 
     Attributes:
-        images: [N, C, H, W] uint8.
+        images: [N, C, H, W] uint8; [N, K] float32 where a frozen backbone's features stand for them.
         labels: [N] int64, indices into `classes`.
         classes: class names in the spec's order.
     """

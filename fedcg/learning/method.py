@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fedcg.learning.image_set import ImageSet
+    from fedcg.learning.round_checkpoint import RoundCheckpoint
 
     Weights = Mapping[str, torch.Tensor]
 else:
@@ -127,6 +128,7 @@ class RoundContext:
         graphs: whether training steps on a CUDA device may run as CUDA graphs.
         privacy: this client's mechanisms; all off by default. A server half has none.
         validation: the client's validation images, to choose by and never to train on; None on a server, or where a client has none.
+        checkpoint: keeps the state inside a local round; None: a round that is killed begins anew.
         most_rows: rows that go through a teacher at once, where memory is short; None: as many as are fast. Other last digits.
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
         watch_loss: called with the mean loss of the last steps of "distil", at intervals, each time before the `progress` of its step.
@@ -146,6 +148,7 @@ class RoundContext:
     privacy: PrivacySettings = OFF
     most_rows: int | None = None
     validation: ImageSet | None = None
+    checkpoint: RoundCheckpoint | None = None
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ ParameterValue = bool | int | float | str | None
 CropPixels = Annotated[int, Field(ge=0, le=64)]
 _FederationId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 _Classes = Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
-_MethodName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
+METHOD_PATTERN = r"^[a-z][a-z0-9_]{0,62}$"
+_MethodName = Annotated[str, Field(pattern=METHOD_PATTERN)]
 _Rounds = Annotated[int, Field(ge=1, le=100_000)]
 _Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -52,9 +53,19 @@ class _Frozen(BaseModel):
 
 # Fields that came later, and what a spec without them means.
 _EARLIER_VALUES: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": []}
+_EARLIER_NETWORK_VALUES: dict[str, object] = {"weights": None, "freeze": "none"}
 
 
-_NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,200}$")]
+_NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@+-]{1,200}$")]
+
+
+Freeze = Annotated[
+    str,
+    Field(
+        pattern=r"^(none|stem|all|all-but:[A-Za-z0-9_.]{1,80})$",
+        description="of a backbone with weights: none, stem, all, or all-but:STAGE, which trains STAGE and what follows it",
+    ),
+]
 
 
 class NetworkChoice(_Frozen):
@@ -64,6 +75,13 @@ class NetworkChoice(_Frozen):
     generator: Annotated[_NetworkName, Field(description="`fedcg network list`")] = "mlp"
     discriminator: Annotated[_NetworkName, Field(description="`fedcg network list`")] = "mlp"
     noise_dim: Annotated[int, Field(ge=1, le=4096, description="numbers that a generator starts from")] = 100
+    weights: Annotated[
+        str | None,
+        Field(
+            pattern=r"^[0-9a-f]{64}$", description="sha256 of the file with a backbone's weights; none: a random start"
+        ),
+    ] = None
+    freeze: Freeze = "none"
 
 
 def _within_image(pixels: int, info: ValidationInfo) -> int:
@@ -107,12 +125,11 @@ class FederationSpec(_Frozen):
     def canonical(self) -> bytes:
         """The bytes that name this spec: sorted-key JSON without spaces, and without later fields that have the value of before."""
         values = self.model_dump(mode="json")
-        for (
-            name,
-            always,
-        ) in _EARLIER_VALUES.items():  # specs that were founded before these fields keep their bytes, and so their name
-            if values[name] == always:
-                del values[name]
+        # Specs that were founded before these fields keep their bytes, and so their name.
+        for fields, earlier in ((values, _EARLIER_VALUES), (values["network"], _EARLIER_NETWORK_VALUES)):
+            for name, always in earlier.items():
+                if fields[name] == always:
+                    del fields[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     @property

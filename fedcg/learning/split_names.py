@@ -5,6 +5,7 @@ because a spec names it: only what the owner of this machine installed or allowe
 
   * `lenet5`, `lenet5_relu`: part of this program;
   * `resnet18`, `mobilenet_v3_small`, or one of them `@` a layer's name: torchvision's, cut after that layer;
+  * a backbone of timm's with a private projection (`fedcg.learning.backbone_names`);
   * a name in the entry-point group `fedcg.splits` of a package that is installed here, or the `module:function` it stands for;
   * a `module:function` that the environment variable FEDCG_ALLOW_SPLITS lists (commas between several): for experiments
     with code that is not installed. Child processes inherit it.
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedcg.learning import extensions
+from fedcg.learning.backbone_names import check_projected, is_projected
 from fedcg.learning.errors import NetworkError
 
 BUILT_IN = ("lenet5", "lenet5_relu", "cnn_bn", "image_small", "image_paper")
@@ -66,7 +68,7 @@ BACKBONES: Mapping[str, Cuts] = {
 
 def is_backbone(name: str) -> bool:
     """Whether a name asks for one of torchvision's networks, with or without a layer."""
-    return name.partition("@")[0] in BACKBONES
+    return name.partition("@")[0] in BACKBONES and not is_projected(name)
 
 
 def backbone_cut(name: str) -> tuple[str, str]:
@@ -112,7 +114,8 @@ def own_target(name: str) -> str:
         )
     known = ", ".join([*BUILT_IN, *BACKBONES, *sorted(installed)])
     raise NetworkError(
-        f"no split named {name!r}; there are {known}, a backbone cut elsewhere (resnet18@layer3), and module:function"
+        f"no split named {name!r}; there are {known}, a backbone cut elsewhere (resnet18@layer3), one with a projection "
+        "(efficientnet_lite0+project:256), and module:function"
     )
 
 
@@ -133,6 +136,9 @@ def check_name(name: str) -> None:
         NetworkError: an unknown name or layer, code that may not be imported here, or torchvision is missing.
     """
     if name in BUILT_IN:
+        return
+    if is_projected(name):
+        check_projected(name)
         return
     if not is_backbone(name):
         own_target(name)

@@ -17,8 +17,8 @@ LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
 Event = Mapping[str, Any]
 
 DECLINE_ADVICE = {
-    "upload_not_allowed": "the device's owner allows the part under [policy] allow_upload in agent.toml, or the device leaves",
-    "report_not_allowed": "the device's owner allows the field under [policy] allow_report in agent.toml, or the device leaves",
+    "upload_not_allowed": "the device's owner approves it with `fedcg agent approve`, or allows the part under [policy] allow_upload in agent.toml",
+    "report_not_allowed": "the device's owner approves it with `fedcg agent approve`, or allows the field under [policy] allow_report in agent.toml",
     "not_eligible": "nothing, if it has trained this round already; otherwise run `fedcg doctor` on the device",
     "no_data": "run `fedcg doctor` on the device: its images are missing, too few or can't be read",
     "unknown_method": "bring the program on the device up to date",
@@ -26,7 +26,20 @@ DECLINE_ADVICE = {
     "training_failed": "`fedcg agent status` on the device names the cause: memory, disk or private store",
     "diverged": "look at the device's images; where several devices diverge, lower the learning rate of the plan",
     "withheld": "its owner decides: the gate of [audit] or the budget of [privacy] held it back; `fedcg agent status` there names it",
+    "paused": "nothing: its owner paused it; `fedcg agent resume` on the device ends that",
+    "needs_approval": "the device's owner looks with `fedcg agent approve` at what the spec asks for, beyond [policy] in agent.toml",
+    "daily_limit": "nothing: it takes part again after midnight UTC; [policy] max_upload_mb_per_day and max_download_mb_per_day there set the limit",
     "interrupted": "nothing: its agent was stopped, and takes part again when it runs",
+    "reserved": "nothing: the device's application keeps it busy, and releases its lock_file or stop_file when it is done",
+    "hot": "nothing, if it is rare: it takes part when it has cooled; otherwise improve its cooling or lower its power mode",
+    "throttled": "look at the device's power supply and cooling: `fedcg doctor --hardware` names what slows it down",
+    "on_battery": "connect the device to mains power",
+    "power_mode": "set a power mode on the device that [eligibility] power_modes in its agent.toml lists",
+    "quiet_hours": "nothing: it takes part when its quiet hours are over",
+    "low_disk": "free some space on the device; `fedcg doctor --hardware` shows how much it needs",
+    "low_memory": "end other programs on the device, or lower [eligibility] min_free_memory_mb in its agent.toml",
+    "metered": "nothing: it takes part when it has a link that is not metered",
+    "no_time": "give rounds more time: deadline_s of the federation's plan",
 }
 """What a person does about a device that declines, by its reason."""
 
@@ -110,6 +123,18 @@ def _link(event: Event) -> Line:
     if down_s is None:
         return INFO, "connected to the broker"
     return INFO, f"the link to the broker is back after {down_s:.0f} s"
+
+
+def _training_paused(event: Event) -> Line:
+    if event.get("attempt") is None:  # the coordinator's: the federation is paused
+        return ERROR, "paused: {reason}"
+    return WARNING, "{at}: training pauses ({reason}): {detail}"
+
+
+def _resumed(event: Event) -> Line:
+    if event.get("seconds") is None:
+        return DEBUG, "goes on: {phase}, round {round}"
+    return INFO, "{at}: training goes on after a pause of {seconds:.0f} s"
 
 
 def _audited(event: Event) -> Line:
@@ -202,6 +227,11 @@ def _trainer_died(event: Event) -> Line:
     return WARNING, f"the training process ended with code {{exit_code}} ({cause}); it is started again"
 
 
+def _agent_paused(event: Event) -> Line:
+    until = "until {until!t}" if event.get("until") else "until `fedcg agent resume`"
+    return INFO, f"paused {until}" + (": {reason}" if event.get("reason") else "")
+
+
 def _attempt_opened(event: Event) -> Line:
     return INFO, f"{{at}} opened ({len(event.get('participants') or ())} devices invited)"
 
@@ -238,6 +268,8 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "finished": _finished,
     "refused": _refused,
     "phase_started": _phase_started,
+    "paused": _training_paused,
+    "resumed": _resumed,
     "certificate_renewed": _certificate_renewed,
     # of the agent and its training process
     "agent_started": (INFO, "agent of {device} started, federation {federation}"),
@@ -252,6 +284,15 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "artifact_stored": _artifact_stored,
     "trainer_started": (DEBUG, "the training process is started ({pid})"),
     "trainer_died": _trainer_died,
+    "trainer_released": (INFO, "the training process is ended, which frees its memory: {reason}"),
+    "agent_paused": _agent_paused,
+    "agent_resumed": (INFO, "takes part again: {reason}"),
+    "approval_needed": (
+        WARNING,
+        "spec {spec:.12} waits for approval: {detail}. What to do: look at it with `fedcg agent approve`",
+    ),
+    "approved": (INFO, "spec {spec:.12} is approved by the owner of this device"),
+    "approval_revoked": (INFO, "the approval of spec {spec:.12} is revoked"),
     "gpu_failed": (ERROR, "{at}: the GPU failed, and the training process starts again: {detail}"),
     "images_skipped": (WARNING, "{count} images can't be read and are left out; `fedcg doctor` names them"),
     "defended": (INFO, "{count} training images went through {defence} ({detail}; {seconds:.0f} s)"),
@@ -268,7 +309,6 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     # of the coordinator
     "started": (INFO, "the coordinator runs (epoch {epoch})"),
     "stopped": (INFO, "the coordinator stopped"),
-    "resumed": (DEBUG, "goes on: {phase}, round {round}"),
     "steered": (INFO, "{status}: {reason}"),
     "federation_created": (INFO, "created"),
     "device_disabled": (INFO, "{client} is not invited until it is enabled: {reason}"),
@@ -287,7 +327,6 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "attempt_resumed": (INFO, "{at} goes on after a restart"),
     "attempt_failed": (WARNING, "{at} failed: {reason}"),
     "deadline_moved": (WARNING, "{at} goes on: {reason}"),
-    "paused": (ERROR, "paused: {reason}"),
     "update_stored": (INFO, "{at}: the update of {client} is accepted ({size!b} in {seconds:.1f} s)"),
     "update_refused": _update_refused,
     "update_rejected": (ERROR, "{at}: the update of {client} can't be merged: {reason}"),

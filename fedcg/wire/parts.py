@@ -55,6 +55,26 @@ class ReportField(str, Enum):
     MODEL = "model"
     """Of a device's report of itself, not of an update's: the exported model in use."""
 
+    @property
+    def meaning(self) -> str:
+        """What it is, for the owner of a device."""
+        return _REPORT_MEANINGS[self]
+
+
+_REPORT_MEANINGS: Mapping[ReportField, str] = {
+    ReportField.EXAMPLES: "the number of training images",
+    ReportField.ACCURACY: "accuracy of the personal model on this device's test images",
+    ReportField.LOSS: "mean loss of the local round",
+    ReportField.HEALTH: "condition of the device: ok, hot, low power, low disk; its doctor's findings; its clock",
+    ReportField.LABEL_COUNTS: "the number of training images of each class",
+    ReportField.SHADOW: "accuracy of a model that was trained on this device alone",
+    ReportField.DOWNLOADED: "accuracy of the model as it was downloaded",
+    ReportField.PER_CLASS: "these accuracies by class",
+    ReportField.AUDIT: "what this device's own audit of the update found",
+    ReportField.EPSILON: "what differentially private training has spent",
+    ReportField.MODEL: "the exported model in use: size, latency, accuracy",
+}
+
 
 class Health(str, Enum):
     """The condition that a device reports; a closed set, so that free text can never leave a device."""

@@ -25,7 +25,7 @@ from coordinator.rounds.records import ParticipantState
 from edge_client.agent.loop import Agent
 from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.events import ChooseModel
+from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.messages import Committed, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog
@@ -140,7 +140,7 @@ class HeldTrainer(FakeTrainer):
         self.update = b""
 
     def work(self, command: TrainerCommand) -> None:
-        assert not isinstance(command, ChooseModel)
+        assert isinstance(command, TrainRound)
         attempt = command.round_attempt
         self.update = self._device.make_update(attempt.round, attempt.attempt, command.aggregate)
         self.store.generations.commit(toy_generation(self.spec, attempt, self.update))

@@ -96,6 +96,7 @@ def test_a_process_that_is_killed_or_hangs_is_replaced_and_the_result_is_the_sam
         assert died == [(-signal.SIGKILL, f"no progress for {STALL_S:.0f} s")]
 
 
+@pytest.mark.slow
 def test_a_killed_agent_and_then_a_killed_coordinator_resume_the_same_attempt_and_the_result_is_the_same(
     stack: Stack, undisturbed: str
 ) -> None:

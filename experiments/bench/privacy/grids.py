@@ -14,7 +14,7 @@ _METHODS = {
     "FedCG": ("--method", "fedcg", "--set", "server_iterations=400"),
     "FedMD-CG": ("--method", "fedmd_cg"),
 }
-_PPIDSG = ("--method", "ppidsg", "--network", "image_small", "--lr", "0.01")
+_PPIDSG = ("--method", "ppidsg", "--network", "ppidsg=image_small", "--lr", "0.01")
 # Per-sample gradients need a discriminator without spectral norm; with Adam and small batches DP-SGD learns next to nothing here.
 _PRIVATE = ("--discriminator", "mlp_plain", "--set", "optimiser=sgd", "--lr", "1", "--batch-size", "64")
 # Anti-GAN's split: each of two clients has half of the classes. Its GAN is trained for as long as two CPUs bear (docs/defences.md).

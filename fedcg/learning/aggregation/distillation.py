@@ -31,7 +31,7 @@ from fedcg.learning.method import (
     Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.cuda_graph import graphed, on_cuda
 from fedcg.learning.training.losses import kl_rows

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedcg.json_output import print_data
+from fedcg.learning import backbone_names
+from fedcg.learning.backbone_names import IMAGENET, weights_digest, weights_for
+from fedcg.learning.errors import NetworkError
 from fedcg.learning.split_names import BACKBONES, BUILT_IN, allow_here, registered
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ def list_networks(
     from fedcg.learning.networks.generators import generator_names
 
     layers = {name: list(cuts.strides) for name, cuts in BACKBONES.items()}
+    weights = {name: _weights_here(name) for name in backbone_names.BACKBONES}
     names = {
         "splits": [*BUILT_IN, *BACKBONES, *sorted(registered())],
         "cuts": {name: [f"{name}@{layer}" for layer in found] for name, found in layers.items()},
@@ -35,11 +40,49 @@ def list_networks(
         "discriminators": sorted(DISCRIMINATORS),
     }
     if as_json:
-        print_data(names)
+        print_data({**names, "backbones": weights})
         return
     lines = [f"{kind}: {', '.join(names[kind])}" for kind in ("splits", "generators", "discriminators")]
     lines += [f"{name}@LAYER, with LAYER one of {', '.join(found)}" for name, found in layers.items()]
+    lines.append(f"BACKBONE[@STAGE]+project:D, with BACKBONE one of {', '.join(weights)}, or timm:NAME; weights:")
+    lines += [
+        f"  {name}: {found['file']}, sha256 {found['sha256']}"
+        if found
+        else f"  {name}: none here (fedcg network fetch {name})"
+        for name, found in weights.items()
+    ]
     typer.echo("\n".join(lines))
+
+
+def _weights_here(backbone: str) -> dict[str, str] | None:
+    """File and sha256 of a backbone's weights on this machine."""
+    try:
+        path = weights_for(backbone, None)
+    except NetworkError:
+        return None
+    return None if path is None else {"file": str(path), "sha256": weights_digest(path)}
+
+
+@network_app.command("fetch")
+def fetch_network(
+    name: Annotated[str, typer.Argument(help="A backbone that `fedcg network list` prints, or timm:NAME.")],
+    out: Annotated[Path, typer.Option(help="folder for the file, made where there is none")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Download a backbone's pretrained weights; where a package with them is installed, only name its file."""
+    from fedcg.learning.networks.pretrained.fetch import fetch_weights  # torch comes with it: not for --help
+
+    try:
+        path = backbone_names.backbone_of(name).installed_file()
+        is_installed = path is not None
+        path = path or fetch_weights(name, out)
+        digest = weights_digest(path)
+    except NetworkError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print_data({"file": str(path), "sha256": digest, "fetched": not is_installed})
+    else:
+        typer.echo(f"{path}{' (installed, nothing fetched)' if is_installed else ''}\nsha256 {digest}")
 
 
 @network_app.command("show")
@@ -51,6 +94,7 @@ def show_network(
     generator: Annotated[str, typer.Option(help="the generator beside it")] = "mlp",
     discriminator: Annotated[str, typer.Option(help="the discriminator beside it")] = "mlp",
     noise_dim: Annotated[int, typer.Option(help="dimensions of the generator's noise", min=1, max=4096)] = 100,
+    freeze: Annotated[str, typer.Option(help="of BACKBONE+project: none, stem, all or all-but:STAGE")] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """The feature's shape, parameters and bytes of every part, and what each method sends."""
@@ -67,6 +111,8 @@ def show_network(
         "noise_dim": noise_dim,
     }
     try:
+        if freeze != "none":
+            network |= {"freeze": freeze, "weights": "0" * 64}  # whichever they are: nothing is filled
         sizes = sizes_of(_plan(network, image_size, channels, classes))
     except (LearningError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -79,7 +125,8 @@ def show_network(
 def _plan(network: dict[str, str | int], side: int, channels: int, classes: int) -> FederationPlan:
     from fedcg.learning.spec import FederationPlan
 
-    image = {"mode": _MODES[channels], "height": side, "width": side, "mean": [0.5] * channels, "std": [0.5] * channels}
+    mean, std = ([sum(one) / 3] if channels == 1 else list(one) for one in IMAGENET)
+    image = {"mode": _MODES[channels], "height": side, "width": side, "mean": mean, "std": std}
     return FederationPlan.model_validate(
         {
             "federation": "sizes",

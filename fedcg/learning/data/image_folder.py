@@ -63,7 +63,8 @@ def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
         for folder in sorted(path for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")):
             if folder.name not in labels:
                 raise DataError(
-                    f"{folder}: the spec has no class {folder.name!r}; its classes are {', '.join(classes)}"
+                    f"{folder}: the spec has no class {folder.name!r}; its classes are {', '.join(classes)}. Rename the folder to "
+                    "one of them, have the operator list the class in a new federation, or move the folder elsewhere"
                 )
             try:
                 listed = sorted(folder.iterdir())
@@ -223,12 +224,14 @@ def normalise(images: torch.Tensor, form: ImageForm) -> torch.Tensor:
     """`(x / 255 - mean) / std` per channel, batched on the images' device.
 
     Args:
-        images: [B, C, H, W] uint8.
+        images: [B, C, H, W] uint8; or [B, K] float32, a frozen backbone's features of images, which stay as they are.
         form: the spec's image form.
 
     Returns:
         [B, C, H, W] float32.
     """
+    if images.ndim == 2:
+        return images
     mean, std = (_per_channel(values, images.device) for values in (form.mean, form.std))
     return (images.to(torch.float32) / 255.0 - mean) / std
 

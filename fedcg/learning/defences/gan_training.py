@@ -33,8 +33,8 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.assembly import allocated
 from fedcg.learning.networks.discriminators import ConcatenatingDiscriminator, Passes
 from fedcg.learning.networks.generators import ConditionalGenerator
-from fedcg.learning.networks.initial_values import draw_weights
-from fedcg.learning.networks.pretrained_stem import Stem
+from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.pretrained.stem import Stem
 from fedcg.learning.training.eager_optimisers import Adam
 from fedcg.learning.training.training_loop import check_loss
 

@@ -22,7 +22,7 @@ from torch import nn
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.method import Weights
 from fedcg.learning.networks.assembly import skeleton
-from fedcg.learning.networks.layer_randomness import lent_generators
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.spec import NetworkSpec
 from fedcg.wire.parts import Part
 

@@ -32,7 +32,8 @@ from torch import nn
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.method import Method, TrainingParams
 from fedcg.learning.networks.assembly import skeleton
-from fedcg.learning.networks.layer_randomness import lent_generators
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
+from fedcg.learning.networks.pretrained.backbone import constant_layers
 from fedcg.learning.privacy import DpSgdSettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import NetworkSpec
@@ -40,7 +41,7 @@ from fedcg.wire.parts import Part
 
 Loss = Callable[[], torch.Tensor]
 _SETTINGS = {
-    Part.EXTRACTOR: ("network.split", "lenet5 or lenet5_relu"),
+    Part.EXTRACTOR: ("network.split", "lenet5, lenet5_relu, or a backbone with a projection and network.freeze = all"),
     Part.CLASSIFIER: ("network.split", "lenet5 or lenet5_relu"),
     Part.DISCRIMINATOR: ("network.discriminator", "mlp_plain or conv_plain"),
 }
@@ -74,7 +75,9 @@ def check_dp_sgd(spec: NetworkSpec, method: Method) -> None:
 def _unfit_layer(spec: NetworkSpec, part: Part) -> str:
     """The type of the first layer in which rows see each other, or which keeps numbers beside its weights; or nothing."""
     with lent_generators(0):
-        layers = list(skeleton(spec, part).modules())
+        network = skeleton(spec, part)
+    constant = constant_layers(network)
+    layers = [layer for layer in network.modules() if layer not in constant]
     mixing = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm._LazyNormBase)  # noqa: SLF001 - torch has no other name
     unfit = [
         layer for layer in layers if isinstance(layer, mixing) or next(layer.buffers(recurse=False), None) is not None
@@ -109,7 +112,7 @@ class PrivateSteps:
         optimiser: over its weights.
         settings: noise and clip.
         expected_rows: rate · rows, not the rows of one batch: those depend on which images there are.
-        noise: stream of the noise, on the module's device.
+        noise: stream of the noise, on the module's device; also an attribute, for checkpoints.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class PrivateSteps:
         from opacus.grad_sample import GradSampleModule
         from opacus.optimizers import DPOptimizer
 
+        self.noise = noise
         self._weights = list(module.parameters())
         self._sampled = GradSampleModule(module)
         self._sampled.disable_hooks()  # but in `step`: elsewhere the module's gradients are nobody's images'

@@ -5,12 +5,13 @@ Without clipping it bounds nothing: it is there to be compared with, DP-SGD is t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from fedcg.learning.method import RoundContext
+from fedcg.learning.round_checkpoint import optimiser_state, restore_optimiser
 
 
 class NoisyOptimiser(torch.optim.Optimizer):
@@ -22,6 +23,15 @@ class NoisyOptimiser(torch.optim.Optimizer):
         self._deviation = deviation
         self._stream = stream
         self.param_groups, self.state = inner.param_groups, inner.state
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Its state for a checkpoint."""
+        return {**optimiser_state(self._inner), "stream": self._stream.get_state()}
+
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Take the state of a checkpoint."""
+        self._stream.set_state(kept["stream"])
+        restore_optimiser(self._inner, {name: value for name, value in kept.items() if name != "stream"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""

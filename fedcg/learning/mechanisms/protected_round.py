@@ -100,6 +100,10 @@ def _within_bounds(parts: Parts, ctx: RoundContext) -> Parts:
         if (layout.low, layout.high) != (None, None)
     }
     return {
-        part: {name: one.clamp(*bounds[part, name]) if (part, name) in bounds else one for name, one in weights.items()}
+        part: {
+            # Integers clamped to bounds that are floats would become floats.
+            name: one.clamp(*bounds[part, name]).to(one.dtype) if (part, name) in bounds else one
+            for name, one in weights.items()
+        }
         for part, weights in parts.items()
     }

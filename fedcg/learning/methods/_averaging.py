@@ -35,7 +35,7 @@ from fedcg.learning.method import (
     Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.networks.stacked import can_stack
+from fedcg.learning.networks.layers.stacked import can_stack
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.private_training import train_task
 from fedcg.learning.training.stacked_training import Learner, train_classifiers

@@ -45,7 +45,8 @@ from fedcg.learning.method import (
 from fedcg.learning.methods._averaging import init_client_of, init_server_of, local_result
 from fedcg.learning.networks import NETWORKS, load_part
 from fedcg.learning.networks.discriminators import rows_are_independent
-from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.networks.layers.layer_randomness import seeded_layers
+from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import (
@@ -176,10 +177,15 @@ def train_gan(
     plain = gan_step(in_precision(generator, ctx), discriminator, judge, forger, params)
     step = graphed(plain, [generator, discriminator], [judge, forger], steps if ctx.graphs else 0)
     asked = ctx.streams.generator("generate", "asked")
-    for real, labels, noise in feature_blocks(source, params, ctx):
+    kept: dict[str, Kept] = {"generator": generator, "discriminator": discriminator, "judge": judge, "forger": forger}
+    blocks = stage_blocks(ctx, "generate", feature_blocks(source, params, ctx), **kept, loss=meter)
+    for (real, labels, noise), is_new in blocks:
         inputs: tuple[torch.Tensor, ...] = (real, labels, noise)
         if ctx.privacy.balance == "logits":
             inputs = (*inputs, torch.randint(ctx.spec.class_count, labels.shape, generator=asked).to(ctx.device))
+        if not is_new:
+            done += len(list(slices(len(labels), params.batch_size)))
+            continue
         for rows in slices(len(labels), params.batch_size):
             meter.add(step(*(tensor[rows] for tensor in inputs)))
             done += 1
@@ -257,11 +263,21 @@ def train_gan_privately(
     meter = LossMeter("generator and discriminator", ctx.device)
     seed = ctx.streams.at("privacy").seed("generate")
     with private_steps([discriminator], judge, ctx.privacy.dp_sgd, rate * rows, seed) as private:
-        for done, index in enumerate(poisson_batches(rows, rate, steps, order), 1):
+        kept: dict[str, Kept] = {
+            "generator": generator,
+            "discriminator": discriminator,
+            "judge": judge,
+            "forger": forger,
+        }
+        batches = enumerate(poisson_batches(rows, rate, steps, order), 1)
+        kept_batches = stage_blocks(ctx, "generate", batches, **kept, loss=meter, noise=private.noise)
+        for (done, index), is_new in kept_batches:
             z = torch.randn(size, ctx.spec.network.noise_dim, generator=noise).to(ctx.device)
             asked = paired_labels(torch.randint(ctx.spec.class_count, (size,), generator=labels).to(ctx.device))
-            fake = generator(z, asked)
             real = source.rows(index, augmenter) if len(index) else None
+            if not is_new:
+                continue
+            fake = generator(z, asked)
             private.step(
                 len(index),
                 None if real is None else partial(_loss_of, real_loss, discriminator, *real),

@@ -46,7 +46,8 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.methods._averaging import init_client_of, local_result
 from fedcg.learning.networks import load_part
-from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.networks.layers.layer_randomness import seeded_layers
+from fedcg.learning.round_checkpoint import stage_blocks
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
@@ -200,12 +201,17 @@ def train_generator(
     step: Step | None = None
     steps, done = steps_of(params, len(source.labels)), 0
     meter = LossMeter("generator", ctx.device)
-    for real, labels, noise in feature_blocks(source, params, ctx):
+    blocks = feature_blocks(source, params, ctx)
+    kept = stage_blocks(ctx, "generate", blocks, generator=generator, optimiser=optimiser, loss=meter)
+    for (real, labels, noise), is_new in kept:
         if step is None:
             forge, judge = (in_precision(network, ctx) for network in (generator, classifier))
             scale = class_scale(real, labels, ctx.spec.class_count)
             plain = generator_step(forge, judge, optimiser, params, scale)
             step = graphed(plain, [generator], [optimiser], steps if ctx.graphs else 0)
+        if not is_new:
+            done += len(list(slices(len(labels), params.batch_size)))
+            continue
         with torch.no_grad():
             target = classifier(real)
         for rows in slices(len(labels), params.batch_size):

@@ -42,7 +42,7 @@ from fedcg.learning.methods._averaging import init_server_of
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.assembly import allocated, split_of
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencoder, unfit_form
-from fedcg.learning.networks.initial_values import draw_weights
+from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, NetworkSpec
 from fedcg.learning.training.encrypting_translation import (
@@ -65,7 +65,8 @@ class PpidsgParams(TranslationParams, EtcParams):
 def problem_with(spec: NetworkSpec) -> str:
     """Why a federation can't be planned so, or nothing."""
     if spec.network.split not in IMAGE_SPLITS:
-        return f"its networks work on whole images: network.split must be {' or '.join(IMAGE_SPLITS)}"
+        first, *_ = names = tuple(IMAGE_SPLITS)
+        return f"its networks work on whole images: network.split must be {' or '.join(names)} (--network {first})"
     form, params = spec.image, PpidsgParams.model_validate(spec.params)
     if unfit := unfit_form(form):
         return unfit

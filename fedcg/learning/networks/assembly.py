@@ -8,21 +8,23 @@ with torch's default generator lent to it. The global random state is never chan
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
+from fedcg.learning.backbone_names import is_projected
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import generator_builder
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
-from fedcg.learning.networks.initial_values import draw_weights
-from fedcg.learning.networks.layer_randomness import lent_generators
+from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.networks.own_splits import Rehearsal, load_split, rehearse
+from fedcg.learning.networks.pretrained.backbone import check_plain, projected_split
 from fedcg.learning.networks.split import SPLITS, Split
 from fedcg.learning.spec import NetworkSpec
 from fedcg.learning.split_names import is_backbone
@@ -69,9 +71,15 @@ def split_of(spec: NetworkSpec) -> Split:
             user's split that does not do what it says.
     """
     name, image = spec.network.split, spec.image
-    split = (
-        SPLITS.get(name) or IMAGE_SPLITS.get(name) or (backbone_split(name) if is_backbone(name) else load_split(name))
-    )
+    if is_projected(name):
+        split = projected_split(spec.network, image)
+    else:
+        check_plain(spec.network)
+        split = (
+            SPLITS.get(name)
+            or IMAGE_SPLITS.get(name)
+            or (backbone_split(name) if is_backbone(name) else load_split(name))
+        )
     if min(image.height, image.width) < split.smallest_side:
         raise NetworkError(
             f"{name} needs images of at least {split.smallest_side}x{split.smallest_side}, "
@@ -142,7 +150,14 @@ def _without_values(spec: NetworkSpec, part: Part, device: str) -> nn.Module:
     if _fills_itself(split_of(spec), part):
         with lent_generators(0):
             return skeleton(spec, part).to(device)
-    return allocated(skeleton(spec, part), device)
+    module = allocated(skeleton(spec, part), device)
+    if (fill := _fill_of(spec, part)) is not None:
+        fill(module, None)
+    return module
+
+
+def _fill_of(spec: NetworkSpec, part: Part) -> Callable[[nn.Module, torch.Generator | None], None] | None:
+    return split_of(spec).fill if part is Part.EXTRACTOR else None
 
 
 def build_part(spec: NetworkSpec, part: Part, generator: torch.Generator | None = None) -> nn.Module:
@@ -152,7 +167,10 @@ def build_part(spec: NetworkSpec, part: Part, generator: torch.Generator | None 
         with lent_generators(int(torch.randint(1 << 62, (), generator=stream))):
             return skeleton(spec, part)
     module = allocated(skeleton(spec, part), "cpu")
-    draw_weights(module, stream)
+    if (fill := _fill_of(spec, part)) is not None:
+        fill(module, stream)
+    else:
+        draw_weights(module, stream)
     return module
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from fedcg.learning.networks.generators import empty_embedding, spread_growth
-from fedcg.learning.networks.small_maps import MapBatchNorm2d, Size
-from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
+from fedcg.learning.networks.layers.small_maps import MapBatchNorm2d, Size
+from fedcg.learning.networks.layers.spectral import SpectralConv2d, SpectralLinear
 
 DiscriminatorBuilder = Callable[[tuple[int, ...], int], nn.Module]
 _WIDTHS = (128, 256, 512)

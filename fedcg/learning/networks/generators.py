@@ -14,7 +14,7 @@ from torch import nn
 
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.extensions import imported, registered
-from fedcg.learning.networks.small_maps import MapBatchNorm2d, SmallConvTranspose2d
+from fedcg.learning.networks.layers.small_maps import MapBatchNorm2d, SmallConvTranspose2d
 from fedcg.learning.networks.split import FeatureRange
 
 GeneratorBuilder = Callable[[tuple[int, ...], int, int, FeatureRange], nn.Module]

@@ -20,18 +20,24 @@ from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayo
 _REPORT = (ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH)
 
 
-def initial_parts(spec: FederationSpec, private_root: bytes) -> dict[Part, Weights]:
+def initial_parts(
+    spec: FederationSpec, private_root: bytes, wanted: frozenset[Part] | None = None
+) -> dict[Part, Weights]:
     """Initial weights of every part that the spec's method has.
 
     Args:
         spec: names networks, method and public seed.
         private_root: the cohort secret; `spec_root(spec.seed)` on a device without one, and on the coordinator (which has no
             use for the private parts).
+        wanted: only these parts; None: all.
+
+    Raises:
+        NetworkError: the weights that the spec pins are not here, or do not fit.
     """
     method = get_method(spec.method)
     public = method.shared_up | method.shared_down | DEFAULT_ALLOW_UPLOAD
     result: dict[Part, Weights] = {}
-    for part in sorted(method.parts):
+    for part in sorted(method.parts if wanted is None else method.parts & wanted):
         if part is Part.STATISTICS:
             result[part] = {layout.name: _zeros(layout) for layout in spec.layouts[part]}
             continue

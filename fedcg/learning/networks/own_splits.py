@@ -16,7 +16,7 @@ from torch import nn
 
 from fedcg.learning.errors import ExtensionError, NetworkError
 from fedcg.learning.extensions import imported
-from fedcg.learning.networks.layer_randomness import lent_generators
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.networks.split import FeatureRange, Split
 from fedcg.learning.split_names import own_target
 

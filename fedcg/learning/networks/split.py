@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import nn
 
-from fedcg.learning.networks.pooled import AveragedConv2d, MaxedConv2d
+from fedcg.learning.networks.layers.pooled import AveragedConv2d, MaxedConv2d
 
 
 class FeatureRange(str, Enum):
@@ -34,6 +35,8 @@ class Split:
         classifier: (feature shape, classes) -> module taking features to [B, classes] logits.
         feature_range: where features lie.
         smallest_side: the least height and width of an image.
+        fill: puts into an extractor what its state lacks (constants), and with a stream also the initial values of its state; None:
+            there are no constants, and `draw_weights` gives the initial values.
         image_generator, image_discriminator: image channels -> modules on whole images, for methods that need them; None: there are none.
         initialises_itself: the modules come with initial values of their own, as their author wrote them; the others are made
             without values and filled by `draw_weights`. Set for the user's own splits, whatever they set.
@@ -44,6 +47,7 @@ class Split:
     feature_range: FeatureRange
     smallest_side: int = 1
     initialises_itself: bool = False
+    fill: Callable[[nn.Module, torch.Generator | None], None] | None = None
     image_generator: Callable[[int], nn.Module] | None = None
     image_discriminator: Callable[[int], nn.Module] | None = None
 

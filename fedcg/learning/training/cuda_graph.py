@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from fedcg.learning.round_checkpoint import optimiser_state, restore_optimiser
+
 Step = Callable[..., torch.Tensor]
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ def graphed(
     Args:
         step: zero_grad(set_to_none=True), forward, loss, backward, optimiser steps; returns the loss.
         modules: all that the step changes.
-        optimisers: of these modules, without a step behind them.
+        optimisers: of these modules, new or restored from a checkpoint.
         steps: how often it will be taken; the plain step where that would not pay for a graph.
     """
     return _OnFirstCall(step, modules, optimisers) if steps >= LEAST_STEPS else step
@@ -58,16 +60,17 @@ class _OnFirstCall:
         return self._run(*inputs)
 
     def _captured(self, inputs: Sequence[torch.Tensor]) -> Step:
-        before = _snapshot(self._modules)
+        before, moments = _snapshot(self._modules), [optimiser_state(one) for one in self._optimisers]
+        moments = [{name: value.clone() for name, value in state.items()} for state in moments]
         for optimiser in self._optimisers:
             for group in optimiser.param_groups:
                 if "capturable" in group:
                     group["capturable"] = True
         try:
-            return GraphedStep(self._step, inputs, lambda: _restore(before, self._modules, self._optimisers))
+            return GraphedStep(self._step, inputs, lambda: _restore(before, moments, self._modules, self._optimisers))
         except RuntimeError as error:
             log.warning("the training step runs without a CUDA graph: %s", error)
-            _restore(before, self._modules, self._optimisers)
+            _restore(before, moments, self._modules, self._optimisers)
             return self._step
 
 
@@ -120,15 +123,17 @@ def _snapshot(modules: Sequence[nn.Module]) -> list[dict[str, torch.Tensor]]:
 @torch.no_grad()
 def _restore(
     before: Sequence[dict[str, torch.Tensor]],
+    moments: Sequence[dict[str, torch.Tensor]],
     modules: Sequence[nn.Module],
     optimisers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Modules as in the snapshot, optimisers as before their first step; every tensor stays where the graph knows it."""
+    """Modules as in the snapshot, optimisers as before the warm-up: new, or as a checkpoint left them; every tensor stays where the graph knows it."""
     for weights, module in zip(before, modules, strict=True):
         for name, tensor in module.state_dict().items():
             tensor.copy_(weights[name])
-    for optimiser in optimisers:
+    for kept, optimiser in zip(moments, optimisers, strict=True):
         for state in optimiser.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     value.zero_()
+        restore_optimiser(optimiser, kept)

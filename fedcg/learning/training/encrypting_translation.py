@@ -31,7 +31,8 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.networks.image_networks import ImageAutoencoder
-from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.networks.layers.layer_randomness import seeded_layers
+from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.losses import cross_entropy, fake_loss, real_loss
 from fedcg.learning.training.training_loop import (
@@ -161,13 +162,26 @@ class ImagePool:
         self._images: torch.Tensor | None = None
         self._labels: torch.Tensor | None = None
 
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Its state for a checkpoint."""
+        pooled = (
+            {} if self._images is None or self._labels is None else {"images": self._images, "labels": self._labels}
+        )
+        return {**pooled, "stream": self._stream.get_state()}
+
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Take the state of a checkpoint."""
+        self._stream.set_state(kept["stream"])
+        self._images, self._labels = kept.get("images"), kept.get("labels")
+
     def exchange(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As many images and labels as came: the first ones fill the pool and come back, then half are exchanged for pooled ones."""
         if self._size == 0:
             return images, labels
         kept = 0 if self._images is None else len(self._images)
         if self._images is not None and self._labels is not None:
-            images, labels = torch.cat([self._images, images]), torch.cat([self._labels, labels])
+            images = torch.cat([self._images.to(images.device), images])
+            labels = torch.cat([self._labels.to(labels.device), labels])
         exchanged = torch.rand(len(images), generator=self._stream) < 0.5
         places = torch.randint(self._size, (len(images),), generator=self._stream).tolist()
         pool, given = list(range(kept)), []
@@ -215,6 +229,12 @@ class _Training:
                     optimiser.param_groups[0]["momentum"] = params.momentum
             optimiser.param_groups[0]["lr"] *= factor
             self._optimisers[name] = with_gradient_noise(optimiser, ctx, "generate", name)
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        """All that its steps change, for a checkpoint."""
+        networks: dict[str, Kept] = {field.name: getattr(self._nets, field.name) for field in fields(self._nets)}
+        return {**networks, **{f"{name} optimiser": one for name, one in self._optimisers.items()}, "pool": self._pool}
 
     def step(self, images: torch.Tensor, encrypted: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One batch; the losses in the order of `TranslationLosses`."""
@@ -265,7 +285,12 @@ def train_translation(
     for field in fields(networks):
         getattr(networks, field.name).train()
     with seeded_layers(ctx, "generate"):
-        for block in translation_blocks(data, encrypt, params, ctx):
+        kept = {**training.kept, **{f"{name} loss": meter for name, meter in zip(names, meters, strict=True)}}
+        blocks = translation_blocks(data, encrypt, params, ctx)
+        for block, is_new in stage_blocks(ctx, "generate", blocks, **kept):
+            if not is_new:
+                done += len(list(slices(len(block[2]), params.batch_size)))
+                continue
             for rows in slices(len(block[2]), params.batch_size):
                 for meter, loss in zip(meters, training.step(*(tensor[rows] for tensor in block)), strict=True):
                     meter.add(loss)

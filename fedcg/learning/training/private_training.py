@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,8 +18,9 @@ from fedcg.learning.mechanisms.dp_sgd import (
     sampling_rate,
 )
 from fedcg.learning.method import RoundContext, TrainingParams
-from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.privacy import DpSgdSettings
+from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.training_loop import (
@@ -83,11 +85,19 @@ def train_classifier_privately(
         seeded_layers(ctx, "classify"),
         private_steps([extractor, classifier], optimiser, settings, rate * len(data), seed) as private,
     ):
-        for done, index in enumerate(poisson_batches(len(data), rate, steps, order), 1):
+        kept: dict[str, Kept] = {"extractor": extractor, "classifier": classifier, "optimiser": optimiser}
+        batches = enumerate(poisson_batches(len(data), rate, steps, order), 1)
+        keeper = ctx if after_step is nothing else replace(ctx, checkpoint=None)
+        kept_batches = stage_blocks(keeper, "classify", batches, **kept, loss=meter, noise=private.noise)
+        for (done, index), is_new in kept_batches:
             if len(index):
                 raw = data.rows(index.to(data.labels.device))
                 block = Block(normalise(augmenter.draw(len(index)).apply(raw.images), ctx.spec.image), raw.labels)
-                losses = _Losses(extractor, classifier, block, penalty(block), ctx.privacy.dropout)
+                extra = penalty(block)
+            if not is_new:
+                continue
+            if len(index):
+                losses = _Losses(extractor, classifier, block, extra, ctx.privacy.dropout)
                 private.step(len(index), losses.of_images, losses.of_weights)
                 meter.add(losses.task)
             else:

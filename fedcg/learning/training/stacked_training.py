@@ -16,7 +16,7 @@ from torch import nn
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
-from fedcg.learning.networks.stacked import Stacked
+from fedcg.learning.networks.layers.stacked import Stacked
 from fedcg.learning.training.augmentation import Augmentation, Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.precision import in_precision

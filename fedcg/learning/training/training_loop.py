@@ -8,8 +8,8 @@ Optimisers are made afresh in every round (the papers leave it open): a device t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -19,7 +19,8 @@ from fedcg.learning.data.image_folder import normalise, usable_rows
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
-from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.networks.layers.layer_randomness import seeded_layers
+from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.learning.training.augmentation import Augmentation, Augmenter
@@ -189,6 +190,17 @@ class LossMeter:
         self._sum += loss.detach()
         self._steps += 1
 
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Its state for a checkpoint."""
+        counts = [*self._looked_at, self._steps, self.latest]
+        return {"sum": self._sum, "counts": torch.tensor(counts, dtype=torch.float64)}
+
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Take the state of a checkpoint."""
+        total, earlier, steps, self.latest = kept["counts"].tolist()
+        self._sum.copy_(kept["sum"])
+        self._looked_at, self._steps = (total, int(earlier)), int(steps)
+
     def look(self) -> float:
         """Mean loss since the last look or check, whatever it is; there was a step since."""
         total, steps = float(self._sum), self._steps
@@ -231,7 +243,8 @@ def train_classifier(
         params: epochs or steps, batch size, optimiser.
         ctx: streams, device, progress.
         penalty: called per block; all penalties of a call are alike but for their rows.
-        after_step: called after each optimiser step, the networks being as it left them.
+        after_step: called after each optimiser step, the networks being as it left them. It may have a state of its own, so the stage has
+            no checkpoints with one.
 
     Returns:
         Mean cross-entropy over the last block.
@@ -246,8 +259,11 @@ def train_classifier(
     steps, done = steps_of(params, len(data)), 0
     task, whole = LossMeter("classification", ctx.device), LossMeter("classification with penalties", ctx.device)
     step: Step | None = None
+    keeper = ctx if after_step is nothing else replace(ctx, checkpoint=None)
     with seeded_layers(ctx, "classify"):
-        for block in image_blocks(data, ctx.spec, params.batch_size, steps, ctx.streams.at("classify")):
+        blocks = image_blocks(data, ctx.spec, params.batch_size, steps, ctx.streams.at("classify"))
+        kept: dict[str, Kept] = {"extractor": extractor, "classifier": classifier, "optimiser": optimiser}
+        for block, is_new in stage_blocks(keeper, "classify", blocks, **kept, task=task, whole=whole):
             extra = penalty(block)
             inputs = (block.images, block.labels, *(() if extra is None else extra.rows))
             if step is None:
@@ -256,6 +272,9 @@ def train_classifier(
                     extract, classify, optimiser, None if extra is None else extra.loss, ctx.privacy.dropout
                 )
                 step = graphed(plain, [extractor, classifier], [optimiser], steps if ctx.graphs else 0)
+            if not is_new:
+                done += len(list(slices(len(block.labels), params.batch_size)))
+                continue
             for rows in slices(len(block.labels), params.batch_size):
                 losses = step(*(tensor[rows] for tensor in inputs))
                 task.add(losses[0])

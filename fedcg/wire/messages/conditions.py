@@ -1,7 +1,8 @@
-"""The condition of a device as it reports it: what its own doctor found, and the exported model in use. Codes and numbers, no free text."""
+"""The condition of a device as it reports it: why it declines, what its own doctor found, the exported model in use. Codes, no free text."""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +12,46 @@ DoctorCheck = Literal["clock", "disk", "keys", "certificate", "data", "cohort se
 FormName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
 Number = Annotated[int, Field(ge=0, le=1 << 53)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class DeclineReason(str, Enum):
+    """Why a device does not take part in a round; a closed set, so that free text can never leave a device."""
+
+    UPLOAD_NOT_ALLOWED = "upload_not_allowed"
+    REPORT_NOT_ALLOWED = "report_not_allowed"
+    NOT_ELIGIBLE = "not_eligible"
+    NO_DATA = "no_data"
+    UNKNOWN_METHOD = "unknown_method"
+    SPEC_REFUSED = "spec_refused"
+    TRAINING_FAILED = "training_failed"
+    DIVERGED = "diverged"
+    INTERRUPTED = "interrupted"
+    WITHHELD = "withheld"
+    PAUSED = "paused"
+    NEEDS_APPROVAL = "needs_approval"
+    DAILY_LIMIT = "daily_limit"
+    # Of the box itself, where its owner allows `health` (else NOT_ELIGIBLE); `devices.eligibility.Obstacle` has the same values.
+    RESERVED = "reserved"
+    HOT = "hot"
+    THROTTLED = "throttled"
+    ON_BATTERY = "on_battery"
+    POWER_MODE = "power_mode"
+    QUIET_HOURS = "quiet_hours"
+    LOW_DISK = "low_disk"
+    LOW_MEMORY = "low_memory"
+    METERED = "metered"
+    NO_TIME = "no_time"
+
+    @property
+    def passes(self) -> bool:
+        """Whether it may pass while the attempt is open: a round that needs the device waits for it."""
+        return self.value in _PASSING
+
+
+_PASSING = frozenset(
+    {"interrupted", "reserved", "hot", "throttled", "on_battery", "power_mode", "quiet_hours"}
+    | {"low_disk", "low_memory", "metered"}
+)
 
 
 class _Value(BaseModel):
@@ -69,7 +110,9 @@ class DeviceCondition(_Value):
     Attributes:
         findings: of its own doctor, where the owner allows `health`.
         model: where the owner allows `model`, and one was exported.
+        paused: True while the owner has paused the device, where the owner allows `health`.
     """
 
     findings: Annotated[tuple[DoctorFinding, ...], Field(max_length=16)] | None = None
     model: ServedModel | None = None
+    paused: Annotated[Literal[True] | None, Field(exclude_if=lambda paused: paused is None)] = None

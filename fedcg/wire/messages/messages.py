@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError
+from fedcg.wire.messages.conditions import DeclineReason as DeclineReason  # part of the vocabulary of messages
 from fedcg.wire.messages.conditions import DeviceCondition
 from fedcg.wire.versions import PROTOCOL_VERSION, Side
 
@@ -67,21 +68,6 @@ class Outcome(str, Enum):
     CLOSED = "closed"
     REJECTED = "rejected"
     CONFLICT = "conflict"
-
-
-class DeclineReason(str, Enum):
-    """Why a device does not take part in a round; a closed set, so that free text can never leave a device."""
-
-    UPLOAD_NOT_ALLOWED = "upload_not_allowed"
-    REPORT_NOT_ALLOWED = "report_not_allowed"
-    NOT_ELIGIBLE = "not_eligible"
-    NO_DATA = "no_data"
-    UNKNOWN_METHOD = "unknown_method"
-    SPEC_REFUSED = "spec_refused"
-    TRAINING_FAILED = "training_failed"
-    DIVERGED = "diverged"
-    INTERRUPTED = "interrupted"
-    WITHHELD = "withheld"
 
 
 class CohortVerdict(str, Enum):

@@ -34,14 +34,16 @@ DEVICE_KEY = b"d" * 32
 FAST: dict[str, ParameterValue] = {"epochs": 1, "server_iterations": 2, "ramp_rounds": 1}
 
 
-def real_spec(method: str = "fedcg", **params: ParameterValue) -> FederationSpec:
+def real_spec(
+    method: str = "fedcg", *, network: NetworkChoice | None = None, **params: ParameterValue
+) -> FederationSpec:
     known = FAST if method == "fedcg" else {"epochs": 1}
     return complete_spec(
         FederationPlan(
             federation=FEDERATION,
             classes=CLASSES,
             image=FORM,
-            network=NetworkChoice(noise_dim=8),
+            network=network or NetworkChoice(noise_dim=8),
             method=method,
             params={**known, **params},
             rounds=3,

@@ -15,7 +15,7 @@ from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
 from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.events import ChooseModel, Chosen, TrainRound
+from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from edge_client.store.generations import NewGeneration
 from edge_client.store.private_store import PrivateStore
@@ -32,6 +32,7 @@ from fedcg.wire.messages.messages import (
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from fedcg.worker_process import Exited
 from tests.support.scripted_coordinator import ScriptedCoordinator
 
 FEDERATION = "shapes"
@@ -196,6 +197,9 @@ class FakeTrainer:
             self.work(command)
 
     def work(self, command: TrainerCommand) -> None:
+        if isinstance(command, ReleaseTrainer):
+            self.deliver(Exited(1000 + self.starts, 0))
+            return
         if isinstance(command, ChooseModel):
             self.store.save_finalised({"aggregate": command.aggregate})
             self.deliver(Chosen(command.aggregate, succeeded=True))

@@ -19,7 +19,7 @@ from fedcg.learning.networks.image_networks import (
     image_generator,
     image_split,
 )
-from fedcg.learning.networks.initial_values import draw_weights
+from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.training.encrypting_translation import TranslationNetworks
 
 DIGITS = tuple("0123456789")

@@ -100,6 +100,11 @@ def test_the_agents_unit_survives_the_killing_of_its_trainer_and_does_not_repeat
     )
 
 
+def test_systemd_supervises_the_agents_loop_and_bounds_its_memory() -> None:
+    lines = set(render_agent_unit().splitlines())
+    assert {"Type=notify", "NotifyAccess=main", "WatchdogSec=120", "MemoryMax=80%"} <= lines
+
+
 @pytest.mark.parametrize("path", ["relative/fedcg", "/opt/a b/fedcg", "/opt/%i/fedcg", "/opt/$HOME/fedcg"])
 def test_a_path_that_systemd_would_interpret_is_refused(path: str) -> None:
     refused = run_fedcg("agent", "unit", "--executable", path)

@@ -121,7 +121,8 @@ def test_the_profile_command_prints_json_with_the_plan() -> None:
 
 def test_the_profile_command_says_unavailable_for_what_the_box_does_not_tell(tmp_path: Path) -> None:
     shown = run_profile("--root", str(tmp_path))
-    assert shown.count("unavailable") == 6  # model, processor, architecture, CPUs, memory, temperature
+    # Model, processor, architecture, CPUs, memory, precisions, ONNX Runtime, temperature.
+    assert shown.count("unavailable") == 8
     assert " 0 " not in shown
 
 

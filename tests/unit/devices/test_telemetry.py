@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from devices.telemetry import LOW_DISK_BYTES, Condition, Telemetry, read_telemetry
+from devices.telemetry import LOW_DISK_BYTES, Condition, Link, Telemetry, Zone, read_telemetry
 from fedcg.wire.parts import Health
+
+TREES = Path(__file__).parents[2] / "golden" / "devices"
 
 
 def _write(root: Path, files: dict[str, str]) -> Path:
@@ -35,7 +38,8 @@ def _battery(percent: int, status: str) -> dict[str, str]:
 
 def test_a_machine_without_sensors_is_ok_and_says_that_nothing_could_be_read(tmp_path: Path) -> None:
     seen = read_telemetry(tmp_path, root=tmp_path)
-    assert (seen.hottest_c, seen.is_hot, seen.battery_percent) == (None, None, None)
+    assert (seen.hottest_c, seen.is_hot, seen.supply.battery_percent, seen.supply.on_mains) == (None,) * 4
+    assert (seen.power_mode, seen.cpu_mhz, seen.free_memory_bytes) == (None,) * 3
     assert seen.condition is Condition.OK
 
 
@@ -57,9 +61,8 @@ def test_the_condition_follows_the_sensors(tmp_path: Path, files: dict[str, str]
 
 
 def test_a_full_disk_is_worse_than_heat() -> None:
-    readings = Telemetry(
-        95.0, is_hot=True, battery_percent=None, is_discharging=False, free_disk_bytes=LOW_DISK_BYTES - 1
-    )
+    readings = Telemetry(zones=(Zone("cpu", 95.0),), free_disk_bytes=LOW_DISK_BYTES - 1)
+    assert readings.is_hot
     assert readings.condition is Condition.LOW_DISK
 
 
@@ -69,3 +72,40 @@ def test_a_disk_that_cannot_be_asked_is_unavailable(tmp_path: Path) -> None:
 
 def test_every_condition_has_a_word_on_the_wire() -> None:
     assert {condition.value for condition in Condition} <= {health.value for health in Health}
+
+
+def test_zones_have_their_own_trip_points_and_trips_that_are_off_do_not_count(tmp_path: Path) -> None:
+    orin = {zone.name: zone for zone in read_telemetry(tmp_path, TREES / "jetson-orin-nano-8gb").zones}
+    assert orin["tj-thermal"] == Zone("tj-thermal", 53.406, passive_c=99.0, critical_c=104.5)
+    assert orin["tj-thermal"].limit_c == 94.5
+    laptop = {zone.name: zone for zone in read_telemetry(tmp_path, TREES / "x86-laptop").zones}
+    assert laptop["x86_pkg_temp"] == Zone("x86_pkg_temp", 73.0)  # its passive trip is at -274 °C
+    assert laptop["acpitz"].passive_c is None
+    xavier = read_telemetry(tmp_path, TREES / "jetson-xavier-nx")
+    assert (xavier.zones[0].limit_c, xavier.is_hot) == (86.0, True)
+
+
+def test_links_have_state_speed_and_the_default_route_and_no_speed_is_unavailable(tmp_path: Path) -> None:
+    assert read_telemetry(tmp_path, TREES / "x86-laptop").links == (
+        Link("enp0s31f6", "down", None, is_default=False),
+        Link("wwan0", "up", None, is_default=True),
+    )
+
+
+def test_free_memory_is_within_the_limits_of_the_control_group(tmp_path: Path) -> None:
+    root = _write(tmp_path, {"proc/meminfo": "MemTotal: 4000 kB\nMemAvailable: 3000 kB", "proc/self/cgroup": "0::/box"})
+    assert read_telemetry(tmp_path, root).free_memory_bytes == 3000 * 1024
+    group = "sys/fs/cgroup/box"
+    limits = {f"{group}/memory.max": "2000000", f"{group}/memory.current": "1500000"}
+    _write(tmp_path, {**limits, f"{group}/memory.stat": "anon 1\ninactive_file 400000\nactive_file 7"})
+    assert read_telemetry(tmp_path, root).free_memory_bytes == 900_000  # 2,000,000 - 1,500,000 + 400,000
+
+
+def test_no_reading_of_a_damaged_tree_is_an_error(tmp_path: Path) -> None:
+    root = tmp_path / "box"
+    shutil.copytree(TREES / "jetson-orin-nano-8gb", root)
+    for file in root.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"\xff\xfe::garbage\0-1 0,,-")
+    read = read_telemetry(tmp_path, root)
+    assert (read.zones, read.rails, read.power_mode, read.counters, read.cpu_mhz) == ((), (), None, {}, None)

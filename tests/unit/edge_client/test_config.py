@@ -199,6 +199,7 @@ def test_a_defence_is_read_and_a_bad_one_named(tmp_path: Path) -> None:
     data = load(tmp_path, asked).data
     assert (data.defence, dict(data.defence_params)) == ("antigan", {"v_e": 0.3, "window": 8})
     assert data.defence_stem == tmp_path / "weights.pth"
+    assert load(tmp_path, GOOD + '[training]\nweights = "here"\n').training.weights == tmp_path / "here"
     assert load(tmp_path, GOOD, {"FEDCG_AGENT_DATA_DEFENCE": "ats"}).data.defence == "ats"
     for wrong, named in {
         asked.replace('"antigan"', '"antigam"'): "there is no 'antigam' (did you mean `antigan`?)",
@@ -217,3 +218,50 @@ def test_the_defence_of_a_new_devices_configuration_needs_only_its_comment_signs
     data = load(tmp_path, text[:begin] + re.sub(r"(?m)^# ([a-z_]+ =|\[)", r"\1", text[begin:end]) + text[end:]).data
     assert (data.defence, dict(data.defence_params)) == ("antigan", {"v_e": 0.5, "mu": 0.5})
     assert data.defence_stem == tmp_path / "efficientnet-lite0.safetensors"
+
+
+def test_eligibility_is_read_from_the_file_and_the_environment_with_paths_beside_the_file(tmp_path: Path) -> None:
+    text = f'metrics_folder = "prom"\n{GOOD}\n[eligibility]\nlock_file = "app.lock"\non_mains = true\n'
+    environment = {
+        "FEDCG_AGENT_ELIGIBILITY_QUIET_HOURS": "22:00-06:00, 12:00-13:00",
+        "FEDCG_AGENT_ELIGIBILITY_POWER_MODES": "15W",
+        "FEDCG_AGENT_ELIGIBILITY_METERED_INTERFACES": "wwan0,usb*",
+    }
+    config = load(tmp_path, text, environment)
+    found = config.eligibility
+    assert (found.lock_file, config.metrics_folder) == (tmp_path / "app.lock", tmp_path / "prom")
+    assert (found.on_mains, found.quiet_hours) == (True, ("22:00-06:00", "12:00-13:00"))
+    assert (found.power_modes, found.metered_interfaces) == (("15W",), ("wwan0", "usb*"))
+
+
+def test_wrong_settings_of_eligibility_are_named_with_their_form(tmp_path: Path) -> None:
+    wrong = f'{GOOD}\n[eligibility]\nquiet_hours = ["at night"]\nmax_temperature = 70\nmax_temperature_c = 900\n'
+    found = problems(tmp_path, wrong)
+    assert any("22:00-06:00" in text for text in found.values())
+    assert "max_temperature_c" in found["eligibility.max_temperature"]
+    assert "120" in found["eligibility.max_temperature_c"]
+
+
+def test_consent_is_read_from_file_and_environment_and_checked(tmp_path: Path) -> None:
+    policy = load(tmp_path, GOOD).policy
+    assert (policy.federations, policy.methods) == (frozenset(), frozenset())
+    assert (policy.max_upload_mb_per_day, policy.max_download_mb_per_day) == (None, None)
+    environment = {"FEDCG_AGENT_POLICY_METHODS": "fedcg, fedavg", "FEDCG_AGENT_POLICY_FEDERATIONS": "shapes"}
+    policy = load(tmp_path, GOOD + "[policy]\nmax_upload_mb_per_day = 20\n", environment).policy
+    assert (policy.methods, policy.federations) == (frozenset({"fedcg", "fedavg"}), frozenset({"shapes"}))
+    assert policy.max_upload_mb_per_day == 20
+    wrong = '[policy]\nmethods = ["Fed CG"]\nfederations = ["A B"]\nmax_download_mb_per_day = 0\n'
+    found = problems(tmp_path, GOOD + wrong)
+    assert {name.partition(".")[2].partition(".")[0] for name in found} == {
+        "methods",
+        "federations",
+        "max_download_mb_per_day",
+    }
+
+
+def test_the_consent_of_a_new_devices_configuration_needs_only_its_comment_signs_taken_away(tmp_path: Path) -> None:
+    text = render_agent_config("shapes", "site-1", host="broker.example", port=8883, preset="mosquitto")
+    begin, end = text.index("# federations ="), text.index("\n\n[training]")
+    policy = load(tmp_path, text[:begin] + re.sub(r"(?m)^# ([a-z_]+ =)", r"\1", text[begin:end]) + text[end:]).policy
+    assert (policy.federations, policy.methods) == (frozenset({"shapes"}), frozenset({"fedcg", "fedmd_cg"}))
+    assert (policy.max_upload_mb_per_day, policy.max_download_mb_per_day) == (200, 500)

@@ -30,11 +30,11 @@ def test_a_spec_that_asks_for_more_work_than_the_policy_allows_is_declined_befor
     world.coordinator.offer(world.spec, aggregate, 1)
     world.coordinator.invite(1)
     decline = world.coordinator.wait(Decline)
-    assert decline.reason is DeclineReason.SPEC_REFUSED
+    assert decline.reason is DeclineReason.NEEDS_APPROVAL
     assert not any(isinstance(message, Accept) for message in world.coordinator.heard)
     assert world.trainer.rounds() == []
     told = world.events("refused")[0]["detail"]
-    assert check_spec(world.spec, PolicySection()) == (DeclineReason.SPEC_REFUSED, told)
+    assert check_spec(world.spec, PolicySection()) == (DeclineReason.NEEDS_APPROVAL, told)
     assert said in str(told)
 
 
@@ -48,7 +48,7 @@ def test_the_owner_sets_the_bounds() -> None:
     assert check_spec(spec, PolicySection(max_epochs=20)) is None
     refusal = check_spec(spec, PolicySection(max_epochs=19))
     assert refusal is not None
-    assert refusal[0] is DeclineReason.SPEC_REFUSED
+    assert refusal[0] is DeclineReason.NEEDS_APPROVAL
 
 
 def test_an_aggregate_above_the_bound_is_declined_and_no_byte_of_it_asked_for(make_world: MakeWorld) -> None:

@@ -48,6 +48,7 @@ def test_a_model_that_was_sent_whole_shows_what_the_class_looks_like(outcome: Ou
     assert recognised.ceiling > 0.7  # digits of the class that nobody trained on
 
 
+@pytest.mark.slow
 def test_an_update_equal_to_the_aggregate_before_the_round_gains_nothing() -> None:
     case = whole_model_case()
     silent = replace(case, view=replace(case.view, update=case.view.before.parts))
@@ -65,6 +66,7 @@ def test_the_aggregate_with_noise_is_as_far_from_it_as_the_update() -> None:
             assert sizes[1] == pytest.approx(sizes[0], rel=0.1 if value.numel() > 500 else 2)
 
 
+@pytest.mark.slow
 def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_the_aggregate_before() -> None:
     case = whole_model_case()
     start = case.view.start()
@@ -101,6 +103,7 @@ def test_judges_recognise_real_images_of_a_class_and_depend_on_their_own_images_
     assert np.array_equal(found[0], found[1])
 
 
+@pytest.mark.slow
 def test_the_classifier_alone_needs_an_estimated_extractor_and_says_so() -> None:
     case = simulated_case(method="fedsplit", data="digits", images_per_client=200, local_epochs=4)
     for figure in attacked(case).figures:
@@ -117,6 +120,7 @@ def test_the_default_effort_adds_the_public_start_and_what_the_true_extractor_wo
     assert [one.is_possible for one in outcome.figures] == [True, True, False] * 2
 
 
+@pytest.mark.slow
 def test_a_repetition_gives_the_same_figures_reports_every_step_and_leaves_torchs_random_state_alone(
     outcome: Outcome,
 ) -> None:

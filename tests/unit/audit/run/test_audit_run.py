@@ -58,6 +58,7 @@ def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, 
     assert stat.S_IMODE((tmp_path / "out" / "report.html").stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_a_gate_on_class_inference_is_judged_by_the_control_of_its_own_figure(tmp_path: Path) -> None:
     case = simulated_case(method="fedavg", data="digits", images_per_client=200, local_epochs=4)
     write_recording(case, tmp_path / "home")
@@ -81,6 +82,7 @@ def test_a_gate_on_class_inference_is_judged_by_the_control_of_its_own_figure(tm
     assert "probability of the class that independent judges give" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(place: Path, tmp_path: Path) -> None:
     first = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels"))
     assert first.exit_code == 0, first.output

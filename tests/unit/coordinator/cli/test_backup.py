@@ -16,9 +16,10 @@ from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.paths import Home
 from coordinator.rounds.records import UpdateRecord
-from coordinator.storage import backup, schema, sealed_file
+from coordinator.storage import backup, schema
 from coordinator.storage.database import PASSWORD_VARIABLE
 from coordinator.storage.store import Store
+from fedcg import sealed_file
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 from tests.support.commands import data_of
@@ -138,7 +139,7 @@ def test_a_wrong_passphrase_and_a_file_that_is_not_whole_write_nothing(
     file = backed_up(home, words)
     whole = file.read_bytes()
     frame = sealed_file.FRAME_BYTES + sealed_file.TAG_BYTES
-    head = len(sealed_file.MAGIC) + sealed_file.SALT_BYTES
+    head = len(backup.MAGIC) + sealed_file.SALT_BYTES
     middle = head + frame + 100
     damaged = {
         "truncated in a frame": whole[:-1],
@@ -162,7 +163,7 @@ def test_a_wrong_passphrase_and_a_file_that_is_not_whole_write_nothing(
     (tmp_path / "wrong").write_text("another passphrase")
     code, output = call("coordinator", "restore", file, "--dir", new, "--passphrase-file", tmp_path / "wrong")
     assert (code, new.exists()) == (1, False)
-    assert "another passphrase was used for it" in output
+    assert "another passphrase or key was used for it" in output
     code, output = call("coordinator", "restore", tmp_path / "none", "--dir", new, *words)
     assert (code, new.exists()) == (2, False)
     assert "Invalid value for" in output

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from coordinator.config import RoundSettings
+from coordinator.facts.current_round import current_round
+from coordinator.facts.known import Known
+from coordinator.facts.problems import open_problems
 from coordinator.operations.views import device_view
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase
@@ -97,3 +100,35 @@ def test_a_round_that_needs_a_stopped_device_waits_for_it_and_loses_nothing_of_t
         wait_until(lambda: running.service.state.phase is Phase.FINISHED, "the round ends with both")
     assert world.events("attempt_failed") == []
     assert len(b.trained) == 1
+
+
+def test_a_round_that_needs_a_device_waits_until_it_can_take_part_and_says_why(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1)
+    a = world.devices["a"]
+    with RunningService(world) as running:
+        a.silent = True
+        world.start_devices()
+        wait_until(lambda: bool(a.of(Invite)), "a is invited")
+        a.tell(Decline(**ABOUT, reason=DeclineReason.HOT))
+        assert "waits until it can take part" in world.wait_event("declined")["detail"]
+        assert running.service.invitations.waits == {"a": "hot"}
+        known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+        current = current_round(known, "tiny")
+        assert {one.client: one.reason for one in current.clients}["a"] == "hot"
+        (problem,) = [one for one in open_problems(known) if one.device == "a"]
+        assert ("hot" in problem.what, "cool" in problem.remedy) == (True, True)
+        a.tell(Decline(**ABOUT, reason=DeclineReason.HOT))  # the answer to a reminder
+        a.silent = False
+        a.act()
+        wait_until(lambda: running.service.state.phase is Phase.FINISHED, "the round ends with it")
+        assert running.service.invitations.waits == {}
+    assert world.events("attempt_failed") == []
+    assert len(world.events("declined")) == 1
+
+
+def test_a_device_without_time_for_the_round_is_not_waited_for(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1, clients=("a", "b", "c"), min_clients=3, pacing=RoundSettings(retry_s=600.0))
+    with RunningService(world):
+        world.devices["a"].decline = DeclineReason.NO_TIME
+        world.start_devices()
+        assert "declined" in world.wait_event("attempt_failed")["reason"]

@@ -52,7 +52,7 @@ def test_what_devices_accepted_in_earlier_rounds_is_not_kept(make_world: MakeWor
         world.start_devices()
         world.wait_finished()
         assert len(world.events("accepted")) == 8
-        assert len(running.service._invitations._accepted) == 2
+        assert len(running.service.invitations._accepted) == 2
 
 
 def test_every_update_is_on_disk_and_in_the_database_before_its_receipt(make_world: MakeWorld) -> None:

@@ -14,9 +14,9 @@ from edge_client.agent.event_reporter import LinkProblems
 from edge_client.cli.status import Status, read_status
 from edge_client.config import PolicySection
 from edge_client.errors import StoreLockedError
-from edge_client.session.events import ChooseModel, TrainRound
+from edge_client.session.events import ChooseModel
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Failed
+from edge_client.training.messages import Failed, TrainerCommand
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import Part
@@ -124,7 +124,7 @@ def test_what_the_transport_warns_of_is_in_the_status_until_the_link_is_back(tmp
 class _Chooser(FakeTrainer):
     outcome: dict[str, object]
 
-    def work(self, command: TrainRound | ChooseModel) -> None:
+    def work(self, command: TrainerCommand) -> None:
         super().work(command)
         if isinstance(command, ChooseModel):
             self.store.save_finalised({"aggregate": command.aggregate, **self.outcome})

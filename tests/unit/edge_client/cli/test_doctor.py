@@ -73,11 +73,11 @@ def draw(root: Path) -> None:
 def test_every_image_is_opened_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     config = box_config(tmp_path)
     draw(config.data.root)
-    assert data_finding(config).detail == f"6 images in {config.data.root}, 6 of them opened"
+    assert data_finding(config).detail == f"6 images in {config.data.root} (crack 3, good 3), 6 of them opened"
     (config.data.root / "good" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     found = data_finding(config)
     assert (found.state, found.advice) == ("warning", "repair or remove them; training leaves them out")
-    assert f"1 can't be decoded, e.g. {config.data.root / 'good' / '1.png'}" in found.detail
+    assert f"1 can't be decoded: {config.data.root / 'good' / '1.png'}" in found.detail
 
 
 @pytest.mark.parametrize("what", ["crack", "crack/1.png"])

@@ -16,7 +16,9 @@ from edge_client.config import AgentConfig, load_config
 from edge_client.identity.enrol import enrol
 from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import Renewer
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.encryption import private_files
+from edge_client.store.private_store import PrivateStore, open_store
+from edge_client.store.sealed_files import MAGIC
 from fedcg.config_file import set_values
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
@@ -40,6 +42,7 @@ def first(home: Home, tmp_path: Path) -> Path:
     (tmp_path / "images").mkdir()
     path = tmp_path / "box" / "agent.toml"
     settings: dict[tuple[str, str], str | bool | float | list[str]] = {("policy", "allow_upload"): ["classifier"]}
+    settings |= {("eligibility", "stop_file"): "stop", ("", "metrics_folder"): "prom"}
     settings |= {("audit", "before_publish"): "quick", ("audit", "auxiliary"): "aux", ("privacy", "prune"): 0.5}
     path.write_text(set_values(path.read_text(), settings))
     return path
@@ -64,6 +67,8 @@ def test_the_second_federation_has_a_store_of_its_own_and_the_identity_and_polic
     assert two.policy.allow_upload == frozenset({Part.CLASSIFIER})
     assert (two.audit, two.privacy) == (one.audit, one.privacy)
     assert (two.audit.is_on, two.privacy.prune) == (True, 0.5)
+    assert (two.eligibility, two.metrics_folder) == (one.eligibility, one.metrics_folder)
+    assert two.eligibility.stop_file is not None
     assert two.training_lock == one.training_lock
     assert two.store != one.store
     assert two.data.root == first.parent.parent / "images"
@@ -138,3 +143,16 @@ def test_of_two_agents_with_one_identity_one_renews_and_both_connect_anew(
 
 def _certificates(desk: Desk) -> int:
     return len(desk.store.register.certificates("line-4"))
+
+
+def test_the_second_federations_store_is_encrypted_with_the_key_of_the_first(first: Path) -> None:
+    first.write_text(set_values(first.read_text(), {("encryption", "key"): "store.key"}))
+    (first.parent / "store.key").write_text("ab" * 32)
+    (first.parent / "store.key").chmod(0o600)
+    code, output = join(first)
+    assert code == 0, output
+    second = second_of(first)
+    assert second.encryption.key == first.parent / "store.key"
+    store = open_store(second)
+    store.device_secret()
+    assert all(path.read_bytes().startswith(MAGIC) for path in private_files(store.root))

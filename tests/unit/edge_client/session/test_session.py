@@ -15,6 +15,7 @@ from edge_client.session.events import (
     ChooseModel,
     Chosen,
     Command,
+    ConsentChanged,
     CoordinatorSeen,
     Done,
     DownloadSilent,
@@ -24,10 +25,13 @@ from edge_client.session.events import (
     Invited,
     LinkChanged,
     LoadUpdate,
+    Note,
+    ObstacleChanged,
     Offered,
     OutboxFound,
     Receipted,
     RecordDelivery,
+    ReleaseTrainer,
     RoundCommitted,
     RoundFailed,
     Send,
@@ -39,6 +43,7 @@ from edge_client.session.events import (
     Tick,
     TrainerDied,
     TrainerReady,
+    TrainingAbandoned,
     TrainRound,
     Want,
     Welcomed,
@@ -271,7 +276,40 @@ def test_the_end_is_finalised_once_and_done_only_when_the_outbox_is_empty(traini
     assert not any(isinstance(command, Done | ChooseModel) for command in commands)
     state, commands = drive(state, receipt(update(1).id, Outcome.CLOSED))
     assert Done(succeeded=True) in commands
-    assert drive(state, ended(), Tick())[1] == []
+    state, commands = drive(state, ended(), Tick())
+    assert commands == [ReleaseTrainer("the federation has ended")]
+    assert drive(state, Tick())[1] == []
+
+
+def test_an_obstacle_declines_before_accepting_and_a_repeated_invite_is_reconsidered(ready: SessionState) -> None:
+    known = (offer(1), ArtifactStored(SPEC.id), SpecChecked(SPEC.id, None), ArtifactStored(aggregate(1).id))
+    state, commands = drive(ready, *known, ObstacleChanged(DeclineReason.HOT), Invited(RoundAttempt(1, 1)))
+    assert reasons(commands) == [DeclineReason.HOT]
+    assert Note("declined", RoundAttempt(1, 1), "hot") in commands
+    assert not any(isinstance(command, TrainRound) for command in commands)
+    state, commands = drive(state, ObstacleChanged(DeclineReason.HOT), Invited(RoundAttempt(1, 1)))
+    assert reasons(commands) == [DeclineReason.HOT]
+    assert not any(isinstance(command, Note) for command in commands), "a reminder is answered, and not noted again"
+    state, commands = drive(state, ObstacleChanged(DeclineReason.RESERVED), Invited(RoundAttempt(1, 1)))
+    assert reasons(commands) == [DeclineReason.RESERVED]
+    state, commands = drive(state, ObstacleChanged(None), Tick())
+    assert sent(commands) == [], "the coordinator asks again if it still wants the device"
+    state, commands = drive(state, Invited(RoundAttempt(1, 1)))
+    assert sent(commands) == ["accept"]
+    assert TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
+
+
+def test_an_obstacle_takes_back_no_round_that_is_trained_or_was_declined_for_good(
+    training: SessionState, ready: SessionState
+) -> None:
+    again = (LinkChanged(up=False), LinkChanged(up=True), Welcomed(epoch=1), ObstacleChanged(DeclineReason.HOT))
+    _, commands = drive(training, *again, Invited(RoundAttempt(1, 1)))
+    assert reasons(commands) == []
+    assert "accept" in sent(commands)
+    refused = (ArtifactStored(SPEC.id), SpecChecked(SPEC.id, DeclineReason.UPLOAD_NOT_ALLOWED))
+    state, _ = drive(ready, offer(1), Invited(RoundAttempt(1, 1)), *refused)
+    _, commands = drive(state, ObstacleChanged(None), Invited(RoundAttempt(1, 1)))
+    assert reasons(commands) == [DeclineReason.UPLOAD_NOT_ALLOWED]
 
 
 ATTEMPTS = [RoundAttempt(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]
@@ -284,12 +322,15 @@ network_events: st.SearchStrategy[Event] = st.one_of(
     attempts.map(lambda round_attempt: offer(round_attempt.round, round_attempt.attempt)),
     st.just(ended()),
     st.builds(Invited, attempts),
+    st.builds(ObstacleChanged, st.sampled_from([None, DeclineReason.HOT, DeclineReason.RESERVED])),
     st.just(ArtifactStored(SPEC.id)),
     st.integers(1, 3).map(lambda number: ArtifactStored(aggregate(number).id)),
     st.just(ArtifactStored(aggregate(9).id)),
     st.just(SpecChecked(SPEC.id, None)),
     st.just(DownloadSilent()),
     st.just(Stopping()),
+    st.just(ConsentChanged()),
+    st.sampled_from([DeclineReason.PAUSED, DeclineReason.DAILY_LIMIT, None]).map(ObstacleChanged),
     st.just(TrainerReady()),
     attempts.map(lambda round_attempt: need(update(round_attempt.round, round_attempt.attempt).id)),
     st.builds(
@@ -298,7 +339,7 @@ network_events: st.SearchStrategy[Event] = st.one_of(
         st.sampled_from(Outcome),
     ),
 )
-trainer_events = st.sampled_from(["commit", "fail", "die", "die after commit", "lose"])
+trainer_events = st.sampled_from(["commit", "fail", "die", "die after commit", "lose", "abandon"])
 
 
 class Shell:
@@ -328,7 +369,9 @@ class Shell:
         job, self.running = self.running, None
         if job is None:
             return
-        if what == "lose":
+        if what == "abandon":
+            self.feed(TrainingAbandoned())
+        elif what == "lose":
             self.feed(ArtifactLost(job if isinstance(job, str) else aggregate(job.round).id))
         elif isinstance(job, str):
             self.feed(TrainerDied() if what.startswith("die") else Chosen(job, succeeded=True))
@@ -354,6 +397,8 @@ class Shell:
             self.running = command.aggregate
         elif isinstance(command, StartTrainer):
             self.running = None
+        elif isinstance(command, ReleaseTrainer):
+            assert self.running is None, "its work would be lost"
         elif isinstance(command, RecordDelivery):
             assert self.outbox is not None
             assert isinstance(event, Receipted)
@@ -380,7 +425,9 @@ def test_the_laws_hold_under_every_order_of_events(events: list[Event | str]) ->
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(network_events, trainer_events), max_size=40))
 def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_end(events: list[Event | str]) -> None:
-    shell = Shell([*events, LinkChanged(up=True), Welcomed(epoch=9), ended(), ArtifactStored(SPEC.id)])
+    shell = Shell(
+        [*events, ObstacleChanged(None), LinkChanged(up=True), Welcomed(epoch=9), ended(), ArtifactStored(SPEC.id)]
+    )
     for _ in range(60):
         shell.feed(ArtifactStored(aggregate(9).id))
         shell.feed(TrainerReady())
@@ -389,6 +436,16 @@ def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_e
             shell.feed(receipt(shell.outbox.id))
         shell.trainer("commit")
     assert shell.state.done
+
+
+def test_no_training_process_runs_while_paused_and_a_deadline_that_passed_keeps_no_loop_busy() -> None:
+    idle, _ = drive(SessionState(federation="shapes", device="site-1"), Tick(), TrainerReady())
+    paused, commands = drive(idle, ObstacleChanged(DeclineReason.PAUSED), Tick())
+    assert commands == [ReleaseTrainer("paused")]
+    assert next_deadline(paused) is None
+    _, commands = drive(idle, ObstacleChanged(DeclineReason.DAILY_LIMIT))
+    assert commands == []
+    assert StartTrainer() in drive(paused, ObstacleChanged(None))[1]
 
 
 def test_the_laws_would_notice_a_machine_that_forgets_its_commits(training: SessionState) -> None:

@@ -117,7 +117,8 @@ def sabotaged_commit(
                     raise PowerCutError
                 return real(*args)  # type: ignore[operator]
 
-            patch.setattr(f"edge_client.store.generations.{name}", wrapped)
+            room = "sealed_files" if name == "write_durably" else "generations"
+            patch.setattr(f"edge_client.store.{room}.{name}", wrapped)
         try:
             store.generations.commit(toy_generation(SPEC, round_attempt))
         except PowerCutError:
@@ -233,9 +234,19 @@ def test_a_store_of_somebody_else_is_refused(store: PrivateStore, federation: st
 
 
 def test_a_store_of_a_newer_program_is_refused(store: PrivateStore) -> None:
-    (store.root / "format.json").write_text(json.dumps({"format": 2, "federation": FEDERATION, "device": DEVICE}))
-    with pytest.raises(StoreFormatError, match="format 2"):
+    (store.root / "format.json").write_text(json.dumps({"format": 3, "federation": FEDERATION, "device": DEVICE}))
+    with pytest.raises(StoreFormatError, match="format 3"):
         reopened(store)
+
+
+def test_a_store_of_the_format_before_is_taken_over_when_an_agent_starts_on_it(store: PrivateStore) -> None:
+    path = store.root / "format.json"
+    path.write_text(json.dumps({"format": 1, "federation": FEDERATION, "device": DEVICE}))
+    opened = reopened(store)
+    assert json.loads(path.read_text())["format"] == 1, "a command that looks at it changes nothing"
+    opened.take_over()
+    assert json.loads(path.read_text())["format"] == 2
+    reopened(store)
 
 
 def test_private_state_without_its_format_is_not_adopted(store: PrivateStore) -> None:

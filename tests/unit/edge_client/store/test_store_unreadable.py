@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from edge_client.errors import StoreError
-from edge_client.store import generations as generations_module
 from edge_client.store.generations import Generations
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.store.sealed_files import StoreFiles
 from fedcg.files import file_sha256
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import Manifest, RoundAttempt
@@ -65,14 +65,24 @@ def test_a_state_file_that_can_not_be_read_is_an_error_that_names_it(store: Priv
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
-@pytest.mark.parametrize("name", STATE_FILES)
+@pytest.mark.parametrize("name", [name for name in STATE_FILES if name != "accepted.json"])
 def test_a_damaged_state_file_is_an_error_and_never_an_empty_one(
     store: PrivateStore, name: str, content: bytes
 ) -> None:
     filled(store)
     (store.root / name).write_bytes(content)
-    with pytest.raises(StoreError, match=rf"{name} is damaged; restore it from a backup"):
+    with pytest.raises(StoreError, match=rf"{name} is damaged. .*(estore it from a backup|delete it)"):
         read(store, name)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
+def test_a_damaged_snapshot_of_a_round_that_was_not_committed_is_taken_anew(
+    store: PrivateStore, content: bytes
+) -> None:
+    filled(store)
+    (store.root / "accepted.json").write_bytes(content)
+    assert store.accept_snapshot(SPEC.digest, 1, lambda: toy_snapshot(2)) == toy_snapshot(2)
+    assert store.accept_snapshot(SPEC.digest, 1, toy_snapshot) == toy_snapshot(2)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +119,11 @@ def test_a_secret_that_can_not_be_read_is_not_made_anew(store: PrivateStore, nam
 def bad_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Reading a generation's files gives EIO until the patch is undone."""
 
-    def fails(path: Path) -> str:
+    def fails(files: StoreFiles, path: Path) -> str:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(generations_module, "file_sha256", fails)
+        patch.setattr(StoreFiles, "sha256", fails)
         yield patch
 
 
@@ -166,11 +176,11 @@ def test_no_state_file_is_hashed_on_the_loop_of_an_agent_at_work(
     coordinator = world.coordinator
     hashed: list[str] = []
 
-    def counted(path: Path) -> str:
+    def counted(files: StoreFiles, path: Path) -> str:
         hashed.append(f"{path.name} on {threading.current_thread().name}")
         return file_sha256(path)
 
-    monkeypatch.setattr(generations_module, "file_sha256", counted)
+    monkeypatch.setattr(StoreFiles, "sha256", counted)
     coordinator.offer(world.spec, update_of(world.spec, RoundAttempt(0, 1)), 1)
     coordinator.invite(1)
     manifest = coordinator.wait(Manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from experiments.bench.privacy.grids import GRIDS
 from experiments.bench.privacy.tables import _degradation, _parameter, draw_antigan, strongest, summary, table
+from experiments.simulation.batch import parse_networks
 from tests.support.commands import run_fedcg
 
 
@@ -89,10 +91,14 @@ def test_anti_gans_curves_are_drawn_from_the_columns_of_both_parameters(tmp_path
     assert _degradation({0: records[0]}, records[2]) == pytest.approx(20.0)
 
 
-def test_every_grid_has_runs_with_names_of_their_own() -> None:
+def test_every_grid_has_runs_with_names_of_their_own_and_networks_that_a_simulation_takes() -> None:
     for grid in GRIDS.values():
         cells = list(grid.cells())
         assert len({(row, column) for row, column, _ in cells}) == len(cells) > 1
+        for _, _, options in cells:
+            pairs = list(pairwise(options))
+            named = {"network": [value for option, value in pairs if option == "--network"]}
+            assert parse_networks(named, [value for option, value in pairs if option == "--method"])
 
 
 @pytest.mark.parametrize(

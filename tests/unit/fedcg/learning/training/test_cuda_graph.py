@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.aggregation.distillation import Distillation, Rows, distil
+from fedcg.learning.round_checkpoint import optimiser_state
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training.cuda_graph import graphed
 from fedcg.learning.training.losses import cross_entropy
@@ -134,3 +135,37 @@ def test_the_step_really_runs_under_a_graph_on_a_cuda_device(monkeypatch: pytest
     monkeypatch.setattr(cuda_graph, "GraphedStep", Noted)
     graphed(step, [net], [optimiser], MANY)(torch.randn(4, 5, device="cuda"))
     assert len(made) == 1
+
+
+def test_a_warm_up_leaves_an_optimiser_of_a_checkpoint_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network()
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        optimiser.zero_grad()
+        loss: torch.Tensor = net(inputs).square().mean()
+        loss.backward()
+        optimiser.step()
+        return loss.detach()
+
+    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
+    step(inputs)
+    moments = {name: value.clone() for name, value in optimiser_state(optimiser).items()}
+
+    def captured(taken: Any, examples: Any, _rewind: Any) -> None:
+        for _ in range(3):
+            taken(*examples)
+        raise RuntimeError("can't be captured")
+
+    monkeypatch.setattr(cuda_graph, "GraphedStep", captured)
+    monkeypatch.setattr(cuda_graph, "on_cuda", lambda _: True)
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def watched(*given: torch.Tensor) -> torch.Tensor:
+        seen.append({name: value.clone() for name, value in optimiser_state(optimiser).items()})
+        return step(*given)
+
+    graphed(watched, [net], [optimiser], MANY)(inputs)
+    assert len(seen) == 4
+    assert moments.keys() == seen[-1].keys()
+    assert all(torch.equal(moments[name], seen[-1][name]) for name in moments), "the step after the warm-up"

@@ -10,7 +10,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from edge_client.store.private_store import STORE_FORMAT, PrivateStore
+from edge_client.store.encryption import STORE_FORMAT
+from edge_client.store.private_store import PrivateStore
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import Base, artifact_id, unpack
 from fedcg.wire.messages.messages import AnyMessage, RoundAttempt

@@ -1,0 +1,204 @@
+"""Whether a box may train now: its readings against the settings of its owner. The decision is pure; `is_held` alone touches a file."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, time
+from enum import Enum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from devices.telemetry import LOW_DISK_BYTES, Telemetry
+
+COOLS_BY_C = 5.0
+"""A box that was too hot goes on once it is so much cooler."""
+MB = 1_000_000
+_SPAN = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
+
+
+def _check_span(span: str) -> str:
+    if not _SPAN.fullmatch(span):
+        raise ValueError(f'{span!r} is no span of hours: write "22:00-06:00"')
+    return span
+
+
+class EligibilitySettings(BaseModel):
+    """When this box may train; without settings only heat, hardware throttling and a full disk keep it from training.
+
+    Attributes:
+        max_temperature_c: of every zone; above a zone's own limit it has no effect.
+        power_modes: names as `fedcg doctor --hardware` shows them; empty: any.
+        on_mains: never on battery.
+        quiet_hours: local hours without training; a span may pass midnight.
+        unmetered: never while the default route goes over one of `metered_interfaces` (names, or patterns such as `wwan*`).
+        lock_file: nothing is trained while another process holds a `flock` on it.
+        stop_file: nothing is trained while this file exists.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_temperature_c: Annotated[float, Field(ge=20, le=120)] | None = None
+    min_free_memory_mb: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    min_free_disk_mb: Annotated[int, Field(ge=0, le=1 << 24)] = LOW_DISK_BYTES // MB
+    power_modes: tuple[str, ...] = ()
+    on_mains: bool = False
+    quiet_hours: tuple[Annotated[str, AfterValidator(_check_span)], ...] = ()
+    unmetered: bool = False
+    metered_interfaces: tuple[str, ...] = ("wwan*", "ppp*")
+    lock_file: Path | None = None
+    stop_file: Path | None = None
+
+
+class Obstacle(str, Enum):
+    """Why a box may not train now."""
+
+    RESERVED = "reserved"
+    HOT = "hot"
+    THROTTLED = "throttled"
+    ON_BATTERY = "on_battery"
+    POWER_MODE = "power_mode"
+    QUIET_HOURS = "quiet_hours"
+    LOW_DISK = "low_disk"
+    LOW_MEMORY = "low_memory"
+    METERED = "metered"
+    NO_TIME = "no_time"
+
+    @property
+    def pauses(self) -> bool:
+        """Whether it interrupts a round that has begun; the others concern what a round needs before or after it."""
+        return self not in (Obstacle.LOW_DISK, Obstacle.LOW_MEMORY, Obstacle.METERED, Obstacle.NO_TIME)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a box may not train now: the code, and a sentence for its owner that stays on the box."""
+
+    obstacle: Obstacle
+    detail: str
+
+
+def eligibility(
+    readings: Telemetry,
+    settings: EligibilitySettings,
+    now: datetime,
+    *,
+    held: str = "",
+    before: Obstacle | None = None,
+) -> Reason | None:
+    """The first of `obstacles`, or None."""
+    return next(iter(obstacles(readings, settings, now, held=held, before=before)), None)
+
+
+def obstacles(
+    readings: Telemetry,
+    settings: EligibilitySettings,
+    now: datetime,
+    *,
+    held: str = "",
+    before: Obstacle | None = None,
+) -> tuple[Reason, ...]:
+    """All reasons why the box may not train now.
+
+    Args:
+        readings: of its sensors; what is None does not count against it.
+        settings: of its owner.
+        now: local time.
+        held: what `is_held` found.
+        before: why it could not train at the last reading; one that was hot has to cool by 5 °C.
+    """
+    found = (
+        _reason(Obstacle.RESERVED, held),
+        _reason(Obstacle.HOT, _heat(readings, settings, COOLS_BY_C if before is Obstacle.HOT else 0.0)),
+        _reason(Obstacle.THROTTLED, ", ".join(readings.hardware_throttling)),
+        _reason(Obstacle.ON_BATTERY, _battery(readings, settings)),
+        _reason(Obstacle.POWER_MODE, _power_mode(readings, settings)),
+        _reason(Obstacle.QUIET_HOURS, _quiet(settings.quiet_hours, now)),
+        _reason(Obstacle.LOW_DISK, _short("disk", readings.free_disk_bytes, settings.min_free_disk_mb)),
+        _reason(Obstacle.LOW_MEMORY, _short("memory", readings.free_memory_bytes, settings.min_free_memory_mb)),
+        _reason(Obstacle.METERED, _metered(readings, settings)),
+    )
+    return tuple(reason for reason in found if reason is not None)
+
+
+def is_held(settings: EligibilitySettings) -> str:
+    """How the box's application keeps training away: by its lock or its file; empty where it does not."""
+    stop, lock = settings.stop_file, settings.lock_file
+    if stop is not None and stop.exists():
+        return f"{stop} exists"
+    if lock is None:
+        return ""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
+    except FileNotFoundError:
+        return ""
+    except BlockingIOError:
+        return f"{lock} is locked"
+    except OSError as error:  # what can't be asked counts as held
+        return f"{lock} can't be read: {error.strerror}; let the agent's user read it"
+    return ""
+
+
+def no_time(left_s: float, round_s: float | None) -> Reason | None:
+    """The reason NO_TIME, where the last round took longer than what is left until the deadline.
+
+    Args:
+        left_s: seconds until the deadline; at 0 or below it is moved, and does not count.
+        round_s: how long the last round took here; None where it is not known.
+    """
+    if round_s is None or not 0 < left_s < round_s:
+        return None
+    return Reason(Obstacle.NO_TIME, f"the last round took {round_s:.0f} s here, {left_s:.0f} s are left")
+
+
+def _reason(obstacle: Obstacle, detail: str) -> Reason | None:
+    return Reason(obstacle, detail) if detail else None
+
+
+def _heat(readings: Telemetry, settings: EligibilitySettings, cools_by_c: float) -> str:
+    for zone in readings.zones:
+        limit_c = min(zone.limit_c, settings.max_temperature_c or zone.limit_c) - cools_by_c
+        if zone.temperature_c >= limit_c:
+            return f"{zone.name} has {zone.temperature_c:.0f} °C, below {limit_c:.0f} °C are needed"
+    return ""
+
+
+def _battery(readings: Telemetry, settings: EligibilitySettings) -> str:
+    return "no mains power" if settings.on_mains and readings.supply.on_mains is False else ""
+
+
+def _power_mode(readings: Telemetry, settings: EligibilitySettings) -> str:
+    modes, mode = settings.power_modes, readings.power_mode
+    if not modes or mode is None or mode.casefold() in {one.casefold() for one in modes}:
+        return ""
+    return f"the power mode is {mode}, allowed: {', '.join(modes)}"
+
+
+def _quiet(spans: Sequence[str], now: datetime) -> str:
+    for span in spans:
+        start, end = (time.fromisoformat(part) for part in span.split("-"))
+        at = now.time()
+        if (start <= at < end) if start <= end else (at >= start or at < end):
+            return f"quiet hours {span}, it is {now:%H:%M}"
+    return ""
+
+
+def _short(what: str, free_bytes: int | None, least_mb: int) -> str:
+    if free_bytes is None or free_bytes >= least_mb * MB:
+        return ""
+    return f"{free_bytes // MB} MB of {what} are free, {least_mb} are needed"
+
+
+def _metered(readings: Telemetry, settings: EligibilitySettings) -> str:
+    if not settings.unmetered:
+        return ""
+    default = [link.name for link in readings.links if link.is_default]
+    metered = [name for name in default if any(fnmatchcase(name, one) for one in settings.metered_interfaces)]
+    # With two default routes the unmetered one is assumed to carry the traffic.
+    return f"the default route goes over {metered[0]}" if metered and len(metered) == len(default) else ""

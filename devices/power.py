@@ -1,0 +1,126 @@
+"""Electrical power below any root: watts by rail, the power mode of a Jetson, mains, batteries and UPS. What is not reported is None."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from devices.files import compatible, read_int, read_text
+
+_MODE_NAME = re.compile(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+)\s*>")
+_CHANNEL = re.compile(r"(?:curr|power)(\d{1,2})_input$")
+_MODE_FILES = ("etc/nvpmodel.conf", "etc/nvpmodel/nvpmodel.conf")
+
+
+@dataclass(frozen=True)
+class Rail:
+    """The power that a monitor measures on one supply rail."""
+
+    name: str
+    watts: float
+
+
+@dataclass(frozen=True)
+class Supply:
+    """Where the box's power comes from.
+
+    Attributes:
+        on_mains: whether a mains or USB supply delivers; None when the box reports neither supply nor battery.
+        battery_percent: charge of the emptiest battery or UPS; None without one.
+        is_discharging: whether a battery or UPS is discharging.
+    """
+
+    on_mains: bool | None = None
+    battery_percent: int | None = None
+    is_discharging: bool = False
+
+
+def read_rails(root: Path) -> tuple[Rail, ...]:
+    """Every rail of the INA monitors: V times A as `ina3221` reports them, or the power itself (`ina2xx`)."""
+    rails = []
+    for folder in sorted((root / "sys/class/hwmon").glob("hwmon*")):
+        monitor = f"sys/class/hwmon/{folder.name}"
+        chip = read_text(root, f"{monitor}/name") or ""
+        if not chip.startswith("ina"):
+            continue
+        numbers = sorted(int(found[1]) for path in folder.glob("*_input") if (found := _CHANNEL.match(path.name)))
+        for number in dict.fromkeys(numbers):
+            watts = _watts(root, monitor, number)
+            label = read_text(root, f"{monitor}/in{number}_label") or read_text(root, f"{monitor}/power{number}_label")
+            if watts is not None:
+                rails.append(Rail(label or f"{chip} {number}", watts))
+    return tuple(rails)
+
+
+def _watts(root: Path, monitor: str, number: int) -> float | None:
+    """Watts of a channel: hwmon has microwatts, or millivolts of the bus beside milliamperes."""
+    microwatts = read_int(root, f"{monitor}/power{number}_input")
+    if microwatts is not None:
+        return microwatts / 1e6
+    millivolts = read_int(root, f"{monitor}/in{number}_input")
+    milliamperes = read_int(root, f"{monitor}/curr{number}_input")
+    # ina3221 has bus voltages in1 to in3 only; curr4 is a sum that would count the rails twice.
+    if millivolts is None or milliamperes is None or number > 3:
+        return None
+    return millivolts * milliamperes / 1e6
+
+
+def read_power_mode(root: Path) -> str | None:
+    """The power mode of a Jetson: its name in nvpmodel's configuration, else its number."""
+    found = re.search(r"pmode:0*(\d+)", read_text(root, "var/lib/nvpmodel/status") or "")
+    if found is None:
+        return None
+    for name in _MODE_FILES:
+        modes = dict(_MODE_NAME.findall(read_text(root, name) or ""))
+        if found[1] in modes:
+            return str(modes[found[1]])
+    return found[1]
+
+
+def jetson_stats(root: Path) -> tuple[tuple[Rail, ...], str | None]:
+    """Rails and power mode from the service of jetson-stats: in a container sysfs may not show them. Nothing without the service."""
+    nothing: tuple[tuple[Rail, ...], str | None] = ((), None)
+    if not any(name.startswith("nvidia,") for name in compatible(root)):
+        return nothing
+    try:
+        package = importlib.import_module("jtop")
+    except ImportError:
+        return nothing
+    try:
+        with package.jtop() as board:
+            rails = board.power.get("rail", {})
+            read = [Rail(str(name), float(one["power"]) / 1000) for name, one in rails.items() if "power" in one]
+            return tuple(read), None if board.nvpmodel is None else str(board.nvpmodel)
+    except (package.JtopException, OSError, EOFError, AttributeError, LookupError, TypeError, ValueError):
+        return nothing
+
+
+def read_supply(root: Path) -> Supply:
+    """Mains, USB, batteries and UPS of the box; those of mice and other peripherals are left out."""
+    supplies, batteries = [], []
+    for folder in sorted((root / "sys/class/power_supply").glob("*")):
+        name = f"sys/class/power_supply/{folder.name}"
+        kind = read_text(root, f"{name}/type")
+        if read_text(root, f"{name}/scope") == "Device":
+            continue
+        if kind in ("Mains", "USB"):
+            supplies.append((kind, read_int(root, f"{name}/online")))
+        elif kind in ("Battery", "UPS"):
+            batteries.append((read_int(root, f"{name}/capacity"), read_text(root, f"{name}/status") == "Discharging"))
+    is_discharging = any(discharging for _, discharging in batteries)
+    charges = [percent for percent, _ in batteries if percent is not None]
+    return Supply(_on_mains(supplies, batteries, is_discharging), min(charges, default=None), is_discharging)
+
+
+def _on_mains(
+    supplies: list[tuple[str, int | None]], batteries: list[tuple[int | None, bool]], is_discharging: bool
+) -> bool | None:
+    known = [(kind, online) for kind, online in supplies if online is not None]
+    if any(online > 0 for _, online in known):
+        return True
+    # An empty USB port alone says nothing: the box may be fed by a plug that reports nothing.
+    if any(kind == "Mains" for kind, _ in known) or (known and batteries) or is_discharging:
+        return False
+    return None

@@ -1,0 +1,164 @@
+"""The agent's eye on its own box: whether it may take part in a round now, and its readings as a file for Prometheus' node exporter."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+
+from devices.eligibility import Reason, eligibility, is_held, no_time
+from devices.telemetry import Sensors, Telemetry
+from edge_client.config import AgentConfig
+from fedcg.event_log import EventValue
+from fedcg.files import READABLE, replace_durably
+from fedcg.wire.messages.messages import DeclineReason, Offer, RoundAttempt
+from fedcg.wire.parts import ReportField
+
+LOOK_EVERY_S = 15.0
+Sample = tuple[str, Mapping[str, str], float]  # name, labels, value
+_log = logging.getLogger(__name__)
+
+
+class HardwareWatch:
+    """Watches the box that one agent runs on.
+
+    Args:
+        config: of the device.
+        read: reads the sensors.
+        now: local time.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        read: Callable[[], Telemetry] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._config = config
+        self._read = read or Sensors(config.store).read
+        self._now = now
+        self._lock = threading.Lock()
+        self._last: Reason | None = None
+        self._round_s: float | None = None
+        self._paused_s = 0.0
+        self._ahead_s: float | None = None  # the coordinator's clock against the monotonic one
+
+    def welcomed(self, server_time: float | None, now: float) -> None:
+        """Learn the coordinator's clock: its deadlines are times of it. `now` is monotonic."""
+        self._ahead_s = None if server_time is None else server_time - now
+
+    def decline(self, invited: RoundAttempt, offer: Offer | None, now: float) -> tuple[DeclineReason, str] | None:
+        """Why an invitation is declined, or None: a code, which leaves the box, and a sentence for its owner.
+
+        Where the owner does not allow the report field `health`, the code is `not_eligible`.
+        """
+        left_s = None
+        if offer is not None and offer.at == invited and self._ahead_s is not None:
+            left_s = offer.deadline_at - (now + self._ahead_s)
+        found = self.reason(left_s)
+        if found is None:
+            return None
+        is_told = ReportField.HEALTH in self._config.policy.allow_report
+        return DeclineReason(found.obstacle.value) if is_told else DeclineReason.NOT_ELIGIBLE, found.detail
+
+    def reason(self, left_s: float | None = None) -> Reason | None:
+        """Why the box may not take part now, or None.
+
+        Args:
+            left_s: seconds until the deadline of the round; None where it is not known.
+        """
+        return self._look()[1] or (None if left_s is None else no_time(left_s, self._round_s))
+
+    def _look(self) -> tuple[Telemetry, Reason | None]:
+        with self._lock:
+            read, settings = self._read(), self._config.eligibility
+            before = None if self._last is None else self._last.obstacle
+            self._last = eligibility(read, settings, self._now(), held=is_held(settings), before=before)
+            return read, self._last
+
+    def noted(self, event: Mapping[str, EventValue]) -> None:
+        """Learn from an event of the training process how long a round takes here; its pauses do not count."""
+        seconds = event.get("seconds")
+        if event["event"] == "phase_started" and event.get("phase") == "load":
+            self._paused_s = 0.0
+        elif event["event"] == "resumed" and isinstance(seconds, int | float):
+            self._paused_s += seconds
+        elif event["event"] == "committed" and isinstance(seconds, int | float):
+            self._round_s = max(0.0, seconds - self._paused_s)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Read the sensors all the time, on a thread of its own, and write the file of metrics where one is configured."""
+        stopping, folder = threading.Event(), self._config.metrics_folder
+        failed = False
+
+        def run() -> None:
+            nonlocal failed
+            while True:
+                read, reason = self._look()
+                try:
+                    if folder is not None:
+                        path = folder / f"fedcg-{self._config.federation}-{self._config.device}.prom"
+                        replace_durably(path, metrics_text(self._config, read, reason), READABLE)
+                    failed = False
+                except OSError as error:
+                    if not failed:
+                        _log.warning(
+                            "metrics_folder %s can't be written to: %s; it must be there, and the agent's",
+                            folder,
+                            error,
+                        )
+                    failed = True
+                if stopping.wait(LOOK_EVERY_S):
+                    return
+
+        threading.Thread(target=run, name="hardware", daemon=True).start()
+        try:
+            yield
+        finally:
+            stopping.set()
+
+
+def metrics_text(config: AgentConfig, read: Telemetry, reason: Reason | None) -> str:
+    """The readings in Prometheus' text format; a reading that is unavailable has no line."""
+    about = {"federation": config.federation, "device": config.device}
+    lines: list[str] = []
+    for name, labels, value in _samples(read, reason):
+        metric = f"fedcg_device_{name}"
+        declared = f"# TYPE {metric} {'counter' if name.endswith('_total') else 'gauge'}"
+        if declared not in lines:
+            lines.append(declared)
+        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in {**about, **labels}.items())
+        lines.append(f"{metric}{{{pairs}}} {value:g}" if abs(value) < 1e6 else f"{metric}{{{pairs}}} {value:.0f}")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
+
+
+def _samples(read: Telemetry, reason: Reason | None) -> Iterator[Sample]:
+    """One metric after the other, as the format wants its lines together."""
+    zones = {f"{zone.name} {number}": zone for number, zone in enumerate(read.zones)}
+    for name, zone in zones.items():
+        yield "temperature_celsius", {"zone": name}, zone.temperature_c
+    for name, zone in zones.items():
+        yield "temperature_limit_celsius", {"zone": name}, zone.limit_c
+    for number, rail in enumerate(read.rails):
+        yield "power_watts", {"rail": f"{rail.name} {number}"}, rail.watts
+    for name, count in read.counters.items():
+        yield "throttle_events_total", {"event": name}, count
+    yield "throttled", {"by": "software"}, float(bool(read.causes.software))
+    yield "throttled", {"by": "hardware"}, float(bool(read.hardware_throttling))
+    single = {
+        "on_mains": read.supply.on_mains,
+        "battery_ratio": None if read.supply.battery_percent is None else read.supply.battery_percent / 100,
+        "memory_available_bytes": read.free_memory_bytes,
+        "disk_free_bytes": read.free_disk_bytes,
+    }
+    for name, value in single.items():
+        if value is not None:
+            yield name, {}, float(value)
+    yield "eligible", {"reason": "" if reason is None else reason.obstacle.value}, float(reason is None)

@@ -1,0 +1,231 @@
+"""What the owner of a device wants of its agent: pause, approvals, limits of a day; and the answers to the owner's requests.
+
+Belongs to the agent's loop: nothing here waits or is called from another thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from edge_client.agent.event_reporter import EventReporter, Progress
+from edge_client.config import AgentConfig, PolicySection
+from edge_client.errors import FirewallError, OwnerRequestError, StoreError
+from edge_client.firewall import check_kept, check_spec, widened
+from edge_client.messaging.owner_requests import (
+    ApproveRequest,
+    OwnerRequest,
+    PauseRequest,
+    Reply,
+    ResumeRequest,
+    RevokeRequest,
+    StatusRequest,
+    failure,
+    success,
+)
+from edge_client.session.state import SessionState
+from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
+from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.store.sent_record import SentRecord
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifacts import codecs_for
+from fedcg.wire.artifacts.tensors import data_bytes
+from fedcg.wire.messages.messages import DeclineReason
+
+MB = 1_000_000
+WITHHELD = "withheld"  # outcome of an update that its owner forbade after it was made
+Refusal = tuple[DeclineReason, str]
+
+
+class OwnerControl:
+    """The owner's decisions for one agent.
+
+    Args:
+        config: of this device.
+        store: its private store.
+        events: the event log.
+        wall: unix seconds.
+
+    Raises:
+        StoreError: a file with decisions is damaged or can't be read.
+
+    Attributes:
+        sent: the record of everything that leaves.
+        traffic: the bytes of the day.
+    """
+
+    def __init__(self, config: AgentConfig, store: PrivateStore, events: EventLog, wall: Callable[[], float]) -> None:
+        self._config = config
+        self._store = store
+        self._events = events
+        self._wall = wall
+        self._consent = Consent(store.root)
+        self._consent.read()  # a damaged file ends the start of the agent, with the next step
+        self._pauses = PauseFile(store.root)
+        self._pause = self._pauses.read()
+        self._limits = (config.policy.max_upload_mb_per_day, config.policy.max_download_mb_per_day)
+        self._update_bytes: tuple[str, int] = ("", 0)
+        self.sent = SentRecord(store.root, config.federation, wall)
+        self.traffic = TrafficCounter(store.root, wall)
+
+    # Specs
+
+    def policy_for(self, digest: str) -> PolicySection:
+        """The policy under which a kept spec is carried out."""
+        return self._consent.policy_for(self._config.policy, self._store.spec(digest))
+
+    def check(self, spec: FederationSpec) -> Refusal | None:
+        """Whether a spec is within the policy or approved; one that an approval would admit is remembered as waiting."""
+        policy = self._config.policy
+        refusal = check_spec(spec, self._consent.policy_for(policy, spec))
+        if refusal is None:
+            self._consent.settle(spec.digest)
+        elif check_spec(spec, widened(policy, spec)) is None:
+            reason, detail = refusal
+            if self._consent.wait_for(spec.digest, reason, detail, self._wall()):
+                self._events.write("approval_needed", spec=spec.digest, reason=reason.value, detail=detail)
+        return refusal
+
+    def outbox_may_leave(self, reporter: EventReporter) -> bool:
+        """Whether policy and approvals still allow the update in the outbox; one that may not leave is recorded as withheld."""
+        generation = self._store.generations.newest()
+        if generation is None or (entry := self._store.outbox(generation)) is None:
+            return True
+        data, policy = self._store.generations.update_bytes(generation), self.policy_for(generation.spec)
+        try:
+            check_kept(data, policy, self._config.device)
+        except FirewallError as error:
+            reporter.refuse("outbox", error)
+            at = entry.round_attempt
+            self._store.save_delivery(DeliveryRecord(entry.artifact, at.round, at.attempt, WITHHELD, str(error)))
+            return False
+        return True
+
+    # New rounds
+
+    def obstacle(self, state: SessionState) -> Refusal | None:
+        """Why no new round is trained now, with words that stay on this device; ends a pause whose time has passed."""
+        if self._pause is not None and self._pause.is_over(self._wall()):
+            self._resume("the time of the pause has passed")
+        if self._pause is not None:
+            return DeclineReason.PAUSED, self._pause.reason or "paused by the owner of this device"
+        excess = self._daily_excess(state)
+        return (DeclineReason.DAILY_LIMIT, excess) if excess else None
+
+    def _daily_excess(self, state: SessionState) -> str:
+        """The limit of the day that the open round would pass, in words, or nothing."""
+        offer, (most_up, most_down) = state.offer, self._limits
+        if offer is None or (most_up is None and most_down is None):
+            return ""
+        today, aggregate = self.traffic.today(), offer.aggregate
+        down = 0 if aggregate.id in state.stored else aggregate.size
+        for name, most, used, needed in (
+            ("max_upload_mb_per_day", most_up, today.up, self._expected_update(offer.spec.id)),
+            ("max_download_mb_per_day", most_down, today.down, down),
+        ):
+            if most is not None and used + needed > most * MB:
+                return (
+                    f"policy.{name} is {most}: {used / MB:.1f} MB are used today and a round needs up to {needed / MB:.1f} MB; "
+                    "rounds are trained again after midnight UTC"
+                )
+        return ""
+
+    def _expected_update(self, digest: str) -> int:
+        """Bytes of an update under a spec, before compression; 0 while the spec is not at hand."""
+        if self._update_bytes[0] != digest and (spec := self._store.spec(digest)) is not None:
+            self._update_bytes = digest, update_bytes(spec)
+        return self._update_bytes[1] if self._update_bytes[0] == digest else 0
+
+    def close(self) -> None:
+        """Make the count of the day durable."""
+        with contextlib.suppress(OSError):
+            self.traffic.write()
+
+    # Requests
+
+    def answer(self, request: OwnerRequest, state: SessionState, progress: Progress | None) -> Reply:
+        """Carry out a request of the owner."""
+        try:
+            if isinstance(request, StatusRequest):
+                return success(self._status(state, progress))
+            if isinstance(request, PauseRequest):
+                return success(self._start_pause(request))
+            if isinstance(request, ResumeRequest):
+                was_paused = self._pause is not None
+                if was_paused:
+                    self._resume("`fedcg agent resume`")
+                return success({"was_paused": was_paused})
+            return success(decide(self._store, self._events, request, self._wall()))
+        except (OSError, StoreError, OwnerRequestError) as error:
+            return failure(str(error))
+
+    def _start_pause(self, request: PauseRequest) -> dict[str, Any]:
+        now = self._wall()
+        until = None if request.for_s is None else now + request.for_s
+        pause = Pause(since=now, until=until, reason=request.reason)
+        self._pauses.write(pause)
+        self._pause = pause
+        self._events.write("agent_paused", until=until, reason=request.reason)
+        return {"until": until, "reason": request.reason}
+
+    def _resume(self, reason: str) -> None:
+        self._pauses.write(None)
+        self._pause = None
+        self._events.write("agent_resumed", reason=reason)
+
+    def _status(self, state: SessionState, progress: Progress | None) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "now": describe(state, progress),
+            "in_session": state.welcomed,
+            "trainer": state.trainer.value,
+            "offered": None if state.offered is None else str(state.offered),
+            "obstacle": None if state.obstacle is None else state.obstacle.value,
+        }
+
+
+def decide(
+    store: PrivateStore, events: EventLog, request: ApproveRequest | RevokeRequest, now: float
+) -> dict[str, Any]:
+    """Record the owner's approval of a spec, or its end; the caller holds the store's lock.
+
+    Raises:
+        OwnerRequestError: there is no such spec, or it is not approved.
+    """
+    digest, consent, is_approval = request.spec, Consent(store.root), isinstance(request, ApproveRequest)
+    if is_approval and store.spec(digest) is None:
+        raise OwnerRequestError(
+            f"there is no spec {digest} in the store; `fedcg agent approve --list` names those that wait"
+        )
+    if is_approval:
+        consent.approve(digest, now)
+    elif not consent.revoke(digest):
+        raise OwnerRequestError(f"spec {digest} is not approved; `fedcg agent approve --list` names those that are")
+    events.write("approved" if is_approval else "approval_revoked", spec=digest)
+    return {"spec": digest, "approved": is_approval}
+
+
+def describe(state: SessionState, progress: Progress | None) -> str:
+    """What an agent does, in a few words; whether it is paused, too."""
+    if progress is not None:
+        now = f"{progress.at}: {progress.phase}, step {progress.step} of {progress.steps}"
+    elif state.delivery is not None:
+        now = f"{state.delivery.round_attempt}: delivers its update"
+    else:
+        return state.release_reason or "waits for a round"
+    return f"{now}; then paused" if state.obstacle is DeclineReason.PAUSED else now
+
+
+def update_bytes(spec: FederationSpec) -> int:
+    """Bytes of all numbers of an update under a spec, as its codec stores them and before compression."""
+    return sum(part_bytes(spec).values())
+
+
+def part_bytes(spec: FederationSpec) -> dict[str, int]:
+    """The same by part."""
+    layouts = [{part: spec.layouts.get(part, ())} for part in spec.upload]
+    codecs = [codecs_for(one, spec.codec, frozenset(spec.with_base)) for one in layouts]
+    return {part.value: data_bytes(one, codec) for part, one, codec in zip(spec.upload, layouts, codecs, strict=True)}

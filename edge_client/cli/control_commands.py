@@ -1,0 +1,211 @@
+"""`fedcg agent pause|resume|approve`: the owner's decisions, by the control socket of the running agent. Importing this loads no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config, seconds_of
+from fedcg.errors import BAD_INPUT, BadInputError
+from fedcg.json_output import print_data
+
+if TYPE_CHECKING:
+    from edge_client.config import AgentConfig
+    from edge_client.store.owner_record import ConsentFile
+    from fedcg.learning.spec import FederationSpec
+
+SHORT = 12
+"""Digits of a digest that are shown, and as many as a digest needs to be named."""
+
+
+def pause_command(
+    config: ConfigOption = Path("agent.toml"),
+    span: Annotated[str | None, typer.Option("--for", help="Ends by itself after 30m, 2h or 3d.")] = None,
+    reason: Annotated[str, typer.Option("--reason", help="For people at this device; it is never sent.")] = "",
+    now: Annotated[
+        bool, typer.Option("--now", help="Also abandon the round under way, which is finished else.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train no new round until `fedcg agent resume`; the agent stays connected, and keeps the pause when it starts again.
+
+    A round under way is finished and delivered; then the training process ends, which frees its memory. Exit codes: 0 paused; 1 failed;
+    2 --for is no time; 4 no agent runs.
+    """
+    from edge_client.agent.control_socket import ask_agent
+    from edge_client.messaging.owner_requests import MAX_PAUSE_S, PauseRequest
+    from edge_client.store.owner_record import MAX_REASON
+
+    for_s = None if span is None else seconds_of(span, "--for")
+    if for_s is not None and not 0 < for_s <= MAX_PAUSE_S:
+        raise BadInputError(f"--for {span}: give more than 0 s and at most 366d, or leave it out")
+    if len(reason) > MAX_REASON:
+        raise BadInputError(f"--reason has {len(reason)} characters, at most {MAX_REASON} are kept")
+    settings = read_config(config)
+    data = ask_agent(settings.store, PauseRequest(for_s=for_s, reason=reason, now=now))
+    if as_json:
+        print_data({"device": settings.device, "paused": True, **data})
+        return
+    until = "until `fedcg agent resume`" if data["until"] is None else f"until {moment(data['until'])}"
+    typer.echo(f"{settings.device} is paused {until}.")
+
+
+def resume_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """End a pause: the device takes part from the next round on.
+
+    Exit codes: 0 it takes part; 1 failed; 4 no agent runs.
+    """
+    from edge_client.agent.control_socket import ask_agent
+    from edge_client.messaging.owner_requests import ResumeRequest
+
+    settings = read_config(config)
+    data = ask_agent(settings.store, ResumeRequest())
+    if as_json:
+        print_data({"device": settings.device, "paused": False, **data})
+        return
+    typer.echo(f"{settings.device} takes part again." if data["was_paused"] else f"{settings.device} was not paused.")
+
+
+def approve_command(
+    digest: Annotated[
+        str, typer.Argument(help="The spec's digest, or its first 12 digits; without it the only one that waits.")
+    ] = "",
+    config: ConfigOption = Path("agent.toml"),
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List specs that wait, and those that are approved.")
+    ] = False,
+    revoke: Annotated[str | None, typer.Option("--revoke", metavar="DIGEST", help="Revoke an approval.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what would leave this device under a spec beyond its policy, and approve exactly that spec.
+
+    A changed spec needs another approval. Exit codes: 0 approved, listed or revoked; 1 failed; 2 nothing of that name waits, or the
+    question was not answered with yes.
+    """
+    from edge_client.store.owner_record import Consent
+
+    settings = read_config(config)
+    kept = Consent(settings.store).read()
+    if list_all:
+        _print_list(kept, as_json=as_json)
+        return
+    if revoke is not None:
+        chosen = _named(revoke, kept.approved, "approved")
+        _decide(settings, chosen, approve=False)
+    else:
+        chosen = _named(digest, kept.waiting, "waiting")
+        text = _consent_text(settings, chosen, kept.waiting[chosen].detail)
+        if not as_json:
+            typer.echo(text)
+        if not yes and not _is_confirmed():
+            raise typer.Exit(BAD_INPUT)
+        _decide(settings, chosen, approve=True)
+    if as_json:
+        print_data({"device": settings.device, "spec": chosen, "approved": revoke is None})
+    else:
+        typer.echo(f"Spec {chosen[:SHORT]} is {'approved' if revoke is None else 'not approved any more'}.")
+
+
+def moment(seconds: float) -> str:
+    """A time for people."""
+    return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M} UTC"
+
+
+def _is_confirmed() -> bool:
+    try:
+        return typer.confirm("Approve this?", err=True)
+    except typer.Abort:
+        return False
+
+
+def _named(text: str, known: Mapping[str, object], what: str) -> str:
+    """The digest that a text names."""
+    found = [digest for digest in known if digest.startswith(text)]
+    if len(found) == 1 and (not text or len(text) >= SHORT):
+        return found[0]
+    names = ", ".join(one[:SHORT] for one in sorted(known)) or "none"
+    raise BadInputError(
+        f"{text or 'one spec'}: no single spec of that name is {what} ({names}); name one by its first {SHORT} digits"
+    )
+
+
+def _print_list(kept: ConsentFile, *, as_json: bool) -> None:
+    if as_json:
+        waiting = {digest: one.model_dump(exclude={"format"}) for digest, one in kept.waiting.items()}
+        print_data({"waiting": waiting, "approved": kept.approved})
+        return
+    for digest, one in kept.waiting.items():
+        typer.echo(f"{digest[:SHORT]}  waits since {moment(one.since)}: {one.detail}")
+    for digest, at in kept.approved.items():
+        typer.echo(f"{digest[:SHORT]}  approved {moment(at)}")
+    if not kept.waiting and not kept.approved:
+        typer.echo("No spec waits for approval, and none is approved.")
+
+
+def _decide(settings: AgentConfig, digest: str, *, approve: bool) -> None:
+    """Tell the running agent; without one write the decision into the store."""
+    from edge_client.agent.control_socket import ask_agent
+    from edge_client.agent.owner_control import decide
+    from edge_client.errors import NotRunningError
+    from edge_client.messaging.owner_requests import ApproveRequest, RevokeRequest
+    from edge_client.store.private_store import open_store
+    from fedcg.event_log import EventLog
+
+    request = ApproveRequest(spec=digest) if approve else RevokeRequest(spec=digest)
+    try:
+        ask_agent(settings.store, request)
+    except NotRunningError:
+        store = open_store(settings)
+        with store.locked("lock"):
+            decide(store, EventLog(store.root / "events.jsonl", time.time).unwatched(), request, time.time())
+
+
+def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
+    """What would leave the device under a spec, and what a round costs, in plain words."""
+    from edge_client.agent.owner_control import part_bytes
+    from edge_client.firewall import widened
+    from edge_client.store.private_store import open_store
+    from fedcg.wire.parts import VOLUNTARY_REPORT
+
+    spec = open_store(settings).spec(digest)
+    if spec is None:
+        raise BadInputError(
+            f"spec {digest} is not in the store any more; it waits again when the coordinator offers it"
+        )
+    policy, sizes = settings.policy, part_bytes(spec)
+    reported = widened(policy, spec).allow_report & (frozenset(spec.report) | VOLUNTARY_REPORT)
+    new = "   (not in [policy])"
+    lines = [
+        f"Federation {spec.federation}, method {spec.method}, {spec.rounds} rounds, spec {digest[:SHORT]}.",
+        f"Why it waits: {why}",
+        f"After each round this would leave {settings.device}, up to {_size(sum(sizes.values()))}:",
+        *(
+            f"  {part.value:<16} {_size(sizes[part.value]):>9}  {part.meaning}{'' if part in policy.allow_upload else new}"
+            for part in spec.upload
+        ),
+        "With it, about the round:",
+        *(
+            f"  {field.value:<16} {'':>9}  {field.meaning}{'' if field in policy.allow_report else new}"
+            for field in sorted(reported)
+        ),
+        f"  {'':<16} {'':>9}  versions of torch and fedcg-edge, model of the processor, threads, batch size",
+        f"What a round asks of it: {_work(spec)}.",
+    ]
+    return "\n".join(lines)
+
+
+def _work(spec: FederationSpec) -> str:
+    named = {name: spec.params[name] for name in ("epochs", "steps", "batch_size") if spec.params.get(name)}
+    return (
+        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items()) or "the defaults of its method"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"

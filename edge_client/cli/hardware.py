@@ -1,0 +1,153 @@
+"""`fedcg doctor --hardware`: the box, its readings now, and for each whether it lets the box train. Never imports torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+from devices.cli import UNAVAILABLE, describe_gpu, gib
+from devices.detect import detect, runtime_providers
+from devices.eligibility import EligibilitySettings, Obstacle, is_held, obstacles
+from devices.profile import DeviceProfile
+from devices.telemetry import LIVE_ROOT, Sensors, Telemetry, Zone
+from edge_client.cli.doctor import Finding
+
+RATE_S = 1.0
+"""Between two readings of the counters, where there are any."""
+ADVICE = {
+    Obstacle.RESERVED: "the box's application releases lock_file or stop_file when it is done",
+    Obstacle.HOT: "let it cool; if it stays hot, improve its cooling or lower its power mode",
+    Obstacle.THROTTLED: "look at its power supply and cooling",
+    Obstacle.ON_BATTERY: "connect mains power, or set on_mains = false under [eligibility]",
+    Obstacle.POWER_MODE: "`sudo nvpmodel -m ID` sets the mode; power_modes under [eligibility] lists what is allowed",
+    Obstacle.QUIET_HOURS: "it trains again afterwards; quiet_hours under [eligibility] has the spans",
+    Obstacle.LOW_DISK: "make room, or lower min_free_disk_mb under [eligibility]",
+    Obstacle.LOW_MEMORY: "end other programs, or lower min_free_memory_mb under [eligibility]",
+    Obstacle.METERED: "use another link, or correct metered_interfaces under [eligibility]",
+}
+
+
+def examine_hardware(
+    settings: EligibilitySettings,
+    store: Path,
+    root: Path = LIVE_ROOT,
+    wait: Callable[[float], None] = time.sleep,
+) -> tuple[Finding, ...]:
+    """The box and its readings, each with a verdict: "ok", "warning" (works, but look at it), or "failed" (can't train).
+
+    Args:
+        settings: of the box's owner.
+        store: where the private store is or will be.
+        root: the file system to read, "/" or a recorded tree.
+        wait: waits some seconds.
+    """
+    while not store.exists():
+        store = store.parent
+    profile, sensors = detect(root), Sensors(store, root, asks_services=True)
+    read = sensors.read()
+    if read.counters:
+        wait(RATE_S)
+        read = sensors.read()
+    found = {
+        one.obstacle: one.detail
+        for one in obstacles(read, settings, datetime.now().astimezone(), held=is_held(settings))
+    }
+
+    def judged(check: str, detail: str, obstacle: Obstacle, warning: str = "") -> Finding:
+        if obstacle in found:
+            return Finding(check, "failed", f"{detail}: can't train because {found[obstacle]}", ADVICE[obstacle])
+        return Finding(check, "warning" if warning else "ok", detail, warning)
+
+    return (
+        *_box(profile, root),
+        *(_zone(zone, settings) for zone in read.zones),
+        *([] if read.zones else [Finding("temperature", "ok", UNAVAILABLE)]),
+        *(Finding("power", "ok", f"{rail.name} {rail.watts:.2f} W") for rail in read.rails),
+        *([] if read.rails else [Finding("power", "ok", UNAVAILABLE)]),
+        judged(
+            "power mode", read.power_mode or UNAVAILABLE, Obstacle.POWER_MODE, _no_effect("power_modes", settings, read)
+        ),
+        judged("throttling", _throttling(read), Obstacle.THROTTLED, _slowed(read)),
+        judged("supply", _supply(read), Obstacle.ON_BATTERY, _no_effect("on_mains", settings, read)),
+        judged(
+            "memory", f"{gib(read.free_memory_bytes)} of {gib(profile.memory_bytes)} available", Obstacle.LOW_MEMORY
+        ),
+        judged("disk", f"{gib(read.free_disk_bytes)} free at {store}", Obstacle.LOW_DISK),
+        judged("links", _links(read), Obstacle.METERED, _no_effect("unmetered", settings, read)),
+        judged("quiet hours", ", ".join(settings.quiet_hours) or "none", Obstacle.QUIET_HOURS),
+        judged("application", "does not keep training away" if not is_held(settings) else "busy", Obstacle.RESERVED),
+    )
+
+
+def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:
+    known = "" if profile.known_as is None else f" (known as {profile.known_as})"
+    cpus = UNAVAILABLE if profile.cpus is None else str(profile.cpus)
+    yield Finding("device", "ok", f"{profile.model or UNAVAILABLE}{known}, {profile.architecture or UNAVAILABLE}")
+    yield Finding("processor", "ok", f"{profile.cpu_model or UNAVAILABLE}, CPUs: {cpus}")
+    yield Finding("GPU", "ok", describe_gpu(profile.gpu))
+    providers = runtime_providers() if root == LIVE_ROOT else None
+    yield Finding("precisions", "ok", ", ".join(profile.precisions or ()) or UNAVAILABLE)
+    yield Finding("ONNX Runtime", "ok", ", ".join(providers or ()) or UNAVAILABLE)
+    possible, reason = profile.trainable.possible, profile.trainable.reason
+    if possible:
+        yield Finding("training", "ok", reason)
+    else:
+        yield Finding(
+            "training", "failed", f"can't train because {reason}", "this device can run a model, but not take part"
+        )
+
+
+def _zone(zone: Zone, settings: EligibilitySettings) -> Finding:
+    limit_c = min(zone.limit_c, settings.max_temperature_c or zone.limit_c)
+    trips = {"passive": zone.passive_c, "hot": zone.hot_c, "critical": zone.critical_c}
+    own = ", ".join(f"{name} {at:.0f}" for name, at in trips.items() if at is not None)
+    detail = f"{zone.name} {zone.temperature_c:.0f} °C, trains below {limit_c:.0f} (own trip points: {own or 'none'})"
+    if zone.temperature_c >= limit_c:
+        return Finding("temperature", "failed", f"{detail}: can't train because it is hot", ADVICE[Obstacle.HOT])
+    is_warm = zone.passive_c is not None and zone.temperature_c >= zone.passive_c
+    return Finding(
+        "temperature", "warning" if is_warm else "ok", detail, "software lowers its clocks" if is_warm else ""
+    )
+
+
+def _throttling(read: Telemetry) -> str:
+    causes = [*read.causes.software, *read.hardware_throttling]
+    rates = [
+        f"{name}: {count} since the start"
+        + ("" if (rate := read.event_rates.get(name)) is None else f", {rate:.1f} a minute now")
+        for name, count in read.counters.items()
+    ]
+    clock = [] if read.cpu_mhz is None else [f"CPU at {read.cpu_mhz[0]} of {read.cpu_mhz[1]} MHz"]
+    return "; ".join([*(causes or ["none reported"]), *clock, *rates])
+
+
+def _slowed(read: Telemetry) -> str:
+    return "training goes on, at lower clocks" if read.causes.software else ""
+
+
+def _supply(read: Telemetry) -> str:
+    mains = {None: UNAVAILABLE, True: "on mains", False: "not on mains"}[read.supply.on_mains]
+    battery = "no battery" if read.supply.battery_percent is None else f"battery {read.supply.battery_percent} %"
+    return f"{mains}, {battery}{', discharging' if read.supply.is_discharging else ''}"
+
+
+def _links(read: Telemetry) -> str:
+    shown = [
+        f"{link.name} {link.state or UNAVAILABLE}"
+        + ("" if link.mbit_s is None else f" {link.mbit_s} Mbit/s")
+        + (" (default route)" if link.is_default else "")
+        for link in read.links
+    ]
+    return ", ".join(shown) or UNAVAILABLE
+
+
+def _no_effect(name: str, settings: EligibilitySettings, read: Telemetry) -> str:
+    """The warning that a setting has no effect, because this box does not report what it is about."""
+    missing = {
+        "power_modes": bool(settings.power_modes) and read.power_mode is None,
+        "on_mains": settings.on_mains and read.supply.on_mains is None,
+        "unmetered": settings.unmetered and not any(link.is_default for link in read.links),
+    }
+    return f"{name} under [eligibility] has no effect: this box does not report it" if missing[name] else ""

@@ -1,0 +1,88 @@
+"""`fedcg agent sent|diagnose`: what has left this device, and one file for support. Importing this loads no torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from edge_client.cli.shared_options import ConfigOption, JsonOption, moment_of, read_config
+from fedcg.errors import BadInputError
+from fedcg.json_output import print_data
+
+MOST_EVENTS = 100_000
+
+
+def sent_command(
+    config: ConfigOption = Path("agent.toml"),
+    since: Annotated[
+        str | None, typer.Option("--since", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List every update and every report about itself that has left this device, from its own record; the agent may run meanwhile.
+
+    Exit codes: 0 listed; 2 --since is no time.
+    """
+    from edge_client.store.sent_record import SENT_FILE, sent_items, totals
+
+    settings = read_config(config)
+    first = 0.0 if since is None else moment_of(since, time.time(), "--since")
+    items = sent_items(settings.store / SENT_FILE, first)
+    sums = totals(items)
+    if as_json:
+        print_data({"device": settings.device, "items": items, "totals": sums})
+        return
+    for item in items:
+        typer.echo(_line(item))
+    for federation, counts in sums.items():
+        typer.echo(
+            f"{federation}: {counts['updates']} updates, {counts['bytes']} bytes, {counts['receipts']} with a receipt; "
+            f"{counts['self_reports']} reports about the device"
+        )
+    if not items:
+        typer.echo("Nothing has left this device." if since is None else "Nothing has left this device since then.")
+
+
+def _line(item: dict[str, Any]) -> str:
+    at = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(item['t']))} UTC"
+    report = ", ".join(f"{name} {value}" for name, value in item.get("report", {}).items()) or "nothing"
+    if item["kind"] != "update":
+        return f"{at}  report about the device: {report}"
+    parts = ", ".join(f"{name} {size} bytes" for name, size in item.get("parts", {}).items())
+    receipt = item["receipt"] or "no receipt"
+    return (
+        f"{at}  round {item['round']}, attempt {item['attempt']}: {item['bytes']} bytes ({parts}); reported: {report}; "
+        f"sha256 {item['artifact']}; {receipt}"
+    )
+
+
+def diagnose_command(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.zip", help="The file to write.")],
+    config: ConfigOption = Path("agent.toml"),
+    events: Annotated[
+        int, typer.Option("--events", min=0, max=MOST_EVENTS, help="Newest events that go into it.")
+    ] = 2000,
+    with_class_names: Annotated[
+        bool, typer.Option("--with-class-names", help="Leave the names of classes in; else they are numbered.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one file to send to support: settings, status, doctor, events, versions, sizes of files; no key, secret, image or weight.
+
+    Exit codes: 0 written; 1 failed; 2 the configuration is wrong, or --out is no .zip.
+    """
+    from edge_client.cli.support_file import support_file
+    from fedcg.files import replace_durably
+
+    settings = read_config(config)
+    if out.suffix != ".zip" or not out.absolute().parent.is_dir():
+        raise BadInputError(f"--out {out}: give a file that ends in .zip, in a folder that exists")
+    content, names = support_file(settings, events, with_class_names=with_class_names)
+    replace_durably(out, content)
+    if as_json:
+        print_data({"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)})
+        return
+    typer.echo(f"{out} ({len(content)} bytes) holds {', '.join(names)}. Read it before you send it.")

@@ -1,0 +1,194 @@
+"""`fedcg agent store encrypt|decrypt|rekey`, `fedcg agent backup|restore`: the private store at rest. Importing this loads no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from fedcg.errors import BadInputError
+from fedcg.json_output import print_data
+from fedcg.passphrase import PassphraseFile, passphrase_of
+
+if TYPE_CHECKING:
+    from edge_client.config import AgentConfig
+    from edge_client.store.private_store import PrivateStore
+    from edge_client.store.sealed_files import StoreKey
+
+store_app = typer.Typer(help="Encrypt this device's private store, or stop doing so.", no_args_is_help=True)
+NOT_RUNNING = "The agent must not run meanwhile."
+
+
+@store_app.command("encrypt", help=f"Encrypt the private store in place with the key under [encryption]. {NOT_RUNNING}")
+def encrypt_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Encrypt; the key is made where its file is missing. A command that was killed goes on when it is given again.
+
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    """
+    from edge_client.store.encryption import encryption_of
+    from edge_client.store.sealed_files import make_key
+
+    settings = _settings_of(config)
+    if settings.encryption.key is None:
+        raise BadInputError(
+            f'name the file for the key first: [encryption] with key = "store.key" in {config}; it is made where it is missing'
+        )
+    if not settings.encryption.key.exists() and not encryption_of(settings.store).marks:
+        make_key(settings.encryption.key)
+    key = _key_of(settings)
+    _change(
+        settings,
+        key,
+        key,
+        as_json,
+        f"Keep a copy of {settings.encryption.key} elsewhere: without it the store is lost.",
+    )
+
+
+@store_app.command("decrypt", help=f"Decrypt the private store in place. {NOT_RUNNING}")
+def decrypt_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Decrypt with the key under [encryption]; a command that was killed goes on when it is given again.
+
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    """
+    settings = _settings_of(config)
+    _change(settings, _key_of(settings), None, as_json, f"Take [encryption] out of {config} before the agent starts.")
+
+
+@store_app.command("rekey", help=f"Encrypt the private store with another key, in place. {NOT_RUNNING}")
+def rekey_command(
+    new_key: Annotated[Path, typer.Option("--new-key", help="file with the new key; made where it is missing")],
+    config: ConfigOption = Path("agent.toml"),
+    as_json: JsonOption = False,
+) -> None:
+    """Replace the key; a command that was killed goes on when it is given again.
+
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    """
+    from edge_client.store.encryption import encryption_of
+    from edge_client.store.sealed_files import make_key, read_key
+
+    settings = _settings_of(config)
+    current, marks = _key_of(settings), encryption_of(settings.store).marks
+    if current is None or current.mark.hex() not in marks:
+        raise BadInputError(f"{settings.store} is not encrypted with the key that is set: there is no key to replace")
+    target = read_key(new_key) if new_key.exists() else make_key(new_key)
+    _change(
+        settings, current, target, as_json, f'Set key = "{new_key}" under [encryption] in {config}; keep a copy of it.'
+    )
+
+
+def backup_command(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="the file to write; must not exist")],
+    config: ConfigOption = Path("agent.toml"),
+    passphrase_file: PassphraseFile = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write private store, keys, certificate and agent.toml into one encrypted file, for a box that replaces this one.
+
+    The agent must not run meanwhile. Images are not part of it. Exit codes: 0 done; 1 refused; 2 bad input.
+    """
+    from edge_client.store.backup import write_backup
+
+    settings = read_config(config)
+    with _alone(settings) as store:
+        facts = write_backup(settings, config, store, out, passphrase_of(passphrase_file, is_new=True))
+    if as_json:
+        print_data({"file": str(out), "bytes": out.stat().st_size, **facts.model_dump()})
+        return
+    typer.echo(f"Wrote {out}: device {facts.device} of {facts.federation}, trained up to round {facts.round}.")
+    typer.echo("It holds the device's keys and private weights: keep the passphrase apart from it.")
+
+
+def restore_command(
+    file: Annotated[Path, typer.Argument(help="a file of `fedcg agent backup`")],
+    config: ConfigOption = Path("agent.toml"),
+    passphrase_file: PassphraseFile = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make this box the device of a backup. Overwrites nothing; an agent.toml that is there already names the places.
+
+    Exit codes: 0 done; 1 refused, nothing was written; 2 bad input.
+    """
+    from edge_client.store.backup import read_backup
+
+    passphrase = passphrase_of(passphrase_file, is_new=False)
+    facts, settings = read_backup(file, config, passphrase, os.environ)
+    if as_json:
+        print_data({"config": str(config), "store": str(settings.store), **facts.model_dump()})
+        return
+    typer.echo(
+        f"Restored device {facts.device} of {facts.federation}, trained up to round {facts.round}: {settings.store}"
+    )
+    typer.echo(
+        "The box that it was taken from must not run again: of two agents of one device the first update of a round counts, and the "
+        "other one gets the receipt `conflict`. Where the old box was stolen, have the operator revoke the device, and enrol this one anew."
+    )
+    if (settings.store / "privacy.json").exists():
+        typer.echo(
+            "Rounds that were trained with DP-SGD after the backup are not in its record of spent privacy: count them in by hand, or "
+            "enrol the device anew."
+        )
+    if settings.encryption.key is None and (key := config.with_name("store.key")).exists():
+        typer.echo(
+            f'The store is encrypted: set key = "{key.name}" under [encryption], or make {key} a systemd credential.'
+        )
+
+
+@contextmanager
+def _alone(settings: AgentConfig) -> Iterator[PrivateStore]:
+    """The store, while no agent and no training process uses it."""
+    from edge_client.errors import StoreFormatError
+    from edge_client.store.private_store import open_store
+
+    if not (settings.store / "format.json").exists():
+        raise StoreFormatError(f"{settings.store} holds no private store yet; `fedcg agent run` makes one")
+    store = open_store(settings)
+    with store.locked("lock"), store.locked("trainer.lock"):
+        yield store
+
+
+def _settings_of(config: Path) -> AgentConfig:
+    """The settings of a device whose store is there and belongs to the user of this command, who alone can then read it."""
+    from edge_client.errors import StoreFormatError
+
+    settings = read_config(config)
+    if not (settings.store / "format.json").exists():
+        raise StoreFormatError(
+            f"{settings.store} holds no private store yet; `fedcg agent run` makes one, encrypted where a key is set"
+        )
+    owner = settings.store.stat().st_uid
+    if owner != os.geteuid():
+        raise BadInputError(
+            f"{settings.store} belongs to the user with id {owner}: run this as that user (sudo -u '#{owner}' ...), "
+            "otherwise its agent could not read the files any more"
+        )
+    return settings
+
+
+def _key_of(settings: AgentConfig) -> StoreKey | None:
+    from edge_client.store.sealed_files import read_key
+
+    return None if settings.encryption.key is None else read_key(settings.encryption.key)
+
+
+def _change(
+    settings: AgentConfig, current: StoreKey | None, target: StoreKey | None, as_json: bool, next_step: str
+) -> None:
+    from edge_client.store.encryption import change_encryption
+    from edge_client.store.private_store import PrivateStore
+
+    store = PrivateStore(settings.store)
+    with store.locked("lock"), store.locked("trainer.lock"):
+        count, left = change_encryption(settings.store, current, target)
+    if as_json:
+        print_data({"store": str(settings.store), "files": count, "damaged": [str(path) for path in left]})
+        return
+    typer.echo(f"{settings.store}: {count} files rewritten. {next_step}")
+    for path in left:
+        typer.echo(f"{path} is damaged and was left as it is; the agent reports it when it starts.")

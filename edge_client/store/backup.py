@@ -1,0 +1,218 @@
+"""Backup and restore of one device: private store, identity and configuration in one encrypted file. Torch-free.
+
+The file is a tar stream in frames under a passphrase (`fedcg.sealed_file`): `backup.json`, `agent.toml`, `identity/NAME`, `store/PATH`. Files
+of an encrypted store stay encrypted inside it, and its key is among the identity. Images are not part of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tarfile
+import time
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import IO
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from edge_client.config import STORE_CREDENTIAL, AgentConfig, load_config
+from edge_client.errors import BackupError
+from edge_client.store.checkpoint_file import CHECKPOINT_FILE
+from edge_client.store.private_store import PrivateStore
+from fedcg.files import fsync_path, replace_durably, write_durably
+from fedcg.sealed_file import Seal, SealingWriter, of_passphrase, sealed_entries
+from fedcg.wire.messages.messages import Identifier
+
+MAGIC = b"FEDCG-AGENT-BACKUP-1\n"
+ENTRY = re.compile(r"agent\.toml|identity/[a-z_]{1,20}|store(/[A-Za-z0-9_][\w.-]{0,120}){1,6}")
+MAX_SMALL_BYTES = 1 << 20
+_LEFT_OUT = {"lock", "trainer.lock", CHECKPOINT_FILE}
+
+
+class BackupFacts(BaseModel):
+    """`backup.json`; `round` is the one that was trained last, 0 before the first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    federation: Identifier
+    device: Identifier
+    round: int
+    made_at: float
+
+
+def write_backup(
+    config: AgentConfig, config_path: Path, store: PrivateStore, target: Path, passphrase: str
+) -> BackupFacts:
+    """Write a backup of a device whose agent does not run; the caller holds the store's locks.
+
+    Raises:
+        BackupError: the file exists, or a file of the identity can't be read.
+        StoreError: the store has no whole generation: a backup of it would be worth nothing.
+        OSError: the disk of the file is full.
+    """
+    if target.exists():
+        raise BackupError(f"{target} exists already; name another file")
+    generation, _ = store.generations.current()
+    trained = 0 if generation is None else generation.round_attempt.round
+    facts = BackupFacts(federation=config.federation, device=config.device, round=trained, made_at=time.time())
+    temporary = target.with_name(f".{target.name}.new")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            sealed = SealingWriter(file, _seal(passphrase))
+            with tarfile.open(fileobj=sealed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+                _add(archive, "backup.json", facts.model_dump_json().encode())
+                _add(archive, "agent.toml", config_path.read_bytes())
+                for name, path in identity_files(config).items():
+                    if path.exists():
+                        _add(archive, f"identity/{name}", path.read_bytes())
+                for path in sorted(store.root.rglob("*")):
+                    name = path.relative_to(store.root).as_posix()
+                    if path.is_file() and name not in _LEFT_OUT and ENTRY.fullmatch(f"store/{name}"):
+                        archive.add(path, f"store/{name}", filter=_anonymous)
+            sealed.finish()
+        fsync_path(temporary)
+        temporary.rename(target)
+        fsync_path(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return facts
+
+
+def identity_files(config: AgentConfig) -> dict[str, Path]:
+    """The files that make a box this device, by their name in a backup."""
+    files = {"signing": config.keys.signing, "coordinator": config.keys.coordinator}
+    if config.tls is not None:
+        files |= {"ca": config.tls.ca, "cert": config.tls.cert, "key": config.tls.key}
+    if config.encryption.key is not None:
+        files["store_key"] = config.encryption.key
+    return files
+
+
+def read_backup(
+    source: Path, config_path: Path, passphrase: str, environment: Mapping[str, str]
+) -> tuple[BackupFacts, AgentConfig]:
+    """Put a backup's content where its agent.toml, or the one that is there already, names the places.
+
+    The whole file is checked before anything is written; the store appears last and in one step.
+
+    Raises:
+        BackupError: a wrong passphrase, a damaged file, a store or an identity that is there already; nothing was overwritten.
+        ConfigError: agent.toml can't be read.
+    """
+    facts, toml = _checked(source, passphrase)
+    config_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = config_path.with_name(f".{config_path.name}.restoring")
+    write_durably(draft, config_path.read_bytes() if config_path.exists() else toml)
+    try:
+        config = load_config(draft, environment)
+        if (config.federation, config.device) != (facts.federation, facts.device):
+            raise BackupError(
+                f"{config_path} is of device {config.device!r} of {config.federation!r}, the backup of {facts.device!r} of "
+                f"{facts.federation!r}; nothing was written"
+            )
+        _restore(source, passphrase, config, config_path.with_name(STORE_CREDENTIAL))
+        if not config_path.exists():
+            draft.replace(config_path)
+            fsync_path(config_path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+    config.store.with_name(f".{config.store.name}.restoring").rename(config.store)
+    fsync_path(config.store.parent)
+    return facts, config
+
+
+def _restore(source: Path, passphrase: str, config: AgentConfig, spare_key: Path) -> None:
+    if config.store.exists() and (not config.store.is_dir() or any(config.store.iterdir())):
+        raise BackupError(
+            f"{config.store} is there already and is not overwritten; move it away, or set another `store` in agent.toml"
+        )
+    places = {"store_key": spare_key, **identity_files(config)}
+    for name, kept in _identity(source, passphrase):
+        if places[name].exists() and places[name].read_bytes() != kept:
+            raise BackupError(f"{places[name]} is there already and differs; move it away. Nothing was overwritten")
+    staging = config.store.with_name(f".{config.store.name}.restoring")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(mode=0o700, parents=True)
+        for entry, content in _entries(source, passphrase):
+            if entry.name.startswith("store/"):
+                _take(staging, entry.name.removeprefix("store/"), content)
+        for name, data in _identity(source, passphrase):
+            places[name].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not places[name].exists():
+                replace_durably(places[name], data)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _take(root: Path, name: str, content: IO[bytes]) -> None:
+    path = root / name
+    for folder in reversed(Path(name).parents):
+        (root / folder).mkdir(mode=0o700, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        shutil.copyfileobj(content, file)
+    fsync_path(path)
+
+
+def _identity(source: Path, passphrase: str) -> Iterator[tuple[str, bytes]]:
+    for entry, content in _entries(source, passphrase):
+        if entry.name.startswith("identity/"):
+            yield entry.name.removeprefix("identity/"), _small(content, entry.name)
+
+
+def _checked(source: Path, passphrase: str) -> tuple[BackupFacts, bytes]:
+    """Read the whole file, and check each name in it; the facts and agent.toml."""
+    facts, toml = None, None
+    known = {"signing", "coordinator", "ca", "cert", "key", "store_key"}
+    for number, (entry, content) in enumerate(_entries(source, passphrase)):
+        if number == 0 and entry.name == "backup.json":
+            try:
+                facts = BackupFacts.model_validate_json(_small(content, entry.name))
+            except ValidationError as error:
+                raise BackupError(f"{source} is a backup of another version of this program") from error
+        elif ENTRY.fullmatch(entry.name) is None or ".." in entry.name:
+            raise BackupError(f"{source} holds {entry.name!r}, which is no file of a backup")
+        elif entry.name == "agent.toml":
+            toml = _small(content, entry.name)
+        elif entry.name.startswith("identity/") and entry.name.removeprefix("identity/") not in known:
+            raise BackupError(f"{source} holds {entry.name!r}, which is no file of a backup")
+    if facts is None or toml is None:
+        raise BackupError(f"{source} does not begin as a backup of a device does")
+    return facts, toml
+
+
+def _entries(source: Path, passphrase: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
+    try:
+        file = source.open("rb")
+    except OSError as error:
+        raise BackupError(f"{source} can't be read: {error.strerror or error}") from error
+    with file:
+        yield from sealed_entries(file, _seal(passphrase), str(source))
+
+
+def _seal(passphrase: str) -> Seal:
+    return Seal(MAGIC, of_passphrase(passphrase), BackupError)
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(data)
+    archive.addfile(entry, BytesIO(data))
+
+
+def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without the names of accounts of this machine."""
+    entry.uname = entry.gname = ""
+    entry.uid = entry.gid = 0
+    return entry
+
+
+def _small(content: IO[bytes], name: str) -> bytes:
+    data = content.read(MAX_SMALL_BYTES + 1)
+    if len(data) > MAX_SMALL_BYTES:
+        raise BackupError(f"{name} in the backup has more than {MAX_SMALL_BYTES} bytes")
+    return data

@@ -1,0 +1,206 @@
+"""What a device's owner decided, and the bytes of the day; small files beside the private store's own, each replaced in one step.
+
+consent.json    specs beyond the policy: which wait for approval, which were approved, by digest
+pause.json      the pause, where there is one
+traffic.json    bytes of updates and aggregates of the current day (UTC)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from edge_client.config import PolicySection
+from edge_client.errors import StoreError, unreadable
+from edge_client.firewall import widened
+from fedcg.files import replace_durably
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.messages.messages import DeclineReason, Sha256
+
+WRITTEN_EVERY_BYTES = 1_000_000
+MAX_REASON = 200
+MOST_WAITING = 32
+_MAX_FILE_BYTES = 1 << 20
+_Seconds = Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    format: Literal[1] = 1
+
+
+_Kept = TypeVar("_Kept", bound=_File)
+
+
+class WaitingSpec(_File):
+    """A spec beyond the policy; `since` in unix seconds."""
+
+    since: _Seconds
+    reason: Annotated[str, Field(max_length=64)]
+    detail: Annotated[str, Field(max_length=4096)]
+
+
+class ConsentFile(_File):
+    """Specs by digest: those that wait, and when others were approved, in unix seconds."""
+
+    waiting: dict[Sha256, WaitingSpec] = {}
+    approved: dict[Sha256, _Seconds] = {}
+
+
+class Pause(_File):
+    """A pause by the owner; times are unix seconds, `until` None where only `fedcg agent resume` ends it."""
+
+    since: _Seconds
+    until: _Seconds | None = None
+    reason: Annotated[str, Field(max_length=MAX_REASON)] = ""
+
+    def is_over(self, now: float) -> bool:
+        """Whether its time has passed."""
+        return self.until is not None and now >= self.until
+
+
+class Consent:
+    """The owner's approvals in one private store.
+
+    Args:
+        root: of the store.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / "consent.json"
+
+    def read(self) -> ConsentFile:
+        """What waits, and what is approved.
+
+        Raises:
+            StoreError: the file is damaged or can't be read.
+        """
+        return _read(self._path, ConsentFile) or ConsentFile()
+
+    def policy_for(self, policy: PolicySection, spec: FederationSpec | None) -> PolicySection:
+        """The policy under which a spec is carried out: with what it asks for where exactly this spec was approved."""
+        is_approved = spec is not None and spec.digest in self.read().approved
+        return widened(policy, spec) if spec is not None and is_approved else policy
+
+    def wait_for(self, digest: str, reason: DeclineReason, detail: str, now: float) -> bool:
+        """Record that a spec waits for approval; returns whether that is new."""
+        kept = self.read()
+        if digest in kept.waiting:
+            return False
+        newest = sorted(kept.waiting.items(), key=lambda item: item[1].since)[-MOST_WAITING + 1 :]
+        one = WaitingSpec(since=now, reason=reason.value, detail=detail[:4096])
+        self._write(ConsentFile(waiting={**dict(newest), digest: one}, approved=kept.approved))
+        return True
+
+    def settle(self, digest: str) -> None:
+        """Forget that a spec waits: the policy allows it now."""
+        kept = self.read()
+        if digest in kept.waiting:
+            waiting = {name: one for name, one in kept.waiting.items() if name != digest}
+            self._write(ConsentFile(waiting=waiting, approved=kept.approved))
+
+    def approve(self, digest: str, now: float) -> None:
+        """Approve exactly this spec."""
+        self.settle(digest)
+        kept = self.read()
+        self._write(ConsentFile(waiting=kept.waiting, approved={**kept.approved, digest: now}))
+
+    def revoke(self, digest: str) -> bool:
+        """Revoke an approval; returns whether there was one."""
+        kept = self.read()
+        approved = {name: at for name, at in kept.approved.items() if name != digest}
+        self._write(ConsentFile(waiting=kept.waiting, approved=approved))
+        return digest in kept.approved
+
+    def _write(self, content: ConsentFile) -> None:
+        replace_durably(self._path, content.model_dump_json())
+
+
+class PauseFile:
+    """The owner's pause, which outlives the agent."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / "pause.json"
+
+    def read(self) -> Pause | None:
+        """The pause, or None.
+
+        Raises:
+            StoreError: the file is damaged or can't be read.
+        """
+        return _read(self._path, Pause)
+
+    def write(self, pause: Pause | None) -> None:
+        """Store a pause, or its end."""
+        if pause is None:
+            self._path.unlink(missing_ok=True)
+        else:
+            replace_durably(self._path, pause.model_dump_json())
+
+
+class DayTraffic(_File):
+    """Bytes of one day (UTC, as 2026-11-23): updates sent, chunks received."""
+
+    day: Annotated[str, Field(max_length=10)]
+    up: Annotated[int, Field(ge=0)] = 0
+    down: Annotated[int, Field(ge=0)] = 0
+
+
+class TrafficCounter:
+    """Counts the bytes of the day; after a power cut at most 1 MB of received bytes is missing.
+
+    Args:
+        root: of the store.
+        wall: unix seconds.
+    """
+
+    def __init__(self, root: Path, wall: Callable[[], float]) -> None:
+        self._path = root / "traffic.json"
+        self._wall = wall
+        self._kept = _read(self._path, DayTraffic)
+        self._unwritten = 0
+
+    def today(self) -> DayTraffic:
+        """The bytes of the current day."""
+        day = f"{datetime.fromtimestamp(self._wall(), timezone.utc):%Y-%m-%d}"
+        if self._kept is None or self._kept.day != day:
+            self._kept = DayTraffic(day=day)
+        return self._kept
+
+    def sent(self, count: int) -> None:
+        """An update of so many bytes is about to be sent; durable when this returns."""
+        today = self.today()
+        self._kept = today.model_copy(update={"up": today.up + count})
+        self.write()
+
+    def received(self, count: int) -> None:
+        """So many bytes came."""
+        today = self.today()
+        self._kept = today.model_copy(update={"down": today.down + count})
+        self._unwritten += count
+        if self._unwritten >= WRITTEN_EVERY_BYTES:
+            self.write()
+
+    def write(self) -> None:
+        """Make the count durable."""
+        self._unwritten = 0
+        replace_durably(self._path, self.today().model_dump_json())
+
+
+def _read(path: Path, model: type[_Kept]) -> _Kept | None:
+    try:
+        with path.open("rb") as file:
+            payload = file.read(_MAX_FILE_BYTES + 1)
+        return model.model_validate_json(payload)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValidationError as error:
+        raise StoreError(
+            f"{path} is damaged; delete it: approvals, a pause and the day's count of bytes begin anew"
+        ) from error

@@ -1,0 +1,137 @@
+"""`sent.jsonl`: everything that has left this device in updates and reports about itself, ever; append-only, 0600, never rotated.
+
+A line is durable before the first byte that it describes leaves. Lines of kind `update`, `receipt` (the coordinator has ended the update)
+and `self_report` (when its content changes). Not in it: control messages, which hold codes, numbers and signatures only, and keys at enrolment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedcg.files import PRIVATE, fsync_path
+from fedcg.wire.artifacts.artifacts import artifact_id
+from fedcg.wire.artifacts.inspection import inspect
+
+SENT_FILE = "sent.jsonl"
+Line = dict[str, Any]
+
+
+class SentRecord:
+    """The record of one device in one federation.
+
+    Args:
+        root: of the private store.
+        federation: its federation.
+        wall: unix seconds.
+    """
+
+    def __init__(self, root: Path, federation: str, wall: Callable[[], float]) -> None:
+        self._path = root / SENT_FILE
+        self._federation = federation
+        self._wall = wall
+        self._updates: set[str] | None = None
+        self._report: Line | None = None
+
+    def update(self, data: bytes) -> bool:
+        """Record an update whose first byte is about to leave; returns False for one that is recorded already.
+
+        Args:
+            data: its bytes as they are sent.
+
+        Raises:
+            OSError: it could not be made durable; the update must not be sent now.
+        """
+        if self._updates is None:
+            self._updates = {str(line.get("artifact")) for line in sent_lines(self._path) if line["kind"] == "update"}
+        artifact = artifact_id(data)
+        if artifact in self._updates:
+            return False
+        seen, sizes = inspect(data), Counter[str]()
+        for key, tensor in seen.tensors.items():
+            sizes[key.partition("/")[0]] += tensor.nbytes
+        head = seen.header
+        report = {name: value for name, value in _mapping(head.get("report")).items() if value is not None}
+        about = {"round": head.get("round"), "attempt": head.get("attempt"), "artifact": artifact, "bytes": len(data)}
+        facts = {**_mapping(head.get("versions")), **_mapping(head.get("determinism"))}
+        self._append({"kind": "update", **about, "parts": dict(sizes), "report": report, "facts": facts})
+        self._updates.add(artifact)
+        return True
+
+    def receipt(self, artifact: str, outcome: str) -> None:
+        """Record how the coordinator ended an update."""
+        self._append({"kind": "receipt", "artifact": artifact, "outcome": outcome})
+
+    def self_report(self, condition: Mapping[str, Any]) -> None:
+        """Record what the device is about to report of itself, where that has changed."""
+        report = {name: value for name, value in condition.items() if value is not None}
+        if report and report != self._report:
+            self._append({"kind": "self_report", "report": report})
+            self._report = report
+
+    def _append(self, line: Line) -> None:
+        text = json.dumps({"format": 1, "t": round(self._wall(), 3), "federation": self._federation, **line})
+        is_new = not self._path.exists()
+        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, PRIVATE)
+        try:
+            size = os.fstat(descriptor).st_size
+            is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # by a power cut or a full disk
+            payload = ("\n" if is_torn else "").encode() + text.encode() + b"\n"
+            if os.write(descriptor, payload) != len(payload):
+                raise OSError(28, "no room for the record of what is sent", str(self._path))
+        finally:
+            os.close(descriptor)
+        fsync_path(self._path)
+        if is_new:
+            fsync_path(self._path.parent)
+
+
+def sent_lines(path: Path) -> Iterator[Line]:
+    """All whole lines of a record, oldest first; a torn one is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for text in lines:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("t"), int | float) and isinstance(line.get("kind"), str):
+                yield line
+
+
+def sent_items(path: Path, since: float = 0.0) -> list[Line]:
+    """Updates and reports that left since a time, each update with its receipt: its outcome, or None while there is none."""
+    items: list[Line] = []
+    updates: dict[object, Line] = {}
+    for line in sent_lines(path):
+        if line["kind"] == "receipt":
+            if (update := updates.get(line.get("artifact"))) is not None:
+                update["receipt"] = line.get("outcome")
+            continue
+        if line["kind"] == "update":
+            line["receipt"] = None
+            updates[line.get("artifact")] = line
+        items.append(line)
+    return [item for item in items if item["t"] >= since]
+
+
+def totals(items: list[Line]) -> dict[str, dict[str, int]]:
+    """By federation: updates, their bytes, those with a receipt, and reports of the device about itself."""
+    found: dict[str, Counter[str]] = {}
+    for item in items:
+        counts = found.setdefault(str(item.get("federation")), Counter())
+        if item["kind"] == "update":
+            counts.update(updates=1, bytes=int(item.get("bytes") or 0), receipts=int(item["receipt"] is not None))
+        else:
+            counts.update(self_reports=1)
+    names = ("updates", "bytes", "receipts", "self_reports")
+    return {federation: {name: counts[name] for name in names} for federation, counts in sorted(found.items())}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,281 @@
+"""A backbone of timm's with a private projection, as a split; which of it is frozen, and where its weights come from.
+
+Frozen tensors are constants: neither trained nor part of the state that is stored, sent or averaged. Every process reads them from
+the file that the spec pins. They are buffers here, so that no optimiser knows of them, and batch norm above them stays in eval mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from fedcg.imaging import ImageForm
+from fedcg.learning.backbone_names import (
+    IMAGENET,
+    INSTALL_TIMM,
+    Projected,
+    parse_projected,
+    pinned_weights,
+)
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.pretrained.weights import read_weights
+from fedcg.learning.networks.split import FeatureRange, Split
+from fedcg.learning.networks.torchvision_import import vision
+from fedcg.learning.spec import NetworkChoice
+
+_LEAST_PRETRAINED_SIDE, _LEAST_SIDE = 64, 32  # a fifth halving leaves a map of 2 x 2 at 64 pixels
+_ROUNDED = 0.005  # grey images' means of three channels are rounded to three digits
+_BUT = "all-but:"
+
+
+class ProjectedBackbone(nn.Module):
+    """Images to D features >= 0: backbone, pooling, linear projection, ReLU.
+
+    Attributes:
+        frozen: names of the backbone's tensors that are constants.
+    """
+
+    def __init__(self, backbone: nn.Module, stage: int | None, pooled: int, name: Projected) -> None:
+        """`stage`: index among timm's feature stages; None: up to the pooled features. `pooled`: K."""
+        super().__init__()
+        self.backbone = backbone
+        self.project = nn.Linear(pooled, name.width)
+        self.frozen: tuple[str, ...] = ()
+        self._stage = stage
+        self._still: tuple[nn.Module, ...] = ()
+
+    def freeze(self, names: list[str]) -> None:
+        """Make constants of tensors of the backbone."""
+        tensors = self.backbone.state_dict()
+        self.frozen = tuple(names)
+        for name in names:
+            layer, leaf = _owner(self.backbone, name)
+            delattr(layer, leaf)
+            layer.register_buffer(leaf, tensors[name], persistent=False)
+        trained = list(self.backbone.state_dict())
+
+        def is_still(path: str) -> bool:
+            prefix = f"{path}." if path else ""
+            return any(name.startswith(prefix) for name in names) and not any(
+                name.startswith(prefix) for name in trained
+            )
+
+        self._still = tuple(layer for path, layer in self.backbone.named_modules() if is_still(path))
+        for layer in self._still:
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - torch has no other name
+                layer.track_running_stats = False  # loading a state would else ask for its counter of batches
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> ProjectedBackbone:
+        """As ever, but layers whose tensors are all constants stay in eval mode."""
+        super().train(mode)
+        for layer in self._still:
+            layer.eval()
+        return self
+
+    def pooled(self, images: torch.Tensor) -> torch.Tensor:
+        """[B, 1 or 3, H, W] normalised images -> [B, K]; a grey image has three equal channels."""
+        colour = images.expand(-1, 3, -1, -1)
+        if self._stage is None:
+            found: torch.Tensor = self.backbone(colour)
+            return found
+        cut: Callable[..., list[torch.Tensor]] = getattr(self.backbone, "forward_intermediates")  # noqa: B009 - timm's
+        maps = cut(colour, indices=[self._stage], intermediates_only=True, stop_early=True)
+        return maps[0].mean(dim=(2, 3))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Images [B, C, H, W], or their pooled features [B, K] where those were kept (`features`), -> [B, D]."""
+        pooled = images if images.ndim == 2 else self.pooled(images)
+        features: torch.Tensor = torch.relu(self.project(pooled))
+        return features
+
+
+def constant_layers(network: nn.Module) -> frozenset[nn.Module]:
+    """The layers of a network that no training changes: frozen ones, in eval mode, in which images don't see each other."""
+    still = network._still if isinstance(network, ProjectedBackbone) else ()  # noqa: SLF001 - of this module
+    return frozenset(layer for one in still for layer in one.modules())
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
+
+
+@functools.cache
+def timm_library() -> ModuleType:
+    """timm, imported after torchvision has been made fit for this torch.
+
+    Raises:
+        NetworkError: it is not installed.
+    """
+    vision("transforms")
+    try:
+        return importlib.import_module("timm")
+    except ImportError as error:
+        raise NetworkError(f"timm can't be imported ({error}); {INSTALL_TIMM}") from error
+
+
+def projected_split(choice: NetworkChoice, image: ImageForm) -> Split:
+    """The split of a backbone with a projection.
+
+    Raises:
+        NetworkError: unknown backbone or stage, timm is missing, or weights, freezing and images that do not go together.
+    """
+    problem = _misfit(choice, image)
+    if problem:
+        raise NetworkError(problem)
+    return _split(choice.split, choice.freeze, choice.weights)
+
+
+def check_plain(choice: NetworkChoice) -> None:
+    """Refuse weights and freezing of a split that is no backbone with a projection.
+
+    Raises:
+        NetworkError: names both fields.
+    """
+    if choice.weights is not None or choice.freeze != "none":
+        raise NetworkError(
+            f"network.weights and network.freeze have no meaning for network.split = {choice.split}: leave them out, or choose a "
+            "backbone with a projection (efficientnet_lite0+project:256)"
+        )
+
+
+def _misfit(choice: NetworkChoice, image: ImageForm) -> str:
+    if choice.weights is None:
+        return (
+            ""
+            if choice.freeze == "none"
+            else (
+                f"network.freeze = {choice.freeze} keeps a backbone as its weights are, and there are none: name network.weights, or "
+                "leave network.freeze out"
+            )
+        )
+    own = timm_library().get_pretrained_cfg(parse_projected(choice.split).timm)
+    known = [IMAGENET] if own is None else [IMAGENET, (own.mean, own.std)]
+    if not any(_is_normalised(image, mean, std) for mean, std in known):
+        mean, std = known[-1]
+        return (
+            f"network.weights of {choice.split} expect images normalised as they were trained: mean {list(mean)} and std {list(std)}, "
+            "or ImageNet's (--normalise imagenet)"
+        )
+    return ""
+
+
+def _is_normalised(image: ImageForm, *known: tuple[float, ...]) -> bool:
+    for values, expected in zip((image.mean, image.std), known, strict=True):
+        wanted = expected if image.channels == len(expected) else (sum(expected) / len(expected),)
+        if any(abs(one - other) > _ROUNDED for one, other in zip(values, wanted, strict=True)):
+            return False
+    return True
+
+
+@functools.cache
+def _split(name: str, freeze: str, weights: str | None) -> Split:
+    prototype = _prototype(name, freeze)
+
+    def extractor(channels: int) -> nn.Module:
+        return copy.deepcopy(prototype)  # on the meta device: shapes alone
+
+    def classifier(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(feature_shape), classes))
+
+    return Split(
+        extractor,
+        classifier,
+        FeatureRange.NON_NEGATIVE,
+        smallest_side=_LEAST_SIDE if weights is None else _LEAST_PRETRAINED_SIDE,
+        fill=None if weights is None else functools.partial(_fill, name, weights),
+    )
+
+
+def _fill(name: str, weights: str, extractor: nn.Module, stream: torch.Generator | None) -> None:
+    assert isinstance(extractor, ProjectedBackbone)
+    tensors = _weights(name, weights)
+    for tensor in extractor.frozen:
+        layer, leaf = _owner(extractor.backbone, tensor)
+        layer._buffers[leaf] = tensors[tensor].to(extractor.project.weight.device)  # noqa: SLF001 - shared: nobody changes it
+    if stream is not None:
+        extractor.backbone.load_state_dict({one: tensors[one] for one in extractor.backbone.state_dict()})
+        draw_weights(extractor.project, stream)
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(name: str, sha256: str) -> dict[str, torch.Tensor]:
+    return read_weights(pinned_weights(sha256), tensor_shapes(name))
+
+
+def tensor_shapes(name: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a backbone's tensors by timm's names, up to its cut; without the layers that classify ImageNet.
+
+    Raises:
+        NetworkError: unknown backbone or stage, or timm is missing.
+    """
+    return {tensor: tuple(value.shape) for tensor, value in _prototype(name, "none").backbone.state_dict().items()}
+
+
+@functools.cache
+def _prototype(name: str, freeze: str) -> ProjectedBackbone:
+    """A backbone with its projection on the meta device, frozen as asked."""
+    parsed, timm = parse_projected(name), timm_library()
+    if not timm.is_model(parsed.timm):
+        near = ", ".join(difflib.get_close_matches(parsed.timm, timm.list_models(), n=3)) or "see timm.list_models()"
+        raise NetworkError(f"timm {timm.__version__} has no network {parsed.timm}; near to it: {near}")
+    try:
+        with torch.device("meta"):
+            model = timm.create_model(parsed.timm, pretrained=False, num_classes=0)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise NetworkError(
+            f"{parsed.timm} can't be made from its shapes alone ({error}); choose another network"
+        ) from error
+    stage, pooled = None, int(getattr(model, "head_hidden_size", model.num_features))
+    if parsed.stage:
+        stages = {info["module"]: (at, info["num_chs"]) for at, info in enumerate(model.feature_info)}
+        if parsed.stage not in stages or not hasattr(model, "prune_intermediate_layers"):
+            raise NetworkError(
+                f"{parsed.backbone} can't be cut after {parsed.stage!r}; it can after {', '.join(stages)}"
+            )
+        stage, pooled = stages[parsed.stage]
+        model.prune_intermediate_layers([stage], prune_norm=True, prune_head=True)
+    computed = sorted({buffer for buffer, _ in model.named_buffers()} - model.state_dict().keys())
+    if computed:
+        raise NetworkError(
+            f"{parsed.timm} computes {computed[0]} when it is built, which its weights do not hold; choose another network"
+        )
+    with torch.device("meta"):
+        extractor = ProjectedBackbone(model, stage, pooled, parsed)
+    extractor.freeze(_frozen_names(model, freeze))
+    return extractor
+
+
+def _frozen_names(model: nn.Module, freeze: str) -> list[str]:
+    """Tensors of a backbone that `freeze` makes constants: in the order of its layers, all before the first that is trained."""
+    names = list(model.state_dict())
+    if freeze == "none":
+        return []
+    if freeze == "all":
+        return names
+    if freeze == "stem":
+        first = next((at for at, name in enumerate(names) if name.startswith(tuple(_stages(model, names)))), len(names))
+        return names[:first]
+    stage = freeze.removeprefix(_BUT)
+    at = next((at for at, name in enumerate(names) if name.startswith(f"{stage}.")), None)
+    if at is None:
+        stages = ", ".join(one.removesuffix(".") for one in _stages(model, names))
+        raise NetworkError(f"network.freeze = {freeze}: the backbone has no {stage!r}; it has {stages}")
+    return names[:at]
+
+
+def _stages(model: nn.Module, names: list[str]) -> list[str]:
+    """Prefixes of the tensors of timm's feature stages; without those that are the stem's last layer (`act1`, `bn1`)."""
+    prefixes = [f"{info['module']}." for info in getattr(model, "feature_info", [])]
+    stages = [one for one in prefixes if one.count(".") > 1 or one.startswith(("layer", "stage", "block"))]
+    return [one for one in stages if any(name.startswith(one) for name in names)]

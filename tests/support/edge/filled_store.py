@@ -1,0 +1,89 @@
+"""A private store in which every file of an agent at work exists, with two generations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_client.errors import StoreError
+from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from fedcg.event_log import EventLog
+from fedcg.wire.messages.key_chain import PinnedKey
+from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.signing import SigningKey
+from tests.support.edge.world import toy_generation, toy_snapshot, toy_spec
+
+SPEC = toy_spec()
+ENROLLED = SigningKey.generate().public
+PINNED = PinnedKey(SigningKey.generate().public, 2)
+MARK = b"m" * 32
+COHORT = b"cohort secret of thirty-two byte"
+
+
+def fill(store: PrivateStore) -> None:
+    """Put in what two rounds leave."""
+    store.device_secret()
+    store.keep_cohort_secret(COHORT)
+    store.save_spec(SPEC.canonical())
+    store.artifacts.put(b"an aggregate")
+    store.save_seen((3, 7, 1))
+    store.save_pinned_key(ENROLLED, PINNED)
+    for number in (1, 2):
+        store.generations.commit(toy_generation(SPEC, RoundAttempt(number, 1), seed=number))
+    store.save_delivery(DeliveryRecord("f" * 64, 1, 1, "accepted", ""))
+    store.accept_snapshot(SPEC.digest, 3, toy_snapshot)
+    store.save_privacy({"spent": "x", "epsilon": 1.0})
+    store.checkpoint.save(MARK, {"classify/x": np.arange(4, dtype=np.float32)})
+    EventLog(store.root / "events.jsonl", time.time).write("agent_started", pid=1)
+    with store.locked():
+        pass
+
+
+def contents(store: PrivateStore) -> dict[str, Any]:
+    """All that an agent and its training process read of a store when they start, by name; an error in place of what is refused."""
+    looks = {
+        "generation": lambda: _described(store),
+        "device secret": store.device_secret,
+        "cohort secret": store.cohort_secret,
+        "spec": lambda: store.spec(SPEC.digest),
+        "specs": store.spec_digests,
+        "artifacts": lambda: sorted(store.artifacts.ids()),
+        "seen": store.seen,
+        "pinned": lambda: store.pinned_key(ENROLLED),
+        "deliveries": store.deliveries,
+        "finalised": store.finalised,
+        "privacy": store.privacy,
+        "checkpoint": lambda: {name: one.tolist() for name, one in store.checkpoint.load(MARK)[0].items()},
+    }
+    return {name: _result_of(look) for name, look in looks.items()}
+
+
+def _result_of(look: Callable[[], Any]) -> Any:
+    try:
+        return look()
+    except StoreError as error:
+        return error
+
+
+def _described(store: PrivateStore) -> tuple[object, ...]:
+    _, problems = store.generations.current()
+    state = store.generations.load()
+    if state is None:
+        return None, problems
+    store.generations.snapshot(state.generation)
+    update = store.generations.update_bytes(state.generation)
+    newest = store.generations.newest()
+    assert newest == state.generation
+    weights = {
+        part.value: {name: one.tolist() for name, one in some.items()} for part, some in state.slots["personal"].items()
+    }
+    return state.generation.round_attempt, problems, weights, update
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    """Every file of a store."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

@@ -1,0 +1,16 @@
+"""Every reason for which a device declines has a sentence for its log and, but for a stopped agent, a remedy on the page."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.facts.problems import REMEDIES
+from fedcg.log.sentences import DECLINE_ADVICE
+from fedcg.wire.messages.messages import DeclineReason
+
+
+@pytest.mark.parametrize("reason", DeclineReason)
+def test_a_person_reads_what_to_do_about_a_reason(reason: DeclineReason) -> None:
+    assert DECLINE_ADVICE[reason.value]
+    if reason is not DeclineReason.INTERRUPTED:  # the round goes on by itself
+        assert all(REMEDIES[reason.value])

@@ -1,0 +1,156 @@
+"""Whether a box may train now: each condition by its readings, hysteresis, quiet hours, and what the box's application holds."""
+
+from __future__ import annotations
+
+import fcntl
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from devices.eligibility import EligibilitySettings, Obstacle, eligibility, is_held, no_time, obstacles
+from devices.power import Supply
+from devices.telemetry import LOW_DISK_BYTES, Link, Telemetry, Zone, read_telemetry
+from devices.throttling import Causes
+from fedcg.wire.messages.messages import DeclineReason
+
+TREES = Path(__file__).parents[2] / "golden" / "devices"
+NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
+BATTERY = Supply(on_mains=False, battery_percent=50, is_discharging=True)
+WWAN, LAN = Link("wwan0", "up", None, is_default=True), Link("eth0", "up", 1000, is_default=True)
+
+
+def found(readings: Telemetry, before: Obstacle | None = None, **settings: Any) -> Obstacle | None:
+    reason = eligibility(readings, EligibilitySettings(**settings), NOON, before=before)
+    return None if reason is None else reason.obstacle
+
+
+@pytest.mark.parametrize(
+    ("readings", "settings", "obstacle"),
+    [
+        (Telemetry(), {}, None),
+        (Telemetry(zones=(Zone("cpu", 94.0, critical_c=104.5),)), {}, None),
+        (Telemetry(zones=(Zone("cpu", 94.5, critical_c=104.5),)), {}, Obstacle.HOT),
+        (Telemetry(zones=(Zone("cpu", 88.0, hot_c=88.0, critical_c=104.5),)), {}, Obstacle.HOT),
+        (
+            Telemetry(zones=(Zone("cpu", 91.0, passive_c=80.0, critical_c=104.5),)),
+            {},
+            None,
+        ),  # software throttles: carry on
+        (Telemetry(zones=(Zone("cpu", 70.0),)), {"max_temperature_c": 70}, Obstacle.HOT),
+        (Telemetry(zones=(Zone("cpu", 90.0),)), {"max_temperature_c": 120}, Obstacle.HOT),  # the box's own limit stands
+        (Telemetry(causes=Causes(("GPU power cap",), ())), {}, None),
+        (Telemetry(causes=Causes((), ("under-voltage",))), {}, Obstacle.THROTTLED),
+        (Telemetry(event_rates={"over-current oc1": 2.0}), {}, Obstacle.THROTTLED),
+        (Telemetry(event_rates={"over-current oc1": None}), {}, None),
+        (Telemetry(event_rates={"package throttle": 9.0}), {}, None),
+        (Telemetry(supply=BATTERY), {}, None),
+        (Telemetry(supply=BATTERY), {"on_mains": True}, Obstacle.ON_BATTERY),
+        (Telemetry(supply=Supply()), {"on_mains": True}, None),
+        (Telemetry(power_mode="15W"), {"power_modes": ["25w", "15w"]}, None),
+        (Telemetry(power_mode="MAXN"), {"power_modes": ["15W"]}, Obstacle.POWER_MODE),
+        (Telemetry(power_mode=None), {"power_modes": ["15W"]}, None),
+        (Telemetry(free_disk_bytes=LOW_DISK_BYTES - 1_000_000), {}, Obstacle.LOW_DISK),
+        (Telemetry(free_disk_bytes=LOW_DISK_BYTES), {"min_free_disk_mb": 600}, Obstacle.LOW_DISK),
+        (Telemetry(free_memory_bytes=399_999_999), {"min_free_memory_mb": 400}, Obstacle.LOW_MEMORY),
+        (Telemetry(free_memory_bytes=400_000_000), {"min_free_memory_mb": 400}, None),
+        (Telemetry(links=(WWAN,)), {}, None),
+        (Telemetry(links=(WWAN,)), {"unmetered": True}, Obstacle.METERED),
+        (Telemetry(links=(LAN,)), {"unmetered": True}, None),
+        (Telemetry(links=(WWAN, LAN)), {"unmetered": True}, None),
+        (Telemetry(links=(LAN,)), {"unmetered": True, "metered_interfaces": ["eth*"]}, Obstacle.METERED),
+    ],
+)
+def test_each_condition_follows_its_reading_and_what_is_unavailable_does_not_count(
+    readings: Telemetry, settings: dict[str, Any], obstacle: Obstacle | None
+) -> None:
+    assert found(readings, **settings) is obstacle
+
+
+def test_a_box_that_was_hot_goes_on_five_degrees_below_its_limit() -> None:
+    limit: dict[str, Any] = {"max_temperature_c": 70}
+    at = [Telemetry(zones=(Zone("cpu", float(degrees)),)) for degrees in (69, 66, 65, 64)]
+    assert [found(readings, **limit) for readings in at] == [None] * 4
+    assert [found(readings, Obstacle.HOT, **limit) for readings in at] == [
+        Obstacle.HOT,
+        Obstacle.HOT,
+        Obstacle.HOT,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("span", "hour", "is_quiet"),
+    [
+        ("22:00-06:00", 22, True),
+        ("22:00-06:00", 5, True),
+        ("22:00-06:00", 6, False),
+        ("08:00-18:00", 8, True),
+        ("08:00-18:00", 18, False),
+        ("08:00-18:00", 7, False),
+    ],
+)
+def test_quiet_hours_may_pass_midnight(span: str, hour: int, is_quiet: bool) -> None:
+    reason = eligibility(Telemetry(), EligibilitySettings(quiet_hours=(span,)), NOON.replace(hour=hour))
+    assert (reason is not None) is is_quiet
+    assert reason is None or (reason.obstacle, span in reason.detail) == (Obstacle.QUIET_HOURS, True)
+
+
+@pytest.mark.parametrize("span", ["22:00", "22-06", "24:00-06:00", "22:00-06:60", "at night"])
+def test_hours_of_another_form_are_refused_with_an_example(span: str) -> None:
+    with pytest.raises(ValidationError, match='write "22:00-06:00"'):
+        EligibilitySettings(quiet_hours=(span,))
+
+
+def test_an_application_keeps_training_away_by_its_lock_or_its_file(tmp_path: Path) -> None:
+    lock, stop = tmp_path / "app.lock", tmp_path / "stop"
+    settings = EligibilitySettings(lock_file=lock, stop_file=stop)
+    assert is_held(settings) == ""
+    with lock.open("w") as file:
+        assert is_held(settings) == ""  # there, and nobody holds it
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert is_held(settings) == f"{lock} is locked"
+        reason = eligibility(Telemetry(), settings, NOON, held=is_held(settings))
+        assert reason is not None
+        assert reason.obstacle is Obstacle.RESERVED
+    assert is_held(settings) == ""
+    stop.touch()
+    assert is_held(settings) == f"{stop} exists"
+
+
+def test_a_lock_that_cannot_be_asked_counts_as_held(tmp_path: Path) -> None:
+    assert "can't be read" in is_held(EligibilitySettings(lock_file=tmp_path))  # a folder
+
+
+def test_asking_leaves_the_lock_to_the_application(tmp_path: Path) -> None:
+    lock = tmp_path / "app.lock"
+    lock.touch()
+    is_held(EligibilitySettings(lock_file=lock))
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "round_s", "is_short"),
+    [(100.0, 99.0, False), (100.0, 101.0, True), (100.0, None, False), (-5.0, 101.0, False)],
+)
+def test_a_round_that_does_not_fit_is_declined_by_the_time_of_the_last_one(
+    left_s: float, round_s: float | None, is_short: bool
+) -> None:
+    assert (no_time(left_s, round_s) is not None) is is_short
+
+
+def test_all_obstacles_are_found_at_once_and_the_first_one_counts(tmp_path: Path) -> None:
+    read = read_telemetry(tmp_path, TREES / "x86-laptop")
+    settings = EligibilitySettings(on_mains=True, unmetered=True, min_free_memory_mb=20_000)
+    several = obstacles(read, settings, NOON)
+    assert [one.obstacle for one in several] == [Obstacle.ON_BATTERY, Obstacle.LOW_MEMORY, Obstacle.METERED]
+    assert eligibility(read, settings, NOON) == several[0]
+
+
+def test_every_obstacle_has_a_word_on_the_wire() -> None:
+    assert {obstacle.value for obstacle in Obstacle} <= {reason.value for reason in DeclineReason}
+    passing = {reason.value for reason in DeclineReason if reason.passes}
+    assert passing == {obstacle.value for obstacle in Obstacle} - {"no_time"} | {"interrupted"}

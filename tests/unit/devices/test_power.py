@@ -1,0 +1,112 @@
+"""Rails, power mode, mains and batteries, from file trees of boards and small ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from devices import telemetry
+from devices.power import Supply, jetson_stats, read_power_mode, read_rails, read_supply
+
+TREES = Path(__file__).parents[2] / "golden" / "devices"
+ORIN = TREES / "jetson-orin-nano-8gb"
+
+
+def _write(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    return root
+
+
+def test_an_ina3221_gives_the_watts_of_its_three_rails_and_leaves_sums_and_shunts_out() -> None:
+    rails = {rail.name: rail.watts for rail in read_rails(ORIN)}
+    # 5048 mV × 1112 mA, 5048 × 400, 5040 × 288; curr4 is the sum of the three.
+    assert rails == pytest.approx({"VDD_IN": 5.613376, "VDD_CPU_GPU_CV": 2.0192, "VDD_SOC": 1.45152})
+
+
+def test_a_monitor_that_reports_power_is_read_in_microwatts_and_other_chips_are_left_out(tmp_path: Path) -> None:
+    hwmon = "sys/class/hwmon"
+    files = {f"{hwmon}/hwmon0/name": "ina226", f"{hwmon}/hwmon0/power1_input": "4250000"}
+    files |= {f"{hwmon}/hwmon1/name": "nvme", f"{hwmon}/hwmon1/power1_input": "1"}
+    assert [(rail.name, rail.watts) for rail in read_rails(_write(tmp_path, files))] == [("ina226 1", 4.25)]
+
+
+def test_a_rail_without_a_current_is_unavailable_and_not_zero(tmp_path: Path) -> None:
+    monitor = "sys/class/hwmon/hwmon0"
+    assert read_rails(_write(tmp_path, {f"{monitor}/name": "ina3221", f"{monitor}/in1_input": "5000"})) == ()
+    assert read_rails(_write(tmp_path, {f"{monitor}/curr1_input": "garbage"})) == ()
+
+
+def test_the_power_mode_is_named_by_nvpmodels_configuration_else_by_its_number(tmp_path: Path) -> None:
+    assert read_power_mode(ORIN) == "25W"
+    assert read_power_mode(TREES / "jetson-xavier-nx") == "8"
+    assert read_power_mode(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("supplies", "expected"),
+    [
+        ({}, Supply()),
+        ({"AC": ("Mains", "1", "")}, Supply(on_mains=True)),
+        ({"AC": ("Mains", "0", "")}, Supply(on_mains=False)),
+        ({"USBC": ("USB", "0", "")}, Supply()),  # an empty port of a box that is fed by something else
+        ({"USBC": ("USB", "1", "")}, Supply(on_mains=True)),
+        ({"BAT0": ("Battery", "40", "Discharging")}, Supply(on_mains=False, battery_percent=40, is_discharging=True)),
+        ({"BAT0": ("Battery", "40", "Charging")}, Supply(None, 40)),
+        ({"ups": ("UPS", "90", "Discharging")}, Supply(on_mains=False, battery_percent=90, is_discharging=True)),
+    ],
+)
+def test_mains_and_batteries(tmp_path: Path, supplies: dict[str, tuple[str, str, str]], expected: Supply) -> None:
+    for name, (kind, number, status) in supplies.items():
+        folder = f"sys/class/power_supply/{name}"
+        measured = "capacity" if status else "online"
+        _write(tmp_path, {f"{folder}/type": kind, f"{folder}/{measured}": number, f"{folder}/status": status})
+    assert read_supply(tmp_path) == expected
+
+
+def test_the_battery_of_a_mouse_is_not_that_of_the_box() -> None:
+    assert read_supply(TREES / "x86-laptop") == Supply(on_mains=False, battery_percent=64, is_discharging=True)
+
+
+class _RefusedError(Exception):
+    """The error of jetson-stats without its service."""
+
+
+@contextmanager
+def _board() -> Iterator[SimpleNamespace]:
+    rails = {"VDD_IN": {"power": 5600, "volt": 5000}}
+    yield SimpleNamespace(power={"rail": rails, "tot": {"power": 5600}}, nvpmodel="15W")
+
+
+def test_jetson_stats_completes_a_jetson_and_without_its_service_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise _RefusedError
+
+    assert jetson_stats(ORIN) == ((), None)  # not installed
+    monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=_board, JtopException=_RefusedError))
+    rails, mode = jetson_stats(ORIN)
+    assert ([(rail.name, rail.watts) for rail in rails], mode) == ([("VDD_IN", 5.6)], "15W")
+    assert jetson_stats(TREES / "raspberrypi-5") == ((), None)
+    monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=refuse, JtopException=_RefusedError))
+    assert jetson_stats(ORIN) == ((), None)
+
+
+def test_only_commands_ask_the_service_since_it_may_take_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = tmp_path / "box"
+    (root / "proc/device-tree").mkdir(parents=True)
+    (root / "proc/device-tree/compatible").write_bytes((ORIN / "proc/device-tree/compatible").read_bytes())
+    monkeypatch.setattr(telemetry, "LIVE_ROOT", root)
+    monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=_board, JtopException=_RefusedError))
+    assert telemetry.Sensors(tmp_path, root).read().power_mode is None
+    assert telemetry.Sensors(tmp_path, root, asks_services=True).read().power_mode == "15W"

@@ -1,0 +1,277 @@
+"""The owner's decisions and a running agent: pause, approval, limits of a day, the record of what leaves; over the in-process broker."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from edge_client.agent.control_socket import ask_agent
+from edge_client.config import PolicySection
+from edge_client.errors import OwnerRequestError, StoreError
+from edge_client.messaging.owner_requests import (
+    ApproveRequest,
+    PauseRequest,
+    ResumeRequest,
+    RevokeRequest,
+    StatusRequest,
+)
+from edge_client.session.events import ReleaseTrainer
+from edge_client.store.owner_record import Consent, DayTraffic, Pause, PauseFile
+from edge_client.store.sent_record import SENT_FILE, sent_items
+from fedcg.wire.artifacts.artifacts import artifact_id
+from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt, SelfReport
+from fedcg.wire.parts import Part
+from tests.support.edge.world import MakeWorld, World, aggregate_of, toy_parts, toy_spec, update_of
+from tests.support.waiting import wait_until
+
+SHARED = (Part.CLASSIFIER, Part.GENERATOR)
+CLASSIFIER_ONLY = PolicySection(allow_upload=frozenset({Part.CLASSIFIER}))
+
+
+def open_round(world: World, number: int = 1, attempt: int = 1) -> None:
+    aggregate = aggregate_of(toy_parts(50 + number, SHARED), world.spec, number)
+    world.coordinator.offer(world.spec, aggregate, number, attempt)
+    world.coordinator.invite(number, attempt)
+
+
+def connected(make_world: MakeWorld, **changes: object) -> World:
+    world = make_world(**changes)
+    world.connect()
+    return world
+
+
+def in_training(make_world: MakeWorld) -> World:
+    world = connected(make_world, is_automatic=False)
+    open_round(world)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    return world
+
+
+def status(world: World) -> dict[str, object]:
+    return ask_agent(world.config.store, StatusRequest())
+
+
+def test_a_paused_device_declines_new_rounds_until_it_is_resumed(make_world: MakeWorld) -> None:
+    world = connected(make_world)
+    ask_agent(world.config.store, PauseRequest(reason="maintenance"))
+    open_round(world)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.PAUSED
+    wait_until(lambda: bool(world.events("declined")), "the decline is recorded")
+    assert world.events("declined")[0]["detail"] == "maintenance"
+    assert status(world)["obstacle"] == "paused"
+    assert ask_agent(world.config.store, ResumeRequest()) == {"was_paused": True}
+    open_round(world, 1, attempt=2)
+    assert world.coordinator.wait(Accept).attempt == 2
+    assert ask_agent(world.config.store, ResumeRequest()) == {"was_paused": False}
+
+
+def test_a_round_under_way_is_finished_and_delivered_before_the_pause(make_world: MakeWorld) -> None:
+    world = in_training(make_world)
+    ask_agent(world.config.store, PauseRequest())
+    world.coordinator.work_until(lambda: status(world)["obstacle"] == "paused", "the pause counts")
+    assert world.trainer.starts == 1
+    (command,) = world.trainer.commands
+    world.trainer.work(command)
+    manifest = world.coordinator.wait(Manifest)
+    world.coordinator.collect(manifest)
+    world.coordinator.receipt(manifest)
+    wait_until(lambda: world.trainer.commands[-1] == ReleaseTrainer("paused"), "then the training process is to end")
+    world.trainer.work(world.trainer.commands[-1])
+    wait_until(lambda: bool(world.events("trainer_released")), "it has ended")
+    assert not world.events("trainer_died")
+    assert not any(isinstance(message, Decline) for message in world.coordinator.heard)
+    ask_agent(world.config.store, ResumeRequest())
+    wait_until(lambda: world.trainer.starts == 2, "it starts again with the end of the pause")
+
+
+def test_a_pause_at_once_abandons_the_round_under_way(make_world: MakeWorld) -> None:
+    world = in_training(make_world)
+    ask_agent(world.config.store, PauseRequest(now=True))
+    assert world.coordinator.wait(Decline).reason is DeclineReason.PAUSED
+    assert status(world)["trainer"] == "gone"
+    ask_agent(world.config.store, ResumeRequest())
+    open_round(world, 1, attempt=2)
+    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "the next attempt is trained")
+    assert world.trainer.rounds()[-1] == RoundAttempt(1, 2)
+
+
+def test_a_round_that_was_committed_just_before_a_pause_at_once_is_delivered(make_world: MakeWorld) -> None:
+    world = in_training(make_world)
+    world.trainer.commit(world.trainer.commands[0])  # type: ignore[arg-type]  # and its report is lost
+    ask_agent(world.config.store, PauseRequest(now=True))
+    assert world.coordinator.wait(Manifest).round == 1
+
+
+def test_a_pause_outlives_the_agent_and_ends_by_itself(make_world: MakeWorld) -> None:
+    world = connected(make_world)
+    ask_agent(world.config.store, PauseRequest(for_s=3600))
+    world.stop_agent()
+    world.start_agent()
+    world.coordinator.wait(Hello)
+    assert status(world)["obstacle"] == "paused"
+    world.stop_agent()
+    PauseFile(world.config.store).write(Pause(since=time.time() - 7200, until=time.time() - 3600))
+    world.start_agent()
+    world.coordinator.wait(Hello)
+    assert status(world)["obstacle"] is None
+    assert PauseFile(world.config.store).read() is None
+    assert world.events("agent_resumed")[-1]["reason"] == "the time of the pause has passed"
+    open_round(world)
+    world.coordinator.wait(Accept)
+
+
+def test_the_device_reports_that_it_is_paused(make_world: MakeWorld) -> None:
+    world = connected(make_world)
+    assert world.coordinator.wait(SelfReport).condition.paused is None
+    ask_agent(world.config.store, PauseRequest())
+    assert world.coordinator.wait(SelfReport).condition.paused is True
+    ask_agent(world.config.store, ResumeRequest())
+    assert world.coordinator.wait(SelfReport).condition.paused is None
+
+
+def test_a_spec_beyond_the_policy_waits_and_is_accepted_once_exactly_it_is_approved(make_world: MakeWorld) -> None:
+    world = connected(make_world, policy=CLASSIFIER_ONLY)
+    open_round(world)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
+    consent = Consent(world.config.store)
+    assert set(consent.read().waiting) == {world.spec.digest}
+    assert world.events("approval_needed")[0]["spec"] == world.spec.digest
+    ask_agent(world.config.store, ApproveRequest(spec=world.spec.digest))
+    open_round(world, 1, attempt=2)
+    manifest = world.coordinator.wait(Manifest)
+    assert world.coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(1, 2))
+    other = toy_spec(params={"epochs": 3})
+    assert consent.policy_for(CLASSIFIER_ONLY, world.spec).allow_upload == frozenset(SHARED)
+    assert consent.policy_for(CLASSIFIER_ONLY, other) == CLASSIFIER_ONLY
+    with pytest.raises(OwnerRequestError, match="no spec"):
+        ask_agent(world.config.store, ApproveRequest(spec=other.digest))
+
+
+def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_world: MakeWorld) -> None:
+    world = connected(make_world, policy=CLASSIFIER_ONLY)
+    open_round(world)
+    world.coordinator.wait(Decline)
+    ask_agent(world.config.store, ApproveRequest(spec=world.spec.digest))
+    open_round(world, 1, attempt=2)
+    world.coordinator.wait(Manifest)
+    ask_agent(world.config.store, RevokeRequest(spec=world.spec.digest))
+    assert world.store.deliveries()[-1].outcome == "withheld"
+    assert status(world)["now"] == "waits for a round"
+    open_round(world, 1, attempt=3)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
+    with pytest.raises(OwnerRequestError, match="not approved"):
+        ask_agent(world.config.store, RevokeRequest(spec=world.spec.digest))
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (PolicySection(methods=frozenset({"fedavg"})), "policy.methods of this device does not list fedcg"),
+        (PolicySection(federations=frozenset({"other"})), "policy.federations of this device does not list shapes"),
+    ],
+)
+def test_methods_and_federations_that_are_not_listed_need_approval(
+    make_world: MakeWorld, policy: PolicySection, said: str
+) -> None:
+    world = connected(make_world, policy=policy)
+    open_round(world)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.NEEDS_APPROVAL
+    assert Consent(world.config.store).read().waiting[world.spec.digest].detail == said
+    ask_agent(world.config.store, ApproveRequest(spec=world.spec.digest))
+    open_round(world, 1, attempt=2)
+    world.coordinator.wait(Accept)
+
+
+def test_a_spec_that_no_approval_would_admit_does_not_wait_for_one(make_world: MakeWorld) -> None:
+    world = connected(make_world, spec=toy_spec(method="telepathy"))
+    open_round(world)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.UNKNOWN_METHOD
+    assert Consent(world.config.store).read().waiting == {}
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "is_declined"),
+    [
+        ("max_upload_mb_per_day", {"up": 1_000_000}, True),
+        ("max_upload_mb_per_day", {"up": 900_000, "down": 5_000_000}, False),
+        ("max_download_mb_per_day", {"down": 999_999}, True),
+        ("max_download_mb_per_day", {"up": 5_000_000, "down": 900_000}, False),
+    ],
+)
+def test_a_round_beyond_the_days_bytes_is_declined_until_midnight(
+    make_world: MakeWorld, limit: str, used: dict[str, int], *, is_declined: bool
+) -> None:
+    world = make_world(policy=PolicySection.model_validate({limit: 1}))
+    world.config.store.mkdir(mode=0o700)
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    counted = world.config.store / "traffic.json"
+    counted.write_text(DayTraffic.model_validate({"day": today, **used}).model_dump_json())
+    world.connect()
+    open_round(world)
+    if not is_declined:
+        world.coordinator.wait(Manifest)
+        return
+    while world.coordinator.wait(Decline).reason is not DeclineReason.DAILY_LIMIT:
+        pass
+    wait_until(lambda: bool(world.events("declined")), "the decline is recorded")
+    assert f"policy.{limit} is 1" in str(world.events("declined")[0]["detail"])
+    assert "midnight UTC" in str(world.events("declined")[0]["detail"])
+    world.stop_agent()
+    counted.write_text(DayTraffic.model_validate({"day": "2026-01-01", **used}).model_dump_json())
+    world.start_agent()
+    world.coordinator.wait(Hello)
+    open_round(world, 1, attempt=2)
+    world.coordinator.wait(Manifest)
+
+
+@pytest.mark.parametrize("name", ["consent.json", "pause.json", "traffic.json"])
+def test_an_agent_does_not_start_on_damaged_decisions(make_world: MakeWorld, name: str) -> None:
+    world = connected(make_world)
+    world.stop_agent()
+    (world.config.store / name).write_text("{")
+    with pytest.raises(StoreError, match=f"{name} is damaged; delete it"):
+        world.start_agent()
+
+
+def test_an_agent_whose_socket_cannot_be_made_reports_that_and_trains(make_world: MakeWorld) -> None:
+    world = make_world()
+    (world.config.store / "control.sock").mkdir(parents=True, mode=0o700)
+    world.connect()
+    open_round(world)
+    world.coordinator.wait(Manifest)
+    assert "the owner's commands don't reach this agent" in str(world.events("agent_error")[0]["detail"])
+
+
+def test_what_leaves_is_recorded_before_its_first_byte_and_gets_its_receipt(make_world: MakeWorld) -> None:
+    world = connected(make_world)
+    open_round(world)
+    manifest = world.coordinator.wait(Manifest)
+    path = world.config.store / SENT_FILE
+    assert [item["kind"] for item in sent_items(path)] in ([], ["self_report"])
+    payload = world.coordinator.collect(manifest)
+    item = sent_items(path)[-1]
+    assert (item["kind"], item["artifact"], item["bytes"]) == ("update", artifact_id(payload), len(payload))
+    assert item["parts"] == {
+        "classifier": 60,
+        "generator": 40,
+    }  # 4 bytes for each of 3 + 12; 8 + 4 for each of 8 numbers
+    assert item["report"] == {"examples": 3, "accuracy": 0.5}
+    assert item["receipt"] is None
+    world.coordinator.receipt(manifest)
+    wait_until(lambda: sent_items(path)[-1]["receipt"] == "accepted", "the receipt is recorded")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_update_whose_record_cannot_be_written_does_not_leave(make_world: MakeWorld) -> None:
+    world = connected(make_world)
+    (world.config.store / SENT_FILE).mkdir()
+    open_round(world)
+    manifest = world.coordinator.wait(Manifest)
+    world.coordinator.grant(manifest, ((0, 1),))
+
+    def is_reported() -> bool:
+        return any("SendChunks" in str(event["detail"]) for event in world.events("agent_error"))
+
+    world.coordinator.work_until(is_reported, "the error is recorded")
+    assert not world.events("sending")

@@ -1,0 +1,227 @@
+"""`fedcg agent pause|resume|approve|sent|diagnose` and the owner's lines of `status`, as a person at the device calls them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_client.agent.control_socket import ControlSocket
+from edge_client.cli import support_file
+from edge_client.config import load_config
+from edge_client.messaging.owner_requests import Asked, success
+from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
+from edge_client.store.private_store import PrivateStore
+from edge_client.store.sent_record import SENT_FILE, SentRecord
+from fedcg.event_log import EventLog
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.parts import Part, ReportField, TensorLayout
+from tests.support.commands import data_of, run_fedcg
+from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, toy_spec, update_of, write_device
+
+STATISTICS = toy_spec(
+    upload=(Part.CLASSIFIER, Part.STATISTICS),
+    report=(ReportField.EXAMPLES, ReportField.LABEL_COUNTS),
+    layouts={
+        Part.CLASSIFIER: (TensorLayout(name="weight", dtype="float32", shape=(3, 400)),),
+        Part.STATISTICS: (TensorLayout(name="means", dtype="float32", shape=(3, 100_000)),),
+    },
+    params={"epochs": 500, "batch_size": 16},
+)
+"""1,200 and 300,000 numbers of 4 bytes."""
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Path:
+    """A device with a private store that no agent uses; returns its agent.toml."""
+    config = write_device(tmp_path)
+    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+    store.save_spec(STATISTICS.canonical())
+    Consent(store.root).wait_for(STATISTICS.digest, DeclineReason.UPLOAD_NOT_ALLOWED, "statistics are not listed", 1e9)
+    return config
+
+
+@pytest.fixture
+def asked(device: Path) -> Iterator[list[Asked]]:
+    """What reaches an agent of the device, which agrees to everything."""
+    requests: list[Asked] = []
+
+    def put(one: Asked) -> None:
+        requests.append(one)
+        one.answer.put(success({"until": 1e9, "reason": "", "was_paused": True, "now": "waits for a round"}))
+
+    control = ControlSocket(device.parent / "store", put)
+    control.start()
+    yield requests
+    control.close()
+
+
+def run(device: Path, *words: object, typed: str | None = None) -> Any:
+    return run_fedcg("agent", *words, "--config", device, typed=typed)
+
+
+def test_pause_and_resume_reach_the_running_agent(device: Path, asked: list[Asked]) -> None:
+    paused = run(device, "pause", "--for", "2h", "--reason", "maintenance", "--now")
+    assert paused.stdout == f"{DEVICE} is paused until 2001-09-09 01:46 UTC.\n"
+    request = asked[0].request.model_dump()
+    assert request == {"v": 1, "command": "pause", "for_s": 7200.0, "reason": "maintenance", "now": True}
+    assert run(device, "resume").stdout == f"{DEVICE} takes part again.\n"
+    assert data_of(run(device, "pause", "--json").stdout)["paused"] is True
+    assert data_of(run(device, "resume", "--json").stdout)["paused"] is False
+
+
+@pytest.mark.parametrize("words", [("--for", "soon"), ("--for", "0s"), ("--for", "999999d"), ("--reason", "x" * 201)])
+def test_a_pause_that_makes_no_sense_is_refused_by_its_option(device: Path, words: tuple[str, str]) -> None:
+    refused = run(device, "pause", *words)
+    assert refused.exit_code == 2
+    assert words[0] in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["pause", "resume"])
+def test_without_a_running_agent_the_command_ends_with_code_4(device: Path, command: str) -> None:
+    refused = run(device, command)
+    assert refused.exit_code == 4
+    assert "fedcg agent run" in refused.stderr
+
+
+def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) -> None:
+    refused = run(device, "approve", typed="n\n")
+    assert refused.exit_code == 2
+    lines = [" ".join(line.split()) for line in refused.stdout.splitlines()]
+    assert lines[1] == "Why it waits: statistics are not listed"
+    assert lines[2] == f"After each round this would leave {DEVICE}, up to 1.2 MB:"
+    assert "classifier 4.8 kB the network from features to classes; it never sees an image" in lines
+    assert any(
+        line.startswith("statistics 1.2 MB numbers computed of the images") and "(not in [policy])" in line
+        for line in lines
+    )
+    assert "label_counts the number of training images of each class (not in [policy])" in lines
+    assert "examples the number of training images" in lines
+    assert "What a round asks of it: epochs 500, batch size 16." in lines
+    assert not Consent(device.parent / "store").read().approved
+    assert run(device, "approve", typed="y\n").exit_code == 0
+    assert list(Consent(device.parent / "store").read().approved) == [STATISTICS.digest]
+    (event,) = [json.loads(line) for line in (device.parent / "store" / "events.jsonl").read_text().splitlines()]
+    assert event["event"] == "approved"
+
+
+def test_approvals_are_listed_named_by_their_first_digits_and_revoked(device: Path) -> None:
+    short = STATISTICS.digest[:12]
+    assert "waits since 2001-09-09" in run(device, "approve", "--list").stdout
+    for name in ("0" * 12, STATISTICS.digest[:5]):
+        assert run(device, "approve", name, "--yes").exit_code == 2
+    assert run(device, "approve", short, "--yes").exit_code == 0
+    assert f"{short}  approved" in run(device, "approve", "--list").stdout
+    assert run(device, "approve", "--yes").exit_code == 2  # nothing waits any more
+    revoked = data_of(run(device, "approve", "--revoke", short, "--json").stdout)
+    assert revoked == {"device": DEVICE, "spec": STATISTICS.digest, "approved": False}
+    assert data_of(run(device, "approve", "--list", "--json").stdout) == {"waiting": {}, "approved": {}}
+    assert "No spec waits" in run(device, "approve", "--list").stdout
+
+
+def test_an_approval_goes_to_the_running_agent(device: Path, asked: list[Asked]) -> None:
+    assert run(device, "approve", "--yes").exit_code == 0
+    assert asked[0].request.model_dump() == {"v": 1, "command": "approve", "spec": STATISTICS.digest}
+    assert not Consent(device.parent / "store").read().approved  # it is the agent's to write
+
+
+def test_status_shows_the_owners_decisions_and_what_the_agent_does(device: Path, asked: list[Asked]) -> None:
+    store = device.parent / "store"
+    PauseFile(store).write(Pause(since=time.time(), until=4e9, reason="maintenance"))
+    TrafficCounter(store, time.time).sent(12)
+    status = data_of(run(device, "status", "--json").stdout)
+    assert status["paused"] == "until 2096-10-02 07:06 UTC maintenance"
+    assert status["waits_for_approval"] == [f"{STATISTICS.digest[:12]}: statistics are not listed"]
+    assert status["bytes_today"] == {"up": 12, "down": 0}
+    assert status["agent_now"] == "waits for a round"
+    PauseFile(store).write(Pause(since=0.0, until=1.0))
+    assert data_of(run(device, "status", "--json").stdout)["paused"] is None
+
+
+def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
+    now, store = 1e9, device.parent / "store"
+    assert run(device, "sent").stdout == "Nothing has left this device.\n"
+    record = SentRecord(store, FEDERATION, lambda: now)
+    update = update_of(toy_spec(), RoundAttempt(1, 1))
+    record.update(update)
+    record.self_report({"paused": True})
+    now = 2e9
+    record.update(update_of(toy_spec(), RoundAttempt(2, 1)))
+    data = data_of(run(device, "sent", "--json").stdout)
+    assert [item["kind"] for item in data["items"]] == ["update", "self_report", "update"]
+    assert data["totals"][FEDERATION]["updates"] == 2
+    shown = run(device, "sent").stdout
+    assert f"2001-09-09 01:46:40 UTC  round 1, attempt 1: {len(update)} bytes (classifier 60 bytes" in shown
+    assert "reported: accuracy 0.5, examples 3" in shown
+    assert "no receipt" in shown
+    late = data_of(run(device, "sent", "--since", "2030-01-01", "--json").stdout)["items"]
+    assert [item["round"] for item in late] == [2]
+    assert run(device, "sent", "--since", "yesterday").exit_code == 2
+    assert (store / SENT_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def members(path: Path) -> dict[str, str]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name).decode() for name in archive.namelist()}
+
+
+def test_the_support_file_has_no_secret_class_or_image_in_it(device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, store = device.parent, PrivateStore(device.parent / "store")
+    for name in CLASSES:
+        (root / "data" / name).mkdir(parents=True)
+        (root / "data" / name / "mrs smith.png").write_bytes(b"no image")
+    store.keep_cohort_secret(bytes(range(32)))
+    device_secret = store.device_secret()
+    monkeypatch.setenv("MY_API_TOKEN", "planted-in-environment")
+    events = EventLog(store.root / "events.jsonl", time.time).unwatched()
+    signing = (root / "signing.key").read_bytes()
+    forms = [device_secret.hex(), base64.b64encode(bytes(range(32))).decode(), "planted-in-environment"]
+    for leaked in (*forms, signing.decode("latin1").strip(), f"class {CLASSES[1]} in {root}/data/dot/mrs smith.png"):
+        events.write("agent_error", detail=leaked)  # as if a message had it
+    out = root / "support.zip"
+    done = data_of(run(device, "diagnose", "--out", out, "--json").stdout)
+    texts = members(out)
+    assert done["holds"] == list(texts)
+    assert set(texts) == {
+        "about.json",
+        "configuration.json",
+        "status.json",
+        "doctor.json",
+        "files.json",
+        "events.jsonl",
+    }
+    whole = "".join(texts.values())
+    for secret in (*forms, signing.decode("latin1").strip(), signing.hex(), "smith"):
+        assert secret not in whole
+    assert not any(f'"{name}"' in whole or f" {name} " in whole or f"/{name}/" in whole for name in CLASSES)
+    assert "class-2" in texts["events.jsonl"]
+    assert texts["events.jsonl"].count(support_file.REMOVED) == 4
+    assert json.loads(texts["configuration.json"])["keys"]["signing"] == str(root / "signing.key")
+    assert json.loads(texts["files.json"])["secrets/cohort.key"] == 40
+    assert json.loads(texts["about.json"])["packages"]["torch"]
+    assert run(device, "diagnose", "--out", out, "--with-class-names", "--events", "1").exit_code == 0
+    texts = members(out)
+    assert f"class {CLASSES[1]} in" in texts["events.jsonl"]
+    assert len(texts["events.jsonl"].splitlines()) == 1
+
+
+def test_diagnose_works_before_the_first_run_and_refuses_a_file_that_is_no_zip(tmp_path: Path) -> None:
+    config = write_device(tmp_path)
+    assert run(config, "diagnose", "--out", tmp_path / "a.zip").exit_code == 0
+    assert "no private store" in members(tmp_path / "a.zip")["status.json"]
+    for wrong in (tmp_path / "a.txt", tmp_path / "absent" / "a.zip"):
+        refused = run(config, "diagnose", "--out", wrong)
+        assert (refused.exit_code, "--out" in refused.stderr) == (2, True)
+
+
+def test_a_socket_of_a_killed_agent_is_no_running_agent(device: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(load_config(device, {}).store / "control.sock"))
+    assert "agent_now" not in data_of(run(device, "status", "--json").stdout)

@@ -1,0 +1,140 @@
+"""Backup and restore of a device: one encrypted file, for a box that replaces this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edge_client.config import load_config
+from edge_client.store import backup
+from edge_client.store.encryption import open_to_others
+from edge_client.store.private_store import PrivateStore, open_store
+from fedcg import sealed_file
+from tests.support.commands import data_of, run_fedcg
+from tests.support.edge.filled_store import contents, files_of, fill
+from tests.support.edge.world import DEVICE, FEDERATION, write_device
+
+PASSPHRASE = "correct horse battery"
+
+
+@pytest.fixture(autouse=True)
+def quick_scrypt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_file, "SCRYPT_N", 1 << 10)
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def box(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    config = write_device(tmp_path / "box")
+    (tmp_path / "passphrase").write_text(PASSPHRASE + "\n")
+    fill(PrivateStore.open(tmp_path / "box" / "store", FEDERATION, DEVICE))
+    if request.param == "encrypted":
+        config.write_text(config.read_text() + '[encryption]\nkey = "store.key"\n')
+        assert run_fedcg("agent", "store", "encrypt", "--config", config).exit_code == 0
+    return config
+
+
+def run(*words: object, root: Path) -> tuple[int, str]:
+    result = run_fedcg("agent", *words, "--passphrase-file", root / "passphrase")
+    return result.exit_code, " ".join((result.output + result.stderr).split())
+
+
+def made(box: Path) -> Path:
+    file = box.parent.parent / "backup"
+    code, output = run("backup", "--config", box, "--out", file, root=file.parent)
+    assert code == 0, output
+    assert "trained up to round 2" in output
+    return file
+
+
+def test_a_restored_box_has_identity_configuration_and_all_private_state(box: Path, tmp_path: Path) -> None:
+    file = made(box)
+    assert file.stat().st_mode & 0o777 == 0o600
+    new = tmp_path / "new" / "agent.toml"
+    code, output = run("restore", file, "--config", new, root=tmp_path)
+    assert code == 0, output
+    assert f"Restored device {DEVICE} of {FEDERATION}, trained up to round 2" in output
+    for told in ("must not run again", "`conflict`", "spent privacy"):
+        assert told in output
+    before, after = (open_store(load_config(path, {})) for path in (box, new))
+    assert contents(after) == contents(before) | {"checkpoint": {}}
+    for name in ("agent.toml", "signing.key", "coordinator.pub"):
+        assert new.with_name(name).read_bytes() == box.with_name(name).read_bytes()
+    assert open_to_others(after.root) == ()
+    left_out = {"lock", "trainer.lock", "checkpoint.bin"}
+    assert files_of(after.root) == {name: data for name, data in files_of(before.root).items() if name not in left_out}
+
+
+def test_nothing_is_overwritten(box: Path, tmp_path: Path) -> None:
+    file, before = made(box), files_of(box.parent)
+    code, output = run("restore", file, "--config", box, root=tmp_path)
+    assert code == 1
+    assert f"{box.parent / 'store'} is there already" in output
+    code, output = run("backup", "--config", box, "--out", file, root=tmp_path)
+    assert code == 1
+    assert "exists already" in output
+    other = write_device(tmp_path / "other", "site-9")
+    code, output = run("restore", file, "--config", other, root=tmp_path)
+    assert code == 1
+    assert "is of device 'site-9'" in output
+    same = write_device(tmp_path / "same")  # another signing key
+    kept = files_of(same.parent)
+    code, output = run("restore", file, "--config", same, root=tmp_path)
+    assert code == 1
+    assert "signing.key is there already and differs" in output
+    assert files_of(same.parent) == kept
+    assert files_of(box.parent) == before
+
+
+def test_an_agent_toml_that_is_there_names_the_places(box: Path, tmp_path: Path) -> None:
+    file = made(box)
+    new = tmp_path / "new" / "agent.toml"
+    new.parent.mkdir()
+    new.write_text(f'store = "elsewhere/state"\n{box.read_text()}')
+    facts = data_of(
+        run_fedcg(
+            "agent", "restore", file, "--config", new, "--passphrase-file", tmp_path / "passphrase", "--json"
+        ).stdout
+    )
+    assert (facts["device"], facts["round"]) == (DEVICE, 2)
+    assert facts["store"] == str(new.parent / "elsewhere" / "state")
+    assert (new.parent / "elsewhere" / "state" / "CURRENT").exists()
+    assert sorted(path.name for path in (new.parent / "elsewhere").iterdir()) == ["state"]
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.999])
+def test_a_truncated_or_altered_file_and_a_wrong_passphrase_write_nothing(box: Path, tmp_path: Path, at: float) -> None:
+    file = made(box)
+    whole, new = file.read_bytes(), tmp_path / "new" / "agent.toml"
+    place = int(at * len(whole))
+    for content in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :], whole + b"x"):
+        file.write_bytes(content)
+        code, output = run("restore", file, "--config", new, root=tmp_path)
+        assert (code, new.parent.exists()) == (1, False), output
+        assert str(file) in output
+    file.write_bytes(whole)
+    (tmp_path / "passphrase").write_text("another passphrase\n")
+    code, output = run("restore", file, "--config", new, root=tmp_path)
+    assert (code, new.parent.exists()) == (1, False)
+    assert "another passphrase or key was used" in output
+
+
+def test_a_backup_is_refused_while_the_agent_runs(box: Path, tmp_path: Path) -> None:
+    with open_store(load_config(box, {})).locked():
+        code, output = run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path)
+    assert code == 1
+    assert "stop it first" in output
+    assert not (tmp_path / "backup").exists()
+
+
+def test_a_restore_that_was_cut_is_repeated(box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, new = made(box), tmp_path / "new" / "agent.toml"
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backup, "replace_durably", full)  # the store is in its staging folder, the keys are not there yet
+        assert run("restore", file, "--config", new, root=tmp_path)[0] == 1
+    assert files_of(new.parent) == {}
+    assert run("restore", file, "--config", new, root=tmp_path)[0] == 0

@@ -1,0 +1,115 @@
+"""Each file of a private store truncated and altered at random: the last committed round counts, or it is said what is lost and what to do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.errors import StoreError
+from edge_client.store.private_store import PrivateStore
+from edge_client.store.sealed_files import StoreKey
+from fedcg.wire.messages.messages import RoundAttempt
+from tests.support.commands import run_fedcg
+from tests.support.edge.filled_store import SPEC, contents, files_of, fill
+from tests.support.edge.world import DEVICE, FEDERATION, write_device
+
+KEY = StoreKey(b"k" * 32)
+REMEDIES = ("estore", "delete it", "move it away", "enrol", "[encryption]", "agent store rekey")
+
+
+@pytest.fixture(scope="module", params=["plain", pytest.param("encrypted", marks=pytest.mark.slow)])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StoreKey | None]:
+    folder = tmp_path_factory.mktemp(request.param)
+    config = write_device(folder)
+    key = KEY if request.param == "encrypted" else None
+    if key is not None:
+        (folder / "store.key").write_text(key.secret.hex())
+        (folder / "store.key").chmod(0o600)
+        config.write_text(config.read_text() + '[encryption]\nkey = "store.key"\n')
+    fill(PrivateStore.open(folder / "store", FEDERATION, DEVICE, key))
+    return folder, key
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> tuple[float, float, str, int]:
+    kind = draw(st.sampled_from(["truncate", "flip", "zeros", "append"]))
+    return draw(st.floats(0, 0.9999)), draw(st.floats(0, 0.9999)), kind, draw(st.integers(1, 255))
+
+
+def damaged(content: bytes, place: float, kind: str, value: int) -> bytes:
+    at = int(place * len(content))
+    if kind == "truncate":
+        return content[:at]
+    if kind == "append":
+        return content + bytes([value]) * 3
+    if kind == "zeros":
+        return content[:at] + bytes(len(content) - at)
+    return content[:at] + bytes([content[at] ^ value]) + content[at + 1 :] if content else bytes([value])
+
+
+@settings(max_examples=150, deadline=None)
+@given(damages())
+def test_a_damaged_file_never_leads_to_other_state_in_silence(
+    whole: tuple[Path, StoreKey | None],
+    tmp_path_factory: pytest.TempPathFactory,
+    damage: tuple[float, float, str, int],
+) -> None:
+    folder, key = whole
+    copy = tmp_path_factory.mktemp("damaged") / "box"
+    shutil.copytree(folder, copy)
+    files = files_of(copy / "store")
+    which, place, kind, value = damage
+    name = list(files)[int(which * len(files))]
+    (copy / "store" / name).write_bytes(damaged(files[name], place, kind, value))
+    before = contents(PrivateStore.open(folder / "store", FEDERATION, DEVICE, key))
+    status = run_fedcg("agent", "status", "--config", copy / "agent.toml")
+    assert status.exception is None or isinstance(status.exception, SystemExit), (name, status.exception)
+    try:
+        after = contents(PrivateStore.open(copy / "store", FEDERATION, DEVICE, key))
+    except StoreError as error:
+        check_told(error, name)
+        shutil.rmtree(copy.parent)
+        return
+    for what, value_before in before.items():
+        found = after[what]
+        if isinstance(found, StoreError):
+            check_told(found, name)
+        elif what == "generation" and found != value_before:
+            assert found[1], "problems are reported"
+            assert found[0] in (RoundAttempt(1, 1), RoundAttempt(2, 1))
+            assert found[0] == RoundAttempt(1, 1) or found[2:] == value_before[2:]
+            assert "damaged" in found[1][0]
+        elif found != value_before:
+            # A spec is fetched again; a checkpoint is left out, which the training process reports.
+            assert (what, found) in (("spec", None), ("specs", frozenset()), ("checkpoint", {})), (name, what)
+    shutil.rmtree(copy.parent)
+
+
+def check_told(error: StoreError, name: str) -> None:
+    text = str(error)
+    assert Path(name).name in text or "generation" in text or "store" in text, (name, text)
+    assert any(remedy in text for remedy in REMEDIES), (name, text)
+
+
+def test_a_spec_that_was_damaged_is_replaced_by_the_next_download(tmp_path: Path) -> None:
+    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+    fill(store)
+    path = store.root / "specs" / f"{SPEC.digest}.json"
+    path.write_bytes(b"{")
+    assert store.spec(SPEC.digest) is None
+    store.save_spec(SPEC.canonical())
+    assert store.spec(SPEC.digest) == SPEC
+
+
+def test_a_lost_pointer_beside_later_generations_is_no_new_store(tmp_path: Path) -> None:
+    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+    fill(store)
+    (store.root / "CURRENT").unlink()
+    generation, problems = PrivateStore.open(store.root, FEDERATION, DEVICE).generations.current()
+    assert generation is not None
+    assert generation.round_attempt == RoundAttempt(2, 1)
+    assert "CURRENT is damaged" in problems[0]

@@ -1,0 +1,136 @@
+"""The owner's files and the record of what was sent: laws of each, and what damage does to them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_client.config import PolicySection
+from edge_client.errors import StoreError
+from edge_client.firewall import check_spec, widened
+from edge_client.store.owner_record import MOST_WAITING, Consent, Pause, PauseFile, TrafficCounter
+from edge_client.store.sent_record import SENT_FILE, SentRecord, sent_items, totals
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.parts import Part, ReportField
+from tests.support.edge.world import toy_spec, update_of
+
+NOON = 1_790_000_000.0 - 1_790_000_000.0 % 86_400 + 43_200
+DIGEST = "a" * 64
+
+
+def test_a_spec_waits_once_and_is_approved_until_it_is_revoked(tmp_path: Path) -> None:
+    consent = Consent(tmp_path)
+    assert consent.wait_for(DIGEST, DeclineReason.NEEDS_APPROVAL, "why", NOON)
+    assert not consent.wait_for(DIGEST, DeclineReason.NEEDS_APPROVAL, "why", NOON + 1)
+    consent.approve(DIGEST, NOON)
+    assert (consent.read().waiting, consent.read().approved) == ({}, {DIGEST: NOON})
+    assert consent.revoke(DIGEST)
+    assert not consent.revoke(DIGEST)
+    assert (tmp_path / "consent.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_specs_that_wait_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:
+    consent = Consent(tmp_path)
+    for number in range(MOST_WAITING + 5):
+        consent.wait_for(f"{number:064x}", DeclineReason.NEEDS_APPROVAL, "x" * 5000, NOON + number)
+    waiting = consent.read().waiting
+    assert len(waiting) == MOST_WAITING
+    assert f"{MOST_WAITING + 4:064x}" in waiting
+    assert f"{0:064x}" not in waiting
+
+
+def test_an_approval_widens_the_policy_by_what_the_spec_asks_for_and_no_more() -> None:
+    spec = toy_spec(
+        upload=(Part.EXTRACTOR,),
+        report=(ReportField.EXAMPLES, ReportField.ACCURACY),
+        params={"epochs": 300, "steps": 5},
+    )
+    policy = PolicySection(allow_report=frozenset(), methods=frozenset({"other"}))
+    wide = widened(policy, spec)
+    assert check_spec(spec, policy) is not None
+    assert check_spec(spec, wide) is None
+    assert wide.allow_upload == policy.allow_upload | {Part.EXTRACTOR}
+    assert wide.allow_report == {ReportField.EXAMPLES}  # accuracy is for people: no method needs it
+    assert (wide.max_epochs, wide.max_steps, wide.max_batch) == (300, policy.max_steps, policy.max_batch)
+    assert wide.max_download_mb == policy.max_download_mb
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"format": 2}', b'{"waiting": {"x": {}}}', b'{"more": 1}', b" " * (2 << 20)]
+)
+def test_a_damaged_file_is_an_error_that_names_it_and_the_next_step(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "consent.json").write_bytes(content)
+    with pytest.raises(StoreError, match=r"consent\.json is damaged; delete it"):
+        Consent(tmp_path).read()
+
+
+def test_a_pause_ends_at_its_time_or_by_hand(tmp_path: Path) -> None:
+    file = PauseFile(tmp_path)
+    assert file.read() is None
+    file.write(Pause(since=NOON, until=NOON + 10, reason="why"))
+    kept = file.read()
+    assert kept is not None
+    assert (kept.is_over(NOON + 9.9), kept.is_over(NOON + 10.0)) == (False, True)
+    assert not Pause(since=NOON).is_over(1e11)
+    file.write(None)
+    file.write(None)
+    assert file.read() is None
+
+
+def test_the_bytes_of_the_day_outlive_a_restart_and_begin_anew_at_midnight_utc(tmp_path: Path) -> None:
+    now = NOON
+    counter = TrafficCounter(tmp_path, lambda: now)
+    counter.sent(5)
+    counter.received(10)  # kept in memory until there is 1 MB
+    assert TrafficCounter(tmp_path, lambda: now).today().down == 0
+    counter.received(1_000_000)
+    again = TrafficCounter(tmp_path, lambda: now).today()
+    assert (again.up, again.down) == (5, 1_000_010)
+    now = NOON + 43_200  # midnight
+    assert (counter.today().up, counter.today().down) == (0, 0)
+
+
+def record(root: Path) -> SentRecord:
+    return SentRecord(root, "shapes", lambda: NOON)
+
+
+def test_an_update_is_recorded_once_also_after_a_restart(tmp_path: Path) -> None:
+    update = update_of(toy_spec(), RoundAttempt(1, 1))
+    for is_new in (True, False):
+        one = record(tmp_path)
+        assert one.update(update) is is_new
+        assert not one.update(update)
+    one.receipt(sent_items(tmp_path / SENT_FILE)[0]["artifact"], "accepted")
+    one.self_report({"paused": True, "model": None})
+    one.self_report({"paused": True, "model": None})
+    one.self_report({"paused": None, "model": None})
+    items = sent_items(tmp_path / SENT_FILE)
+    assert [item["kind"] for item in items] == ["update", "self_report"]
+    assert totals(items) == {"shapes": {"updates": 1, "bytes": len(update), "receipts": 1, "self_reports": 1}}
+    assert sent_items(tmp_path / SENT_FILE, since=NOON + 1) == []
+
+
+@given(cut=st.integers(min_value=0, max_value=400), noise=st.binary(max_size=30))
+def test_a_torn_line_costs_itself_and_no_other(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, noise: bytes
+) -> None:
+    root = tmp_path_factory.mktemp("torn")
+    record(root).receipt("first", "accepted")
+    record(root).self_report({"number": 1})
+    path = root / SENT_FILE
+    torn = path.read_bytes()
+    path.write_bytes(torn + torn.splitlines()[1][:cut] + noise.replace(b"\n", b""))
+    record(root).self_report({"number": 2})
+    numbers = [item["report"]["number"] for item in sent_items(path)]
+    assert numbers[0] == 1
+    assert numbers[-1] == 2
+
+
+def test_lines_of_another_form_are_left_out(tmp_path: Path) -> None:
+    lines = [[], {"t": "x", "kind": "update"}, {"t": 1, "kind": 2}, {"t": 1.0, "kind": "self_report", "report": {}}]
+    (tmp_path / SENT_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert len(sent_items(tmp_path / SENT_FILE)) == 1

@@ -1,0 +1,115 @@
+"""A device whose extractor ends in a private projection on a frozen backbone: features once, pinned weights, `[training] weights`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from edge_client.agent.run import run_agent
+from edge_client.config import ExportSection, PolicySection, TrainingSection
+from edge_client.errors import ConfigError, EdgeError
+from edge_client.firewall import check_spec
+from edge_client.session.events import ChooseModel, Chosen
+from edge_client.training.messages import Committed
+from fedcg.learning.backbone_names import WEIGHTS_VARIABLE, weights_digest
+from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.pretrained import features
+from fedcg.learning.networks.pretrained.backbone import ProjectedBackbone
+from fedcg.log.settings import LogSettings
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.parts import Part
+from tests.support.edge.training_site import Site
+from tests.support.edge.world import CLASSES, FEDERATION, FORM
+from tests.support.learning.tiny_backbone import tiny_plan, write_tiny_weights
+
+GREY = FORM.model_copy(update={"height": 64, "width": 64, "mean": (0.449,), "std": (0.226,)})
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = write_tiny_weights(tmp_path / "weights")
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(path.parent))
+    return path
+
+
+def site_of(tmp_path: Path, weights: Path) -> Site:
+    plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
+    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY}
+    return Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=True)
+
+
+def test_rounds_train_on_features_that_are_computed_once_and_keep_the_projection_alone(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, seen = site_of(tmp_path, weights), list[int]()
+    plain = ProjectedBackbone.pooled
+
+    def counted(self: ProjectedBackbone, images: object) -> object:
+        seen.append(len(images))  # type: ignore[arg-type]
+        return plain(self, images)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ProjectedBackbone, "pooled", counted)
+    trainer = site.trainer()
+    assert trainer.do(site.round(1)) == Committed(RoundAttempt(1, 1))
+    assert (
+        sum(seen) == 12 * 3 + 5 * 3 + 4 * 3
+    )  # train with val, test, common; own model, shadow and report read the same ones
+    assert trainer.do(site.round(2)) == Committed(RoundAttempt(2, 1))
+    assert len(seen) == 4
+    state = site.state().slots["personal"][Part.EXTRACTOR]
+    assert set(state) == {"project.weight", "project.bias"}
+
+
+def test_a_spec_whose_weights_are_not_here_is_declined_before_anything_is_trained(
+    tmp_path: Path, weights: Path
+) -> None:
+    site = site_of(tmp_path, weights)
+    assert check_spec(site.spec, PolicySection()) is None
+    weights.unlink()
+    reason, text = check_spec(site.spec, PolicySection()) or (None, "")
+    assert reason is DeclineReason.SPEC_REFUSED
+    assert "sha256 of no file here" in text
+
+
+def test_the_owner_names_a_folder_of_weights_in_agent_toml(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = site_of(tmp_path, weights)
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "")
+
+    def run(path: Path) -> None:
+        training = TrainingSection(weights=path)
+        config = site.config.model_copy(
+            update={"training": training, "keys": site.config.keys.model_copy(update={"signing": tmp_path / "no.key"})}
+        )
+        run_agent(config, LogSettings(), lambda: (), until_finished=True)
+
+    with pytest.raises(ConfigError, match=r"training\.weights = .*: no such file or folder"):
+        run(tmp_path / "gone")
+    with pytest.raises(EdgeError, match=r"no\.key"):  # after the weights
+        run(weights.parent)
+    assert os.environ[WEIGHTS_VARIABLE] == str(weights.parent)
+    assert check_spec(site.spec, PolicySection()) is None
+    assert site.spec.network.weights == weights_digest(weights)
+    assert features.keeps_features(site.spec)
+
+
+def test_the_choice_at_the_end_reads_the_same_features_and_the_exported_model_takes_images(
+    tmp_path: Path, weights: Path
+) -> None:
+    site = site_of(tmp_path, weights)
+    site.config = site.config.model_copy(
+        update={"export": ExportSection(enabled=True, each_best=False, variants=False)}
+    )
+    trainer = site.trainer()
+    trainer.do(site.round(1))
+    kept = trainer._work.features
+    before = kept._kept
+    chosen = trainer.do(ChooseModel(site.spec.digest, site.aggregate))
+    assert isinstance(chosen, Chosen)
+    assert chosen.succeeded, site.events("finalise_failed")
+    assert kept._kept is before
+    (told,) = site.events("finalised")
+    assert told["accuracy_common_onnx"] == pytest.approx(told["accuracy_common_personal"])

@@ -1,0 +1,189 @@
+"""A round that was interrupted anywhere goes on from its checkpoint and ends in the same bytes as an undisturbed one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_client.config import PolicySection, TrainingSection
+from edge_client.store.checkpoint_file import CheckpointFile
+from edge_client.training.messages import Committed
+from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.privacy import OFF, DpSgdSettings, PrivacySettings
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import spec_root
+from fedcg.learning.spec import NetworkChoice
+from fedcg.learning.tensor_conversion import to_arrays
+from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.parts import ReportField
+from tests.support.edge.training_site import Site, real_spec
+from tests.support.edge.world import aggregate_of
+
+EPOCHS = 3
+METHODS = ("fedcg", "fedavg", "fedprox", "fedsplit", "local", "fedmd_cg", "fedproto", "fedgh", "ppidsg")
+NETWORKS = {
+    "ppidsg": NetworkChoice(split="image_small"),
+    "private": NetworkChoice(noise_dim=8, discriminator="mlp_plain"),
+}
+SETTINGS = {
+    "noise": PrivacySettings(gradient_noise=0.01, dropout=0.2),
+    "balance": PrivacySettings(balance="logits"),
+    "dp_sgd": PrivacySettings(dp_sgd=DpSgdSettings(noise_multiplier=1.0, clip=1.0)),
+}
+
+
+class KilledError(BaseException):
+    """Ends a round as a signal would: nothing catches it."""
+
+
+def site_of(root: Path, method: str, privacy: PrivacySettings | None, *, every_s: float, shadow: bool = False) -> Site:
+    site = Site(
+        root,
+        real_spec(method, network=NETWORKS.get(method if privacy is None else "private"), epochs=EPOCHS),
+        shadow=shadow,
+    )
+    training = TrainingSection(shadow=shadow, device="cpu", threads=1, checkpoint_s=every_s)
+    policy = PolicySection(
+        allow_upload=get_method(method).shared_up,
+        allow_report=site.config.policy.allow_report | {ReportField.LABEL_COUNTS},
+    )
+    site.config = site.config.model_copy(update={"training": training, "policy": policy, "privacy": privacy or OFF})
+    return site
+
+
+def count_saves(monkeypatch: pytest.MonkeyPatch, killed_after: int | None = None) -> list[int]:
+    """Checkpoint after every block, and end the process' work after one of them; the list has the number of checkpoints."""
+    saves = [0]
+    real = CheckpointFile.save
+
+    def counted(file: CheckpointFile, mark: bytes, tensors: Any) -> None:
+        real(file, mark, tensors)
+        saves[0] += 1
+        if saves[0] == killed_after:
+            raise KilledError
+
+    monkeypatch.setattr(CheckpointFile, "save", counted)
+    return saves
+
+
+def result(site: Site) -> tuple[str, dict[str, bytes]]:
+    state = site.state()
+    tensors = {
+        f"{slot}/{part.value}/{name}": array.tobytes()
+        for slot, parts in state.slots.items()
+        for part, weights in parts.items()
+        for name, array in weights.items()
+    }
+    return hashlib.sha256(site.update()).hexdigest(), tensors
+
+
+def check_every_interruption(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    privacy: PrivacySettings | None = None,
+    *,
+    shadow: bool = False,
+) -> None:
+    reference = site_of(tmp_path / "reference", method, privacy, every_s=0, shadow=shadow)
+    assert reference.trainer().do(reference.round()) == Committed(RoundAttempt(1, 1))
+    kept = site_of(tmp_path / "kept", method, privacy, every_s=1e-9, shadow=shadow)
+    with monkeypatch.context() as patch:
+        saves = count_saves(patch)
+        kept.trainer().do(kept.round())
+    assert result(kept) == result(reference)
+    assert saves[0] >= EPOCHS
+    assert not (kept.store.root / "checkpoint.bin").exists()
+    for at in sorted({1, 2, saves[0] // 2, saves[0] // 2 + 1, saves[0] - 1, saves[0]}):
+        site = site_of(tmp_path / f"killed-{at}", method, privacy, every_s=1e-9, shadow=shadow)
+        with monkeypatch.context() as patch:
+            count_saves(patch, killed_after=at)
+            with pytest.raises(KilledError):
+                site.trainer().do(site.round())
+        with monkeypatch.context() as patch:
+            again = count_saves(patch)
+            assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+        assert result(site) == result(reference), at
+        assert again[0] == saves[0] - at, "blocks before the checkpoint are not trained on again"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_that_is_interrupted_after_any_checkpoint_ends_in_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    check_every_interruption(tmp_path, monkeypatch, method, shadow=method == "fedcg")
+
+
+@pytest.mark.parametrize("setting", ["noise", "balance", pytest.param("dp_sgd", marks=pytest.mark.slow)])
+def test_streams_of_mechanisms_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    check_every_interruption(tmp_path, monkeypatch, "fedcg", SETTINGS[setting])
+
+
+def test_sgd_and_gradient_noise_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_interruption(tmp_path, monkeypatch, "fedavg", SETTINGS["noise"])
+
+
+def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    site = site_of(root, "fedavg", None, every_s=1e-9)
+    with monkeypatch.context() as patch:
+        count_saves(patch, killed_after=2)
+        with pytest.raises(KilledError):
+            site.trainer().do(site.round())
+    return site
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_round_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = interrupted(tmp_path, monkeypatch)
+    path = site.store.root / "checkpoint.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    saves = count_saves(monkeypatch)
+    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    (refused,) = site.events("refused")
+    assert "checkpoint.bin is damaged; the round begins anew" in refused["detail"]
+    assert saves[0] >= EPOCHS
+
+
+@pytest.mark.parametrize("other", ["attempt", "settings", "aggregate"])
+def test_a_checkpoint_of_another_round_or_of_other_settings_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    site = interrupted(tmp_path, monkeypatch)
+    command = site.round()
+    if other == "attempt":
+        command = site.round(1, 2)
+    elif other == "settings":
+        site.config = site.config.model_copy(update={"privacy": PrivacySettings(dropout=0.1)})
+    else:
+        first = initial_parts(site.spec, spec_root(site.spec.seed))
+        parts = to_arrays({part: first[part] for part in get_method("fedavg").shared_down})
+        command = replace(command, aggregate=site.store.artifacts.put(aggregate_of(parts, site.spec, 1)))
+    saves = count_saves(monkeypatch)
+    assert site.trainer().do(command) == Committed(command.round_attempt)
+    assert saves[0] >= EPOCHS
+    assert site.events("refused") == []
+
+
+def test_a_full_disk_costs_checkpoints_and_not_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = site_of(tmp_path, "fedavg", None, every_s=1e-9)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CheckpointFile, "save", full)
+    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert "No space left on device" in site.events("refused")[0]["detail"]
+
+
+def test_without_checkpoints_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = site_of(tmp_path, "fedavg", None, every_s=0)
+    saves = count_saves(monkeypatch)
+    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert saves == [0]

@@ -1,0 +1,177 @@
+"""`fedcg simulate` and `fedcg network` with a backbone of timm's whose weights are in a file."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import pytest
+import safetensors.torch
+
+from fedcg.learning.backbone_names import BACKBONES, WEIGHTS_VARIABLE, weights_digest
+from fedcg.learning.networks.pretrained import features, fetch
+from fedcg.learning.networks.pretrained.backbone import ProjectedBackbone
+from fedcg.learning.spec import FederationSpec
+from tests.support.commands import data_of, run_fedcg
+from tests.support.learning.tiny_backbone import SPLIT, TIMM, write_tiny_weights
+
+TINY = (
+    "--image-size", "64", "--normalise", "imagenet", "--clients", "2", "--images-per-client", "12", "--rounds", "2",
+    "--local-epochs", "1", "--workers", "1", "--no-plot", "--no-tensorboard", "--test", "even",
+)  # fmt: skip
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "")
+    return write_tiny_weights(tmp_path / "weights")
+
+
+def said(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
+
+
+def test_a_simulation_on_a_frozen_backbone_computes_its_features_once_for_all_methods(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+    plain = features.frozen_backbone
+
+    def counted(spec: FederationSpec, device: str) -> ProjectedBackbone:
+        passes.append(device)
+        return plain(spec, device)
+
+    monkeypatch.setattr(features, "frozen_backbone", counted)
+    out = tmp_path / "out"
+    both = ("--network", SPLIT, "--method", "fedsplit", "--method", "fedcg", "--set", "fedcg.server_iterations=3")
+    done = run_fedcg("simulate", *TINY, *both, "--freeze", "all", "--weights", weights.parent, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert len(passes) == 1
+    records = [json.loads(path.read_text()) for path in sorted(out.glob("*seed0.json"))]
+    assert [record["method"] for record in records] == ["fedcg", "fedsplit"]
+    network = records[0]["setting"]
+    assert (network["freeze"], network["weights"]) == ("all", "weights")  # no path of this machine
+    assert records[0]["network"]["weights"] == weights_digest(weights)
+    again = run_fedcg("simulate", "--resume", out, "--no-plot", "--no-tensorboard")
+    assert again.exit_code == 0, again.output
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--freeze", "all"), "no weights of timm:test_efficientnet are at hand"),
+        (("--freeze", "all", "--weights", "random"), "freeze = all keeps a backbone as its weights are"),
+        (("--weights", "nowhere"), "no file, and no folder with"),
+        (("--weights", "FILE", "--image-size", "32"), "at least 64x64"),
+        (("--weights", "FILE", "--normalise", "half"), "normalised as they were trained"),
+        (("--weights", "FILE", "--network", "lenet5"), "--weights are of a backbone with a projection"),
+        (("--weights", "FILE", "--freeze", "some"), "freeze: String should match pattern"),
+    ],
+)
+def test_what_cannot_be_simulated_is_explained_before_anything_starts(
+    weights: Path, tmp_path: Path, options: tuple[str, ...], problem: str
+) -> None:
+    words = [str(weights) if word == "FILE" else word for word in options]
+    network = () if "--network" in words else ("--network", SPLIT)
+    done = run_fedcg("simulate", *TINY, *network, *words, "--out", tmp_path / "out")
+    assert done.exit_code != 0
+    assert problem in said(f"{done.output} {done.exception}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_demo_without_the_weights_starts_nothing(weights: Path, tmp_path: Path) -> None:
+    done = run_fedcg("demo", "--network", SPLIT, "--image-size", "64", "--freeze", "all", "--out", tmp_path / "out")
+    assert done.exit_code != 0
+    assert f"no weights of timm:{TIMM} are at hand" in said(f"{done.output} {done.exception}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_random_start_needs_no_file(tmp_path: Path, weights: Path) -> None:
+    done = run_fedcg(
+        "simulate",
+        *TINY,
+        "--network",
+        SPLIT,
+        "--method",
+        "local",
+        "--weights",
+        "random",
+        "--rounds",
+        "1",
+        "--out",
+        tmp_path / "out",
+    )
+    assert done.exit_code == 0, done.output
+
+
+def test_the_list_names_backbones_and_where_their_weights_are(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed = weights.rename(weights.with_name("resnet18.safetensors"))
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(weights.parent))
+    listed = data_of(run_fedcg("network", "list", "--json").output)["backbones"]
+    assert listed["resnet18"] == {"file": str(renamed), "sha256": weights_digest(renamed)}
+    assert listed["mobilenetv3_small_100"] is None
+    text = run_fedcg("network", "list").output
+    assert "mobilenetv3_small_100: none here (fedcg network fetch mobilenetv3_small_100)" in text
+
+
+def test_show_counts_only_what_is_trained_of_a_frozen_backbone_and_needs_no_file() -> None:
+    shown = {
+        freeze: data_of(run_fedcg("network", "show", SPLIT, "--image-size", "64", "--freeze", freeze, "--json").output)[
+            "parts"
+        ]["extractor"]
+        for freeze in ("none", "all")
+    }
+    width = 256  # of the pooled features
+    assert shown["all"]["parameters"] == width * 16 + 16
+    assert shown["none"]["parameters"] > 90_000
+
+
+def test_fetch_keeps_a_download_that_holds_the_networks_tensors(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def serve(content: bytes) -> Any:
+        def opened(address: str, timeout: float) -> io.BytesIO:
+            asked.append(address)
+            return io.BytesIO(content)
+
+        return opened
+
+    out = tmp_path / "fetched"
+    monkeypatch.setattr(fetch, "urlopen", serve(weights.read_bytes()))
+    done = data_of(run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", out, "--json").output)
+    path = out / f"{TIMM}.safetensors"
+    assert done == {"file": str(path), "sha256": weights_digest(weights), "fetched": True}
+    assert path.read_bytes() == weights.read_bytes()
+    assert asked[0].startswith("https://")
+    monkeypatch.setattr(fetch, "urlopen", serve(safetensors.torch.save({})))
+    other = run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", tmp_path / "other")
+    assert other.exit_code == 2
+    assert "not the weights of this network" in said(other.output)
+    assert list((tmp_path / "other").iterdir()) == []
+    monkeypatch.setattr(fetch, "MAX_WEIGHT_BYTES", 1000)
+    monkeypatch.setattr(fetch, "urlopen", serve(weights.read_bytes()))
+    assert run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", tmp_path / "other").exit_code == 2
+
+
+def test_fetch_without_a_network_says_what_to_do_and_needs_none_for_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: str, timeout: float) -> None:
+        raise URLError("no route")
+
+    monkeypatch.setattr(fetch, "urlopen", refuse)
+    done = run_fedcg("network", "fetch", "resnet18", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert (
+        "can't be reached (no route): run this command on a machine with a network, and copy resnet18.safetensors"
+        in said(done.output)
+    )
+    if (installed := BACKBONES["efficientnet_lite0"].installed_file()) is not None:
+        text = run_fedcg("network", "fetch", "efficientnet_lite0", "--out", tmp_path).output
+        assert f"{installed} (installed, nothing fetched)" in text
+    assert run_fedcg("network", "fetch", "lenet5", "--out", tmp_path).exit_code == 2

