@@ -29,7 +29,7 @@ from coordinator.cli.watch_command import federation_watch
 from fedcg.errors import FAILED
 from fedcg.json_output import print_data
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
-from fedcg.passphrase import PassphraseFile, passphrase_of
+from fedcg.sealing.passphrase import PassphraseFile, passphrase_of
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)

@@ -27,7 +27,7 @@ from coordinator.storage.database import database_of, make_engine, name_of, open
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from coordinator.storage.object_store import artifacts_of
 from fedcg.files import PRIVATE, READABLE, file_sha256, fsync_path, replace_durably
-from fedcg.sealed_file import Seal, SealingWriter, of_passphrase, sealed_entries
+from fedcg.sealing.sealed_file import Seal, SealingWriter, of_passphrase, sealed_entries
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 

@@ -24,7 +24,7 @@ from fedcg.json_output import print_data
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 
 if TYPE_CHECKING:
-    from edge_client.cli.doctor import Finding
+    from edge_client.cli.doctor.checks import Finding
     from edge_client.config import AgentConfig
 
 app = typer.Typer(
@@ -62,7 +62,7 @@ def run_command(
     Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
     """
     from edge_client.agent.run import run_agent
-    from edge_client.cli.doctor import findings_of
+    from edge_client.cli.doctor.checks import findings_of
     from fedcg.log.output import set_up_log, toggle_debug_on_signal
 
     log = LogSettings(form, level)
@@ -114,7 +114,7 @@ def doctor_command(
 
     --hardware works without an agent.toml too. Exit codes: 0 nothing failed; 1 a check failed.
     """
-    from edge_client.cli.doctor import Finding, examine
+    from edge_client.cli.doctor.checks import Finding, examine
     from edge_client.config import load_config
     from edge_client.errors import ConfigError
 
@@ -142,17 +142,17 @@ def doctor_command(
 
 def _hardware(settings: AgentConfig | None) -> tuple[Finding, ...]:
     from devices.eligibility import EligibilitySettings
-    from edge_client.cli.hardware import examine_hardware
+    from edge_client.cli.doctor.hardware import examine_hardware
 
     eligibility = EligibilitySettings() if settings is None else settings.eligibility
     return examine_hardware(eligibility, Path.cwd() if settings is None else settings.store)
 
 
 def _samples(settings: AgentConfig, path: Path) -> Finding:
-    from edge_client.cli.doctor import Finding
+    from edge_client.cli.doctor.checks import Finding
 
     try:
-        from edge_client.cli.defence_samples import make_samples  # torch comes with it
+        from edge_client.cli.doctor.defence_samples import make_samples  # torch comes with it
     except ModuleNotFoundError as error:
         return Finding("samples", "failed", f"{error.name} not installed", "pip install 'fedcg-edge[edge]'")
     return make_samples(settings, path)

@@ -13,7 +13,7 @@ import typer
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from fedcg.errors import BadInputError
 from fedcg.json_output import print_data
-from fedcg.passphrase import PassphraseFile, passphrase_of
+from fedcg.sealing.passphrase import PassphraseFile, passphrase_of
 
 if TYPE_CHECKING:
     from edge_client.config import AgentConfig

@@ -25,7 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from edge_client.cli.doctor import examine
+from edge_client.cli.doctor.checks import examine
 from edge_client.cli.status import read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import StoreError

@@ -1,6 +1,6 @@
 """Backup and restore of one device: private store, identity and configuration in one encrypted file. Torch-free.
 
-The file is a tar stream in frames under a passphrase (`fedcg.sealed_file`): `backup.json`, `agent.toml`, `identity/NAME`, `store/PATH`. Files
+The file is a tar stream in frames under a passphrase (`fedcg.sealing.sealed_file`): `backup.json`, `agent.toml`, `identity/NAME`, `store/PATH`. Files
 of an encrypted store stay encrypted inside it, and its key is among the identity. Images are not part of it.
 """
 
@@ -23,7 +23,7 @@ from edge_client.errors import BackupError
 from edge_client.store.checkpoint_file import CHECKPOINT_FILE
 from edge_client.store.private_store import PrivateStore
 from fedcg.files import fsync_path, replace_durably, write_durably
-from fedcg.sealed_file import Seal, SealingWriter, of_passphrase, sealed_entries
+from fedcg.sealing.sealed_file import Seal, SealingWriter, of_passphrase, sealed_entries
 from fedcg.wire.messages.messages import Identifier
 
 MAGIC = b"FEDCG-AGENT-BACKUP-1\n"

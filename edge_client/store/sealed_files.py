@@ -1,7 +1,7 @@
 """The files of a private store as its other modules read and write them: encrypted where the store has a key, else as they are. Torch-free.
 
 A sealed file begins with a magic and the mark of its key, is bound to its name in the store, and is authenticated in frames
-(`fedcg.sealed_file`). The checksums of generations are those of contents, so they hold however a file is sealed.
+(`fedcg.sealing.sealed_file`). The checksums of generations are those of contents, so they hold however a file is sealed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from edge_client.errors import DamagedFileError, StoreKeyError, unreadable
 from fedcg.files import replace_durably, write_durably
-from fedcg.sealed_file import Seal, SealedRanges, SealedReader, SealingWriter, of_secret
+from fedcg.sealing.sealed_file import Seal, SealedRanges, SealedReader, SealingWriter, of_secret
 
 MAGIC = b"FEDCG-STORE-1\n"
 KEY_BYTES = 32

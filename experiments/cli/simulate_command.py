@@ -28,17 +28,9 @@ from experiments.settings.cli_options import (
     options_of,
     reasons,
 )
+from experiments.settings.method_options import parse_method_params, parse_networks, parse_seeds
 from experiments.settings.options import parse_params
-from experiments.simulation.batch import (
-    Batch,
-    RunSetting,
-    load_batch,
-    parse_method_params,
-    parse_networks,
-    parse_seeds,
-    plan_batch,
-    save_batch,
-)
+from experiments.simulation.batch import Batch, RunSetting, load_batch, plan_batch, save_batch
 from experiments.simulation.run_slots import Lanes, default_workers, open_lanes, open_ray_lanes
 from fedcg.json_output import print_data
 from fedcg.learning.privacy import PrivacySettings, parse_mechanisms

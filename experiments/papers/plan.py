@@ -11,7 +11,8 @@ from pydantic import JsonValue
 from experiments.data.source import DIGITS
 from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, Row, find_presets
-from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, of_method, planned_run
+from experiments.settings.method_options import of_method
+from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, planned_run
 
 Values = Mapping[str, JsonValue]
 _OPTION_OF_PARAM = {param: option for option, param in PARAM_OPTIONS.items()}

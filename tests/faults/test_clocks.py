@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.cli.doctor import Finding, examine
+from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TlsSection
 from fedcg.wire.messages.messages import COORDINATOR
 from tests.conftest import StartMosquitto

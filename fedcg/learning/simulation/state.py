@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedcg.learning.choice import is_preferred
 from fedcg.learning.mechanisms.accountant import Spent
 from fedcg.learning.method import Aggregate, ClientState, ServerState, SharedResult
 from fedcg.learning.simulation.tasks import RoundRecord
+from fedcg.learning.training.evaluation import is_preferred
 from fedcg.wire.parts import Report
 
 

@@ -19,7 +19,7 @@ from coordinator.rounds.records import UpdateRecord
 from coordinator.storage import backup, schema
 from coordinator.storage.database import PASSWORD_VARIABLE
 from coordinator.storage.store import Store
-from fedcg import sealed_file
+from fedcg.sealing import sealed_file
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 from tests.support.commands import data_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.agent.self_report import EVERY_S, SelfReporter, served_model
-from edge_client.cli.doctor import findings_of
+from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
 from edge_client.session.events import ChooseModel, Chosen
 from fedcg.wire.messages.conditions import DoctorFinding

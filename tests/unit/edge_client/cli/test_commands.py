@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
-from edge_client.cli.doctor import Finding, examine
+from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.wire.messages.messages import RoundAttempt
@@ -96,7 +96,7 @@ def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device
 def test_the_doctor_finds_nothing_to_repair_on_a_sound_device_but_that_no_coordinator_answers(
     device: Path, mosquitto: StartMosquitto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.cli.doctor.ANSWER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("edge_client.cli.doctor.checks.ANSWER_TIMEOUT_S", 1.0)
     server: RunningMosquitto = mosquitto(acl_for("shapes"))
     device.write_text(device.read_text().replace("port = 1\n", f"port = {server.port}\n"))
     found = findings(device)

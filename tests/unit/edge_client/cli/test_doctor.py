@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.cli.doctor import Finding, examine
+from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig
 from edge_client.errors import NoAnswerError
 from edge_client.session.state import Purpose
@@ -100,7 +100,7 @@ def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = box_config(tmp_path)
-    monkeypatch.setattr("edge_client.cli.doctor._broker", lambda *_: ("ok", "", ""))
+    monkeypatch.setattr("edge_client.cli.doctor.checks._broker", lambda *_: ("ok", "", ""))
     store = PrivateStore.open(config.store, FEDERATION, "a")
     events = EventLog(config.store / "events.jsonl", lambda: 0.0)
 

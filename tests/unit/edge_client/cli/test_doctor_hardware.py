@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from devices.eligibility import EligibilitySettings
-from edge_client.cli.doctor import Finding
-from edge_client.cli.hardware import examine_hardware
+from edge_client.cli.doctor.checks import Finding
+from edge_client.cli.doctor.hardware import examine_hardware
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.world import write_device
 

@@ -15,7 +15,7 @@ from coordinator.members.admission import RENEWALS_AT_ONCE
 from coordinator.paths import Home
 from coordinator.pki.authority import create_ca, credential_of, issue
 from coordinator.rounds.records import DeviceState
-from edge_client.cli.doctor import examine
+from edge_client.cli.doctor.checks import examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey, is_due, replace_pair, settle_pair

@@ -10,7 +10,7 @@ from edge_client.config import load_config
 from edge_client.store import backup
 from edge_client.store.encryption import open_to_others
 from edge_client.store.private_store import PrivateStore, open_store
-from fedcg import sealed_file
+from fedcg.sealing import sealed_file
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.filled_store import contents, files_of, fill
 from tests.support.edge.world import DEVICE, FEDERATION, write_device

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.cli.doctor import Finding, examine
+from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.cli.status import read_status
 from edge_client.training.messages import Committed, Failed
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt

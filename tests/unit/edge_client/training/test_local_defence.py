@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from edge_client.cli.doctor import examine
+from edge_client.cli.doctor.checks import examine
 from edge_client.config import DataSection
 from edge_client.store.data_snapshot import Snapshot
 from edge_client.training.local_data import LocalData, LocalDefence

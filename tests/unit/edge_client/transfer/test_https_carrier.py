@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.config import CarrierSettings, CoordinatorConfig, load_config, render_config
 from edge_client import config as edge_config
-from edge_client.cli.doctor import examine
+from edge_client.cli.doctor.checks import examine
 from edge_client.config import TlsSection
 from edge_client.errors import ConfigError
 from edge_client.messaging.coordinator_link import CoordinatorLink

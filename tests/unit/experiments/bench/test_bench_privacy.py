@@ -11,7 +11,7 @@ import pytest
 
 from experiments.bench.privacy.grids import GRIDS
 from experiments.bench.privacy.tables import _degradation, _parameter, draw_antigan, strongest, summary, table
-from experiments.simulation.batch import parse_networks
+from experiments.settings.method_options import parse_networks
 from tests.support.commands import run_fedcg
 
 

@@ -15,7 +15,7 @@ import torch
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import plan_training
-from edge_client.cli.doctor import Finding, Result
+from edge_client.cli.doctor.checks import Finding, Result
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.store.private_store import SECRET_BYTES, PrivateStore, open_store

@@ -1,0 +1,1 @@
+"""`fedcg doctor`: what is wrong with this device and what to do about it."""
