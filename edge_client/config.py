@@ -148,6 +148,9 @@ class PolicySection(_Section):
     )
 
 
+AUTO = "auto"
+
+
 class TrainingSection(_Section):
     """Where training runs, and whether a local-only shadow is trained beside it for comparison."""
 
@@ -161,6 +164,13 @@ class TrainingSection(_Section):
         Path | None,
         Field(description="file or folder with weights that specs pin; installed packages are found without it"),
     ] = None
+    backbone: Annotated[
+        str,
+        Field(
+            pattern=r"^[A-Za-z0-9_.:@]{1,160}$",
+            description="of those that the federation allows; auto: by this device's hardware",
+        ),
+    ] = AUTO
     checkpoint_s: Annotated[
         float, Field(ge=0, le=86_400, description="seconds between checkpoints inside a round; 0 = none")
     ] = 60.0

@@ -19,7 +19,7 @@ from edge_client.errors import FirewallError
 from fedcg.learning.backbone_names import pinned_weights
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.learning.split_names import check_name
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_header
 from fedcg.wire.artifacts.tensors import Array, PartArrays, beyond
@@ -55,10 +55,17 @@ class UpdateFacts:
     determinism: dict[str, str] = field(default_factory=dict)
 
 
-def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReason, str] | None:
+def check_spec(
+    spec: FederationSpec, policy: PolicySection, network: NetworkChoice | None = None
+) -> tuple[DeclineReason, str] | None:
     """Whether this device would take part under a spec: None, or the reason why not and a text for its operator.
 
     A spec's split names code: only what the owner installed or allowed counts.
+
+    Args:
+        spec: of the federation.
+        policy: of this device.
+        network: with this device's own backbone; None: as the spec has it.
     """
     if spec.method not in method_names():
         problem = (
@@ -76,9 +83,10 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReas
         problem = f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
         return DeclineReason.REPORT_NOT_ALLOWED, problem
     try:
-        check_name(spec.network.split)
-        if spec.network.weights is not None:
-            pinned_weights(spec.network.weights)
+        own = network or spec.network
+        check_name(own.split)
+        if own.weights is not None:
+            pinned_weights(own.weights)
     except NetworkError as error:
         return DeclineReason.SPEC_REFUSED, str(error)
     if excess := _excess(spec, policy):

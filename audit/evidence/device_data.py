@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from fedcg.learning.data.image_folder import read_images, split_source
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks.assembly import layout_of
+from fedcg.learning.networks.own_backbone import device_spec
 from fedcg.learning.registry import get_method
 from fedcg.wire.parts import Part
 
@@ -106,20 +107,36 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
     return before, after, _tensors(file, "extras")
 
 
+def own_view(view: View, place: Path | None) -> View:
+    """The view with the networks of the device that an agent's store belongs to, where each device has a backbone of its own.
+
+    Raises:
+        DecodeError: the store can't be read.
+        NetworkError: it names a backbone that the spec does not list.
+    """
+    if not view.spec.network.backbones or place is None or not place.is_dir():
+        return view
+    found = {one.round: one.backbone for one in map(_generation, sorted((place / "generations").glob("*")))}
+    name = found.get(view.round, "")
+    return replace(view, spec=device_spec(view.spec, name)) if name else view
+
+
 @dataclass(frozen=True)
 class _Generation:
-    """A round in an agent's store: its file of tensors, and the sha256 of its update where there is one."""
+    """A round in an agent's store: its file of tensors, the sha256 of its update where there is one, the device's own backbone."""
 
     round: int
     tensors: Path
     update: str
+    backbone: str
 
 
 def _generation(folder: Path) -> _Generation:
     try:
         described = json.loads((folder / "state.json").read_text().partition("\n")[0])  # its checksum follows
         update = (described.get("outbox") or {}).get("artifact", "")
-        return _Generation(int(described["cursor"]["round"]), folder / "state.safetensors", str(update))
+        number, backbone = int(described["cursor"]["round"]), str(described.get("backbone", ""))
+        return _Generation(number, folder / "state.safetensors", str(update), backbone)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DecodeError(
             f"{folder} is no generation of an agent's store: {error}. A store that is encrypted can't be read here: decrypt a copy of it"

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from audit.attacks.attack import Effort
 from audit.attacks.catalogue import chosen_attacks
 from audit.evidence.case import Case
-from audit.evidence.device_data import read_truth
+from audit.evidence.device_data import own_view, read_truth
 from audit.evidence.updates import RecordedUpdates, read_updates
 from audit.measures.figures import Outcome
 from audit.report.findings import Finding, finding_of, report_of, subject_of
@@ -106,7 +106,7 @@ def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     auxiliary = None
     if options.auxiliary is not None:
         auxiliary = read_images(options.auxiliary, spec.classes, spec.image).images
-    view = recorded.view(options.client, options.round, auxiliary)
+    view = own_view(recorded.view(options.client, options.round, auxiliary), options.private)
     truth = read_truth(view, options.data, options.private, options.held_out)
     return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
 

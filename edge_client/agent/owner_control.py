@@ -26,10 +26,12 @@ from edge_client.messaging.owner_requests import (
     success,
 )
 from edge_client.session.state import SessionState
+from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from edge_client.store.sent_record import SentRecord
 from fedcg.event_log import EventLog
+from fedcg.learning.errors import NetworkError
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import codecs_for
 from fedcg.wire.artifacts.tensors import data_bytes
@@ -80,10 +82,14 @@ class OwnerControl:
     def check(self, spec: FederationSpec) -> Refusal | None:
         """Whether a spec is within the policy or approved; one that an approval would admit is remembered as waiting."""
         policy = self._config.policy
-        refusal = check_spec(spec, self._consent.policy_for(policy, spec))
+        try:
+            network = spec.network.with_backbone(own_backbone(self._config, self._store, spec))
+        except NetworkError as error:
+            return DeclineReason.SPEC_REFUSED, str(error)
+        refusal = check_spec(spec, self._consent.policy_for(policy, spec), network)
         if refusal is None:
             self._consent.settle(spec.digest)
-        elif check_spec(spec, widened(policy, spec)) is None:
+        elif check_spec(spec, widened(policy, spec), network) is None:
             reason, detail = refusal
             if self._consent.wait_for(spec.digest, reason, detail, self._wall()):
                 self._events.write("approval_needed", spec=spec.digest, reason=reason.value, detail=detail)

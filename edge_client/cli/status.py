@@ -120,6 +120,7 @@ def _state(store: PrivateStore) -> Status:
         "round": None if generation is None else generation.round_attempt.round,
         "attempt": None if generation is None else generation.round_attempt.attempt,
         "spec": None if generation is None else generation.spec,
+        "backbone": None if generation is None else generation.backbone or None,
         "best_round": None if generation is None else generation.scores.get("best.round"),
         **_images(store, generation),
         "update_waiting": None if outbox is None else outbox.artifact,

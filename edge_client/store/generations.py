@@ -63,6 +63,7 @@ class Generation:
         round_attempt: the round attempt that was trained last.
         spec: digest of the spec it belongs to.
         scores: figures that outlive the round, e.g. the best validation accuracy.
+        backbone: of the private extractor where the spec lists several; else empty.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Generation:
     scores: Mapping[str, float]
     outbox: OutboxEntry | None
     checksums: Mapping[str, str] = field(default_factory=dict)
+    backbone: str = ""
 
 
 _GENERATION = TypeAdapter(Generation)
@@ -99,6 +101,7 @@ class NewGeneration:
     scores: Mapping[str, float]
     update: bytes | None
     extras: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
+    backbone: str = ""
 
 
 class Generations:
@@ -192,7 +195,14 @@ class Generations:
             outbox = OutboxEntry(new.round_attempt, artifact_id(new.update), len(new.update))
         checksums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         generation = Generation(
-            number, new.round_attempt, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums
+            number,
+            new.round_attempt,
+            new.spec,
+            new.snapshot.digest,
+            dict(new.scores),
+            outbox,
+            checksums,
+            new.backbone,
         )
         self._write(generation, files)
         replace_durably(self._pointer, f"{number} {_check_of(number)}\n")

@@ -22,6 +22,7 @@ from edge_client.errors import RoundError
 from edge_client.firewall import UpdateFacts, build_update
 from edge_client.session.events import TrainRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
+from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.evaluation import Measured, measure, with_downloaded
@@ -44,6 +45,7 @@ from fedcg.learning.method import (
     check_finite,
 )
 from fedcg.learning.networks.initial_weights import initial_parts, method_layouts, shadow_spec
+from fedcg.learning.networks.own_backbone import DeviceSpec, device_spec
 from fedcg.learning.networks.personal_model import personal_parts
 from fedcg.learning.networks.pretrained.features import KeptFeatures
 from fedcg.learning.privacy import OFF
@@ -125,13 +127,14 @@ class _Start:
     scores: Mapping[str, float]
 
 
-def load_spec(store: PrivateStore, digest: str) -> tuple[FederationSpec, Method]:
-    """A spec at hand and its method, checked against the networks that this program builds.
+def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
+    """A spec at hand, with this device's own backbone, and its method, checked against the networks that this program builds.
 
     Raises:
         RoundError: it is not at hand, or its networks have other tensors in this program than its layouts list.
+        NetworkError: it does not list this device's backbone.
     """
-    spec = store.spec(digest)
+    spec = work.store.spec(digest)
     if spec is None:
         raise RoundError(DeclineReason.SPEC_REFUSED, f"spec {digest} is not in the store")
     method = get_method(spec.method)
@@ -141,7 +144,7 @@ def load_spec(store: PrivateStore, digest: str) -> tuple[FederationSpec, Method]
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts to code as differences")
     if method_layouts(spec, method) != dict(spec.layouts):
         raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
-    return spec, method
+    return device_spec(spec, own_backbone(work.config, work.store, spec)), method
 
 
 def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, artifact: str) -> Artifact:
@@ -175,7 +178,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         PrivacyError: this device's mechanisms can't be had with this method.
         StoreError: what DP-SGD has spent is unknown.
     """
-    spec, method = load_spec(work.store, command.spec)
+    spec, method = load_spec(work, command.spec)
     stored = work.store.generations.load()
     if stored is not None and stored.generation.spec != spec.digest:
         raise RoundError(DeclineReason.SPEC_REFUSED, "the private state belongs to another spec")
@@ -302,6 +305,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         snapshot=done.data.snapshot,
         scores=scores,
         update=update,
+        backbone=spec.backbone if isinstance(spec, DeviceSpec) else "",
     )
     generation = work.store.generations.commit(new)
     counts = {f"{name}_images": count for name, count in done.data.snapshot.counts().items()}

@@ -73,7 +73,7 @@ def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
 
 
 def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outcome:
-    spec, method = load_spec(work.store, command.spec)
+    spec, method = load_spec(work, command.spec)
     # The round after the last one: the same snapshot as before unless images were added or removed since.
     data, common = work.seen(spec, work.data.for_round(spec, spec.rounds + 1, _sign_of_life(work)))
     work.working()

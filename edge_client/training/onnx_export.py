@@ -34,7 +34,7 @@ def export_best(work: Workplace) -> None:
     if stored is None or int(stored.generation.scores["best.round"]) != stored.generation.round_attempt.round:
         return
     generation = stored.generation
-    spec, _ = load_spec(work.store, generation.spec)
+    spec, _ = load_spec(work, generation.spec)
     measured = Measured.from_scores(generation.scores, "best")
     parts = to_weights(stored.slots["best"])
     snapshot = work.store.generations.snapshot(generation)

@@ -57,6 +57,7 @@ class Demo:
         self._progress = Progress(console, run.setting.rounds)
         self._clients = client_names(run.setting.clients)
         self._done = run.done()
+        self._backbones: tuple[str, ...] = ()
         self._agents = {client: AgentHistory(client) for client in self._clients}
         self._followers = {client: Follower(run.bundle(client) / "store" / "events.jsonl") for client in self._clients}
         self._coordinator = CoordinatorHistory()
@@ -180,6 +181,8 @@ class Demo:
             "FEDCG_AGENT_POLICY_ALLOW_UPLOAD": ",".join(sorted(part.value for part in self._allowed[0])),
             "FEDCG_AGENT_POLICY_ALLOW_REPORT": ",".join(sorted(field.value for field in self._allowed[1])),
         }
+        if len(names := self._backbones) > 1:
+            environment["FEDCG_AGENT_TRAINING_BACKBONE"] = names[self._clients.index(client) % len(names)]
         command = fedcg("agent", "run", "--config", bundle / "agent.toml", "--until-finished")
         return await processes.start(client, command, environment)
 
@@ -188,6 +191,7 @@ class Demo:
         home = Home(self._run.home)
         with contextlib.closing(Store.of(home)) as store:
             spec = FederationSpec.parse((home.artifacts / store.federations()[0].spec).read_bytes())
+        self._backbones = spec.network.backbone_names  # in turn, as in a simulation
         parts, fields = frozenset(spec.upload) - DEFAULT_ALLOW_UPLOAD, spec.required_report - DEFAULT_ALLOW_REPORT
         for key, more in (("allow_upload", parts), ("allow_report", fields)):
             if more:

@@ -105,6 +105,13 @@ class Setting(BaseModel):
         ),
     ] = None
     freeze: Annotated[Freeze, Field(exclude_if=lambda freeze: freeze == "none")] = "none"
+    backbones: Annotated[
+        str,
+        Field(
+            exclude_if=lambda backbones: not backbones,
+            description="of BACKBONE+project: others with commas between them, which clients take in turn after the network's own",
+        ),
+    ] = ""
     generator: Annotated[str, Field(description="conv, mlp, ...")] = "mlp"
     discriminator: Annotated[str | None, Field(description="default: the one that goes with the generator")] = None
     noise_dim: Annotated[int | None, Field(ge=1, description="default: the one that goes with the generator")] = None
@@ -176,7 +183,8 @@ class Setting(BaseModel):
         Raises:
             NetworkError: a backbone's name that has no meaning, or no weights for it at hand.
         """
-        path = weights_for(parse_projected(self.network).backbone, self.weights) if is_projected(self.network) else None
+        own = parse_projected(self.network).backbone if is_projected(self.network) else None
+        others = [self._backbone(name) for name in self.backbones.split(",") if name]
         return {
             "federation": FEDERATION,
             "classes": list(source.classes),
@@ -193,11 +201,22 @@ class Setting(BaseModel):
                 "generator": self.generator,
                 "discriminator": self.discriminator or discriminator_for(self.generator),
                 "noise_dim": self.noise_dim or NOISE_DIMS.get(self.generator, NetworkChoice().noise_dim),
-                "weights": None if path is None else weights_digest(path),
+                "weights": None if own is None else self._weights(own, self.weights),
                 "freeze": self.freeze,
+                "backbones": others,
             },
             "params": self.all_params(),
         }
+
+    @staticmethod
+    def _weights(backbone: str, where: str | None) -> str | None:
+        path = weights_for(backbone, where)
+        return None if path is None else weights_digest(path)
+
+    def _backbone(self, name: str) -> dict[str, object]:
+        """Another backbone of the plan; a single file of weights is the first one's."""
+        where = self.weights if self.weights == RANDOM or (self.weights and Path(self.weights).is_dir()) else None
+        return {"name": name, "weights": self._weights(name.partition("@")[0], where), "freeze": self.freeze}
 
     def image_form(self, mode: Literal["L", "RGB"]) -> ImageForm:
         """Size and normalisation for grey or colour images."""

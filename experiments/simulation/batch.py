@@ -216,6 +216,8 @@ class Batch(BaseModel):
             raise OptionError(
                 f"--keep-updates {rounds!r}: write all, or rounds with commas between them such as 1,5,10"
             )
+        if any(run.setting.backbones for run in self.runs):
+            raise OptionError("--keep-updates records one network for all clients: leave --backbones out")
         kept = tuple(run.model_copy(update={"keep_updates": rounds}) for run in self.runs)
         for run in kept:
             if strange := run.kept_rounds - frozenset(range(1, run.setting.rounds + 1)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from experiments.data.client_datasets import Cohort
@@ -9,6 +10,8 @@ from experiments.errors import SourceError
 from experiments.settings.options import root_secret
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.wire_codec import coding_of
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.networks.own_backbone import device_spec
 from fedcg.learning.networks.pretrained.features import with_features
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
@@ -30,9 +33,19 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
     elif run.start == "random":
         roots = replace(roots, starts=roots.devices)
     # Test images dealt out evenly are the common set: clients are measured on their own share, the average of them on all.
-    common = None if run.test == "even" else cohort.common
+    common, own = None if run.test == "even" else cohort.common, own_specs(spec, cohort)
     coding = coding_of(spec)
-    return Party(spec, cohort.clients, roots, common, run.device, cohort.public, run.precision, coding, run.privacy)
+    return Party(
+        spec, cohort.clients, roots, common, run.device, cohort.public, run.precision, coding, run.privacy, own
+    )
+
+
+def own_specs(spec: FederationSpec, cohort: Cohort) -> dict[str, FederationSpec]:
+    """By client the spec with its own backbone, of those that the spec lists in turn; nothing where it lists no others."""
+    if not spec.network.backbones:
+        return {}
+    names = itertools.cycle(spec.network.backbone_names)
+    return {client: device_spec(spec, name) for client, name in zip(sorted(cohort.clients), names, strict=False)}
 
 
 def featured(cohort: Cohort, spec: FederationSpec, device: str) -> Cohort:
@@ -43,11 +56,20 @@ def featured(cohort: Cohort, spec: FederationSpec, device: str) -> Cohort:
     """
     if any(data.input_layer is not None for data in cohort.clients.values()):
         return cohort
+    if own := own_specs(spec, cohort):
+        each = {name: _featured_by(data, cohort.common, own[name], device) for name, data in cohort.clients.items()}
+        return replace(cohort, clients=each)
     sets = [cohort.common, *(one for data in cohort.clients.values() for one in (data.train, data.val, data.test))]
     common, *others = with_features(spec, sets, device)
     rows = iter(others)
     clients = {name: ClientData(next(rows), next(rows), next(rows)) for name in cohort.clients}
     return replace(cohort, clients=clients, common=common)
+
+
+def _featured_by(data: ClientData, common: ImageSet, spec: FederationSpec, device: str) -> ClientData:
+    """A client's images, and the common ones, as features of its own backbone."""
+    train, val, test, shared = with_features(spec, [data.train, data.val, data.test, common], device)
+    return ClientData(train, val, test, common=shared)
 
 
 def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:

@@ -180,10 +180,19 @@ class Runs:
         if not keeps_features(spec):
             return cohort
         assert self._dealt is not None
-        key = self._dealt[0], setting.defence_label, setting.start, spec.network.split, spec.network.weights
+        key = (
+            self._dealt[0],
+            setting.defence_label,
+            setting.start,
+            spec.network.split,
+            spec.network.weights,
+            spec.network.backbones,
+        )
         if self._featured is None or self._featured[0] != key:
             self._featured = None
-            self._note(f"{spec.network.split}: the frozen backbone's features of all images are computed once")
+            self._note(
+                f"{', '.join(spec.network.backbone_names)}: the frozen backbone's features of all images are computed once"
+            )
             self._featured = key, featured(cohort, spec, setting.device)
         return self._featured[1]
 

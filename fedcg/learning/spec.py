@@ -53,10 +53,14 @@ class _Frozen(BaseModel):
 
 # Fields that came later, and what a spec without them means.
 _EARLIER_VALUES: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": []}
-_EARLIER_NETWORK_VALUES: dict[str, object] = {"weights": None, "freeze": "none"}
+_EARLIER_NETWORK_VALUES: dict[str, object] = {"weights": None, "freeze": "none", "backbones": []}
 
 
 _NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@+-]{1,200}$")]
+_Weights = Annotated[
+    str | None,
+    Field(pattern=r"^[0-9a-f]{64}$", description="sha256 of the file with a backbone's weights; none: a random start"),
+]
 
 
 Freeze = Annotated[
@@ -68,6 +72,14 @@ Freeze = Annotated[
 ]
 
 
+class BackboneChoice(_Frozen):
+    """A backbone that a device may train in the place of the split's own, in front of a projection to as many features."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@]{1,160}$", description="BACKBONE or BACKBONE@STAGE")]
+    weights: _Weights = None
+    freeze: Freeze = "none"
+
+
 class NetworkChoice(_Frozen):
     """Which split, generator and discriminator, by name."""
 
@@ -75,13 +87,38 @@ class NetworkChoice(_Frozen):
     generator: Annotated[_NetworkName, Field(description="`fedcg network list`")] = "mlp"
     discriminator: Annotated[_NetworkName, Field(description="`fedcg network list`")] = "mlp"
     noise_dim: Annotated[int, Field(ge=1, le=4096, description="numbers that a generator starts from")] = 100
-    weights: Annotated[
-        str | None,
-        Field(
-            pattern=r"^[0-9a-f]{64}$", description="sha256 of the file with a backbone's weights; none: a random start"
-        ),
-    ] = None
+    weights: _Weights = None
     freeze: Freeze = "none"
+    backbones: Annotated[
+        tuple[BackboneChoice, ...],
+        Field(max_length=16, description="others that a device may choose, where the split is BACKBONE+project:D"),
+    ] = ()
+
+    @field_validator("backbones")
+    @classmethod
+    def _are_others(cls, backbones: tuple[BackboneChoice, ...], info: ValidationInfo) -> tuple[BackboneChoice, ...]:
+        own, plus, _ = str(info.data.get("split")).partition("+")
+        names = [own, *(one.name for one in backbones)]
+        if backbones and not plus:
+            raise ValueError(f"{own} has no projection; other backbones need a split BACKBONE+project:D")
+        if len(set(names)) < len(names):
+            raise ValueError(f"each backbone once, the split's own too: {', '.join(names)}")
+        return backbones
+
+    @property
+    def backbone_names(self) -> tuple[str, ...]:
+        """Names of the backbones that a device may train, the split's own first."""
+        return (self.split.partition("+")[0], *(one.name for one in self.backbones))
+
+    def with_backbone(self, name: str) -> NetworkChoice:
+        """The networks of a device that trains the backbone `name`, one of `backbone_names`."""
+        own, _, projection = self.split.partition("+")
+        chosen = {one.name: one for one in self.backbones}.get(name)
+        if chosen is None:
+            assert name == own, name
+            return self.model_copy(update={"backbones": ()})
+        changed = {"split": f"{name}+{projection}", "weights": chosen.weights, "freeze": chosen.freeze}
+        return self.model_copy(update={**changed, "backbones": ()})
 
 
 def _within_image(pixels: int, info: ValidationInfo) -> int:

@@ -12,6 +12,7 @@ import torch
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.method import LabelCounts, Method, TrainingParams, Weights
 from fedcg.learning.networks.assembly import build_part, layouts, weights_of
+from fedcg.learning.networks.own_backbone import check_backbones
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkSpec
@@ -72,6 +73,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
     params = method.params_type.model_validate(plan.params)
     if method.networks is not None and (problem := method.networks(plan)):
         raise NetworkError(f"{method.name}: {problem}")
+    check_backbones(plan, method.shared_up | method.shared_down)
     counts = () if method.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
     optional = method.label_counts is LabelCounts.OPTIONAL and not params.needs_label_counts
     return FederationSpec(

@@ -25,12 +25,14 @@ class ClientData:
 
     Attributes:
         input_layer: of its data defence; these images went through it, and any other that the client's model gets has to.
+        common: the party's common test set with features of this client's own backbone in the place of images; None: as the party has it.
     """
 
     train: ImageSet
     val: ImageSet
     test: ImageSet
     input_layer: Scrambling | None = None
+    common: ImageSet | None = None
 
     def seen(self, images: ImageSet) -> ImageSet:
         """Real images as the client's model gets them."""
@@ -85,6 +87,7 @@ class Party:
         precision: of training steps; "bf16" for CUDA devices.
         coding: what the wire does to updates and aggregates; None: nothing.
         privacy: the mechanisms of every client.
+        own: by client, the spec with its own backbone where clients have several (`own_backbone`).
     """
 
     spec: FederationSpec
@@ -96,11 +99,23 @@ class Party:
     precision: Precision = "f32"
     coding: Coding | None = None
     privacy: PrivacySettings = OFF
+    own: Mapping[str, FederationSpec] = field(default_factory=dict)
+
+    def spec_of(self, client: str) -> FederationSpec:
+        """The spec as a client trains under it."""
+        return self.own.get(client, self.spec)
+
+    def common_of(self, client: str) -> ImageSet | None:
+        """The common test set as a client's model gets it; None without one."""
+        if self.common is None:
+            return None
+        data = self.datasets[client]
+        return data.seen(self.common) if data.common is None else data.common
 
     def client_context(self, client: str, number: int) -> RoundContext:
         """The context of a client in a round."""
         context = self._context(self.roots.devices[client], number, None)
-        return replace(context, privacy=self.privacy, validation=self.datasets[client].val)
+        return replace(context, spec=self.spec_of(client), privacy=self.privacy, validation=self.datasets[client].val)
 
     def server_context(self, number: int) -> RoundContext:
         """The context of the server half in a round."""

@@ -112,13 +112,18 @@ def beginning(party: Party, schedule: Schedule) -> Simulation:
     method, alone = get_method(spec.method), get_method("local")
     initial = initial_parts(spec, party.roots.cohort)
     names = sorted(party.datasets)
-    starts = {name: initial_parts(spec, root) for name, root in party.roots.starts.items()}
+    starts = {
+        name: initial_parts(party.spec_of(name), party.roots.starts.get(name, party.roots.cohort))
+        for name in party.roots.starts.keys() | party.own.keys()
+    }
     shadowed = names if schedule.shadow and method.name != alone.name else []
     return Simulation(
         rounds=0,
         server=_decoded(party, method.init_server(spec, initial)),
-        states={name: method.init_client(spec, starts.get(name, initial)) for name in names},
-        shadows={name: alone.init_client(shadow_spec(spec), starts.get(name, initial)) for name in shadowed},
+        states={name: method.init_client(party.spec_of(name), starts.get(name, initial)) for name in names},
+        shadows={
+            name: alone.init_client(shadow_spec(party.spec_of(name)), starts.get(name, initial)) for name in shadowed
+        },
         curves=dict.fromkeys(names, ()),
     )
 
@@ -231,11 +236,10 @@ def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[s
         if outcome is not None and outcome.result is not None:
             record = replace(record, loss=outcome.result.report.loss, seconds=outcome.seconds)
         curves[name] = (*curves[name], record)
-    return replace(
-        now,
-        curves=curves,
-        global_accuracy=(*now.global_accuracy, (now.rounds, _global_accuracy(party, now.states, now.rounds))),
-    )
+    if party.own:  # backbones that differ have no average
+        return replace(now, curves=curves)
+    average = now.rounds, _global_accuracy(party, now.states, now.rounds)
+    return replace(now, curves=curves, global_accuracy=(*now.global_accuracy, average))
 
 
 def _global_accuracy(party: Party, states: Mapping[str, ClientState], number: int) -> float:

@@ -143,7 +143,7 @@ def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) 
         for task in tasks
     ]
     shadowed = {
-        task.client: Turn(task.shadow, turn.data, replace(turn.ctx, spec=shadow_spec(party.spec), privacy=OFF))
+        task.client: Turn(task.shadow, turn.data, replace(turn.ctx, spec=shadow_spec(turn.ctx.spec), privacy=OFF))
         for task, turn in zip(tasks, turns, strict=True)
         if task.shadow is not None
     }
@@ -167,7 +167,8 @@ def _outcome(task: LocalTask, trained: _Attempt, shadow: _Attempt | None) -> Loc
 
 
 def _attempts(method: Method, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[_Attempt]:
-    is_plain = not any(turn.ctx.privacy.is_on for turn in turns)  # stacked networks share their steps
+    # Stacked networks share their steps and have the same layers.
+    is_plain = not any(turn.ctx.privacy.is_on for turn in turns) and len({turn.ctx.spec.network for turn in turns}) == 1
     if len(turns) > 1 and method.local_rounds is not None and is_plain:
         started = time.perf_counter()
         answers = method.local_rounds(turns, aggregate)
@@ -203,8 +204,8 @@ def teacher_task(party: Party, number: int, server: ServerState, update: Update)
 
 def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple[str, RoundRecord]:
     """(client, its figures) after a round, without what only the local round knows (loss, seconds)."""
-    spec, data, parts = party.spec, party.datasets[task.client], task.parts
-    common = None if party.common is None else data.seen(party.common)
+    spec, data, parts = party.spec_of(task.client), party.datasets[task.client], task.parts
+    common = party.common_of(task.client)
 
     def measured(
         of: FederationSpec, weights: Mapping[Part, Weights] | None, images: ImageSet | None

@@ -38,9 +38,10 @@ def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp
     assert set(full) == {
         name for name, field in FederationPlan.model_fields.items() if field.is_required() or field.default is not None
     }
-    for table, fields in FederationPlan.model_json_schema()["$defs"].items():
-        shown = {name for name, field in fields["properties"].items() if field.get("default", "") is not None}
-        assert set(full[{"ImageForm": "image", "NetworkChoice": "network"}[table]]) == shown
+    tables = FederationPlan.model_json_schema()["$defs"]
+    for table, name in (("ImageForm", "image"), ("NetworkChoice", "network")):
+        fields = tables[table]["properties"].items()
+        assert set(full[name]) == {field for field, about in fields if about.get("default", "") is not None}
     del full["params"], short["params"]
     assert FederationPlan.model_validate(full) == FederationPlan.model_validate(short)
     assert _run("plan", str(plan)).exit_code == 0

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from edge_client.agent.owner_control import OwnerControl
 from edge_client.agent.run import run_agent
 from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
 from edge_client.session.events import ChooseModel, Chosen
-from edge_client.training.messages import Committed
+from edge_client.training.messages import Committed, Failed
+from fedcg.event_log import EventLog
 from fedcg.learning.backbone_names import WEIGHTS_VARIABLE, weights_digest
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.networks.pretrained import features
 from fedcg.learning.networks.pretrained.backbone import ProjectedBackbone
+from fedcg.learning.spec import BackboneChoice
 from fedcg.log.settings import LogSettings
+from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.edge.training_site import Site
 from tests.support.edge.world import CLASSES, FEDERATION, FORM
-from tests.support.learning.tiny_backbone import tiny_plan, write_tiny_weights
+from tests.support.learning.tiny_backbone import TIMM, tiny_plan, write_tiny_weights
 
 GREY = FORM.model_copy(update={"height": 64, "width": 64, "mean": (0.449,), "std": (0.226,)})
 
@@ -113,3 +118,37 @@ def test_the_choice_at_the_end_reads_the_same_features_and_the_exported_model_ta
     assert kept._kept is before
     (told,) = site.events("finalised")
     assert told["accuracy_common_onnx"] == pytest.approx(told["accuracy_common_personal"])
+
+
+def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(tmp_path: Path, weights: Path) -> None:
+    plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
+    network = plan.network.model_copy(update={"backbones": (BackboneChoice(name="timm:test_resnet"),)})
+    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY, "network": network, "codec": "f32"}
+    site = Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=True)
+
+    def choose(backbone: str) -> None:
+        training = site.config.training.model_copy(update={"backbone": backbone})
+        site.config = site.config.model_copy(update={"training": training, "export": ExportSection(variants=False)})
+
+    choose("timm:test_resnet")
+    trainer = site.trainer()
+    assert trainer.do(site.round(1)) == Committed(RoundAttempt(1, 1))
+    state = site.state()
+    assert (state.generation.backbone, state.generation.spec) == ("timm:test_resnet", site.spec.digest)
+    assert any(name.startswith("backbone.") for name in state.slots["personal"][Part.EXTRACTOR])
+    layouts = {part: site.spec.layouts[part] for part in site.spec.upload}
+    sent = unpack(site.store.generations.update_bytes(state.generation) or b"", layouts).parts
+    assert set(sent) == {Part.CLASSIFIER, Part.GENERATOR}
+    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+
+    owner = OwnerControl(site.config, site.store, EventLog(tmp_path / "owner.jsonl", time.time), time.time)
+    assert owner.check(site.spec) is None
+    choose("auto")  # as before, whatever the hardware
+    assert site.trainer().do(site.round(2)) == Committed(RoundAttempt(2, 1))
+    choose(f"timm:{TIMM}")
+    failed = site.trainer().do(site.round(3))
+    assert isinstance(failed, Failed)
+    assert failed.reason is DeclineReason.SPEC_REFUSED
+    assert "were trained with timm:test_resnet, and [training] backbone is now timm:test_efficientnet" in failed.detail
+    owner = OwnerControl(site.config, site.store, EventLog(tmp_path / "owner.jsonl", time.time), time.time)
+    assert (owner.check(site.spec) or ("",))[0] is DeclineReason.SPEC_REFUSED

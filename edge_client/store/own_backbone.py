@@ -1,0 +1,71 @@
+"""Which of the backbones that a spec lists this device trains (`[training] backbone`). Torch-free: agent and trainer both choose."""
+
+from __future__ import annotations
+
+from devices.detect import detect
+from devices.errors import NotTrainableError
+from devices.profile import DeviceProfile, plan_training
+from edge_client.config import AUTO, AgentConfig
+from edge_client.store.private_store import PrivateStore
+from fedcg.learning.backbone_names import least_work
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.spec import FederationSpec, NetworkChoice
+
+_FEW_CPUS = 4
+
+
+def choose_backbone(network: NetworkChoice, wanted: str, kept: str, *, small: bool) -> str:
+    """The backbone of this device, one of `network.backbone_names`.
+
+    `auto` stays with what was trained before; else it is the split's own, and on a small box the one with the least work.
+
+    Args:
+        network: of the spec.
+        wanted: `[training] backbone`.
+        kept: what the private state was trained with; empty: nothing was.
+        small: whether the box is small (`is_small`).
+
+    Raises:
+        NetworkError: the spec does not list what is wanted, or the private state has another backbone.
+    """
+    names = network.backbone_names
+    if wanted != AUTO and wanted not in names:
+        raise NetworkError(
+            f'[training] backbone = "{wanted}" is none of those that the federation allows: {", ".join(names)}; or set "{AUTO}"'
+        )
+    chosen = wanted if wanted != AUTO else kept or (least_work(names) if small else names[0])
+    if kept and chosen != kept:
+        raise NetworkError(
+            f"the private networks of this device were trained with {kept}, and [training] backbone is now {chosen}: set it back, or leave "
+            "the federation and enrol again to begin anew"
+        )
+    return chosen
+
+
+def is_small(box: DeviceProfile, device: str) -> bool:
+    """Whether a box trains on fewer than 4 CPUs and no GPU, or has memory for a share of the batch only, as a Jetson Nano.
+
+    Args:
+        box: the hardware.
+        device: `[training] device`.
+    """
+    try:
+        plan = plan_training(box, device=device)
+    except NotTrainableError:
+        return True
+    return plan.batch_scale < 1 or (plan.device == "cpu" and (box.cpus or 1) < _FEW_CPUS)
+
+
+def own_backbone(config: AgentConfig, store: PrivateStore, spec: FederationSpec) -> str:
+    """The backbone of this device under a spec; the split's own where the spec lists no others.
+
+    Raises:
+        NetworkError: see `choose_backbone`.
+        StoreError: the private store can't be read.
+    """
+    if not spec.network.backbones:
+        return spec.network.backbone_names[0]
+    newest = store.generations.newest()
+    kept = newest.backbone if newest is not None and newest.spec == spec.digest else ""
+    small = config.training.backbone == AUTO and not kept and is_small(detect(), config.training.device)
+    return choose_backbone(spec.network, config.training.backbone, kept, small=small)

@@ -1,0 +1,58 @@
+"""The backbone of a device: by its owner, by its hardware, and the one that its private networks have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from devices.profile import GIB, DeviceKind, DeviceProfile, Gpu, Trainable
+from edge_client.store.own_backbone import choose_backbone, is_small
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.spec import BackboneChoice, NetworkChoice
+
+NETWORK = NetworkChoice(
+    split="efficientnet_lite0+project:256",
+    backbones=(BackboneChoice(name="mobilenetv3_small_100"), BackboneChoice(name="resnet18")),
+)
+SERVER = DeviceProfile(
+    DeviceKind.CPU, None, None, "x86_64", 8, 16 * GIB, None, None, Trainable(possible=True, reason="")
+)
+ORIN = replace(SERVER, kind=DeviceKind.JETSON, gpu=Gpu("Orin", 8 * GIB, (8, 7), None, shares_memory=True))
+NANO = replace(SERVER, kind=DeviceKind.JETSON, cpus=4, gpu=Gpu("Nano", 4 * GIB, (5, 3), None, shares_memory=True))
+
+
+@pytest.mark.parametrize(
+    ("box", "small"),
+    [
+        (SERVER, False),
+        (ORIN, False),
+        (NANO, True),
+        (replace(SERVER, cpus=2), True),
+        (replace(SERVER, cpus=None), True),
+        (replace(SERVER, trainable=Trainable(possible=False, reason="no memory")), True),
+    ],
+)
+def test_a_small_box_is_one_with_few_cpus_or_memory_for_a_share_of_the_batch(box: DeviceProfile, small: bool) -> None:
+    assert is_small(box, "auto") is small
+
+
+def test_auto_takes_the_splits_own_and_on_a_small_box_the_one_with_the_least_work() -> None:
+    assert choose_backbone(NETWORK, "auto", "", small=False) == "efficientnet_lite0"
+    assert choose_backbone(NETWORK, "auto", "", small=True) == "mobilenetv3_small_100"
+    assert choose_backbone(NETWORK, "resnet18", "", small=True) == "resnet18"
+
+
+def test_auto_stays_with_what_was_trained_and_another_choice_is_refused() -> None:
+    assert choose_backbone(NETWORK, "auto", "resnet18", small=True) == "resnet18"
+    with pytest.raises(
+        NetworkError, match=r"trained with resnet18, and \[training\] backbone is now efficientnet_lite0"
+    ):
+        choose_backbone(NETWORK, "efficientnet_lite0", "resnet18", small=False)
+
+
+def test_a_backbone_that_the_federation_does_not_allow_is_named_with_those_it_does() -> None:
+    with pytest.raises(
+        NetworkError, match=r'"lenet5" is none of those .* efficientnet_lite0, mobilenetv3_small_100, r'
+    ):
+        choose_backbone(NETWORK, "lenet5", "", small=False)
