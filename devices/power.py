@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,49 @@ class Rail:
 
     name: str
     watts: float
+
+
+INPUT_RAILS = ("VDD_IN", "POM_5V_IN", "SYS_VIN_HV", "VIN_SYS_5V0")
+"""What whole boards draw, by the labels of NVIDIA's boards, in the order in which they are looked for."""
+_EVERY_S = 1.0
+_LONGEST_S = 60.0
+
+
+def drawn(rails: Sequence[Rail]) -> Rail | None:
+    """The rail whose power stands for the box: its input, else the GPU alone; None where neither is measured."""
+    named = {rail.name.upper(): rail for rail in rails}
+    return next((named[name] for name in (*INPUT_RAILS, "GPU") if name in named), None)
+
+
+class EnergyMeter:
+    """Adds up energy between calls of `look`, which reads the power at most once a second.
+
+    Args:
+        read: the rails now.
+        clock: monotonic seconds.
+
+    Attributes:
+        rail: the name of the rail that is measured; None: none can be.
+        joules: so far; a gap of more than a minute between two readings is left out.
+    """
+
+    def __init__(self, read: Callable[[], Sequence[Rail]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._read = read
+        self._clock = clock
+        now = drawn(read())
+        self.rail = None if now is None else now.name
+        self.joules = 0.0
+        self._at, self._watts = clock(), 0.0 if now is None else now.watts
+
+    def look(self, *, at_once: bool = False) -> None:
+        """Read the power, where the last reading is a second old or `at_once`."""
+        now = self._clock()
+        if self.rail is None or (now - self._at < _EVERY_S and not at_once):
+            return
+        watts = next((rail.watts for rail in self._read() if rail.name == self.rail), None)
+        if watts is not None and now - self._at <= _LONGEST_S:
+            self.joules += (self._watts + watts) / 2 * (now - self._at)
+        self._at, self._watts = now, self._watts if watts is None else watts
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,12 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT, *, asks_services: bool = 
     )
 
 
+def read_power(root: Path = LIVE_ROOT) -> tuple[Rail, ...]:
+    """The power of every rail now, and of the GPU where NVML reports it."""
+    gpu = nvml_readings() if root == LIVE_ROOT else None
+    return read_rails(root) + (() if gpu is None or gpu.watts is None else (Rail("GPU", gpu.watts),))
+
+
 def _zone(root: Path, name: str) -> Zone | None:
     """A thermal zone; None when it does not report its temperature."""
     folder = f"sys/class/thermal/{name}"

@@ -15,7 +15,7 @@ from rich.console import Console
 from edge_client.cli.control_commands import approve_command, pause_command, resume_command
 from edge_client.cli.enrol_commands import join_command, leave_command, renew_command
 from edge_client.cli.logs import logs_command
-from edge_client.cli.record_commands import diagnose_command, sent_command
+from edge_client.cli.record_commands import diagnose_command, ledger_command, sent_command
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from edge_client.cli.store_commands import backup_command, restore_command, store_app
 from edge_client.cli.units import unit_command
@@ -35,6 +35,7 @@ app.command("pause")(pause_command)
 app.command("resume")(resume_command)
 app.command("approve")(approve_command)
 app.command("sent")(sent_command)
+app.command("ledger")(ledger_command)
 app.command("diagnose")(diagnose_command)
 app.add_typer(store_app, name="store")
 app.command("backup")(backup_command)

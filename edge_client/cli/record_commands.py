@@ -1,4 +1,4 @@
-"""`fedcg agent sent|diagnose`: what has left this device, and one file for support. Importing this loads no torch."""
+"""`fedcg agent sent|ledger|diagnose`: what has left this device, what rounds cost it, and one file for support. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sent_command(
 
 
 def _line(item: dict[str, Any]) -> str:
-    at = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(item['t']))} UTC"
+    at = _moment(item["t"])
     report = ", ".join(f"{name} {value}" for name, value in item.get("report", {}).items()) or "nothing"
     if item["kind"] != "update":
         return f"{at}  report about the device: {report}"
@@ -57,6 +57,48 @@ def _line(item: dict[str, Any]) -> str:
         f"{at}  round {item['round']}, attempt {item['attempt']}: {item['bytes']} bytes ({parts}); reported: {report}; "
         f"sha256 {item['artifact']}; {receipt}"
     )
+
+
+def ledger_command(
+    config: ConfigOption = Path("agent.toml"),
+    since: Annotated[
+        str | None, typer.Option("--since", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List what each round cost this device: seconds, bytes of the update, and energy where a sensor measures it; the agent may run meanwhile.
+
+    Exit codes: 0 listed; 2 --since is no time.
+    """
+    from edge_client.store.sent_record import LEDGER_FILE, read_lines
+
+    settings = read_config(config)
+    first = 0.0 if since is None else moment_of(since, time.time(), "--since")
+    rounds = [
+        line for line in read_lines(settings.store / LEDGER_FILE) if line["kind"] == "round" and line["t"] >= first
+    ]
+    measured = [line["joules"] for line in rounds if line.get("joules") is not None]
+    sums = {
+        "rounds": len(rounds),
+        "seconds": round(sum(line.get("seconds") or 0.0 for line in rounds), 3),
+        "update_bytes": sum(line.get("update_bytes") or 0 for line in rounds),
+        "joules": round(sum(measured), 1) if measured else None,
+    }
+    if as_json:
+        print_data({"device": settings.device, "rounds": rounds, "totals": sums})
+        return
+    for line in rounds:
+        energy = "energy not measured" if line.get("joules") is None else f"{line['joules']:.0f} J ({line['rail']})"
+        typer.echo(
+            f"{_moment(line['t'])}  {line['federation']} round {line['round']}, attempt {line['attempt']}: {line['seconds']:.1f} s on "
+            f"{line['device']}, {line['images']} images, {line['update_bytes'] or 0} bytes to send, {energy}"
+        )
+    energy = "" if sums["joules"] is None else f", {sums['joules']:.0f} J in {len(measured)} of them"
+    typer.echo(f"{sums['rounds']} rounds: {sums['seconds']:.1f} s, {sums['update_bytes']} bytes to send{energy}")
+
+
+def _moment(seconds: float) -> str:
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))} UTC"
 
 
 def diagnose_command(

@@ -43,7 +43,7 @@ def choose_backbone(network: NetworkChoice, wanted: str, kept: str, *, small: bo
 
 
 def is_small(box: DeviceProfile, device: str) -> bool:
-    """Whether a box trains on fewer than 4 CPUs and no GPU, or has memory for a share of the batch only, as a Jetson Nano.
+    """Whether a box trains on fewer than 4 CPUs and no GPU, or has memory for a share of the batch only, as an Orin Nano 4GB.
 
     Args:
         box: the hardware.

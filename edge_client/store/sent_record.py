@@ -18,6 +18,8 @@ from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.artifacts.inspection import inspect
 
 SENT_FILE = "sent.jsonl"
+LEDGER_FILE = "ledger.jsonl"
+"""What each round cost this device; its lines are of kind `round`."""
 Line = dict[str, Any]
 
 
@@ -47,7 +49,7 @@ class SentRecord:
             OSError: it could not be made durable; the update must not be sent now.
         """
         if self._updates is None:
-            self._updates = {str(line.get("artifact")) for line in sent_lines(self._path) if line["kind"] == "update"}
+            self._updates = {str(line.get("artifact")) for line in read_lines(self._path) if line["kind"] == "update"}
         artifact = artifact_id(data)
         if artifact in self._updates:
             return False
@@ -74,23 +76,31 @@ class SentRecord:
             self._report = report
 
     def _append(self, line: Line) -> None:
-        text = json.dumps({"format": 1, "t": round(self._wall(), 3), "federation": self._federation, **line})
-        is_new = not self._path.exists()
-        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, PRIVATE)
-        try:
-            size = os.fstat(descriptor).st_size
-            is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # by a power cut or a full disk
-            payload = ("\n" if is_torn else "").encode() + text.encode() + b"\n"
-            if os.write(descriptor, payload) != len(payload):
-                raise OSError(28, "no room for the record of what is sent", str(self._path))
-        finally:
-            os.close(descriptor)
-        fsync_path(self._path)
-        if is_new:
-            fsync_path(self._path.parent)
+        append_line(self._path, {"t": round(self._wall(), 3), "federation": self._federation, **line})
 
 
-def sent_lines(path: Path) -> Iterator[Line]:
+def append_line(path: Path, line: Line) -> None:
+    """Append a line to a record; durable when this returns.
+
+    Raises:
+        OSError: it could not be made durable.
+    """
+    text, is_new = json.dumps({"format": 1, **line}), not path.exists()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, PRIVATE)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # by a power cut or a full disk
+        payload = ("\n" if is_torn else "").encode() + text.encode() + b"\n"
+        if os.write(descriptor, payload) != len(payload):
+            raise OSError(28, "no room for the record", str(path))
+    finally:
+        os.close(descriptor)
+    fsync_path(path)
+    if is_new:
+        fsync_path(path.parent)
+
+
+def read_lines(path: Path) -> Iterator[Line]:
     """All whole lines of a record, oldest first; a torn one is left out."""
     if not path.exists():
         return
@@ -108,7 +118,7 @@ def sent_items(path: Path, since: float = 0.0) -> list[Line]:
     """Updates and reports that left since a time, each update with its receipt: its outcome, or None while there is none."""
     items: list[Line] = []
     updates: dict[object, Line] = {}
-    for line in sent_lines(path):
+    for line in read_lines(path):
         if line["kind"] == "receipt":
             if (update := updates.get(line.get("artifact"))) is not None:
                 update["receipt"] = line.get("outcome")

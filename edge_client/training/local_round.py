@@ -132,7 +132,6 @@ def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
 
     Raises:
         RoundError: it is not at hand, or its networks have other tensors in this program than its layouts list.
-        NetworkError: it does not list this device's backbone.
     """
     spec = work.store.spec(digest)
     if spec is None:
@@ -308,13 +307,12 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         backbone=spec.backbone if isinstance(spec, DeviceSpec) else "",
     )
     generation = work.store.generations.commit(new)
-    counts = {f"{name}_images": count for name, count in done.data.snapshot.counts().items()}
     work.events.write(
         "committed",
         round=attempt.round,
         attempt=attempt.attempt,
         pid=os.getpid(),
-        **counts,
+        **{f"{name}_images": count for name, count in done.data.snapshot.counts().items()},
         accuracy_personal=own.test,
         accuracy_common_personal=own.common,
         accuracy_val=own.val,

@@ -15,12 +15,15 @@ import torch
 
 from devices.detect import detect
 from devices.errors import NotTrainableError
+from devices.power import EnergyMeter
 from devices.profile import TrainingPlan, plan_training
-from devices.telemetry import Sensors
+from devices.telemetry import Sensors, read_power
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
 from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound
+from edge_client.store.generations import Generation
 from edge_client.store.private_store import PrivateStore, open_store
+from edge_client.store.sent_record import LEDGER_FILE, append_line
 from edge_client.training.local_data import LocalData, LocalDefence
 from edge_client.training.local_round import Workplace, train_round
 from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerReport, Work, Working
@@ -106,13 +109,19 @@ class Trainer:
         defence = LocalDefence(config.data, store, events, place)
         data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped, defence)
         self._working = working
-        self._pauses = Pauses(config.eligibility, Sensors(store.root).read, working, events)
+        self._meter: EnergyMeter | None = None
+        self._pauses = Pauses(config.eligibility, Sensors(store.root).read, self._is_working, events)
         self._work = Workplace(config, store, data, events, place, plan.threads, plan.batch_scale, working=self._pauses)
 
     def _report_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
         self._work.store.save_left_out({image.file: image.reason for image in skipped})
         if skipped:
             self._events.write("images_skipped", count=len(skipped))
+
+    def _is_working(self) -> None:
+        self._working()
+        if self._meter is not None:
+            self._meter.look()
 
     def do(self, command: Work) -> TrainerReport:
         """Carry out one command in this device's turn; a failure becomes a report and leaves the state as it was before."""
@@ -139,8 +148,13 @@ class Trainer:
     def _train(self, command: TrainRound) -> TrainerReport:
         if self._obstacle is not None:
             return Failed(command.round_attempt, DeclineReason.NOT_ELIGIBLE, self._obstacle)
+        started, before = time.monotonic(), self._work.store.generations.newest()
+        self._meter = EnergyMeter(read_power)
         try:
             generation = train_round(self._work, command)
+            if before is None or generation.number > before.number:  # else it was committed before a crash
+                self._meter.look(at_once=True)
+                write_cost(self._work, generation, time.monotonic() - started, self._meter)
         except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
             if is_sticky(error):
                 self._give_up(command, error)
@@ -207,3 +221,25 @@ def reason_for(error: Exception) -> DeclineReason:
     if isinstance(error, LearningError):
         return DeclineReason.SPEC_REFUSED
     return DeclineReason.TRAINING_FAILED
+
+
+def write_cost(work: Workplace, generation: Generation, seconds: float, meter: EnergyMeter) -> None:
+    """Add what a round cost to the ledger; a disk that refuses it is reported and stops nothing."""
+    at, outbox = generation.round_attempt, generation.outbox
+    cost = {
+        "kind": "round",
+        "t": round(time.time(), 3),
+        "federation": work.config.federation,
+        "round": at.round,
+        "attempt": at.attempt,
+        "seconds": round(seconds, 3),
+        "device": work.place,
+        "images": work.store.generations.snapshot(generation).counts()["train"],
+        "update_bytes": None if outbox is None else outbox.size,
+        "joules": None if meter.rail is None else round(meter.joules, 1),
+        "rail": meter.rail,
+    }
+    try:
+        append_line(work.store.root / LEDGER_FILE, cost)
+    except OSError as error:
+        work.events.write("refused", what="ledger", round=at.round, attempt=at.attempt, detail=str(error))

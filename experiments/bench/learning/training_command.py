@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.record import bench_record
+from fedcg.errors import BadInputError
 from fedcg.json_output import print_data
+from fedcg.learning.errors import LearningError
+from fedcg.learning.spec import NetworkChoice
 
 if TYPE_CHECKING:
     from experiments.bench.learning.steps import Steps
@@ -84,9 +87,26 @@ def train_command(
     threads: Annotated[int, typer.Option(min=1, help="Threads, of both sides.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Five steps, once: does it run at all?")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda: one line about this box instead, of a whole local round; no reference."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="With --device: the method.")] = "fedcg",
+    images: Annotated[int, typer.Option(min=8, help="With --device: random images of the round.")] = 1000,
+    image_size: Annotated[int, typer.Option(min=4, max=1024, help="With --device: pixels of a side.")] = 32,
+    epochs: Annotated[int, typer.Option(min=1, help="With --device: epochs of the round.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Milliseconds of one step of each stage: the same networks by the plain reference and by ours, one process each."""
+    if device is not None:
+        pair = (networks or ["mlp/mlp"])[0].partition("/")
+        rows = min(batch or [16])
+        _box(
+            NetworkChoice(split=split, generator=pair[0], discriminator=pair[2] or pair[0]),
+            *(device, method, image_size, 2 * rows if quick else images, rows, 1 if quick else epochs, threads),
+            as_json=as_json,
+        )
+        return
     from experiments.bench.learning.steps import Steps, measure
 
     chosen = [tuple(pair.split("/", 1)) for pair in networks or ["conv/conv_published", "mlp/mlp"]]
@@ -116,6 +136,41 @@ def train_command(
         )
     if on_gpu:
         typer.echo(json.dumps(on_gpu, indent=1))
+
+
+def _box(
+    network: NetworkChoice,
+    device: str,
+    method: str,
+    size: int,
+    images: int,
+    batch: int,
+    epochs: int,
+    threads: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Time this box's local round.
+
+    Raises:
+        BadInputError: there is no such device or method, or the networks refuse the setting.
+    """
+    import torch
+
+    from experiments.bench.learning.box_round import BoxRound, line_of, measure
+
+    if not (device == "cpu" or (device.startswith("cuda") and torch.cuda.is_available())):
+        raise BadInputError(f"--device {device}: this torch has cpu{', cuda' * torch.cuda.is_available()}")
+    plan = BoxRound(device, method, network, size, images, batch, epochs, threads)
+    try:
+        found = measure(plan, lambda line: typer.echo(line, err=True))
+    except (LearningError, ValueError) as error:
+        raise BadInputError(str(error)) from error
+    if as_json:
+        setting = {**vars(plan), "network": network.model_dump(mode="json")}
+        print_data({**bench_record("bench train --device"), "setting": setting, **found})
+        return
+    typer.echo(line_of(plan, found))
 
 
 def _on_gpu(plan: Steps, announce: Callable[[str], None]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from devices import telemetry
-from devices.power import Supply, jetson_stats, read_power_mode, read_rails, read_supply
+from devices.power import EnergyMeter, Rail, Supply, drawn, jetson_stats, read_power_mode, read_rails, read_supply
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
 ORIN = TREES / "jetson-orin-nano-8gb"
@@ -110,3 +110,41 @@ def test_only_commands_ask_the_service_since_it_may_take_seconds(
     monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=_board, JtopException=_RefusedError))
     assert telemetry.Sensors(tmp_path, root).read().power_mode is None
     assert telemetry.Sensors(tmp_path, root, asks_services=True).read().power_mode == "15W"
+
+
+def test_the_boards_input_stands_for_the_box_else_its_gpu_and_no_part_of_it() -> None:
+    whole = drawn(read_rails(ORIN))
+    assert whole is not None
+    assert whole.name == "VDD_IN"
+    assert whole.watts == pytest.approx(5.613376)
+    assert drawn((Rail("ina226 1", 4.0), Rail("GPU", 60.0))) == Rail("GPU", 60.0)
+    assert drawn((Rail("VDD_SOC", 1.4),)) is None
+
+
+def test_energy_is_power_over_time_read_once_a_second() -> None:
+    now, watts, reads = [0.0], [10.0], [0]
+
+    def read() -> tuple[Rail, ...]:
+        reads[0] += 1
+        return (Rail("VDD_IN", watts[0]),)
+
+    meter = EnergyMeter(read, lambda: now[0])
+    for now[0] in (0.2, 0.5, 0.9):
+        meter.look()
+    assert (reads[0], meter.joules) == (1, 0.0)
+    now[0], watts[0] = 2.0, 20.0
+    meter.look()
+    assert (meter.rail, meter.joules) == ("VDD_IN", 30.0)
+    now[0] = 2.5
+    meter.look(at_once=True)
+    assert meter.joules == 40.0
+    now[0] = 1000.0  # the box slept
+    meter.look()
+    assert meter.joules == 40.0
+
+
+def test_a_box_without_a_sensor_has_no_energy_and_is_not_asked_again() -> None:
+    answers: Iterator[tuple[Rail, ...]] = iter([()])  # one
+    meter = EnergyMeter(lambda: next(answers))
+    meter.look(at_once=True)
+    assert (meter.rail, meter.joules) == (None, 0.0)

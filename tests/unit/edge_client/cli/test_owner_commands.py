@@ -19,7 +19,7 @@ from edge_client.config import load_config
 from edge_client.messaging.owner_requests import Asked, success
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import PrivateStore
-from edge_client.store.sent_record import SENT_FILE, SentRecord
+from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, SentRecord, append_line
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part, ReportField, TensorLayout
@@ -165,6 +165,31 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     assert [item["round"] for item in late] == [2]
     assert run(device, "sent", "--since", "yesterday").exit_code == 2
     assert (store / SENT_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_ledger_lists_what_rounds_cost_and_leaves_a_torn_line_out(device: Path) -> None:
+    path = device.parent / "store" / LEDGER_FILE
+    assert run(device, "ledger").stdout == "0 rounds: 0.0 s, 0 bytes to send\n"
+    about = {
+        "kind": "round",
+        "federation": FEDERATION,
+        "attempt": 1,
+        "device": "cpu",
+        "images": 30,
+        "update_bytes": 5000,
+    }
+    append_line(path, {**about, "t": 1e9, "round": 1, "seconds": 12.5, "joules": 70.4, "rail": "VDD_IN"})
+    with path.open("a") as file:
+        file.write('{"kind": "round", "t": 1')
+    append_line(path, {**about, "t": 2e9, "round": 2, "seconds": 10.0, "joules": None, "rail": None})
+    first, second, sums = run(device, "ledger").stdout.splitlines()
+    assert first == (
+        f"2001-09-09 01:46:40 UTC  {FEDERATION} round 1, attempt 1: 12.5 s on cpu, 30 images, 5000 bytes to send, 70 J (VDD_IN)"
+    )
+    assert second.endswith("10.0 s on cpu, 30 images, 5000 bytes to send, energy not measured")
+    assert sums == "2 rounds: 22.5 s, 10000 bytes to send, 70 J in 1 of them"
+    data = data_of(run(device, "ledger", "--since", "2030-01-01", "--json").stdout)
+    assert ([line["round"] for line in data["rounds"]], data["totals"]["joules"]) == ([2], None)
 
 
 def members(path: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ SERVER = DeviceProfile(
     DeviceKind.CPU, None, None, "x86_64", 8, 16 * GIB, None, None, Trainable(possible=True, reason="")
 )
 ORIN = replace(SERVER, kind=DeviceKind.JETSON, gpu=Gpu("Orin", 8 * GIB, (8, 7), None, shares_memory=True))
-NANO = replace(SERVER, kind=DeviceKind.JETSON, cpus=4, gpu=Gpu("Nano", 4 * GIB, (5, 3), None, shares_memory=True))
+NANO = replace(SERVER, kind=DeviceKind.JETSON, cpus=6, gpu=Gpu("Orin Nano", 4 * GIB, (8, 7), None, shares_memory=True))
 
 
 @pytest.mark.parametrize(

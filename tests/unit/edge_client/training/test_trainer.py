@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from devices.power import Rail
 from edge_client.store.private_store import PrivateStore
+from edge_client.store.sent_record import LEDGER_FILE, read_lines
 from edge_client.training import local_round as training
+from edge_client.training import trainer_child
 from edge_client.training.evaluation import Measured
 from edge_client.training.local_data import LocalData
 from edge_client.training.messages import Committed
@@ -68,6 +71,23 @@ def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_p
     phases = [event["phase"] for event in site.events("phase_started")]
     assert phases == ["load", "classify", "generate", "shadow-classify", "evaluate"]
     assert all(event["step"] > 0 and event["pid"] == os.getpid() for event in site.events("progress"))
+
+
+def test_each_round_that_is_trained_is_in_the_ledger_once_with_its_energy_where_the_board_measures_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, real_spec())
+    trainer = site.trainer()
+    trainer.do(site.round())
+    trainer.do(site.round())  # committed already
+    monkeypatch.setattr(trainer_child, "read_power", lambda: (Rail("VDD_IN", 5.0),))
+    trainer.do(site.round(2))
+    first, second = read_lines(site.store.root / LEDGER_FILE)
+    assert [line["round"] for line in (first, second)] == [1, 2]
+    assert first["joules"] is first["rail"] is None
+    assert second["joules"] == pytest.approx(5.0 * second["seconds"], rel=0.2, abs=0.2)
+    assert second["update_bytes"] == len(site.update())
+    assert second["images"] == site.store.generations.snapshot(site.state().generation).counts()["train"]
 
 
 def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path: Path) -> None:

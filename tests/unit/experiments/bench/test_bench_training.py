@@ -13,7 +13,7 @@ from experiments.bench.learning.round import RoundPlan, _whole
 from experiments.bench.learning.steps import STAGES
 from experiments.bench.learning.training import Setting, Stage, median_seconds, work_of
 from fedcg.learning.spec import NetworkChoice
-from tests.support.commands import data_of
+from tests.support.commands import data_of, run_fedcg
 
 FEDCG = [sys.executable, "-m", "fedcg"]
 
@@ -97,6 +97,33 @@ def test_the_quick_measurements_print_their_ratios_as_json() -> None:
     )
     cases = data_of(run.stdout)["cases"]
     assert [case["stage"] for case in cases] == ["classify", "gan", "student"]
+
+
+def test_a_box_is_told_in_one_line_with_the_steps_of_its_round() -> None:
+    asked = ("bench", "train", "--device", "cpu", "--split", "lenet5_relu", "--quick", "--batch", "8")
+    record = data_of(run_fedcg(*asked, "--json").stdout)
+    assert record["steps"] == {"classify": 2, "generate": 2}
+    assert record["steps_per_second"] == pytest.approx(4 / record["seconds"], rel=0.05)
+    assert record["images_per_second"] == pytest.approx(8 * record["steps_per_second"], rel=0.01)
+    assert (record["joules"] is None) == (record["rail"] is None)
+    assert record["peak_mb"] > 100
+    line = run_fedcg(*asked, "--method", "fedsplit").stdout
+    assert "fedsplit with lenet5_relu at 32 pixels, batches of 8" in line
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("cuda:9",), "this torch has cpu"),
+        (("cpu", "--split", "nothing"), "no split"),
+        (("cpu", "--method", "no"), "no m"),
+    ],
+)
+def test_a_box_that_can_not_be_timed_is_bad_input(options: tuple[str, ...], reason: str) -> None:
+    refused = run_fedcg("bench", "train", "--quick", "--device", *options)
+    assert refused.exit_code == 2
+    assert reason in refused.output
 
 
 @pytest.mark.parametrize("command", ["aggregate", "codec", "infer", "round", "train", "transport"])

@@ -1,0 +1,56 @@
+"""Everything that a box installs comes as a wheel for 64-bit Arm: nobody compiles on a Jetson or a Raspberry Pi. Needs a package index."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+UV = Path(sys.executable).parent / "uv"
+
+
+def resolve(requirements: Path, python: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """The versions that pip would install on 64-bit Arm with glibc 2.28, from wheels alone; pip itself can't leave its own machine's markers."""
+    command = [
+        str(UV),
+        "pip",
+        "compile",
+        str(requirements),
+        "--python-version",
+        python,
+        "--no-header",
+        "--no-annotate",
+        *more,
+    ]
+    platform = ["--python-platform", "aarch64-manylinux_2_28", "--only-binary", ":all:"]
+    trusted = {"SSL_CERT_FILE": ssl.get_default_verify_paths().openssl_cafile, **os.environ}
+    return subprocess.run([*command, *platform], capture_output=True, text=True, env=trusted, check=False, timeout=250)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def index(tmp_path_factory: pytest.TempPathFactory) -> None:
+    plain = tmp_path_factory.mktemp("index") / "requirements.in"
+    plain.write_text("typing-extensions\n")
+    if (found := resolve(plain, "3.12")).returncode:
+        pytest.skip(f"no package index can be reached: {found.stderr.strip()[:200]}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.10", "3.12"])
+@pytest.mark.parametrize(("extra", "some"), [("infer", "onnxruntime=="), ("edge", "torch==")])
+def test_the_requirements_of_a_box_are_wheels_on_64_bit_arm(python: str, extra: str, some: str) -> None:
+    found = resolve(ROOT / "pyproject.toml", python, "--extra", extra)
+    assert found.returncode == 0, found.stderr
+    assert some in found.stdout
+
+
+@pytest.mark.slow
+def test_a_package_without_a_wheel_is_found(tmp_path: Path) -> None:
+    source_only = tmp_path / "requirements.in"
+    source_only.write_text("antlr4-python3-runtime==4.9.3\n")
+    assert "no usable wheels" in resolve(source_only, "3.12").stderr
