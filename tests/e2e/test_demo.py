@@ -75,6 +75,7 @@ def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
     assert "0 leaks" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_crossed_the_broker_in_the_demo_can_be_attacked(demo: Path, tmp_path: Path) -> None:
     words = ["--updates", demo / "observer", "--client", "client-1", "--data", demo / "data" / "client-1"]
     words += ["--auxiliary", demo / "data" / "common", "--private", demo / "devices" / "client-1" / "store"]

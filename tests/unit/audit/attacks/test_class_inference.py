@@ -37,6 +37,7 @@ def outcome() -> Outcome:
     return attacked(whole_model_case())
 
 
+@pytest.mark.slow
 def test_a_model_that_was_sent_whole_shows_what_the_class_looks_like(outcome: Outcome) -> None:
     (recognised, ssim), controls = outcome.figures, outcome.controls
     assert [(one.figure, one.passed) for one in controls] == [("class_recognised", True), ("class_ssim", True)]
@@ -77,11 +78,13 @@ def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_
     assert ssim.gain.low > 0.05
 
 
+@pytest.mark.slow
 def test_the_control_fails_when_the_attack_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(class_gan, "_step", lambda optimiser, loss: None)
     assert [one.passed for one in attacked(whole_model_case()).controls] == [False, False]
 
 
+@pytest.mark.slow
 def test_a_judge_that_knows_no_class_fails_the_control_of_its_own_figure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(class_inference, "recognised", lambda judges, some, target: np.full(len(some), 0.1))
     outcome = attacked(whole_model_case())

@@ -303,6 +303,7 @@ def test_a_loss_that_explodes_ends_the_round_and_is_named() -> None:
         trained(lr=1e30)
 
 
+@pytest.mark.slow
 def test_the_digits_are_learned_in_their_encrypted_form() -> None:
     train, test = digit_images(slice(0, 300), 16), digit_images(slice(300, 600), 16)
     nets = networks_of(WIDTHS["small"], SIZE, 10)
