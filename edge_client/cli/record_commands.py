@@ -13,13 +13,12 @@ from fedcg.errors import BadInputError
 from fedcg.json_output import print_data
 
 MOST_EVENTS = 100_000
+SinceOption = Annotated[str | None, typer.Option("--since", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")]
 
 
 def sent_command(
     config: ConfigOption = Path("agent.toml"),
-    since: Annotated[
-        str | None, typer.Option("--since", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
-    ] = None,
+    since: SinceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List every update and every report about itself that has left this device, from its own record; the agent may run meanwhile.
@@ -61,9 +60,7 @@ def _line(item: dict[str, Any]) -> str:
 
 def ledger_command(
     config: ConfigOption = Path("agent.toml"),
-    since: Annotated[
-        str | None, typer.Option("--since", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
-    ] = None,
+    since: SinceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List what each round cost this device: seconds, bytes of the update, and energy where a sensor measures it; the agent may run meanwhile.
