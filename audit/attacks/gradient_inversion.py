@@ -16,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 
 from audit.attacks.attack import Attack, Effort, Progress, counter
 from audit.evidence.case import Case, Knowledge, View
-from audit.evidence.networks import Extractor, WholeModel, whole_model
+from audit.evidence.networks import Extractor, WholeModel, whole_model, with_lenet5
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient, gradient, weight_difference, with_noise
 from audit.measures.figures import Control, Figure, Outcome, Pictures
 from audit.measures.images import png, psnr, unit_pixels
@@ -231,8 +231,7 @@ def _control(case: Case, images: ImageSet, match: Match, effort: Effort, streams
 
     Not the federation's own network: with ReLU and max pooling a search over gradients gets stuck, whatever leaks.
     """
-    spec = case.view.spec
-    spec = spec.model_copy(update={"network": spec.network.model_copy(update={"split": "lenet5"})})
+    spec = with_lenet5(case.view.spec)
     start = {part: weights_of(build_part(spec, part, streams.generator(part.value))) for part in _WHOLE}
     view, model = replace(case.view, spec=spec, update=start), whole_model(spec, *start.values())
     setting = Setting(Extractor.SENT, match, Search(effort.of(50, 100, 300), Start.GREY, _PRIOR))

@@ -18,7 +18,7 @@ from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Progress
 from audit.evidence.case import Case, Knowledge, View
-from audit.evidence.networks import of_simulated_client
+from audit.evidence.networks import of_simulated_client, with_lenet5
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient
 from audit.measures.figures import Control, Curve, Figure, Interval, Outcome
 from audit.measures.images import unit_pixels
@@ -189,7 +189,7 @@ def single_class_control(case: Case) -> Control:
     """A batch of one class at an untrained LeNet5 with sigmoids, where PPIDSG's tables have 100 %."""
     spec = case.view.spec
     if min(spec.image.height, spec.image.width) >= 16:
-        spec = spec.model_copy(update={"network": spec.network.model_copy(update={"split": "lenet5"})})
+        spec = with_lenet5(spec)
     model, streams = initial_parts(spec, spec_root(spec.seed)), case.streams.at("labels", "single class")
     some = _images_of(case.truth.train, 1, min(_BATCHES))
     seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))

@@ -32,6 +32,12 @@ _SURROGATE_BATCH = 32
 _STEEP_RATE = 0.1
 
 
+def with_lenet5(spec: FederationSpec) -> FederationSpec:
+    """The spec with FedCG's LeNet5 (sigmoids) from random weights in the place of its split, for positive controls."""
+    plain = {"split": "lenet5", "weights": None, "freeze": "none", "backbones": ()}
+    return spec.model_copy(update={"network": spec.network.model_copy(update=plain)})
+
+
 class Extractor(str, Enum):
     """Where an attacker's extractor comes from; the values are words for a report."""
 

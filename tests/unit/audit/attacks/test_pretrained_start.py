@@ -1,0 +1,37 @@
+"""Devices whose extractor is a private projection on a public, frozen backbone, as an audit sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from audit.attacks.attack import Effort
+from audit.attacks.catalogue import get_attack
+from audit.evidence.networks import with_lenet5
+from fedcg.learning.backbone_names import WEIGHTS_VARIABLE
+from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.wire.parts import Part
+from tests.support.audit.cases import simulated_case
+from tests.support.learning.tiny_backbone import SPLIT, write_tiny_weights
+
+
+def test_positive_controls_have_their_own_network_and_attacks_work_on_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = write_tiny_weights(tmp_path)
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(tmp_path))
+    case = simulated_case(
+        network=SPLIT,
+        weights=str(weights),
+        freeze="all",
+        image_size=64,
+        normalise="imagenet",
+        images_per_client=40,
+        auxiliary=60,
+    )
+    assert set(initial_parts(case.view.spec, bytes(32))[Part.EXTRACTOR]) == {"project.bias", "project.weight"}
+    assert all("project" not in name for name in initial_parts(with_lenet5(case.view.spec), bytes(32))[Part.EXTRACTOR])
+    labels = get_attack("labels").run(case, Effort.QUICK, lambda done, total: None)
+    assert labels.skipped is None
+    assert labels.controls[0].passed
