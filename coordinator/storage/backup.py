@@ -12,7 +12,6 @@ import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +26,8 @@ from coordinator.storage.database import database_of, make_engine, name_of, open
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from coordinator.storage.object_store import artifacts_of
 from fedcg.files import PRIVATE, READABLE, file_sha256, fsync_path, replace_durably
-from fedcg.sealing.sealed_file import Seal, SealingWriter, of_passphrase, sealed_entries
+from fedcg.sealing.archive import add_bytes, read_small, sealed_entries, without_accounts
+from fedcg.sealing.sealed_file import Seal, SealingWriter, of_passphrase
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 
@@ -118,7 +118,11 @@ def _restore(source: Path, home: Home, passphrase: str, configure: Callable[[Hom
     for entry, content in _entries(source, passphrase):
         if FILE_ENTRY.fullmatch(entry.name):
             mode = READABLE if entry.mode & 0o004 else PRIVATE
-            replace_durably(home.root / entry.name.removeprefix("home/"), _small(content, entry.name), mode)
+            replace_durably(
+                home.root / entry.name.removeprefix("home/"),
+                read_small(content, entry.name, MAX_SMALL_BYTES, StoreError),
+                mode,
+            )
     configure(home)
     home.make_folders()
     artifacts, database = artifacts_of(home), database_of(home)
@@ -147,15 +151,15 @@ def _write_all(archive: tarfile.TarFile, home: Home, engine: Engine) -> BackupFa
         connection.exec_driver_sql("BEGIN" if engine.dialect.name == "sqlite" else "SELECT 1")
         kept, needed = _kept_artifacts(connection, home.config().storage.keep_rounds)
         facts = BackupFacts(schema_version=SCHEMA_VERSION, made_at=time.time(), artifacts=len(kept))
-        _add(archive, "backup.json", facts.model_dump_json().encode())
+        add_bytes(archive, "backup.json", facts.model_dump_json().encode())
         for number, source in enumerate(schema.metadata.sorted_tables):
             rows = connection.execute(select(source).execution_options(yield_per=ROWS)).mappings()
             for part, page in enumerate(rows.partitions(ROWS)):
                 lines = "".join(f"{json.dumps(dict(row))}\n" for row in page)
-                _add(archive, f"tables/{number:04}-{source.name}-{part:06}.jsonl", lines.encode())
+                add_bytes(archive, f"tables/{number:04}-{source.name}-{part:06}.jsonl", lines.encode())
     for pattern in HOME_FILES:
         for path in sorted(home.root.glob(pattern)):
-            archive.add(path, f"home/{path.relative_to(home.root)}", filter=_anonymous)
+            archive.add(path, f"home/{path.relative_to(home.root)}", filter=without_accounts)
     artifacts = artifacts_of(home)
     for artifact in sorted(kept):
         if not _add_artifact(archive, artifacts, artifact) and artifact in needed:
@@ -166,7 +170,7 @@ def _write_all(archive: tarfile.TarFile, home: Home, engine: Engine) -> BackupFa
 def _add_artifact(archive: tarfile.TarFile, artifacts: ArtifactStore, artifact: str) -> bool:
     """Whether it was there: pruning deletes those of old rounds meanwhile."""
     try:
-        archive.add(artifacts.local(artifact), f"artifacts/{artifact}", filter=_anonymous)
+        archive.add(artifacts.local(artifact), f"artifacts/{artifact}", filter=without_accounts)
     except FileNotFoundError:
         return False
     return True
@@ -191,19 +195,6 @@ def _kept_artifacts(connection: Connection, keep_rounds: int) -> tuple[set[str],
     return kept, needed
 
 
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size = len(data)
-    archive.addfile(entry, BytesIO(data))
-
-
-def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without the names of accounts of this machine."""
-    entry.uname = entry.gname = ""
-    entry.uid = entry.gid = 0
-    return entry
-
-
 # Reading
 
 
@@ -219,7 +210,7 @@ def _checked(source: Path, passphrase: str) -> BackupFacts:
         name = entry.name
         if number == 0 and name == "backup.json":
             try:
-                facts = BackupFacts.model_validate_json(_small(content, name))
+                facts = BackupFacts.model_validate_json(read_small(content, name, MAX_SMALL_BYTES, StoreError))
             except ValidationError as error:
                 raise StoreError(f"{source} is a backup of another version of this program") from error
         elif not any(kind.fullmatch(name) for kind in (FILE_ENTRY, TABLE_ENTRY, ARTIFACT_ENTRY)):
@@ -238,13 +229,6 @@ def _seal(passphrase: str) -> Seal:
     return Seal(MAGIC, of_passphrase(passphrase), StoreError)
 
 
-def _small(content: IO[bytes], name: str) -> bytes:
-    data = content.read(MAX_SMALL_BYTES + 1)
-    if len(data) > MAX_SMALL_BYTES:
-        raise StoreError(f"{name} in the backup has more than {MAX_SMALL_BYTES} bytes")
-    return data
-
-
 def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: BackupFacts, name: str) -> int:
     """Make the tables of the backup's version and fill them; returns the new epoch."""
     if inspect(connection).get_table_names():
@@ -255,7 +239,9 @@ def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: 
     for entry, content in _entries(source, passphrase):
         if (found := TABLE_ENTRY.fullmatch(entry.name)) is None:
             continue
-        rows: list[dict[str, Any]] = [json.loads(line) for line in _small(content, entry.name).splitlines()]
+        rows: list[dict[str, Any]] = [
+            json.loads(line) for line in read_small(content, entry.name, MAX_SMALL_BYTES, StoreError).splitlines()
+        ]
         filled = table(found.group(2), *(column(field) for field in rows[0]))
         connection.execute(insert(filled), rows)
     epoch = int(connection.execute(text("SELECT coalesce(max(epoch), 0) FROM leases")).scalar_one()) + EPOCH_STEP

@@ -12,7 +12,6 @@ import shutil
 import tarfile
 import time
 from collections.abc import Iterator, Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +22,8 @@ from edge_client.errors import BackupError
 from edge_client.store.checkpoint_file import CHECKPOINT_FILE
 from edge_client.store.private_store import PrivateStore
 from fedcg.files import fsync_path, replace_durably, write_durably
-from fedcg.sealing.sealed_file import Seal, SealingWriter, of_passphrase, sealed_entries
+from fedcg.sealing.archive import add_bytes, read_small, sealed_entries, without_accounts
+from fedcg.sealing.sealed_file import Seal, SealingWriter, of_passphrase
 from fedcg.wire.messages.messages import Identifier
 
 MAGIC = b"FEDCG-AGENT-BACKUP-1\n"
@@ -63,15 +63,15 @@ def write_backup(
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             sealed = SealingWriter(file, _seal(passphrase))
             with tarfile.open(fileobj=sealed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-                _add(archive, "backup.json", facts.model_dump_json().encode())
-                _add(archive, "agent.toml", config_path.read_bytes())
+                add_bytes(archive, "backup.json", facts.model_dump_json().encode())
+                add_bytes(archive, "agent.toml", config_path.read_bytes())
                 for name, path in identity_files(config).items():
                     if path.exists():
-                        _add(archive, f"identity/{name}", path.read_bytes())
+                        add_bytes(archive, f"identity/{name}", path.read_bytes())
                 for path in sorted(store.root.rglob("*")):
                     name = path.relative_to(store.root).as_posix()
                     if path.is_file() and name not in _LEFT_OUT and ENTRY.fullmatch(f"store/{name}"):
-                        archive.add(path, f"store/{name}", filter=_anonymous)
+                        archive.add(path, f"store/{name}", filter=without_accounts)
             sealed.finish()
         fsync_path(temporary)
         temporary.rename(target)
@@ -161,7 +161,7 @@ def _take(root: Path, name: str, content: IO[bytes]) -> None:
 def _identity(source: Path, passphrase: str) -> Iterator[tuple[str, bytes]]:
     for entry, content in _entries(source, passphrase):
         if entry.name.startswith("identity/"):
-            yield entry.name.removeprefix("identity/"), _small(content, entry.name)
+            yield entry.name.removeprefix("identity/"), read_small(content, entry.name, MAX_SMALL_BYTES, BackupError)
 
 
 def _checked(source: Path, passphrase: str) -> tuple[BackupFacts, bytes]:
@@ -171,13 +171,13 @@ def _checked(source: Path, passphrase: str) -> tuple[BackupFacts, bytes]:
     for number, (entry, content) in enumerate(_entries(source, passphrase)):
         if number == 0 and entry.name == "backup.json":
             try:
-                facts = BackupFacts.model_validate_json(_small(content, entry.name))
+                facts = BackupFacts.model_validate_json(read_small(content, entry.name, MAX_SMALL_BYTES, BackupError))
             except ValidationError as error:
                 raise BackupError(f"{source} is a backup of another version of this program") from error
         elif ENTRY.fullmatch(entry.name) is None or ".." in entry.name:
             raise BackupError(f"{source} holds {entry.name!r}, which is no file of a backup")
         elif entry.name == "agent.toml":
-            toml = _small(content, entry.name)
+            toml = read_small(content, entry.name, MAX_SMALL_BYTES, BackupError)
         elif entry.name.startswith("identity/") and entry.name.removeprefix("identity/") not in known:
             raise BackupError(f"{source} holds {entry.name!r}, which is no file of a backup")
     if facts is None or toml is None:
@@ -196,23 +196,3 @@ def _entries(source: Path, passphrase: str) -> Iterator[tuple[tarfile.TarInfo, I
 
 def _seal(passphrase: str) -> Seal:
     return Seal(MAGIC, of_passphrase(passphrase), BackupError)
-
-
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size = len(data)
-    archive.addfile(entry, BytesIO(data))
-
-
-def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without the names of accounts of this machine."""
-    entry.uname = entry.gname = ""
-    entry.uid = entry.gid = 0
-    return entry
-
-
-def _small(content: IO[bytes], name: str) -> bytes:
-    data = content.read(MAX_SMALL_BYTES + 1)
-    if len(data) > MAX_SMALL_BYTES:
-        raise BackupError(f"{name} in the backup has more than {MAX_SMALL_BYTES} bytes")
-    return data

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import io
 import secrets
-import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -193,24 +192,3 @@ class SealedRanges:
 
 def _nonce(number: int, *, is_last: bool) -> bytes:
     return number.to_bytes(11, "big") + bytes([is_last])
-
-
-def sealed_entries(file: BinaryIO, seal: Seal, source: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
-    """The files in a sealed tar archive, each with its content, which is to be read before the next one.
-
-    Args:
-        file: at its begin.
-        seal: of the archive; its `error` is raised where the archive is damaged, cut, or holds what is no file.
-        source: for messages.
-    """
-    reader = SealedReader(file, seal, source)
-    try:
-        with tarfile.open(fileobj=reader, mode="r|") as archive:
-            for entry in archive:
-                content = archive.extractfile(entry) if entry.isreg() else None
-                if content is None:
-                    raise seal.error(f"{source} holds {entry.name!r}, which is no file of a backup")
-                yield entry, content
-    except tarfile.TarError as error:
-        raise seal.error(f"{source} can't be read: {error}") from error
-    reader.read()  # to the last frame, which shows that nothing is missing

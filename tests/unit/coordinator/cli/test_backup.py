@@ -20,6 +20,7 @@ from coordinator.storage import backup, schema
 from coordinator.storage.database import PASSWORD_VARIABLE
 from coordinator.storage.store import Store
 from fedcg.sealing import sealed_file
+from fedcg.sealing.archive import add_bytes
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 from tests.support.commands import data_of
@@ -202,16 +203,15 @@ def test_a_backup_is_a_snapshot_while_the_coordinator_writes(
         database = cluster.make_database().set(password=None).render_as_string()
         home = restored(backed_up(home, words), tmp_path / "shared" / "home", "--database", database, *words)
     before = content(home)
-    added = backup._add
 
     def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-        added(archive, name, data)
+        add_bytes(archive, name, data)
         if "-attempts-" in name:
             with closing(Store.of(home)) as store:
                 store.start_distilling(("f", 1, 1), 20.0)
                 store.weigh(("f", 1, 1), {"a": 5})
 
-    monkeypatch.setattr(backup, "_add", add)
+    monkeypatch.setattr(backup, "add_bytes", add)
     file = backed_up(home, words)
     assert content(home) != before
     assert content(restored(file, tmp_path / "new", "--database", "sqlite", *words)) == before
