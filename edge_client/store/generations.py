@@ -217,6 +217,8 @@ class Generations:
         for name, data in files.items():
             self._files.write(unfinished / name, data, self._path(generation.number) / name)
         described = {"format": GENERATION_FORMAT, **_GENERATION.dump_python(generation, by_alias=True)}
+        if not generation.backbone:  # as before there was a choice
+            del described["backbone"]
         body = json.dumps(described, sort_keys=True).encode()
         check = hashlib.sha256(body).hexdigest()
         place = self._path(generation.number) / "state.json"
