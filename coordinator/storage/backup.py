@@ -6,7 +6,6 @@ The file is a tar stream: `backup.json`, the tables as lines of JSON, the files 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tarfile
@@ -25,9 +24,9 @@ from coordinator.storage import schema
 from coordinator.storage.database import database_of, make_engine, name_of, open_database, unusable
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from coordinator.storage.object_store import artifacts_of
-from fedcg.files import PRIVATE, READABLE, file_sha256, fsync_path, replace_durably
-from fedcg.sealing.archive import add_bytes, read_small, sealed_entries, without_accounts
-from fedcg.sealing.sealed_file import Seal, SealingWriter, of_passphrase
+from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably
+from fedcg.sealing.archive import add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
+from fedcg.sealing.sealed_file import Seal, of_passphrase
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 
@@ -69,18 +68,10 @@ def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
     if target.exists():
         raise StoreError(f"{target} exists already; name another file")
     engine = open_database(database_of(home))
-    temporary = target.with_name(f".{target.name}.new")
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
-            sealed = SealingWriter(file, _seal(passphrase))
-            with tarfile.open(fileobj=sealed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-                facts = _write_all(archive, home, engine)
-            sealed.finish()
-        fsync_path(temporary)
-        temporary.rename(target)
-        fsync_path(target.parent)
+        with sealed_archive(target, _seal(passphrase)) as archive:
+            facts = _write_all(archive, home, engine)
     finally:
-        temporary.unlink(missing_ok=True)
         engine.dispose()
     return facts
 

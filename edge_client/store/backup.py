@@ -22,8 +22,8 @@ from edge_client.errors import BackupError
 from edge_client.store.checkpoint_file import CHECKPOINT_FILE
 from edge_client.store.private_store import PrivateStore
 from fedcg.files import fsync_path, replace_durably, write_durably
-from fedcg.sealing.archive import add_bytes, read_small, sealed_entries, without_accounts
-from fedcg.sealing.sealed_file import Seal, SealingWriter, of_passphrase
+from fedcg.sealing.archive import add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
+from fedcg.sealing.sealed_file import Seal, of_passphrase
 from fedcg.wire.messages.messages import Identifier
 
 MAGIC = b"FEDCG-AGENT-BACKUP-1\n"
@@ -58,26 +58,16 @@ def write_backup(
     generation, _ = store.generations.current()
     trained = 0 if generation is None else generation.round_attempt.round
     facts = BackupFacts(federation=config.federation, device=config.device, round=trained, made_at=time.time())
-    temporary = target.with_name(f".{target.name}.new")
-    try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            sealed = SealingWriter(file, _seal(passphrase))
-            with tarfile.open(fileobj=sealed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-                add_bytes(archive, "backup.json", facts.model_dump_json().encode())
-                add_bytes(archive, "agent.toml", config_path.read_bytes())
-                for name, path in identity_files(config).items():
-                    if path.exists():
-                        add_bytes(archive, f"identity/{name}", path.read_bytes())
-                for path in sorted(store.root.rglob("*")):
-                    name = path.relative_to(store.root).as_posix()
-                    if path.is_file() and name not in _LEFT_OUT and ENTRY.fullmatch(f"store/{name}"):
-                        archive.add(path, f"store/{name}", filter=without_accounts)
-            sealed.finish()
-        fsync_path(temporary)
-        temporary.rename(target)
-        fsync_path(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with sealed_archive(target, _seal(passphrase)) as archive:
+        add_bytes(archive, "backup.json", facts.model_dump_json().encode())
+        add_bytes(archive, "agent.toml", config_path.read_bytes())
+        for name, path in identity_files(config).items():
+            if path.exists():
+                add_bytes(archive, f"identity/{name}", path.read_bytes())
+        for path in sorted(store.root.rglob("*")):
+            name = path.relative_to(store.root).as_posix()
+            if path.is_file() and name not in _LEFT_OUT and ENTRY.fullmatch(f"store/{name}"):
+                archive.add(path, f"store/{name}", filter=without_accounts)
     return facts
 
 

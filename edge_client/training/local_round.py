@@ -183,8 +183,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         raise RoundError(DeclineReason.SPEC_REFUSED, "the private state belongs to another spec")
     if stored is not None and command.round_attempt <= stored.generation.round_attempt:
         return stored.generation  # committed before a crash: never trained twice
-    started = work.clock()
-    attempt = command.round_attempt
+    started, attempt = work.clock(), command.round_attempt
     progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)
     data = work.data.for_round(spec, attempt.round, progress)
@@ -355,8 +354,7 @@ def _audit(
     """Audit an update; the figures. A gate that does not hold ends the round before anything of it is stored."""
     from edge_client.training.release_audit import Release, audit_release  # of the extra `audit`
 
-    before, after = done.start.personal.parts, done.result.private.parts
-    labels = done.base.header.label_distribution
+    before, after, labels = done.start.personal.parts, done.result.private.parts, done.base.header.label_distribution
     release = Release(spec, update, base, labels, done.data, before, after, done.ctx.streams)
     started = work.clock()
     judged = audit_release(work.config, release, done.ctx.progress)

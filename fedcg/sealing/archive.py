@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, BinaryIO
 
 from fedcg.errors import FedcgError
-from fedcg.sealing.sealed_file import Seal, SealedReader
+from fedcg.files import PRIVATE, fsync_path
+from fedcg.sealing.sealed_file import Seal, SealedReader, SealingWriter
+
+
+@contextlib.contextmanager
+def sealed_archive(target: Path, seal: Seal) -> Iterator[tarfile.TarFile]:
+    """An archive to write into; `target` appears, mode 0600, when the block has ended without an error."""
+    temporary = target.with_name(f".{target.name}.new")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
+            sealed = SealingWriter(file, seal)
+            with tarfile.open(fileobj=sealed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+                yield archive
+            sealed.finish()
+        fsync_path(temporary)
+        temporary.rename(target)
+        fsync_path(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def add_bytes(archive: tarfile.TarFile, name: str, data: bytes) -> None:
