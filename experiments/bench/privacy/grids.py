@@ -17,6 +17,18 @@ _METHODS = {
 _PPIDSG = ("--method", "ppidsg", "--network", "ppidsg=image_small", "--lr", "0.01")
 # Per-sample gradients need a discriminator without spectral norm; with Adam and small batches DP-SGD learns next to nothing here.
 _PRIVATE = ("--discriminator", "mlp_plain", "--set", "optimiser=sgd", "--lr", "1", "--batch-size", "64")
+# A backbone whose weights everybody can have; the projection behind it is the only private part.
+_PRETRAINED = (
+    "--network",
+    "efficientnet_lite0+project:256",
+    "--image-size",
+    "96",
+    "--freeze",
+    "all",
+    "--generator",
+    "mlp",
+    "--no-quick",
+)
 # Anti-GAN's split: each of two clients has half of the classes. Its GAN is trained for as long as two CPUs bear (docs/defences.md).
 _TWO = (*_RELU, *_SHORT, "--clients", "2", "--partition", "classes:2")
 _TENTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -63,6 +75,20 @@ GRIDS: Mapping[str, Grid] = {
             "PPIDSG, a cohort's key": (*_PPIDSG, "--set", "key=cohort"),
         },
         {"": ()},
+    ),
+    "pretrained": Grid(
+        "a public pretrained backbone with a private projection: attack by attack, by what the server knows of the projection's start",
+        (*_PRETRAINED, *_SHORT, "--partition", "dirichlet:0.5"),
+        {
+            "FedAvg": _METHODS["FedAvg"],
+            **{
+                f"{method}, {start} start": (*_METHODS[method], "--start", start)
+                for method in ("FedSplit", "FedCG")
+                for start in ("cohort", "public")
+            },
+        },
+        {"": ()},
+        ("labels", "membership", "memorisation", "reidentification"),
     ),
     "fedcg-table2": Grid(
         "FedCG's table 2: one network, what is sent and with how much noise",
