@@ -106,6 +106,13 @@ def test_the_pause_outlives_the_agent_and_resume_ends_it(stack: Stack) -> None:
     assert _agent(stack, PAUSED, "status")["paused"] is None
 
 
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_an_agent_that_is_stopped_inside_a_batch_ends_at_once_and_the_round_goes_through(stack: Stack) -> None:
     wait_for(lambda: bool(_agent(stack, STRICT, "status")["agent_in_session"]), "it has a session")
     stack.command("federation", "resume", "--dir", str(stack.home))
@@ -114,7 +121,7 @@ def test_an_agent_that_is_stopped_inside_a_batch_ends_at_once_and_the_round_goes
     trainers = process.children(recursive=True)
     stack.running[STRICT].terminate()
     assert stack.running[STRICT].wait(timeout=STOP_S) == 0
-    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in trainers)
+    wait_for(lambda: not any(_runs(one) for one in trainers), "no process of the agent is left", 10)
     stack.start(STRICT, "agent", "run", "--config", str(stack.config(STRICT)))
     for device in (PLAIN, PAUSED):
         assert stack.running[device].wait(timeout=150) == 0, stack.tail(device)

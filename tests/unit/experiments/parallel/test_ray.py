@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +23,6 @@ from experiments.simulation.run_slots import open_ray_lanes
 from fedcg import cli
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.simulation.party import Roots
-from tests.support.waiting import free_port
 
 TINY = "--clients 2 --partition iid --images-per-client 20 --rounds 1 --local-epochs 1 --image-size 16 --method local"
 
@@ -73,13 +73,15 @@ def test_a_ray_client_address_is_refused_with_what_to_do_instead() -> None:
 
 
 def test_an_address_where_nobody_listens_or_that_is_none_is_refused_at_once() -> None:
-    for address, why in (
-        (f"127.0.0.1:{free_port()}", "ray start --head"),
-        ("head", "HOST:PORT"),
-        ("127.0.0.1:99999", "no Ray"),
-    ):
-        with pytest.raises(OptionError, match=why), open_cluster(address, print):
-            pass
+    with socket.socket() as held:  # bound, not listening: no other process can come to listen there meanwhile
+        held.bind(("127.0.0.1", 0))
+        for address, why in (
+            (f"127.0.0.1:{held.getsockname()[1]}", "ray start --head"),
+            ("head", "HOST:PORT"),
+            ("127.0.0.1:99999", "no Ray"),
+        ):
+            with pytest.raises(OptionError, match=why), open_cluster(address, print):
+                pass
 
 
 def test_every_difference_between_builds_is_told() -> None:
