@@ -31,6 +31,13 @@ def memory_left(root: Path) -> int | None:
     return min(left, default=None)
 
 
+def oom_kills(root: Path) -> str:
+    """How many processes the kernel has killed for memory since this boot, with the boot's name; empty where it does not tell."""
+    counted = re.search(r"^oom_kill (\d+)$", read_text(root, "proc/vmstat") or "", re.MULTILINE)
+    boot = read_text(root, "proc/sys/kernel/random/boot_id")
+    return f"{boot} {counted[1]}" if counted and boot else ""
+
+
 def cpu_limit(root: Path) -> float | None:
     """The tightest CPU quota, in CPUs, of this process's group and its parents; None when there is none."""
     limits = [*_quotas_v2(root), *_quotas_v1(root)]

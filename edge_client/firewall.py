@@ -33,6 +33,7 @@ FACTS = {
     "cpu": r"[ -~]{0,120}",
     "device": r"cpu|cuda",
     "fedcg-edge": r"[0-9A-Za-z.+]{1,40}",
+    "most_rows": r"\d{1,9}",
     "threads": r"\d{1,5}",
     "torch": r"[0-9A-Za-z.+]{1,40}",
 }

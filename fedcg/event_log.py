@@ -14,6 +14,7 @@ Agent:
   receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies and losses}
   refused {what, reason, detail, count}                    agent_stopped {pid, dropped, refused}
   plan {device, threads, batch_scale, reason}              gpu_failed {round, attempt, pid, detail}
+  memory_short {share, detail}
   exported {round, ...}   export_failed {round, detail}    finalise_failed {detail}
   agent_error {detail}    link_problem {detail}            coordinator_key {serial, key}
   certificate_renewed {until}   renewal_failed {detail}

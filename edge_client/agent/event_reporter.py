@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from edge_client.session.events import Event, HelloRefused, Invited, Offered, Welcomed
-from edge_client.training.messages import Failed, Noted
+from edge_client.training.trainer_handle import Failed, Noted
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.files import advice_for
 from fedcg.refusal_counter import Refusals

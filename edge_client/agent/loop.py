@@ -55,8 +55,7 @@ from edge_client.session.state import Trainer, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerReport
-from edge_client.training.trainer_handle import TrainerHandle
+from edge_client.training.trainer_handle import Committed, Failed, Noted, Ready, TrainerHandle, TrainerReport
 from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer
 from edge_client.transfer.https_client import https_carrier
 from edge_client.transfer.mqtt_carrier import MqttCarrier

@@ -7,7 +7,7 @@ from collections import deque
 
 from edge_client.messaging.owner_requests import Asked
 from edge_client.session.events import LinkChanged
-from edge_client.training.messages import TrainerReport
+from edge_client.training.trainer_handle import TrainerReport
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.transport import Delivery
 

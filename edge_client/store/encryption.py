@@ -26,6 +26,7 @@ _PLAIN = (
     "consent.json",
     "pause.json",
     "traffic.json",
+    "memory.json",
 )  # the owner's decisions and counts: no images, no weights
 _FOLDERS = (".", "secrets", "specs", "generations", "generations/[0-9]*")
 

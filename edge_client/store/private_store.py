@@ -14,6 +14,7 @@ delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
 audit/          the report of the last audit of an update, with pictures
 defence/        what the data defence learned, and sample pictures of what it does
+memory.json     the share of a batch that fits the memory; halved when it ran out, forgotten when the box has another one
 privacy.json    what DP-SGD has spent; written before each round's training
 events.jsonl    see `fedcg.event_log`
 

@@ -69,7 +69,7 @@ class Workplace:
 
     Attributes:
         place: torch device; `threads` of torch on the CPU.
-        batch_scale: share of the spec's batch size that fits this device.
+        batch_scale: share of the spec's batch that goes through the networks at once; the step is that of the whole batch.
         working: called at every step.
         features: of a frozen backbone, kept from round to round.
     """
@@ -85,17 +85,14 @@ class Workplace:
     working: Callable[[], None] = lambda: None
     features: KeptFeatures = field(default_factory=KeptFeatures)
 
-    def sized(self, spec: FederationSpec) -> FederationSpec:
-        """The spec with the batch size that fits this device; the same spec where the whole batch does."""
-        batch = spec.params.get("batch_size")
-        if self.batch_scale >= 1.0 or not isinstance(batch, int):
-            return spec
-        return spec.model_copy(update={"params": {**spec.params, "batch_size": max(2, int(batch * self.batch_scale))}})
-
     def context(self, spec: FederationSpec, round_number: int, attempt: int, progress: Progress) -> RoundContext:
-        """The context of a round attempt on this device, with its mechanisms."""
+        """The context of a round attempt on this device, with its mechanisms and as many rows at once as fit its memory."""
+        batch = spec.params.get("batch_size")
+        most_rows = None
+        if isinstance(batch, int) and self.batch_scale < 1.0:
+            most_rows = max(2, int(batch * self.batch_scale))
         return RoundContext(
-            spec=self.sized(spec),
+            spec=spec,
             round=round_number,
             attempt=attempt,
             horizon=spec.rounds,
@@ -103,6 +100,7 @@ class Workplace:
             device=self.place,
             progress=progress,
             privacy=self.config.privacy,
+            most_rows=most_rows,
         )
 
     def seen(self, spec: FederationSpec, data: RoundData) -> tuple[RoundData, ImageSet | None]:
@@ -211,7 +209,7 @@ def _checkpoint(
     depends_on = (
         *(at.round, at.attempt, command.aggregate, spec.digest, data.snapshot.digest, data.snapshot.defended),
         None if stored is None else sorted(stored.generation.checksums.items()),
-        *(work.config.privacy, work.config.training.shadow, work.place, work.threads, work.batch_scale),
+        *(work.config.privacy, work.config.training.shadow, work.place, work.threads),
         *(str(torch.__version__), version("fedcg-edge")),
     )
     mark = hashlib.sha256(repr(depends_on).encode()).digest()
@@ -397,4 +395,5 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
 def _determinism(work: Workplace, ctx: RoundContext) -> dict[str, str]:
     cpu = "".join(letter for letter in (platform.processor() or platform.machine()) if " " <= letter <= "~")[:120]
     batch = str(ctx.spec.params.get("batch_size", ""))
-    return {"device": work.place, "threads": str(work.threads), "cpu": cpu, "batch_size": batch}
+    at_once = {} if ctx.most_rows is None else {"most_rows": str(ctx.most_rows)}
+    return {"device": work.place, "threads": str(work.threads), "cpu": cpu, "batch_size": batch, **at_once}

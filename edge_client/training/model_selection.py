@@ -144,7 +144,7 @@ def _mean(one: Mapping[Part, Weights], other: Mapping[Part, Weights]) -> dict[Pa
 def _one_pass(
     work: Workplace, spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData
 ) -> Mapping[Part, Weights]:
-    alone = shadow_spec(work.sized(spec))
+    alone = shadow_spec(spec)
     alone = alone.model_copy(update={"params": {**alone.params, "epochs": 1, "steps": 0}})
     # Nothing of this pass is sent, so no mechanism is needed.
     ctx = replace(work.context(spec, spec.rounds + 1, 0, _sign_of_life(work)), spec=alone, privacy=OFF)

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,9 +27,10 @@ from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.store.sent_record import LEDGER_FILE, append_line
 from edge_client.training.local_data import LocalData, LocalDefence
 from edge_client.training.local_round import Workplace, train_round
-from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerReport, Work, Working
+from edge_client.training.memory_share import MemoryShare
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
+from edge_client.training.trainer_handle import Committed, Failed, Noted, Ready, TrainerReport, Work, Working
 from edge_client.training.turns import Pauses, turn
 from export.errors import ExportError
 from fedcg.event_log import EventLog
@@ -37,7 +39,7 @@ from fedcg.learning.data.image_folder import IMAGE_SUFFIXES
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError
-from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
+from fedcg.learning.training.device_errors import BROKEN_EXIT, is_out_of_memory, is_sticky
 from fedcg.wire.errors import CodecError, WireError
 from fedcg.wire.messages.messages import NO_ATTEMPT, DeclineReason, RoundAttempt
 from fedcg.worker_process import requests_of
@@ -98,20 +100,26 @@ class Trainer:
     ) -> None:
         self._obstacle: str | None = None
         self._events = events
+        box = detect()
         try:
-            plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
+            plan = plan_training(box, device=config.training.device, threads=config.training.threads)
         except NotTrainableError as error:
             self._obstacle = str(error)
             plan = TrainingPlan("cpu", config.training.threads or 1, 1.0, str(error))
         place = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
         torch.set_num_threads(plan.threads)
-        events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
+        of_place = box.gpu if place == "cuda" and box.gpu is not None else box
+        self._memory = MemoryShare(store.root, plan.batch_scale, f"{place} {of_place.memory_bytes}")
+        share = self._memory.share
+        events.write("plan", device=place, threads=plan.threads, batch_scale=share, reason=plan.reason)
+        if self._memory.was_killed:
+            events.write("memory_short", share=share, detail="the kernel ended the training process in a round")
         defence = LocalDefence(config.data, store, events, place)
         data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped, defence)
         self._working = working
         self._meter: EnergyMeter | None = None
         self._pauses = Pauses(config.eligibility, Sensors(store.root).read, self._is_working, events)
-        self._work = Workplace(config, store, data, events, place, plan.threads, plan.batch_scale, working=self._pauses)
+        self._work = Workplace(config, store, data, events, place, plan.threads, share, working=self._pauses)
 
     def _report_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
         self._work.store.save_left_out({image.file: image.reason for image in skipped})
@@ -148,8 +156,16 @@ class Trainer:
     def _train(self, command: TrainRound) -> TrainerReport:
         if self._obstacle is not None:
             return Failed(command.round_attempt, DeclineReason.NOT_ELIGIBLE, self._obstacle)
+        while (report := self._attempted(command)) is None:
+            if self._work.place == "cuda":
+                torch.cuda.empty_cache()
+        return report
+
+    def _attempted(self, command: TrainRound) -> TrainerReport | None:
+        """Train a round once; None where memory ran out and the round goes on with half the rows at once."""
         started, before = time.monotonic(), self._work.store.generations.newest()
         self._meter = EnergyMeter(read_power)
+        self._memory.round_begins()
         try:
             generation = train_round(self._work, command)
             if before is None or generation.number > before.number:  # else it was committed before a crash
@@ -158,10 +174,17 @@ class Trainer:
         except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
             if is_sticky(error):
                 self._give_up(command, error)
+            if is_out_of_memory(error) and self._memory.halve():
+                share = self._memory.share
+                self._events.write("memory_short", share=share, detail=self._explain(error))
+                self._work = replace(self._work, batch_scale=share)
+                return None
             reason = reason_for(error)
             if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError):
                 _log.exception("%s failed on %s", command.round_attempt, self._work.config.device)
             return Failed(command.round_attempt, reason, self._explain(error))
+        finally:
+            self._memory.round_ended()
         return Committed(generation.round_attempt)
 
     def afterwards(self, report: TrainerReport) -> None:

@@ -129,7 +129,8 @@ class RoundContext:
         privacy: this client's mechanisms; all off by default. A server half has none.
         validation: the client's validation images, to choose by and never to train on; None on a server, or where a client has none.
         checkpoint: keeps the state inside a local round; None: a round that is killed begins anew.
-        most_rows: rows that go through a teacher at once, where memory is short; None: as many as are fast. Other last digits.
+        most_rows: rows that go through a teacher, or forth and back through the networks of a training step, at once, where memory is short;
+            None: as many as are fast. Other last digits.
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
         watch_loss: called with the mean loss of the last steps of "distil", at intervals, each time before the `progress` of its step.
     """

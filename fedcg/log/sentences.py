@@ -294,6 +294,10 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "approved": (INFO, "spec {spec:.12} is approved by the owner of this device"),
     "approval_revoked": (INFO, "the approval of spec {spec:.12} is revoked"),
     "gpu_failed": (ERROR, "{at}: the GPU failed, and the training process starts again: {detail}"),
+    "memory_short": (
+        WARNING,
+        "memory ran out: from now on {share:.1%} of a batch goes through the networks at once, with the same steps ({detail})",
+    ),
     "images_skipped": (WARNING, "{count} images can't be read and are left out; `fedcg doctor` names them"),
     "defended": (INFO, "{count} training images went through {defence} ({detail}; {seconds:.0f} s)"),
     "committed": _committed,

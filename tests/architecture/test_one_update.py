@@ -27,7 +27,7 @@ from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Committed, TrainerCommand, TrainerReport
+from edge_client.training.trainer_handle import Committed, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.transfer.chunk_sender import ChunkFile

@@ -108,7 +108,7 @@ def test_the_pause_outlives_the_agent_and_resume_ends_it(stack: Stack) -> None:
 
 def _runs(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

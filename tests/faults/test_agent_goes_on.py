@@ -21,7 +21,7 @@ from edge_client.session.events import (
 )
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
-from edge_client.training.messages import Committed, TrainerCommand
+from edge_client.training.trainer_handle import Committed, TrainerCommand
 from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.transport.transport import Delivery as Incoming
 from tests.support.edge.world import FakeTrainer, World, aggregate_of, toy_parts

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Committed
+from edge_client.training.trainer_handle import Committed
 from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.edge.filled_store import files_of
 from tests.support.edge.training_site import Site, real_spec

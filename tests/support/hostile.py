@@ -23,7 +23,7 @@ from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import TrainerReport
+from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.wire.artifacts.artifacts import pack
 from fedcg.wire.messages.messages import COORDINATOR, AnyMessage, decode

@@ -36,7 +36,7 @@ from fedcg.learning.networks.generators import ConditionalGenerator
 from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.networks.pretrained.stem import Stem
 from fedcg.learning.training.eager_optimisers import Adam
-from fedcg.learning.training.training_loop import check_loss
+from fedcg.learning.training.losses import check_loss
 
 PHASE = "defence"
 _FORMAT = "1"

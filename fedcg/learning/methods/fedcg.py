@@ -51,6 +51,7 @@ from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import (
     Divergence,
+    LossMeter,
     discriminator_loss,
     fake_loss,
     feature_mse,
@@ -64,7 +65,6 @@ from fedcg.learning.training.private_training import checked_every, train_task
 from fedcg.learning.training.training_loop import (
     Block,
     FeatureSource,
-    LossMeter,
     Penalty,
     PenaltyMaker,
     adam,

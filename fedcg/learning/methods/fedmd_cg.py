@@ -50,12 +50,11 @@ from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.round_checkpoint import stage_blocks
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.cuda_graph import Step, graphed
-from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
+from fedcg.learning.training.losses import DIVERSITIES, Divergence, LossMeter, cross_entropy, feature_mse
 from fedcg.learning.training.precision import Network, in_precision
 from fedcg.learning.training.training_loop import (
     Block,
     FeatureSource,
-    LossMeter,
     Penalty,
     PenaltyMaker,
     adam,

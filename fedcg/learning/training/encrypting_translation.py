@@ -34,9 +34,8 @@ from fedcg.learning.networks.image_networks import ImageAutoencoder
 from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.training.augmentation import Augmenter
-from fedcg.learning.training.losses import cross_entropy, fake_loss, real_loss
+from fedcg.learning.training.losses import LossMeter, cross_entropy, fake_loss, real_loss
 from fedcg.learning.training.training_loop import (
-    LossMeter,
     adam,
     dropped,
     images_at_once,

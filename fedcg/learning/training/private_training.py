@@ -22,12 +22,11 @@ from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.privacy import DpSgdSettings
 from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.training.augmentation import Augmenter
-from fedcg.learning.training.losses import cross_entropy
+from fedcg.learning.training.losses import LossMeter, cross_entropy
 from fedcg.learning.training.training_loop import (
     BLOCK_ROWS,
     AfterStep,
     Block,
-    LossMeter,
     Penalty,
     PenaltyMaker,
     dropped,

@@ -19,10 +19,10 @@ from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
 from fedcg.learning.networks.layers.stacked import Stacked
 from fedcg.learning.training.augmentation import Augmentation, Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
+from fedcg.learning.training.losses import check_loss
 from fedcg.learning.training.precision import in_precision
 from fedcg.learning.training.training_loop import (
     BLOCK_ROWS,
-    check_loss,
     images_at_once,
     index_blocks,
     steps_of,

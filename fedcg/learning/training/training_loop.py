@@ -8,8 +8,9 @@ Optimisers are made afresh in every round (the papers leave it open): a device t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -18,7 +19,7 @@ from torch import nn
 from fedcg.learning.data.image_folder import normalise, usable_rows
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
-from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
+from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.seeds import Streams
@@ -27,14 +28,11 @@ from fedcg.learning.training.augmentation import Augmentation, Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.eager_optimisers import SGD, Adam
 from fedcg.learning.training.fused_adam import FusedAdam
-from fedcg.learning.training.losses import cross_entropy
+from fedcg.learning.training.losses import LossMeter, cross_entropy
 from fedcg.learning.training.precision import Network, in_precision
 
 BLOCK_ROWS = 2048  # rows prepared at once: 25 MB of 3x32x32 float32
 _SMALL_IMAGE = 32 * 32  # pixels of an image of which BLOCK_ROWS go at once; of larger ones fewer, in the same memory
-# A mean loss above this is as lost as a NaN: uniform guessing over 10,000 classes costs 9.2. Mode seeking at exact collapse is
-# 1e5 times its weight, so a generator whose output is constant counts as diverged at the default weight.
-EXPLODED = 1e4
 
 
 @dataclass(frozen=True)
@@ -164,64 +162,6 @@ def image_blocks(
         yield Block(normalise(images, spec.image), raw.labels)
 
 
-def check_loss(mean: float, what: str) -> float:
-    """A mean loss that training can go on from.
-
-    Raises:
-        DivergedError: it is not finite, or over `EXPLODED`.
-    """
-    if not math.isfinite(mean) or mean > EXPLODED:
-        raise DivergedError(f"{what}: mean loss {mean}; the state before this round still stands")
-    return mean
-
-
-class LossMeter:
-    """Sums losses on the device; looks at them (and so waits for the device) only when asked."""
-
-    def __init__(self, what: str, device: str) -> None:
-        self._what = what
-        self._sum = torch.zeros((), device=device)
-        self._steps = 0
-        self._looked_at = (0.0, 0)
-        self.latest = math.nan
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Count one step's loss."""
-        self._sum += loss.detach()
-        self._steps += 1
-
-    def kept(self) -> dict[str, torch.Tensor]:
-        """Its state for a checkpoint."""
-        counts = [*self._looked_at, self._steps, self.latest]
-        return {"sum": self._sum, "counts": torch.tensor(counts, dtype=torch.float64)}
-
-    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Take the state of a checkpoint."""
-        total, earlier, steps, self.latest = kept["counts"].tolist()
-        self._sum.copy_(kept["sum"])
-        self._looked_at, self._steps = (total, int(earlier)), int(steps)
-
-    def look(self) -> float:
-        """Mean loss since the last look or check, whatever it is; there was a step since."""
-        total, steps = float(self._sum), self._steps
-        before, earlier = self._looked_at
-        self._looked_at = (total, steps)
-        return (total - before) / (steps - earlier)
-
-    def check(self) -> float:
-        """Mean loss since the last check.
-
-        Raises:
-            DivergedError: it is not finite, or over `EXPLODED`.
-        """
-        mean = check_loss(float(self._sum) / max(self._steps, 1), self._what)
-        self._sum.zero_()
-        self._steps = 0
-        self._looked_at = (0.0, 0)
-        self.latest = mean
-        return mean
-
-
 def train_classifier(
     extractor: nn.Module,
     classifier: nn.Module,
@@ -269,7 +209,12 @@ def train_classifier(
             if step is None:
                 extract, classify = (in_precision(network, ctx) for network in (extractor, classifier))
                 plain = classification_step(
-                    extract, classify, optimiser, None if extra is None else extra.loss, ctx.privacy.dropout
+                    extract,
+                    classify,
+                    optimiser,
+                    None if extra is None else extra.loss,
+                    ctx.privacy.dropout,
+                    ctx.most_rows,
                 )
                 step = graphed(plain, [extractor, classifier], [optimiser], steps if ctx.graphs else 0)
             if not is_new:
@@ -293,21 +238,44 @@ def classification_step(
     optimiser: torch.optim.Optimizer,
     penalty: PenaltyLoss | None,
     dropout: float = 0.0,
+    most_rows: int | None = None,
 ) -> Step:
-    """One step on (images [B, ...], labels [B], the penalty's rows); returns [cross-entropy, that with the penalty]."""
+    """One step on (images [B, ...], labels [B], the penalty's rows); returns [cross-entropy, that with the penalty].
 
-    def step(images: torch.Tensor, labels: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+    With `most_rows` a batch goes through the networks in pieces, whose gradients add up to that of the batch: a mean over rows is the mean of
+    the pieces' by their sizes. Batch norm then sees pieces, and dropout draws for each.
+    """
+
+    def piece(share: float, images: torch.Tensor, labels: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
         features = extractor(images)
         logits = classifier(dropped(features, dropout))
         task = loss = cross_entropy(logits, labels)
         if penalty is not None:
             loss = task + penalty(features, logits, *beside)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+        (loss if share == 1.0 else loss * share).backward()
         return torch.stack([task.detach(), loss.detach()])
 
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        optimiser.zero_grad()
+        size = len(batch[1])
+        cut = pieces(size, most_rows)
+        if len(cut) == 1:
+            losses = piece(1.0, *batch)
+        else:
+            shares = [(rows, (rows.stop - rows.start) / size) for rows in cut]
+            found = [share * piece(share, *(tensor[rows] for tensor in batch)) for rows, share in shares]
+            losses = torch.stack(found).sum(0)
+        optimiser.step()
+        return losses
+
     return step
+
+
+def pieces(rows: int, most_rows: int | None) -> list[slice]:
+    """A batch cut into near-equal pieces of at most `most_rows` rows; none has one row alone, which batch norm can't take."""
+    count = 1 if most_rows is None else min(math.ceil(rows / most_rows), max(1, rows // 2))
+    edges = [rows * at // count for at in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
 def dropped(features: torch.Tensor, share: float) -> torch.Tensor:
@@ -321,12 +289,13 @@ def extract_features(
 ) -> torch.Tensor:
     """Features of images ([N, C, H, W] uint8) by a frozen extractor (eval mode), [N, *feature_shape]."""
     extractor.eval()
-    blocks = (images.flip(-1) if flipped else images).split(images_at_once(spec.image))
+    at_once = min(images_at_once(spec.image), frozen_rows(images.device))
+    blocks = (images.flip(-1) if flipped else images).split(at_once)
     return torch.cat([extractor(normalise(some, spec.image)) for some in blocks])
 
 
 def frozen_rows(device: torch.device) -> int:
-    """Rows that go through a frozen generator at once: on a CPU its maps then stay in the cache (measured: 2,048 take 1.5 times as long)."""
+    """Rows that go through a frozen network at once: on a CPU its maps then stay in the cache (measured: 2,048 take 1.1 to 1.5 times as long)."""
     return 256 if device.type == "cpu" else BLOCK_ROWS
 
 

@@ -24,7 +24,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerSettings,
 )
 from edge_client.config import AgentConfig
-from edge_client.training.messages import Committed, Ready, Working
+from edge_client.training.trainer_handle import Committed, Ready, Working
 from fedcg.log.settings import LogSettings
 from fedcg.worker_process import requests_of
 

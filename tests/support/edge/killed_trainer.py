@@ -9,8 +9,7 @@ from pathlib import Path
 
 from edge_client.config import AgentConfig
 from edge_client.session.events import TrainRound
-from edge_client.training.messages import Committed, Noted, Ready, TrainerReport
-from edge_client.training.trainer_handle import trainer_process
+from edge_client.training.trainer_handle import Committed, Noted, Ready, TrainerReport, trainer_process
 from fedcg.log.settings import LogSettings
 from fedcg.worker_process import Exited
 from tests.support.waiting import wait_until

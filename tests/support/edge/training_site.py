@@ -10,8 +10,8 @@ from edge_client.config import DataSection, KeysSection
 from edge_client.session.events import TrainRound
 from edge_client.store.generations import StoredState
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Failed
 from edge_client.training.trainer_child import Trainer
+from edge_client.training.trainer_handle import Failed
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method

@@ -19,7 +19,7 @@ from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, Trai
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from edge_client.store.generations import NewGeneration
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Committed, Ready, TrainerCommand, TrainerReport
+from edge_client.training.trainer_handle import Committed, Ready, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, ParameterValue
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack

@@ -10,7 +10,7 @@ import pytest
 from edge_client.config import PolicySection
 from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Failed, Noted
+from edge_client.training.trainer_handle import Failed, Noted
 from fedcg.wire.messages.messages import (
     Accept,
     Decline,

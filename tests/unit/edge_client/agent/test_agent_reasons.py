@@ -16,7 +16,7 @@ from edge_client.config import PolicySection
 from edge_client.errors import StoreLockedError
 from edge_client.session.events import ChooseModel
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Failed, TrainerCommand
+from edge_client.training.trainer_handle import Failed, TrainerCommand
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import Part

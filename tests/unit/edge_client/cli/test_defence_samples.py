@@ -13,7 +13,7 @@ from PIL import Image
 
 from edge_client.config import DataSection
 from edge_client.training.local_data import LocalData, LocalDefence
-from edge_client.training.messages import Committed
+from edge_client.training.trainer_handle import Committed
 from fedcg.event_log import EventLog
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.training_site import Site, real_spec

@@ -16,7 +16,7 @@ from edge_client.store import sealed_files, small_files
 from edge_client.store.encryption import change_encryption, encryption_of, private_files
 from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.store.sealed_files import MAGIC, StoreFiles, StoreKey, read_key
-from edge_client.training.messages import Committed
+from edge_client.training.trainer_handle import Committed
 from fedcg.files import replace_durably
 from fedcg.wire.messages.messages import ArtifactRef, RoundAttempt
 from fedcg.wire.transfer.chunk_sender import ChunkFile

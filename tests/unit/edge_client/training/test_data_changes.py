@@ -10,7 +10,7 @@ import pytest
 
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.cli.status import read_status
-from edge_client.training.messages import Committed, Failed
+from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images

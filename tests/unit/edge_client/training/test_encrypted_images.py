@@ -11,7 +11,7 @@ from PIL import Image
 
 from edge_client.config import DataSection
 from edge_client.training.local_data import LocalData, LocalDefence
-from edge_client.training.messages import Committed, Failed
+from edge_client.training.trainer_handle import Committed, Failed
 from export.build.install_model import package_personal
 from export.model.manifest import read_manifest
 from export.model.versions import Slots

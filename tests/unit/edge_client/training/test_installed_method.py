@@ -12,7 +12,7 @@ import torch
 
 from edge_client.config import PolicySection
 from edge_client.session.events import ChooseModel, Chosen
-from edge_client.training.messages import Committed
+from edge_client.training.trainer_handle import Committed
 from export.model.versions import Slots
 from fedcg.learning.methods.fedproto import NearestPrototype
 from fedcg.learning.networks.personal_model import personal_model

@@ -17,7 +17,7 @@ from edge_client.cli.doctor.checks import examine
 from edge_client.config import DataSection
 from edge_client.store.data_snapshot import Snapshot
 from edge_client.training.local_data import LocalData, LocalDefence
-from edge_client.training.messages import Committed, Failed
+from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.event_log import EventLog
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.seeds import Streams

@@ -11,7 +11,7 @@ from PIL import Image
 
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
-from edge_client.training.messages import Committed, Failed
+from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.training_site import Site, real_spec

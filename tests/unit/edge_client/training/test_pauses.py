@@ -11,8 +11,8 @@ from devices.eligibility import EligibilitySettings
 from devices.telemetry import Telemetry, Zone
 from devices.throttling import Causes
 from edge_client.training import trainer_child
-from edge_client.training.messages import Committed
 from edge_client.training.trainer_child import Trainer
+from edge_client.training.trainer_handle import Committed
 from edge_client.training.turns import LEAST_PAUSE_S, LOOK_EVERY_S, Pauses
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import RoundAttempt

@@ -18,8 +18,8 @@ from edge_client.config import AuditSection
 from edge_client.session.events import ChooseModel
 from edge_client.training import local_round
 from edge_client.training.evaluation import measure
-from edge_client.training.messages import Committed, Failed
 from edge_client.training.model_selection import choose_model
+from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.learning.mechanisms.balance import last_bias, log_prior
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.wire.artifacts.artifacts import read_header, unpack

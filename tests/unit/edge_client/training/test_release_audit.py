@@ -17,7 +17,7 @@ from audit.evidence.case import Case, Knowledge
 from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png
 from edge_client.config import AuditSection
-from edge_client.training.messages import Committed, Failed
+from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays

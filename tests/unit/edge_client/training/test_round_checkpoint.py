@@ -11,7 +11,7 @@ import pytest
 
 from edge_client.config import PolicySection, TrainingSection
 from edge_client.store.checkpoint_file import CheckpointFile
-from edge_client.training.messages import Committed
+from edge_client.training.trainer_handle import Committed
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.privacy import OFF, DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method

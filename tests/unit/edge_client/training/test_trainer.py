@@ -20,8 +20,8 @@ from edge_client.training import local_round as training
 from edge_client.training import trainer_child
 from edge_client.training.evaluation import Measured
 from edge_client.training.local_data import LocalData
-from edge_client.training.messages import Committed
 from edge_client.training.trainer_child import reason_for
+from edge_client.training.trainer_handle import Committed
 from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.networks import NETWORKS
 from fedcg.learning.networks.initial_weights import initial_parts

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from edge_client.cli.status import WAITS, read_status
-from edge_client.training.messages import Committed, Failed, TrainerReport
 from edge_client.training.trainer_child import Trainer
+from edge_client.training.trainer_handle import Committed, Failed, TrainerReport
 from edge_client.training.turns import turn
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt

@@ -31,8 +31,8 @@ from fedcg.learning.methods import fedcg
 from fedcg.learning.networks import NETWORKS, Networks, load_part, weights_of
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.spec import ImageForm, NetworkChoice
-from fedcg.learning.training.losses import kl_teacher_student
-from fedcg.learning.training.training_loop import FeatureSource, LossMeter, train_classifier
+from fedcg.learning.training.losses import LossMeter, kl_teacher_student
+from fedcg.learning.training.training_loop import FeatureSource, train_classifier
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import CLASSES, context, plan
 

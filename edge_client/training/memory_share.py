@@ -1,0 +1,78 @@
+"""How much of a batch goes through the networks at once on this box: halved when memory ran out, and remembered. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from pathlib import Path
+
+from devices.limits import oom_kills
+from fedcg.files import replace_durably
+
+MEMORY_FILE = "memory.json"
+LEAST_SHARE = 1 / 128
+"""A batch that does not fit in so many pieces does not fit at all."""
+_log = logging.getLogger(__name__)
+
+
+class MemoryShare:
+    """The share of a batch that fits, in the file `memory.json` of a private store; worth nothing on a box with another memory.
+
+    A process that the kernel kills can't say so. It notes the kernel's count of such kills before a round; where its successor finds the
+    round unfinished and the count higher in the same boot, memory was the reason. A kill by hand or a power cut leaves the share as it is.
+
+    Args:
+        store: folder of the private store.
+        planned: the share by what the box has (`devices.profile`).
+        memory: what it has: the place of training and its bytes.
+        root: of the file tree that describes the box.
+
+    Attributes:
+        share: in (0, 1].
+        was_killed: whether the kernel ended the process before this one in a round, for memory.
+    """
+
+    def __init__(self, store: Path, planned: float, memory: str, root: Path = Path("/")) -> None:
+        self._path, self._memory, self._root = store / MEMORY_FILE, memory, root
+        self.share, self.was_killed = planned, False
+        known = self._read()
+        if known.get("memory") != memory:
+            return
+        share, noted = known.get("share"), str(known.get("in_round") or "")
+        if isinstance(share, float) and LEAST_SHARE <= share < planned:
+            self.share = share
+        (boot, _, before), (boot_now, _, now) = (text.rpartition(" ") for text in (noted, oom_kills(root)))
+        counted = bool(boot) and boot == boot_now and before.isdigit() and now.isdigit()
+        self.was_killed = counted and int(before) < int(now)
+        if self.was_killed:
+            self.halve()
+
+    def halve(self) -> bool:
+        """Whether half the rows may fit where so many did not; then the share is halved."""
+        if self.share / 2 < LEAST_SHARE:
+            return False
+        self.share /= 2
+        self._write("")
+        return True
+
+    def round_begins(self) -> None:
+        """Note that a round is trained now."""
+        self._write(oom_kills(self._root))
+
+    def round_ended(self) -> None:
+        """Note that it ended, whether or not it went well."""
+        self._write("")
+
+    def _read(self) -> dict[str, object]:
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads(self._path.read_bytes()[:4096])
+            return known if isinstance(known, dict) else {}
+        return {}
+
+    def _write(self, in_round: str) -> None:
+        known = {"memory": self._memory, "share": float(self.share), "in_round": in_round}
+        try:
+            replace_durably(self._path, json.dumps(known))
+        except OSError as error:  # a full disk: the round goes on, and what it can't do without is its commit
+            _log.warning("%s can't be written: %s", self._path.name, error)
