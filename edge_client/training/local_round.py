@@ -58,7 +58,17 @@ from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import DeclineReason
-from fedcg.wire.parts import AuditFigure, ClassAccuracies, Health, Part, PrivacySpent, Report, ReportField, is_delta
+from fedcg.wire.parts import (
+    AuditFigure,
+    ClassAccuracies,
+    Health,
+    Part,
+    PrivacySpent,
+    Report,
+    ReportField,
+    RoundCost,
+    is_delta,
+)
 
 BEST_SLOTS = ("best", "best_shadow")
 
@@ -71,6 +81,7 @@ class Workplace:
         place: torch device; `threads` of torch on the CPU.
         batch_scale: share of the spec's batch that goes through the networks at once; the step is that of the whole batch.
         working: called at every step.
+        cost: of the round so far.
         features: of a frozen backbone, kept from round to round.
     """
 
@@ -83,6 +94,7 @@ class Workplace:
     batch_scale: float = 1.0
     clock: Callable[[], float] = time.monotonic
     working: Callable[[], None] = lambda: None
+    cost: Callable[[], RoundCost | None] = lambda: None
     features: KeptFeatures = field(default_factory=KeptFeatures)
 
     def context(self, spec: FederationSpec, round_number: int, attempt: int, progress: Progress) -> RoundContext:
@@ -388,6 +400,7 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
         "downloaded": downloaded.test,
         "per_class": by_class,
         "epsilon": done.spent,
+        "cost": work.cost(),
     }
     return done.result.report.model_copy(update=found)
 

@@ -42,6 +42,7 @@ from fedcg.learning.method import DivergedError
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_out_of_memory, is_sticky
 from fedcg.wire.errors import CodecError, WireError
 from fedcg.wire.messages.messages import NO_ATTEMPT, DeclineReason, RoundAttempt
+from fedcg.wire.parts import RoundCost
 from fedcg.worker_process import requests_of
 
 LOCK_WAIT_S = 30.0
@@ -117,9 +118,12 @@ class Trainer:
         defence = LocalDefence(config.data, store, events, place)
         data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped, defence)
         self._working = working
-        self._meter: EnergyMeter | None = None
+        self._meter = EnergyMeter(tuple)
+        self._started = time.monotonic()
         self._pauses = Pauses(config.eligibility, Sensors(store.root).read, self._is_working, events)
-        self._work = Workplace(config, store, data, events, place, plan.threads, share, working=self._pauses)
+        self._work = Workplace(
+            config, store, data, events, place, plan.threads, share, working=self._pauses, cost=self._cost
+        )
 
     def _report_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
         self._work.store.save_left_out({image.file: image.reason for image in skipped})
@@ -128,8 +132,12 @@ class Trainer:
 
     def _is_working(self) -> None:
         self._working()
-        if self._meter is not None:
-            self._meter.look()
+        self._meter.look()
+
+    def _cost(self) -> RoundCost:
+        self._meter.look(at_once=True)
+        joules = None if self._meter.rail is None else round(self._meter.joules, 1)
+        return RoundCost(seconds=round(time.monotonic() - self._started, 3), joules=joules)
 
     def do(self, command: Work) -> TrainerReport:
         """Carry out one command in this device's turn; a failure becomes a report and leaves the state as it was before."""
@@ -156,6 +164,7 @@ class Trainer:
     def _train(self, command: TrainRound) -> TrainerReport:
         if self._obstacle is not None:
             return Failed(command.round_attempt, DeclineReason.NOT_ELIGIBLE, self._obstacle)
+        self._started, self._meter = time.monotonic(), EnergyMeter(read_power)
         while (report := self._attempted(command)) is None:
             if self._work.place == "cuda":
                 torch.cuda.empty_cache()
@@ -163,14 +172,12 @@ class Trainer:
 
     def _attempted(self, command: TrainRound) -> TrainerReport | None:
         """Train a round once; None where memory ran out and the round goes on with half the rows at once."""
-        started, before = time.monotonic(), self._work.store.generations.newest()
-        self._meter = EnergyMeter(read_power)
+        before = self._work.store.generations.newest()
         self._memory.round_begins()
         try:
             generation = train_round(self._work, command)
             if before is None or generation.number > before.number:  # else it was committed before a crash
-                self._meter.look(at_once=True)
-                write_cost(self._work, generation, time.monotonic() - started, self._meter)
+                write_cost(self._work, generation, self._cost(), self._meter.rail)
         except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
             if is_sticky(error):
                 self._give_up(command, error)
@@ -246,23 +253,23 @@ def reason_for(error: Exception) -> DeclineReason:
     return DeclineReason.TRAINING_FAILED
 
 
-def write_cost(work: Workplace, generation: Generation, seconds: float, meter: EnergyMeter) -> None:
+def write_cost(work: Workplace, generation: Generation, cost: RoundCost, rail: str | None) -> None:
     """Add what a round cost to the ledger; a disk that refuses it is reported and stops nothing."""
     at, outbox = generation.round_attempt, generation.outbox
-    cost = {
+    line = {
         "kind": "round",
         "t": round(time.time(), 3),
         "federation": work.config.federation,
         "round": at.round,
         "attempt": at.attempt,
-        "seconds": round(seconds, 3),
+        "seconds": cost.seconds,
         "device": work.place,
         "images": work.store.generations.snapshot(generation).counts()["train"],
         "update_bytes": None if outbox is None else outbox.size,
-        "joules": None if meter.rail is None else round(meter.joules, 1),
-        "rail": meter.rail,
+        "joules": cost.joules,
+        "rail": rail,
     }
     try:
-        append_line(work.store.root / LEDGER_FILE, cost)
+        append_line(work.store.root / LEDGER_FILE, line)
     except OSError as error:
         work.events.write("refused", what="ledger", round=at.round, attempt=at.attempt, detail=str(error))

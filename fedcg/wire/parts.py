@@ -52,6 +52,7 @@ class ReportField(str, Enum):
     PER_CLASS = "per_class"
     AUDIT = "audit"
     EPSILON = "epsilon"
+    COST = "cost"
     MODEL = "model"
     """Of a device's report of itself, not of an update's: the exported model in use."""
 
@@ -72,6 +73,7 @@ _REPORT_MEANINGS: Mapping[ReportField, str] = {
     ReportField.PER_CLASS: "these accuracies by class",
     ReportField.AUDIT: "what this device's own audit of the update found",
     ReportField.EPSILON: "what differentially private training has spent",
+    ReportField.COST: "seconds and energy that the local round took",
     ReportField.MODEL: "the exported model in use: size, latency, accuracy",
 }
 
@@ -91,7 +93,14 @@ DEFAULT_ALLOW_REPORT: frozenset[ReportField] = frozenset(
     {ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH}
 )
 VOLUNTARY_REPORT: frozenset[ReportField] = frozenset(
-    {ReportField.SHADOW, ReportField.DOWNLOADED, ReportField.PER_CLASS, ReportField.AUDIT, ReportField.EPSILON}
+    {
+        ReportField.SHADOW,
+        ReportField.DOWNLOADED,
+        ReportField.PER_CLASS,
+        ReportField.AUDIT,
+        ReportField.EPSILON,
+        ReportField.COST,
+    }
 )
 """Fields of an update that no spec asks for: a device reports them where its owner allows it."""
 
@@ -176,6 +185,20 @@ class PrivacySpent(BaseModel):
     budget: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
 
 
+class RoundCost(BaseModel):
+    """What a local round cost the device until its update was made.
+
+    Attributes:
+        seconds: pauses included.
+        joules: None where the device has no sensor.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seconds: Annotated[float, Field(ge=0.0, le=1e9)]
+    joules: Annotated[float, Field(ge=0.0, le=1e12)] | None = None
+
+
 class Report(BaseModel):
     """The report of a device about a local round; every field is optional, absent means not reported.
 
@@ -185,6 +208,7 @@ class Report(BaseModel):
         per_class: the same by class.
         audit: by figure, the gain over the best guess that the device's own audit of this update found: the upper end of its interval.
         epsilon: of the device's differentially private training.
+        cost: of the round.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -200,6 +224,7 @@ class Report(BaseModel):
     per_class: Annotated[ClassAccuracies | None, Field(exclude_if=_is_absent)] = None
     audit: Annotated[dict[AuditFigure, Gain] | None, Field(max_length=16, exclude_if=_is_absent)] = None
     epsilon: Annotated[PrivacySpent | None, Field(exclude_if=_is_absent)] = None
+    cost: Annotated[RoundCost | None, Field(exclude_if=_is_absent)] = None
 
     def fields(self) -> frozenset[ReportField]:
         """The fields that this report actually carries."""

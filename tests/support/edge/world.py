@@ -151,13 +151,14 @@ def make_config(
     root: Path, *, policy: PolicySection | None = None, shadow: bool = False, export: bool = False
 ) -> AgentConfig:
     """A device's configuration with everything under `root`."""
+    reproducible = VOLUNTARY_REPORT - {ReportField.COST}
     return AgentConfig(
         federation=FEDERATION,
         device=DEVICE,
         store=root / "store",
         broker=BrokerSection(host="127.0.0.1", insecure=True),
         data=DataSection(root=root / "data"),
-        policy=policy or PolicySection(allow_report=DEFAULT_ALLOW_REPORT | (VOLUNTARY_REPORT if shadow else set())),
+        policy=policy or PolicySection(allow_report=DEFAULT_ALLOW_REPORT | (reproducible if shadow else set())),
         training=TrainingSection(shadow=shadow, device="cpu", threads=1),
         export=ExportSection(enabled=export, variants=False),
     )

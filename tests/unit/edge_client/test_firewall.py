@@ -29,6 +29,7 @@ from fedcg.wire.parts import (
     PrivacySpent,
     Report,
     ReportField,
+    RoundCost,
     TensorLayout,
 )
 from tests.support.edge.world import DEVICE, LAYOUTS, toy_parts, toy_spec
@@ -50,6 +51,7 @@ REPORT = Report(
     per_class=PER_CLASS,
     audit=GAINS,
     epsilon=SPENT,
+    cost=RoundCost(seconds=83.0, joules=415.2),
 )
 EVERYTHING = PolicySection(allow_upload=frozenset(Part), allow_report=frozenset(ReportField))
 Parts = dict[Part, dict[str, Array]]
@@ -176,7 +178,7 @@ def test_figures_of_the_audit_and_spent_privacy_leave_only_with_the_owners_word_
 
 
 def test_a_report_without_the_later_fields_has_the_bytes_of_before() -> None:
-    assert not {"audit", "epsilon"} & Report(examples=3).model_dump().keys()
+    assert not {"audit", "epsilon", "cost"} & Report(examples=3).model_dump().keys()
 
 
 def test_optional_label_counts_stay_on_a_device_that_does_not_allow_them_and_it_takes_part_all_the_same() -> None:

@@ -23,7 +23,7 @@ from coordinator.updates import receiver as receiver_module
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding
 from fedcg.wire.messages.messages import COORDINATOR, Carrier, Outcome, SelfReport, decode, encode
-from fedcg.wire.parts import AuditFigure, ClassAccuracies, PrivacySpent, Report
+from fedcg.wire.parts import AuditFigure, ClassAccuracies, PrivacySpent, Report, RoundCost
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
@@ -108,6 +108,7 @@ def test_figures_of_a_devices_own_audit_and_its_privacy_budget_reach_its_page_an
         examples=9,
         audit={"label_l1": 0.0421, "reid": -0.01},
         epsilon=PrivacySpent(epsilon=3.2, delta=1e-5, budget=8.0),
+        cost=RoundCost(seconds=83.0, joules=415.2),
     )
     device.make_update = partial(type(device).make_update, device, report=told)  # type: ignore[method-assign]
     device.silent = False
@@ -124,6 +125,7 @@ def test_figures_of_a_devices_own_audit_and_its_privacy_budget_reach_its_page_an
     ):
         assert text in shown, shown
     assert "membership" not in shown
+    assert "1 min, 415 J" in reader.get("/devices/a")[1]
     assert 'id="privacy-tiny"' not in reader.get("/devices/b")[1]
     assert set(TITLES) == set(get_args(AuditFigure))
     (attempt,) = json.loads(reader.get("/api/v1/federations/tiny/rounds/1")[1])["attempts"]
@@ -131,7 +133,8 @@ def test_figures_of_a_devices_own_audit_and_its_privacy_budget_reach_its_page_an
     assert update["report"]["audit"] == {"label_l1": 0.0421, "reid": -0.01}
     assert update["report"]["epsilon"] == {"epsilon": 3.2, "delta": 1e-5, "budget": 8.0}
     schemas = json.loads(reader.get("/openapi.json")[1])["components"]["schemas"]
-    assert {"audit", "epsilon"} <= set(schemas["Report"]["properties"])
+    assert update["report"]["cost"] == {"seconds": 83.0, "joules": 415.2}
+    assert {"audit", "epsilon", "cost"} <= set(schemas["Report"]["properties"])
 
 
 def test_a_condition_outlives_the_service(make_world: MakeWorld) -> None:

@@ -80,13 +80,25 @@ def test_each_round_that_is_trained_is_in_the_ledger_once_with_its_energy_where_
     trainer = site.trainer()
     trainer.do(site.round())
     trainer.do(site.round())  # committed already
+    untold = read_header(site.update()).report
+    assert untold is not None
+    assert untold.cost is None
     monkeypatch.setattr(trainer_child, "read_power", lambda: (Rail("VDD_IN", 5.0),))
-    trainer.do(site.round(2))
+    told = frozenset({ReportField.EXAMPLES, ReportField.COST})
+    site.config = site.config.model_copy(
+        update={"policy": site.config.policy.model_copy(update={"allow_report": told})}
+    )
+    site.trainer().do(site.round(2))
     first, second = read_lines(site.store.root / LEDGER_FILE)
     assert [line["round"] for line in (first, second)] == [1, 2]
     assert first["joules"] is first["rail"] is None
     assert second["joules"] == pytest.approx(5.0 * second["seconds"], rel=0.2, abs=0.2)
     assert second["update_bytes"] == len(site.update())
+    report = read_header(site.update()).report
+    assert report is not None
+    assert report.cost is not None
+    assert 0 < report.cost.seconds <= second["seconds"]
+    assert report.cost.joules == pytest.approx(5.0 * report.cost.seconds, rel=0.2, abs=0.2)
     assert second["images"] == site.store.generations.snapshot(site.state().generation).counts()["train"]
 
 
