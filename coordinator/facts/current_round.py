@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from coordinator.facts.known import Known
@@ -41,6 +41,8 @@ class ClientNow:
         reason: why it declined, can't take part yet, or is silent.
         done: share of the phase of its training that it reported as done, in [0, 1]; None when it reports none.
         ends_at: when that phase will end at the reported rate; unix time.
+        share: of the spec's local steps that it takes (policy `pace`).
+        expected_at: when its update will be made, as it said when it accepted; unix time.
     """
 
     client: str
@@ -48,6 +50,8 @@ class ClientNow:
     reason: str = ""
     done: float | None = None
     ends_at: float | None = None
+    share: float = 1.0
+    expected_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -174,12 +178,10 @@ def _client(
     waits = "" if service is None else service.invitations.waits.get(client, "")
     if waits or (person.state is not ParticipantState.ACCEPTED and client not in state.accepted):
         return ClientNow(client, ClientPhase.INVITED, waits.replace("_", " "))
+    begun, takes_s = person.accepted_at, person.predicted_s
+    expected_at = None if begun is None or takes_s is None else begun + takes_s
+    training = ClientNow(client, ClientPhase.TRAINING, share=person.share, expected_at=expected_at)
     if progress is None or not progress.steps:
-        return ClientNow(client, ClientPhase.TRAINING)
-    return ClientNow(
-        client,
-        ClientPhase.TRAINING,
-        progress.phase.replace("_", " "),
-        min(1.0, progress.step / progress.steps),
-        progress.ends_at,
-    )
+        return training
+    done = min(1.0, progress.step / progress.steps)
+    return replace(training, reason=progress.phase.replace("_", " "), done=done, ends_at=progress.ends_at)

@@ -178,9 +178,9 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def invite(self, device: str, at: RoundAttempt) -> bool:
-        """Ask a device to take part in (round, attempt)."""
-        return self._send(device, Invite(**self._to(device, at), cohort=self._cohorts.verdict(device)))
+    def invite(self, device: str, at: RoundAttempt, share: float = 1.0) -> bool:
+        """Ask a device to take part in (round, attempt) with a share of the spec's local steps."""
+        return self._send(device, Invite(**self._to(device, at), cohort=self._cohorts.verdict(device), share=share))
 
     def left(self, device: str) -> bool:
         """Confirm that a device is no member any more."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection
+import statistics
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import Field
@@ -17,6 +18,8 @@ from fedcg.wire.messages.messages import RoundAttempt
 
 RETRY_MAX_S = 600.0
 """At most, however many attempts have failed."""
+LEAST_SHARE = 0.25
+"""Of the spec's local steps, however slow a device is: with fewer its update would be worth little."""
 MAX_DOUBLINGS = 16  # of `retry_s`, so that no exponent overflows; the bound above is reached long before
 
 
@@ -61,6 +64,23 @@ class Policy(RoundPolicy):
             return hashlib.blake2b(text, key=self.selection_key[:64]).digest()
 
         return frozenset(sorted(candidates, key=lot)[:invited])
+
+    def shares(self, round_s: Mapping[str, float]) -> dict[str, float]:
+        """The share of the spec's local steps that each client takes; none takes more than the spec asks for.
+
+        With `equal-time` every client ends with the median one (of two, the faster), down to `LEAST_SHARE` of the steps.
+
+        Args:
+            round_s: how long the whole of the steps takes each client, in seconds.
+        """
+        if self.pace == "equal-steps" or not round_s:
+            return {}
+        pace_s = statistics.median_low(round_s.values())
+        return {
+            client: round(max(LEAST_SHARE, pace_s / seconds), 4)
+            for client, seconds in round_s.items()
+            if seconds > pace_s
+        }
 
     def pause_s(self, failures: int) -> float:
         """How long to wait after so many failed attempts in a row."""

@@ -199,11 +199,20 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class ParticipantRecord:
-    """An invited client of an attempt."""
+    """An invited client of an attempt.
+
+    Attributes:
+        share: of the spec's local steps that it was asked for.
+        accepted_at: unix time.
+        predicted_s: seconds from then until its update is made, as it said.
+    """
 
     client: str
     state: ParticipantState
     reason: str
+    share: float = 1.0
+    accepted_at: float | None = None
+    predicted_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,16 @@ class Invitations:
         participant = ParticipantState.DECLINED if declined else ParticipantState.ACCEPTED
         reason = answer.reason.value if isinstance(answer, Decline) else ""
         key = (self._context.federation.id, answer.round, answer.attempt)
-        self._context.store.answer(key, device, participant, reason)
+        predicted_s = answer.predicted_s if isinstance(answer, Accept) else None
+        at = None if declined else self._context.clock()
+        self._context.store.answer(key, device, participant, reason, at=at, predicted_s=predicted_s)
         self._context.events.write(
-            participant.value, client=device, round=answer.round, attempt=answer.attempt, reason=reason
+            participant.value,
+            client=device,
+            round=answer.round,
+            attempt=answer.attempt,
+            reason=reason,
+            predicted_s=predicted_s,
         )
         if declined:
             self._round_driver.apply(UpdateRefused(answer.round, answer.attempt, device))
@@ -106,4 +113,4 @@ class Invitations:
         if state.phase is not Phase.COLLECTING:
             return
         for device in self.unanswered:
-            self._publisher.invite(device, state.at)
+            self._round_driver.invite(device)

@@ -65,6 +65,8 @@ from coordinator.updates.track_record import left_out, plateau_reason
 from fedcg.event_log import EventValue
 from fedcg.wire.messages.messages import Outcome, RoundAttempt
 
+PACE_ROUNDS = 10
+"""A device's pace is known by what it said in so many rounds before."""
 _REPORTS: dict[type[WorkerEvent], str] = {
     WorkerReady: "worker_ready",
     WorkerDied: "worker_died",
@@ -117,6 +119,7 @@ class RoundDriver:
         self.worker_pid: int | None = None
         self.merge: MergeProgress | None = None
         self._base = ""
+        self._shares: dict[str, float] = {}  # of the local steps, that the clients of the open attempt take
         self.is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], None]] = {
             OpenAttempt: self._open_attempt,
@@ -283,7 +286,11 @@ class RoundDriver:
 
     def _open_attempt(self, command: OpenAttempt) -> None:
         base, now = self._begin(command), self._context.clock()
-        self._store.open_attempt(self._key(command), base.artifact, command.participants, now, command.deadline_at)
+        key, times = self._key(command), self._store.overview.round_times(self._id, command.round - PACE_ROUNDS)
+        self._shares = self._state.policy.shares(
+            {client: times[client] for client in times.keys() & command.participants}
+        )
+        self._store.open_attempt(key, base.artifact, command.participants, now, command.deadline_at, self._shares)
         rounds, participants = self._state.policy.rounds, sorted(command.participants)
         self._write("attempt_opened", command.at, rounds=rounds, participants=participants, aggregate=base.artifact)
         self._worker.open(self._job(command, base))
@@ -295,6 +302,7 @@ class RoundDriver:
         base, key = self._begin(command), self._key(command)
         self._store.move_deadline(key, command.deadline_at)
         stored = self._store.updates(key)
+        self._shares = {person.client: person.share for person in self._store.participants(key)}
         accepted = [update for update in stored if update.outcome is Outcome.ACCEPTED]
         self._write("attempt_resumed", command.at, stored=[update.client for update in accepted])
         self._worker.open(self._job(command, base))
@@ -308,7 +316,11 @@ class RoundDriver:
             self._write("deadline_moved", command.at, reason=command.reason)
 
     def _invite(self, command: Invite) -> None:
-        self._publisher.invite(command.client, command.at)
+        self.invite(command.client)
+
+    def invite(self, client: str) -> None:
+        """Ask a participant of the open attempt (again) for its update."""
+        self._publisher.invite(client, self._state.at, self._shares.get(client, 1.0))
 
     def _distil(self, command: Distil) -> None:
         key = self._key(command)

@@ -56,6 +56,14 @@ class Overview(schema.Queries):
         rows = self._rows(query.order_by(table.c.expires_at))
         return {device: Validity(issued_at, expires_at) for device, issued_at, expires_at in rows}
 
+    def round_times(self, federation: str, since_round: int) -> dict[str, float]:
+        """How long all local steps of a round take each client that said so from a round on, in seconds, by its last word."""
+        table = schema.participants
+        query = select(table.c.client, table.c.predicted_s, table.c.share).filter_by(federation=federation)
+        known = query.where(table.c.round >= since_round, table.c.predicted_s.is_not(None))
+        rows = self._rows(known.order_by(table.c.round, table.c.attempt))
+        return {client: predicted_s / share for client, predicted_s, share in rows}
+
     def deliveries(self, federation: str, client: str | None = None, since_round: int = 0) -> list[Delivery]:
         """All ended updates of a federation, or those of one client, from a round on; oldest first."""
         table = schema.updates

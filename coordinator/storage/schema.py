@@ -129,6 +129,9 @@ participants = Table(
     Column("client", ForeignKey("devices.id"), primary_key=True),
     Column("state", String, nullable=False),
     Column("reason", String, nullable=False, default=""),
+    Column("share", Float, nullable=False, server_default="1"),
+    Column("accepted_at", Float),
+    Column("predicted_s", Float),
 )
 updates = Table(
     "updates",

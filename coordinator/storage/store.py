@@ -6,7 +6,7 @@ Whatever must be true together is one transaction here; a method returns only af
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -181,13 +181,21 @@ class Store(schema.Queries):
 
     # Attempts
 
-    def open_attempt(self, key: Key, base: str, clients: frozenset[str], opened_at: float, deadline_at: float) -> None:
-        """Store an attempt that collects from now on, and the clients that it invited."""
+    def open_attempt(
+        self,
+        key: Key,
+        base: str,
+        clients: frozenset[str],
+        opened_at: float,
+        deadline_at: float,
+        shares: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Store an attempt that collects from now on, and the clients that it invited, with those shares of the local steps (1)."""
         attempt = AttemptRecord(
             *key, AttemptState.COLLECTING, base, opened_at, deadline_at, None, None, None, reason=""
         )
         of_each = {**_is(key), "state": ParticipantState.INVITED.value}
-        invited = [{**of_each, "client": client} for client in sorted(clients)]
+        invited = [{**of_each, "client": client, "share": shares.get(client, 1.0)} for client in sorted(clients)]
         self._write(insert(schema.attempts).values(**asdict(attempt)), insert(schema.participants).values(invited))
 
     def move_deadline(self, key: Key, deadline_at: float) -> None:
@@ -250,13 +258,23 @@ class Store(schema.Queries):
     def participants(self, key: Key) -> list[ParticipantRecord]:
         """The clients that an attempt invited, sorted by id."""
         table = schema.participants
-        query = select(table.c.client, table.c.state, table.c.reason).filter_by(**_is(key))
+        query = select(*(table.c[each.name] for each in fields(ParticipantRecord))).filter_by(**_is(key))
         return sorted(self._all(ParticipantRecord, query), key=attrgetter("client"))
 
-    def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
+    def answer(
+        self,
+        key: Key,
+        client: str,
+        state: ParticipantState,
+        reason: str = "",
+        *,
+        at: float | None = None,
+        predicted_s: float | None = None,
+    ) -> None:
         """Store the answer of an invited client; one that accepts after it declined or was rejected stays declined."""
         reason = reason.replace("\0", "")  # a device wrote it, and PostgreSQL stores no such character
-        change = _change(schema.participants, key, client, state=state.value, reason=reason)
+        times = {} if at is None else {"accepted_at": at, "predicted_s": predicted_s}
+        change = _change(schema.participants, key, client, state=state.value, reason=reason, **times)
         if state is ParticipantState.ACCEPTED:
             change = change.where(schema.participants.c.state != ParticipantState.DECLINED.value)
         self._write(change)

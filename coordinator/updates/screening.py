@@ -85,7 +85,7 @@ class Screening:
         late = {client for client, update in updates.items() if (update.round, update.attempt) != key[1:]}
         verdicts = {client: verdict_of(figures[client], self._settings) for client in updates}
         where = {"round": key[1], "attempt": key[2]}
-        weights = self._weights(where, {client: each.examples for client, each in updates.items()}, verdicts)
+        weights = self._weights(where, self._examples(updates), verdicts)
         weights |= {client: max(1, round(policy.late_decay * weights[client])) for client in late & weights.keys()}
         own = updates.keys() - late
         stored = {client: _stored(figures[client], verdicts[client]) for client in own}
@@ -100,6 +100,19 @@ class Screening:
             limits,
             {client: "; ".join(verdicts[client].reasons) for client in sorted(own - weights.keys())},
         )
+
+    def _examples(self, updates: Mapping[str, UpdateRecord]) -> dict[str, int]:
+        """The examples of each client, as if every one had taken all local steps.
+
+        A client that took the share s of them is weighted with examples / s: its step away from the base is about s times as long, and
+        so the mean still goes by the examples (FedNova's normalised averaging, Wang et al. 2020, with the weights made to sum to 1).
+        """
+        keys = {(self._federation, each.round, each.attempt) for each in updates.values()}
+        shares = {(*key[1:], person.client): person.share for key in keys for person in self._store.participants(key)}
+        return {
+            client: round(each.examples / shares.get((each.round, each.attempt, client), 1.0))
+            for client, each in updates.items()
+        }
 
     def _weights(
         self, where: dict[str, int], reported: Mapping[str, int], verdicts: Mapping[str, Verdict]

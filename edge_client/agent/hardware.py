@@ -11,9 +11,11 @@ from datetime import datetime
 from devices.eligibility import Reason, eligibility, is_held, no_time
 from devices.telemetry import Sensors, Telemetry
 from edge_client.config import AgentConfig
+from edge_client.session.events import Invited
+from edge_client.store.sent_record import LEDGER_FILE, read_lines
 from fedcg.event_log import EventValue
 from fedcg.files import READABLE, replace_durably
-from fedcg.wire.messages.messages import DeclineReason, Offer, RoundAttempt
+from fedcg.wire.messages.messages import DeclineReason, Offer
 from fedcg.wire.parts import ReportField
 
 LOOK_EVERY_S = 15.0
@@ -41,35 +43,56 @@ class HardwareWatch:
         self._now = now
         self._lock = threading.Lock()
         self._last: Reason | None = None
-        self._round_s: float | None = None
+        self._round_s = self._last_round_s()
         self._paused_s = 0.0
         self._ahead_s: float | None = None  # the coordinator's clock against the monotonic one
+
+    def _last_round_s(self) -> float | None:
+        """How long all steps of a round took in the last one that the ledger has of this federation."""
+        found = None
+        for line in read_lines(self._config.store / LEDGER_FILE):
+            seconds, share = line.get("seconds"), line.get("share", 1.0)
+            is_mine = line.get("federation") == self._config.federation
+            if is_mine and isinstance(seconds, int | float) and isinstance(share, float) and share > 0.0:
+                found = seconds / share
+        return found
 
     def welcomed(self, server_time: float | None, now: float) -> None:
         """Learn the coordinator's clock: its deadlines are times of it. `now` is monotonic."""
         self._ahead_s = None if server_time is None else server_time - now
 
-    def decline(self, invited: RoundAttempt, offer: Offer | None, now: float) -> tuple[DeclineReason, str] | None:
+    def predicted_s(self, share: float) -> float | None:
+        """How long a share of a round's steps will take here, to be told the coordinator; None where it is not known, or stays here."""
+        if self._round_s is None or not self._is_told:
+            return None
+        return round(self._round_s * share, 1)
+
+    @property
+    def _is_told(self) -> bool:
+        return ReportField.HEALTH in self._config.policy.allow_report
+
+    def decline(self, invited: Invited, offer: Offer | None, now: float) -> tuple[DeclineReason, str] | None:
         """Why an invitation is declined, or None: a code, which leaves the box, and a sentence for its owner.
 
         Where the owner does not allow the report field `health`, the code is `not_eligible`.
         """
         left_s = None
-        if offer is not None and offer.at == invited and self._ahead_s is not None:
+        if offer is not None and offer.at == invited.round_attempt and self._ahead_s is not None:
             left_s = offer.deadline_at - (now + self._ahead_s)
-        found = self.reason(left_s)
+        found = self.reason(left_s, invited.share)
         if found is None:
             return None
-        is_told = ReportField.HEALTH in self._config.policy.allow_report
-        return DeclineReason(found.obstacle.value) if is_told else DeclineReason.NOT_ELIGIBLE, found.detail
+        return DeclineReason(found.obstacle.value) if self._is_told else DeclineReason.NOT_ELIGIBLE, found.detail
 
-    def reason(self, left_s: float | None = None) -> Reason | None:
+    def reason(self, left_s: float | None = None, share: float = 1.0) -> Reason | None:
         """Why the box may not take part now, or None.
 
         Args:
             left_s: seconds until the deadline of the round; None where it is not known.
+            share: of the spec's local steps that are asked for.
         """
-        return self._look()[1] or (None if left_s is None else no_time(left_s, self._round_s))
+        round_s = None if self._round_s is None else self._round_s * share
+        return self._look()[1] or (None if left_s is None else no_time(left_s, round_s))
 
     def _look(self) -> tuple[Telemetry, Reason | None]:
         with self._lock:
@@ -79,14 +102,14 @@ class HardwareWatch:
             return read, self._last
 
     def noted(self, event: Mapping[str, EventValue]) -> None:
-        """Learn from an event of the training process how long a round takes here; its pauses do not count."""
-        seconds = event.get("seconds")
+        """Learn from an event of the training process how long all steps of a round take here; its pauses do not count."""
+        seconds, share = event.get("seconds"), event.get("share")
         if event["event"] == "phase_started" and event.get("phase") == "load":
             self._paused_s = 0.0
         elif event["event"] == "resumed" and isinstance(seconds, int | float):
             self._paused_s += seconds
         elif event["event"] == "committed" and isinstance(seconds, int | float):
-            self._round_s = max(0.0, seconds - self._paused_s)
+            self._round_s = max(0.0, seconds - self._paused_s) / (share if isinstance(share, float) else 1.0)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

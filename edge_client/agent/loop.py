@@ -12,6 +12,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 
 from edge_client.agent.command_executor import CommandExecutor
@@ -274,8 +275,9 @@ class Agent:
             return
         if isinstance(event, Invited):  # what keeps this device from it: its owner, or the box
             found = self._owner.obstacle(self._state)
-            found = found or self.hardware.decline(event.round_attempt, self._state.offer, self._clock())
+            found = found or self.hardware.decline(event, self._state.offer, self._clock())
             self._events_due.append(ObstacleChanged(self._code(found)))
+            event = replace(event, predicted_s=self.hardware.predicted_s(event.share))
         self._events_due.append(event)
         while self._events_due:
             due = self._events_due.popleft()

@@ -191,7 +191,7 @@ class CoordinatorLink:
             return Welcomed(message.epoch, message.cohort, message.version, message.server_time)
         self._handshake.admit(message)
         if isinstance(message, Invite):
-            return Invited(message.at, message.cohort)
+            return Invited(message.at, message.cohort, message.share)
         if isinstance(message, Need):
             return Granted(message)
         if isinstance(message, Receipt):

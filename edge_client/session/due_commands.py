@@ -94,11 +94,12 @@ def _advance_round(state: SessionState, now: float) -> Step:
     commands: tuple[Command, ...] = ()
     if state.welcomed and state.accepted != round_attempt:
         state = replace(state, accepted=round_attempt)
-        commands = (Send(Accept(**state.addressed(round_attempt))), Note("accepted", round_attempt))
+        accept = Accept(**state.addressed(round_attempt), predicted_s=state.predicted_s)
+        commands = (Send(accept), Note("accepted", round_attempt))
     is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
     if is_free and offer.aggregate.id in state.stored:
         state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=offer.spec.id)
-        commands += (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id),)
+        commands += (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id, state.share),)
     return state, commands
 
 

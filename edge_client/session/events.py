@@ -79,10 +79,17 @@ class Ended:
 
 @dataclass(frozen=True)
 class Invited:
-    """The coordinator asks this device to take part."""
+    """The coordinator asks this device to take part.
+
+    Attributes:
+        share: of the spec's local steps.
+        predicted_s: how long that will take here, to be told; None: it is not known, or stays here.
+    """
 
     round_attempt: RoundAttempt
     cohort: CohortVerdict = CohortVerdict.ALONE
+    share: float = 1.0
+    predicted_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -306,11 +313,12 @@ class ReleaseTrainer:
 
 @dataclass(frozen=True)
 class TrainRound:
-    """Train this round attempt and commit it; goes to the training process as it is."""
+    """Train this round attempt and commit it; goes to the training process as it is. `share`: of the spec's local steps."""
 
     round_attempt: RoundAttempt
     spec: str
     aggregate: str
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ class SessionState:
         epoch: highest coordinator epoch received.
         hello_at: when the next hello is due while there is no session.
         leave_at: when the next leave is due in a session that is opened to leave.
+        share, predicted_s: as the last invitation (`Invited`) has them.
         live: whether the target's chunks are being broadcast now.
         declined: the last refused attempt and why; repeated when the invite is.
         obstacle: why no new round is trained now, None: rounds are; of the box as of its last invitation. A decline for it is reconsidered when
@@ -97,6 +98,8 @@ class SessionState:
     finished: Finished | None = None
     live: bool = False
     invited: RoundAttempt | None = None
+    share: float = 1.0
+    predicted_s: float | None = None
     accepted: RoundAttempt | None = None
     declined: tuple[RoundAttempt, DeclineReason] | None = None
     obstacle: DeclineReason | None = None

@@ -140,7 +140,7 @@ def _ended(state: SessionState, event: Ended, now: float) -> Step:
 
 def _invited(state: SessionState, event: Invited, now: float) -> Step:
     round_attempt = event.round_attempt
-    state = replace(state, invited=round_attempt, accepted=None)
+    state = replace(state, invited=round_attempt, accepted=None, share=event.share, predicted_s=event.predicted_s)
     if state.obstructed == round_attempt and state.obstacle != (state.declined or (None, None))[1]:
         state = replace(state, declined=None, obstructed=None)
     if state.declined is not None and state.declined[0] == round_attempt:

@@ -55,6 +55,7 @@ from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.evaluation import generator_figures
+from fedcg.learning.training.training_loop import paced
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import DeclineReason
@@ -200,7 +201,8 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     base = decode_aggregate(work.store, spec, method, command.aggregate)
     start = _start(work, spec, method, stored)
     seen, common = work.seen(spec, data)
-    ctx = replace(work.context(spec, attempt.round, attempt.attempt, progress), validation=seen.val)
+    at_pace = paced(spec, method, command.share, len(data.train))
+    ctx = replace(work.context(at_pace, attempt.round, attempt.attempt, progress), validation=seen.val)
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
     result = protected_round(method, start.personal, seen.train, as_aggregate(base), ctx)
@@ -221,7 +223,7 @@ def _checkpoint(
     depends_on = (
         *(at.round, at.attempt, command.aggregate, spec.digest, data.snapshot.digest, data.snapshot.defended),
         None if stored is None else sorted(stored.generation.checksums.items()),
-        *(work.config.privacy, work.config.training.shadow, work.place, work.threads),
+        *(work.config.privacy, work.config.training.shadow, work.place, work.threads, command.share),
         *(str(torch.__version__), version("fedcg-edge")),
     )
     mark = hashlib.sha256(repr(depends_on).encode()).digest()
@@ -332,6 +334,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         **figures,
         update_bytes=len(update),
         seconds=round(work.clock() - done.started, 3),
+        **({} if command.share == 1.0 else {"share": command.share}),
     )
     return generation
 

@@ -177,7 +177,7 @@ class Trainer:
         try:
             generation = train_round(self._work, command)
             if before is None or generation.number > before.number:  # else it was committed before a crash
-                write_cost(self._work, generation, self._cost(), self._meter.rail)
+                write_cost(self._work, generation, self._cost(), self._meter.rail, command.share)
         except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
             if is_sticky(error):
                 self._give_up(command, error)
@@ -253,7 +253,7 @@ def reason_for(error: Exception) -> DeclineReason:
     return DeclineReason.TRAINING_FAILED
 
 
-def write_cost(work: Workplace, generation: Generation, cost: RoundCost, rail: str | None) -> None:
+def write_cost(work: Workplace, generation: Generation, cost: RoundCost, rail: str | None, share: float) -> None:
     """Add what a round cost to the ledger; a disk that refuses it is reported and stops nothing."""
     at, outbox = generation.round_attempt, generation.outbox
     line = {
@@ -263,6 +263,7 @@ def write_cost(work: Workplace, generation: Generation, cost: RoundCost, rail: s
         "round": at.round,
         "attempt": at.attempt,
         "seconds": cost.seconds,
+        "share": share,
         "device": work.place,
         "images": work.store.generations.snapshot(generation).counts()["train"],
         "update_bytes": None if outbox is None else outbox.size,

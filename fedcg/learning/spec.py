@@ -225,6 +225,12 @@ class RoundPolicy(_Frozen):
     late_decay: Annotated[
         float, Field(gt=0, le=1, description="share of its examples that a late update counts for in the next round")
     ] = 0.5
+    pace: Annotated[
+        Literal["equal-steps", "equal-time"],
+        Field(
+            description="every device takes the spec's local steps, or a slower one so many fewer that it ends with the median device"
+        ),
+    ] = "equal-steps"
     require_cohort: Annotated[
         bool, Field(description="devices without the cohort secret of most others are not invited")
     ] = False

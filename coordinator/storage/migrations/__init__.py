@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 def upgrade(connection: Connection, version: int, target: str = str(SCHEMA_VERSION)) -> None:

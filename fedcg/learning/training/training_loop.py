@@ -19,7 +19,7 @@ from torch import nn
 from fedcg.learning.data.image_folder import normalise, usable_rows
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
-from fedcg.learning.method import RoundContext, TrainingParams
+from fedcg.learning.method import Method, RoundContext, TrainingParams
 from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.seeds import Streams
@@ -115,6 +115,14 @@ def steps_of(params: TrainingParams, rows: int) -> int:
     if params.steps:
         return params.steps
     return params.epochs * math.ceil(usable_rows(rows, params.batch_size) / params.batch_size)
+
+
+def paced(spec: FederationSpec, method: Method, share: float, rows: int) -> FederationSpec:
+    """The spec with a share of its local steps over `rows` rows, at least one; for one round of one client."""
+    if share == 1.0:
+        return spec
+    steps = math.ceil(share * steps_of(method.params_type.model_validate(spec.params), rows))
+    return spec.model_copy(update={"params": {**spec.params, "steps": max(1, steps)}})
 
 
 def images_at_once(form: ImageForm) -> int:

@@ -262,17 +262,33 @@ class Refusal(_Message):
     update: Side
 
 
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
 class Invite(_Message):
-    """Asks one device to take part in (round, attempt); `cohort` compares its cohort secret with the others'."""
+    """Asks one device to take part in (round, attempt).
+
+    Attributes:
+        cohort: compares its cohort secret with the others'.
+        share: of the spec's local steps that it should take (policy `pace`); left out at 1, which agents without the field read.
+    """
 
     kind: Literal["invite"] = "invite"
     cohort: CohortVerdict = CohortVerdict.ALONE
+    share: Annotated[Share, Field(exclude_if=lambda share: share == 1.0)] = 1.0
 
 
 class Accept(_Message):
-    """The device takes part."""
+    """The device takes part.
+
+    Attributes:
+        predicted_s: seconds that it expects its update to take, by its last round, where its owner allows `health`.
+    """
 
     kind: Literal["accept"] = "accept"
+    predicted_s: Annotated[
+        Annotated[float, Field(ge=0.0, le=1e9)] | None, Field(exclude_if=lambda seconds: seconds is None)
+    ] = None
 
 
 class Decline(_Message):

@@ -56,6 +56,7 @@ class FakeDevice:
     silent: bool = False
     carrier: Carrier = Carrier.MQTT  # over HTTPS the test puts what is granted
     decline: DeclineReason | None = None
+    full_round_s: float | None = None  # what it tells of the time that all steps of a round take
     heartbeat_s: int | None = None
     received: list[AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
@@ -210,7 +211,8 @@ class FakeDevice:
             if self.decline is not None:
                 self.tell(Decline(**position, reason=self.decline))
             else:
-                self.tell(Accept(**position))
+                told = None if self.full_round_s is None else self.full_round_s * message.share
+                self.tell(Accept(**position, predicted_s=told))
                 self._train()
         elif isinstance(message, Need) and self.pending is not None:
             self.asked_for += message.ranges

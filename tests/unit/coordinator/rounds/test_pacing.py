@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.rounds.pacing import RETRY_MAX_S, Policy
+from coordinator.rounds.pacing import LEAST_SHARE, RETRY_MAX_S, Policy
 from coordinator.rounds.round_commands import FailAttempt, MoveDeadline, OpenAttempt, Pause
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.rounds.round_events import (
@@ -170,3 +170,21 @@ def test_after_a_restart_the_deadline_waits_for_the_link() -> None:
     assert play(state, Tick(), now=9000.0)[1] == []
     _, commands = play(state, LinkChanged(up=True), UpdateStored(1, 1, "a"), now=9000.0)
     assert commands == [MoveDeadline(1, 1, 9100.0, "no link to the broker for 4000 s")]
+
+
+EQUAL_TIME = POLICY.model_copy(update={"pace": "equal-time"})
+
+
+def test_with_equal_time_slow_clients_take_so_few_steps_that_they_end_with_the_median_one() -> None:
+    # 10, 20, 40 and 100 s: the lower median is 20 s; 40 s take half of the steps, 100 s would take a fifth and take the least share.
+    shares = EQUAL_TIME.shares({"a": 10.0, "b": 20.0, "c": 40.0, "d": 100.0})
+    assert shares == {"c": 0.5, "d": LEAST_SHARE}
+
+
+@pytest.mark.parametrize("times", [{}, {"a": 30.0}, {"a": 30.0, "b": 30.0}], ids=["nothing known", "one", "alike"])
+def test_nobody_takes_fewer_steps_where_nobody_is_slower(times: dict[str, float]) -> None:
+    assert EQUAL_TIME.shares(times) == {}
+
+
+def test_with_equal_steps_nobody_takes_fewer_however_slow() -> None:
+    assert POLICY.shares({"a": 1.0, "b": 1000.0}) == {}

@@ -12,6 +12,7 @@ from devices.eligibility import EligibilitySettings, Obstacle
 from devices.telemetry import Sensors, Telemetry, Zone
 from edge_client.agent.hardware import HardwareWatch, metrics_text
 from edge_client.config import PolicySection
+from edge_client.session.events import Invited
 from fedcg.wire.messages.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Offer, RoundAttempt
 from fedcg.wire.parts import Part, ReportField
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, World, aggregate_of, make_config, toy_parts
@@ -73,7 +74,7 @@ def offer(deadline_at: float) -> Offer:
 
 def test_a_round_that_takes_longer_here_than_what_is_left_is_declined_by_the_coordinators_clock(tmp_path: Path) -> None:
     watch = HardwareWatch(make_config(tmp_path), Telemetry, lambda: NOON)
-    invited = RoundAttempt(2, 1)
+    invited = Invited(RoundAttempt(2, 1))
     watch.welcomed(server_time=1_000_000.0, now=50.0)
     assert watch.decline(invited, offer(1_000_100.0), now=90.0) is None  # no round was measured yet
     watch.noted({"event": "phase_started", "phase": "load"})
@@ -82,7 +83,7 @@ def test_a_round_that_takes_longer_here_than_what_is_left_is_declined_by_the_coo
     assert watch.decline(invited, offer(1_000_111.0), now=90.0) is None  # 1,000,040 there: 71 s are left
     found = watch.decline(invited, offer(1_000_109.0), now=90.0)
     assert found == (DeclineReason.NO_TIME, "the last round took 70 s here, 69 s are left")
-    assert watch.decline(RoundAttempt(2, 2), offer(1_000_109.0), now=90.0) is None  # of another attempt
+    assert watch.decline(Invited(RoundAttempt(2, 2)), offer(1_000_109.0), now=90.0) is None  # of another attempt
     assert watch.decline(invited, offer(1_000_000.0), now=90.0) is None  # passed: the coordinator moves it
 
 

@@ -454,3 +454,16 @@ def test_the_laws_would_notice_a_machine_that_forgets_its_commits(training: Sess
     amnesic = replace(state, committed=None)
     _, commands = drive(amnesic, Invited(RoundAttempt(1, 1)))
     assert any(isinstance(command, TrainRound) for command in commands)
+
+
+def test_a_share_of_the_steps_is_trained_as_asked_and_the_accept_says_how_long_it_will_take(
+    ready: SessionState,
+) -> None:
+    at = RoundAttempt(1, 1)
+    asked = Invited(at, share=0.25, predicted_s=12.5)
+    _, commands = drive(
+        ready, offer(1), asked, ArtifactStored(SPEC.id), SpecChecked(SPEC.id, None), ArtifactStored(aggregate(1).id)
+    )
+    told = [command.message for command in commands if isinstance(command, Send)]
+    assert [message.predicted_s for message in told if isinstance(message, Accept)] == [12.5]
+    assert TrainRound(at, SPEC.id, aggregate(1).id, share=0.25) in commands
