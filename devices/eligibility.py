@@ -39,6 +39,8 @@ class EligibilitySettings(BaseModel):
         unmetered: never while the default route goes over one of `metered_interfaces` (names, or patterns such as `wwan*`).
         lock_file: nothing is trained while another process holds a `flock` on it.
         stop_file: nothing is trained while this file exists.
+        inference_url: of the box's inference server, `fedcg infer serve`; nothing is trained while it gets more than
+            `max_requests_per_s` requests.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,12 +55,15 @@ class EligibilitySettings(BaseModel):
     metered_interfaces: tuple[str, ...] = ("wwan*", "ppp*")
     lock_file: Path | None = None
     stop_file: Path | None = None
+    inference_url: Annotated[str, Field(pattern=r"^https?://[^\s]{1,200}$")] | None = None
+    max_requests_per_s: Annotated[float, Field(gt=0, le=1e6)] = 5.0
 
 
 class Obstacle(str, Enum):
     """Why a box may not train now."""
 
     RESERVED = "reserved"
+    SERVING = "serving"
     HOT = "hot"
     THROTTLED = "throttled"
     ON_BATTERY = "on_battery"
@@ -89,10 +94,12 @@ def eligibility(
     now: datetime,
     *,
     held: str = "",
+    requests_per_s: float | None = None,
     before: Obstacle | None = None,
 ) -> Reason | None:
     """The first of `obstacles`, or None."""
-    return next(iter(obstacles(readings, settings, now, held=held, before=before)), None)
+    found = obstacles(readings, settings, now, held=held, requests_per_s=requests_per_s, before=before)
+    return next(iter(found), None)
 
 
 def obstacles(
@@ -101,6 +108,7 @@ def obstacles(
     now: datetime,
     *,
     held: str = "",
+    requests_per_s: float | None = None,
     before: Obstacle | None = None,
 ) -> tuple[Reason, ...]:
     """All reasons why the box may not train now.
@@ -110,10 +118,12 @@ def obstacles(
         settings: of its owner.
         now: local time.
         held: what `is_held` found.
-        before: why it could not train at the last reading; one that was hot has to cool by 5 °C.
+        requests_per_s: of the box's inference server; None where it is not known.
+        before: why it could not train at the last reading; one that was hot has to cool by 5 °C, and requests to fall to half the limit.
     """
     found = (
         _reason(Obstacle.RESERVED, held),
+        _reason(Obstacle.SERVING, _serving(requests_per_s, settings, 0.5 if before is Obstacle.SERVING else 1.0)),
         _reason(Obstacle.HOT, _heat(readings, settings, COOLS_BY_C if before is Obstacle.HOT else 0.0)),
         _reason(Obstacle.THROTTLED, ", ".join(readings.hardware_throttling)),
         _reason(Obstacle.ON_BATTERY, _battery(readings, settings)),
@@ -167,6 +177,13 @@ def _heat(readings: Telemetry, settings: EligibilitySettings, cools_by_c: float)
         if zone.temperature_c >= limit_c:
             return f"{zone.name} has {zone.temperature_c:.0f} °C, below {limit_c:.0f} °C are needed"
     return ""
+
+
+def _serving(requests_per_s: float | None, settings: EligibilitySettings, share: float) -> str:
+    limit = settings.max_requests_per_s * share
+    if settings.inference_url is None or requests_per_s is None or requests_per_s <= limit:
+        return ""
+    return f"the inference server gets {requests_per_s:.1f} requests/s, at most {limit:g} are allowed"
 
 
 def _battery(readings: Telemetry, settings: EligibilitySettings) -> str:

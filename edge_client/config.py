@@ -157,6 +157,16 @@ class TrainingSection(_Section):
     shadow: bool = False
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
     threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this device")] = 0
+    priority: Annotated[
+        Literal["normal", "low", "idle"],
+        Field(
+            description="of the training process: as other programs, after them (nice 10), or only with the time that they leave"
+        ),
+    ] = "low"
+    duty_cycle: Annotated[
+        float,
+        Field(gt=0.01, le=1.0, description="share of the time that training may take; the process sleeps for the rest"),
+    ] = 1.0
     stall_s: Annotated[
         float, Field(ge=1, le=86_400, description="seconds without progress after which training is started again")
     ] = STALL_S

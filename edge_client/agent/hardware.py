@@ -11,6 +11,7 @@ from datetime import datetime
 from devices.eligibility import Reason, eligibility, is_held, no_time
 from devices.telemetry import Sensors, Telemetry
 from edge_client.config import AgentConfig
+from edge_client.inference_load import InferenceLoad
 from edge_client.session.events import Invited
 from edge_client.store.sent_record import LEDGER_FILE, read_lines
 from fedcg.event_log import EventValue
@@ -41,6 +42,7 @@ class HardwareWatch:
         self._config = config
         self._read = read or Sensors(config.store).read
         self._now = now
+        self._load = InferenceLoad(config.eligibility.inference_url)
         self._lock = threading.Lock()
         self._last: Reason | None = None
         self._round_s = self._last_round_s()
@@ -98,7 +100,8 @@ class HardwareWatch:
         with self._lock:
             read, settings = self._read(), self._config.eligibility
             before = None if self._last is None else self._last.obstacle
-            self._last = eligibility(read, settings, self._now(), held=is_held(settings), before=before)
+            held, load = is_held(settings), self._load()
+            self._last = eligibility(read, settings, self._now(), held=held, requests_per_s=load, before=before)
             return read, self._last
 
     def noted(self, event: Mapping[str, EventValue]) -> None:

@@ -31,7 +31,7 @@ from edge_client.training.memory_share import MemoryShare
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
 from edge_client.training.trainer_handle import Committed, Failed, Noted, Ready, TrainerReport, Work, Working
-from edge_client.training.turns import Pauses, turn
+from edge_client.training.turns import Pauses, turn, yield_cpu
 from export.errors import ExportError
 from fedcg.event_log import EventLog
 from fedcg.files import advice_for
@@ -53,6 +53,7 @@ _log = logging.getLogger(__name__)
 
 def trainer_main(connection: Connection, config: AgentConfig) -> None:
     """Carry out the agent's commands until the agent is gone; an unfinished round leaves nothing behind."""
+    yield_cpu(config.training.priority)
     store = open_store(config)
     events = EventLog(config.store / "events.jsonl", time.time, watch=lambda event: connection.send(Noted(event)))
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
@@ -120,7 +121,8 @@ class Trainer:
         self._working = working
         self._meter = EnergyMeter(tuple)
         self._started = time.monotonic()
-        self._pauses = Pauses(config.eligibility, Sensors(store.root).read, self._is_working, events)
+        duty = config.training.duty_cycle
+        self._pauses = Pauses(config.eligibility, Sensors(store.root).read, self._is_working, events, duty_cycle=duty)
         self._work = Workplace(
             config, store, data, events, place, plan.threads, share, working=self._pauses, cost=self._cost
         )

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from devices.eligibility import EligibilitySettings, Obstacle, Reason, eligibility, is_held
 from devices.telemetry import Telemetry
+from edge_client.inference_load import InferenceLoad
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import NO_ATTEMPT, RoundAttempt
 
 LOOK_AGAIN_S = 0.2
+LOW_NICE = 10
 LOOK_EVERY_S = 2.0
 """Between two looks at the sensors; a look takes milliseconds."""
 LEAST_PAUSE_S = 30.0
 """Of hardware throttling: without load it ends at once, and would begin again with the next step."""
+
+
+def yield_cpu(priority: Literal["normal", "low", "idle"]) -> None:
+    """Let other programs of the box go first, from now on and in all threads that this one starts."""
+    if priority == "low":
+        os.nice(max(0, LOW_NICE - os.nice(0)))
+    elif priority == "idle":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 @contextmanager
@@ -53,7 +65,7 @@ def turn(lock: Path, waits: Callable[[], None], working: Callable[[], None]) -> 
 
 
 class Pauses:
-    """Holds the work between two steps while the box may not train; to be called at every step.
+    """Holds the work between two steps while the box may not train, or has had its share of the time; to be called at every step.
 
     Args:
         settings: of the box's owner.
@@ -63,6 +75,7 @@ class Pauses:
         clock: monotonic seconds.
         now: local time.
         sleep: waits some seconds.
+        duty_cycle: share of the time that the work may take, in (0, 1].
 
     Attributes:
         at: the round attempt that is worked on.
@@ -77,6 +90,7 @@ class Pauses:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = datetime.now,
         sleep: Callable[[float], None] = time.sleep,
+        duty_cycle: float = 1.0,
     ) -> None:
         self.at: RoundAttempt = NO_ATTEMPT
         self._settings = settings
@@ -86,12 +100,21 @@ class Pauses:
         self._clock = clock
         self._now = now
         self._sleep = sleep
+        self._idle_per_busy = 1.0 / duty_cycle - 1.0
+        self._load = InferenceLoad(settings.inference_url, clock=clock)
         self._looked_at = float("-inf")
+        self._stepped_at: float | None = None
 
     def __call__(self) -> None:
         """A step is done; returns when the next one may begin."""
         self._working()
         began = self._clock()
+        if self._idle_per_busy and self._stepped_at is not None:
+            self._sleep(min(LOOK_EVERY_S, (began - self._stepped_at) * self._idle_per_busy))
+        self._pause(self._clock() if self._idle_per_busy else began)
+        self._stepped_at = self._clock()
+
+    def _pause(self, began: float) -> None:
         if began - self._looked_at < LOOK_EVERY_S or (reason := self._look(None)) is None:
             return
         where = {"round": self.at.round, "attempt": self.at.attempt}
@@ -109,5 +132,6 @@ class Pauses:
     def _look(self, before: Obstacle | None) -> Reason | None:
         self._looked_at = self._clock()
         settings = self._settings
-        found = eligibility(self._read(), settings, self._now(), held=is_held(settings), before=before)
+        held, load = is_held(settings), self._load()
+        found = eligibility(self._read(), settings, self._now(), held=held, requests_per_s=load, before=before)
         return found if found is not None and found.obstacle.pauses else None

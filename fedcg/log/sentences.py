@@ -31,6 +31,7 @@ DECLINE_ADVICE = {
     "daily_limit": "nothing: it takes part again after midnight UTC; [policy] max_upload_mb_per_day and max_download_mb_per_day there set the limit",
     "interrupted": "nothing: its agent was stopped, and takes part again when it runs",
     "reserved": "nothing: the device's application keeps it busy, and releases its lock_file or stop_file when it is done",
+    "serving": "nothing: its inference server is busy, and it trains when fewer requests come; [eligibility] max_requests_per_s there sets the limit",
     "hot": "nothing, if it is rare: it takes part when it has cooled; otherwise improve its cooling or lower its power mode",
     "throttled": "look at the device's power supply and cooling: `fedcg doctor --hardware` names what slows it down",
     "on_battery": "connect the device to mains power",

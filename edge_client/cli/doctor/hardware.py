@@ -13,11 +13,13 @@ from devices.eligibility import EligibilitySettings, Obstacle, is_held, obstacle
 from devices.profile import DeviceProfile
 from devices.telemetry import LIVE_ROOT, Sensors, Telemetry, Zone
 from edge_client.cli.doctor.checks import Finding
+from edge_client.inference_load import InferenceLoad
 
 RATE_S = 1.0
 """Between two readings of the counters, where there are any."""
 ADVICE = {
     Obstacle.RESERVED: "the box's application releases lock_file or stop_file when it is done",
+    Obstacle.SERVING: "it trains again when fewer requests come; max_requests_per_s under [eligibility] sets the limit",
     Obstacle.HOT: "let it cool; if it stays hot, improve its cooling or lower its power mode",
     Obstacle.THROTTLED: "look at its power supply and cooling",
     Obstacle.ON_BATTERY: "connect mains power, or set on_mains = false under [eligibility]",
@@ -46,13 +48,15 @@ def examine_hardware(
     while not store.exists():
         store = store.parent
     profile, sensors = detect(root), Sensors(store, root, asks_services=True)
-    read = sensors.read()
-    if read.counters:
+    read, load = sensors.read(), InferenceLoad(settings.inference_url)
+    load()
+    if read.counters or settings.inference_url:
         wait(RATE_S)
         read = sensors.read()
+    requests_per_s, now = load(), datetime.now().astimezone()
     found = {
         one.obstacle: one.detail
-        for one in obstacles(read, settings, datetime.now().astimezone(), held=is_held(settings))
+        for one in obstacles(read, settings, now, held=is_held(settings), requests_per_s=requests_per_s)
     }
 
     def judged(check: str, detail: str, obstacle: Obstacle, warning: str = "") -> Finding:
@@ -77,8 +81,16 @@ def examine_hardware(
         judged("disk", f"{gib(read.free_disk_bytes)} free at {store}", Obstacle.LOW_DISK),
         judged("links", _links(read), Obstacle.METERED, _no_effect("unmetered", settings, read)),
         judged("quiet hours", ", ".join(settings.quiet_hours) or "none", Obstacle.QUIET_HOURS),
+        *([] if settings.inference_url is None else [_serving(requests_per_s, settings, judged)]),
         judged("application", "does not keep training away" if not is_held(settings) else "busy", Obstacle.RESERVED),
     )
+
+
+def _serving(requests_per_s: float | None, settings: EligibilitySettings, judged: Callable[..., Finding]) -> Finding:
+    if requests_per_s is None:
+        remedy = f"{settings.inference_url}/metrics does not answer as `fedcg infer serve` does: it does not count against training"
+        return Finding("inference server", "warning", UNAVAILABLE, remedy)
+    return judged("inference server", f"{requests_per_s:.1f} requests/s", Obstacle.SERVING)
 
 
 def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:

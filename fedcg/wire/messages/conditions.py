@@ -32,6 +32,7 @@ class DeclineReason(str, Enum):
     DAILY_LIMIT = "daily_limit"
     # Of the box itself, where its owner allows `health` (else NOT_ELIGIBLE); `devices.eligibility.Obstacle` has the same values.
     RESERVED = "reserved"
+    SERVING = "serving"
     HOT = "hot"
     THROTTLED = "throttled"
     ON_BATTERY = "on_battery"
@@ -49,7 +50,7 @@ class DeclineReason(str, Enum):
 
 
 _PASSING = frozenset(
-    {"interrupted", "reserved", "hot", "throttled", "on_battery", "power_mode", "quiet_hours"}
+    {"interrupted", "reserved", "serving", "hot", "throttled", "on_battery", "power_mode", "quiet_hours"}
     | {"low_disk", "low_memory", "metered"}
 )
 

@@ -154,3 +154,22 @@ def test_every_obstacle_has_a_word_on_the_wire() -> None:
     assert {obstacle.value for obstacle in Obstacle} <= {reason.value for reason in DeclineReason}
     passing = {reason.value for reason in DeclineReason if reason.passes}
     assert passing == {obstacle.value for obstacle in Obstacle} - {"no_time"} | {"interrupted"}
+
+
+@pytest.mark.parametrize(
+    ("rate", "before", "keeps"),
+    [
+        (4.0, None, False),
+        (4.1, None, True),
+        (2.1, Obstacle.SERVING, True),
+        (2.0, Obstacle.SERVING, False),
+        (None, None, False),
+    ],
+)
+def test_requests_above_the_limit_keep_a_box_from_training_until_they_fell_to_half_of_it(
+    rate: float | None, before: Obstacle | None, keeps: bool
+) -> None:
+    settings = EligibilitySettings(inference_url="http://127.0.0.1:8080", max_requests_per_s=4.0)
+    reason = eligibility(Telemetry(), settings, NOON, requests_per_s=rate, before=before)
+    assert (reason is not None and reason.obstacle is Obstacle.SERVING) is keeps
+    assert eligibility(Telemetry(), EligibilitySettings(), NOON, requests_per_s=1e6) is None  # no server is named

@@ -93,14 +93,16 @@ def test_a_wrong_token_is_answered_with_the_form_and_the_reason(page: ServedPage
     assert "the token is not valid" in text
 
 
-def test_a_paced_client_is_shown_with_its_share_of_the_steps_and_when_its_update_is_expected(page: ServedPage) -> None:
-    page.made.world.store.set_policy("tiny", json.dumps({"pace": "equal-time"}))
-    for device, seconds in zip(page.made.devices["tiny"], (10.0, 10.0, 1000.0), strict=True):
+def test_a_paced_client_is_shown_with_its_share_of_the_steps_and_when_its_update_is_expected(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    made.world.store.set_policy("tiny", json.dumps({"pace": "equal-time"}))
+    for device, seconds in zip(made.devices["tiny"], (10.0, 10.0, 1000.0), strict=True):
         device.full_round_s = seconds
-    slow = page.made.devices["tiny"][2]
-    slow.trained.add((2, 1))  # it accepts the second round, and is still training
-    start(page)
-    shows(page.reader(), "/f/tiny", "update about", "(25 % of the steps)")
+    made.devices["tiny"][2].trained.add((2, 1))  # it accepts the second round, and is still training
+    with served(made) as page:
+        start(page)
+        shows(page.reader(), "/f/tiny", "update about", "(25 % of the steps)")
+    made.world.store.close()
 
 
 def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: ServedPage) -> None:
