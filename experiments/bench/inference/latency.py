@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from experiments.bench.inference.beside_training import beside_training
 from experiments.bench.inference.load import Load, Serving, ask, serving
 from export.build.install_model import package_personal
 from export.build.variants import HeldOut, add_variants
@@ -80,6 +81,8 @@ def measure(split: str, plan: Plan, announce: Callable[[str], None]) -> dict[str
         found |= _variants(Slots(root).current(), Path(folder) / "variants", plan)
         announce(f"{split}: {plan.callers} callers, with and without batches in turn")
         found |= _served(root, plan)
+        announce(f"{split}: one caller, alone and beside training at each priority in turn")
+        found |= beside_training(root, _encoded(plan.side), plan.requests, plan.repeats)
         announce(f"{split}: {plan.swaps} new versions under load")
         return found | {"swaps": _swapped(root, plan)}
 

@@ -95,7 +95,7 @@ class Load:
         return ranked[min(int(share * len(ranked)), len(ranked) - 1)] * 1000
 
 
-def ask(port: int, image: bytes, callers: int, goes_on: Callable[[int], bool]) -> Load:
+def ask(port: int, image: bytes, callers: int, goes_on: Callable[[int], bool], pause_s: float = 0.0) -> Load:
     """Let callers ask at the same time, each again as soon as it was answered.
 
     Args:
@@ -103,17 +103,20 @@ def ask(port: int, image: bytes, callers: int, goes_on: Callable[[int], bool]) -
         image: the bytes of an image file.
         callers: how many, each with a connection of its own that it keeps.
         goes_on: called with the number of requests answered so far; false ends the callers.
+        pause_s: of a caller between an answer and its next request.
     """
     load = Load()
-    asyncio.run(_all(port, image, callers, goes_on, load))
+    asyncio.run(_all(port, image, callers, goes_on, load, pause_s))
     return load
 
 
-async def _all(port: int, image: bytes, callers: int, goes_on: Callable[[int], bool], load: Load) -> None:
-    await asyncio.gather(*(_caller(port, image, goes_on, load) for _ in range(callers)))
+async def _all(
+    port: int, image: bytes, callers: int, goes_on: Callable[[int], bool], load: Load, pause_s: float
+) -> None:
+    await asyncio.gather(*(_caller(port, image, goes_on, load, pause_s) for _ in range(callers)))
 
 
-async def _caller(port: int, image: bytes, goes_on: Callable[[int], bool], load: Load) -> None:
+async def _caller(port: int, image: bytes, goes_on: Callable[[int], bool], load: Load, pause_s: float) -> None:
     head = (
         f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(image)}\r\n\r\n"
     )
@@ -127,6 +130,8 @@ async def _caller(port: int, image: bytes, goes_on: Callable[[int], bool], load:
                     load.seconds.append(time.perf_counter() - began)
                 else:
                     load.failed += 1
+                if pause_s:
+                    await asyncio.sleep(pause_s)
         except (OSError, EOFError):
             load.failed += 1
         finally:

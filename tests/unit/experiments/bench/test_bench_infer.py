@@ -69,6 +69,11 @@ def test_the_quick_measurement_gives_every_figure_and_loses_no_request() -> None
     for name in ("batches", "single"):
         assert found[name]["failed"] == 0
         assert found[name]["p99_ms"] >= found[name]["p50_ms"] > 0
+    for name in ("one_caller", "beside_normal", "beside_low", "beside_idle"):
+        assert found[name]["failed"] == 0
+        assert found[name]["p99_ms"] / found["one_caller"]["p99_ms"] == pytest.approx(
+            found[name]["p99_vs_alone"], rel=0.1, abs=0.01
+        )
     assert found["swaps"]["swaps"] == 1
     assert found["swaps"]["requests"] > 0
     assert found["swaps"]["failed"] == 0
