@@ -30,7 +30,7 @@ def beside_training(model: Path, image: bytes, requests: int, repeats: int) -> d
         requests: of a run.
         repeats: runs of each; the median counts, and the ratio is that of the runs of one turn.
     """
-    loads: dict[str, list[Load]] = {ALONE: []} | {f"beside_{priority}": [] for priority in PRIORITIES}
+    loads = {name: list[Load]() for name in (ALONE, *(f"beside_{priority}" for priority in PRIORITIES))}
     with serving(model, "--threads", "1") as server:
         for _ in range(repeats):
             loads[ALONE].append(ask(server.port, image, 1, lambda done: done < requests, PAUSE_S))

@@ -13,7 +13,9 @@ from fedcg.json_output import print_data
 def privacy_command(
     grid: Annotated[
         str,
-        typer.Argument(help="methods, pretrained, fedcg-table2, ppidsg, epochs, mechanisms, antigan or antigan-split"),
+        typer.Argument(
+            help="methods, pretrained, fedcg-table2, ppidsg, epochs, mechanisms, antigan, antigan-four or antigan-split"
+        ),
     ],
     data: Annotated[str, typer.Option(help="as for `fedcg simulate --data`")] = "digits",
     out: Annotated[
