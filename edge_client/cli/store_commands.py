@@ -1,4 +1,4 @@
-"""`fedcg agent store encrypt|decrypt|rekey`, `fedcg agent backup|restore`: the private store at rest. Importing this loads no torch."""
+"""`fedcg agent store migrate|encrypt|decrypt|rekey`, `fedcg agent backup|restore`: the private store at rest. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,28 @@ if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
     from edge_client.store.sealed_files import StoreKey
 
-store_app = typer.Typer(help="Encrypt this device's private store, or stop doing so.", no_args_is_help=True)
+store_app = typer.Typer(help="Check this device's private store, encrypt it, or stop doing so.", no_args_is_help=True)
 NOT_RUNNING = "The agent must not run meanwhile."
+
+
+@store_app.command("migrate", help=f"Check the private store, and bring it to this version's format. {NOT_RUNNING}")
+def migrate_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Open the store with this version, verify its state, and write the format that this version writes; repeating it changes nothing.
+
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    """
+    from edge_client.store.encryption import STORE_FORMAT
+
+    settings = _settings_of(config)
+    with _alone(settings) as store:
+        generation, problems = store.generations.current()
+        store.take_over()
+    trained = None if generation is None else generation.round_attempt.round
+    if as_json:
+        print_data({"store": str(settings.store), "format": STORE_FORMAT, "round": trained, "problems": list(problems)})
+        return
+    stands = "nothing was trained yet" if trained is None else f"trained up to round {trained}"
+    typer.echo("; ".join((f"{settings.store} has format {STORE_FORMAT}, {stands}", *problems)))
 
 
 @store_app.command("encrypt", help=f"Encrypt the private store in place with the key under [encryption]. {NOT_RUNNING}")

@@ -1,0 +1,212 @@
+"""`deploy/box/install.sh`, run for real below a scratch root: install, upgrade with private stores, failures, interruption, removal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from edge_client.cli.units import AGENT_UNIT, render_agent_unit
+from edge_client.store.encryption import STORE_FORMAT
+from tests.support.box_install import REPOSITORY, STORES, Box, content, fill_store, make_wheel
+
+INFER_UNIT = "fedcg-infer@.service"
+
+
+@dataclass(frozen=True)
+class After:
+    """A box after one run of the script."""
+
+    done: subprocess.CompletedProcess[str]
+    version: str
+    stores: dict[str, bytes]
+    units: dict[str, str]
+    prefix: frozenset[str]
+
+
+def after(box: Box, done: subprocess.CompletedProcess[str]) -> After:
+    return After(
+        done, box.version(), content(box.stores), box.units(), frozenset(path.name for path in box.prefix.iterdir())
+    )
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, After]:
+    """One box from its installation on; each entry is the state after a step."""
+    wheels, box = tmp_path_factory.mktemp("wheels"), Box(tmp_path_factory.mktemp("box"))
+    found = {"installed": after(box, box.put("install", make_wheel(wheels, "1.0")))}
+    box.add_store("shapes", 1)
+    found["upgraded"] = after(box, box.put("upgrade", make_wheel(wheels, "1.1")))
+    shutil.rmtree(box.stores / "shapes")
+    fill_store(box.stores / "shapes", 1)
+    box.add_store("zebra", STORE_FORMAT)
+    (box.stores / "zebra" / "format.json").write_text('{"format": 99, "federation": "shapes", "device": "site-1"}')
+    found["store too new"] = after(box, box.put("upgrade", make_wheel(wheels, "1.2")))
+    broken = {"edge_client/cli/units.py": "raise ImportError('half a release')\n"}
+    found["broken release"] = after(box, box.put("upgrade", make_wheel(wheels, "1.3", broken)))
+    return found
+
+
+def test_the_installed_program_is_the_wheels_and_its_units_are_in_place(life: dict[str, After]) -> None:
+    installed = life["installed"]
+    assert installed.done.returncode == 0, installed.done.stderr
+    assert installed.version == "1.0"
+    assert installed.units == {
+        AGENT_UNIT: render_agent_unit(),
+        INFER_UNIT: (REPOSITORY / "deploy" / "systemd" / INFER_UNIT).read_text(),
+    }
+    assert "no user is made, no unit is stopped or started" in installed.done.stdout
+
+
+def test_an_upgrade_changes_the_version_and_the_stores_format_and_keeps_every_other_byte(
+    life: dict[str, After],
+) -> None:
+    upgraded, before = life["upgraded"], content(STORES / "format-1")
+    assert upgraded.done.returncode == 0, upgraded.done.stderr
+    assert upgraded.version == "1.1"
+    stores = dict(upgraded.stores)
+    assert (
+        json.loads(stores.pop("shapes/format.json"))["format"]
+        == STORE_FORMAT
+        > json.loads(before.pop("format.json"))["format"]
+    )
+    assert stores == {f"shapes/{name}": data for name, data in before.items()}
+    assert f"has format {STORE_FORMAT}, trained up to round 2" in upgraded.done.stdout
+
+
+def test_an_upgrade_leaves_no_copy_of_private_data_and_no_earlier_version_behind(life: dict[str, After]) -> None:
+    assert life["installed"].prefix == {"venv", "venv-a", ".lock"}
+    assert life["upgraded"].prefix == {"venv", "venv-b", ".lock"}
+
+
+def test_a_store_that_the_new_version_cannot_read_keeps_the_old_version_and_every_store_as_it_was(
+    life: dict[str, After],
+) -> None:
+    refused = life["store too new"]
+    assert refused.done.returncode == 1
+    assert f"has store format 99; this program reads up to {STORE_FORMAT}" in " ".join(refused.done.stderr.split())
+    assert "version 1.1, units and private stores are as before" in refused.done.stderr
+    assert f"has format {STORE_FORMAT}" in refused.done.stdout, (
+        "the other store was migrated before, and must come back"
+    )
+    assert (refused.version, refused.prefix) == ("1.1", life["upgraded"].prefix)
+    assert {name: data for name, data in refused.stores.items() if name.startswith("shapes/")} == {
+        f"shapes/{name}": data for name, data in content(STORES / "format-1").items()
+    }
+    assert json.loads(refused.stores["zebra/format.json"])["format"] == 99
+
+
+def test_a_release_that_does_not_run_changes_nothing(life: dict[str, After]) -> None:
+    refused, before = life["broken release"], life["store too new"]
+    assert refused.done.returncode == 1
+    assert "half a release" in refused.done.stderr
+    assert (refused.version, refused.stores, refused.units, refused.prefix) == (
+        "1.1",
+        before.stores,
+        before.units,
+        before.prefix,
+    )
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Box:
+    """A box with a private store, and in place of a program the folders of one."""
+    made = Box(tmp_path / "root")
+    made.add_store("shapes", 1)
+    units = made.root / "etc" / "systemd" / "system"
+    (units / "multi-user.target.wants").mkdir(parents=True)
+    (units / AGENT_UNIT).write_text("agent")
+    (units / "multi-user.target.wants" / "fedcg-agent@shapes.service").symlink_to(units / AGENT_UNIT)
+    (units / "other.service").write_text("other")
+    (made.prefix / "venv-a").mkdir(parents=True)
+    (made.prefix / "venv").symlink_to("venv-a")
+    return made
+
+
+def test_uninstall_removes_program_and_units_and_keeps_stores_configurations_and_other_units(box: Box) -> None:
+    before = content(box.stores)
+    done = box.run("uninstall")
+    assert done.returncode == 0, done.stderr
+    assert not box.prefix.exists()
+    assert set(box.units()) == {"other.service"}
+    assert not any((box.root / "etc" / "systemd" / "system" / "multi-user.target.wants").iterdir())
+    assert content(box.stores) == before
+    assert (box.root / "etc" / "fedcg" / "shapes" / "agent.toml").exists()
+    assert box.run("uninstall").returncode == 0, "it can be repeated"
+
+
+def test_purge_names_what_it_removes_and_without_a_terminal_needs_yes(box: Box) -> None:
+    before, configs = content(box.stores), box.root / "etc" / "fedcg"
+    asked = box.run("uninstall", "--purge")
+    assert asked.returncode == 2
+    assert "--yes" in asked.stderr
+    assert {str(box.stores / "shapes"), str(configs / "shapes")} <= set(asked.stdout.split())
+    assert content(box.stores) == before
+    assert (box.prefix / "venv-a").exists()
+    done = box.run("uninstall", "--purge", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert not box.stores.exists()
+    assert not configs.exists()
+
+
+def interrupt(box: Box, *, switched: bool) -> dict[str, bytes]:
+    """The traces of an upgrade that was cut while it took its changes back, or with a version in place; the store is not its copy."""
+    shutil.copytree(box.stores / "shapes", box.stores / ".shapes.before-upgrade")
+    (box.prefix / "undo").mkdir()
+    (box.prefix / "undo" / AGENT_UNIT).write_text("agent of the old version")
+    (box.prefix / "undo" / "running").touch()
+    (box.prefix / "undo" / "venv").symlink_to("venv-a")
+    if not switched:
+        (box.prefix / "venv").unlink()
+    copied = content(box.stores / ".shapes.before-upgrade")
+    (box.stores / "shapes" / "CURRENT").write_text("3\n")
+    return copied
+
+
+def test_an_upgrade_that_was_cut_while_it_took_its_changes_back_is_taken_back_to_the_end(box: Box) -> None:
+    copied = interrupt(box, switched=False)
+    nothing = box.put("upgrade", box.root / "no.whl")
+    assert nothing.returncode == 2
+    assert content(box.stores) == {f"shapes/{name}": data for name, data in copied.items()}
+    assert (box.prefix / "venv").readlink() == Path("venv-a")
+    assert box.units()[AGENT_UNIT] == "agent of the old version"
+
+
+def test_a_store_that_was_used_since_an_upgrade_was_cut_is_not_replaced_by_its_copy(box: Box) -> None:
+    interrupt(box, switched=True)
+    assert box.put("upgrade", box.root / "no.whl").returncode == 2
+    assert content(box.stores)["shapes/CURRENT"] == b"3\n"
+    assert [path.name for path in box.stores.iterdir()] == ["shapes"]
+    assert not (box.prefix / "undo").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("instal",), "Usage"),
+        (("upgrade", "--sorce", "x"), "there is no option --sorce"),
+        (("upgrade", "--source", ""), "needs a value"),
+        (("upgrade", "--source", "torch==2"), "no requirement such as fedcg-edge"),
+        (("upgrade", "--extra", "edge;x"), "names with commas"),
+        (("upgrade", "--python", "/bin/false"), "no Python from 3.10 on"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_next_step_and_change_nothing(
+    box: Box, words: tuple[str, ...], said: str
+) -> None:
+    before = content(box.root)
+    refused = box.run(*words)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert content(box.root) == before
+
+
+def test_an_upgrade_of_nothing_and_a_machine_with_a_coordinator_are_refused(tmp_path: Path, box: Box) -> None:
+    assert "install first" in Box(tmp_path / "empty").run("upgrade").stderr
+    (box.root / "etc" / "systemd" / "system" / "fedcg-coordinator.service").touch()
+    refused = box.run("install")
+    assert (refused.returncode, "a coordinator is installed here" in refused.stderr) == (2, True)

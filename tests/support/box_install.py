@@ -1,0 +1,128 @@
+"""What tests of `deploy/box/install.sh` share: wheels of this checkout under any version, boxes with private stores, runs of the script."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomllib
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "deploy" / "box" / "install.sh"
+STORES = REPOSITORY / "tests" / "golden" / "stores"
+AGENT_TOML = """federation = "shapes"
+device = "site-1"
+[broker]
+host = "127.0.0.1"
+insecure = true
+[data]
+root = "images"
+"""
+
+
+def make_wheel(folder: Path, version: str, replaced: Mapping[str, str] | None = None) -> Path:
+    """The checkout as a wheel of that version, some files replaced; what it depends on is borrowed from the test's environment.
+
+    A .pth file in the wheel names that environment's folder, after the installation's own: pip has nothing to download.
+    """
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    facts, packages = project["project"], project["tool"]["setuptools"]["packages"]["find"]["include"]
+    groups = {"console_scripts": facts["scripts"], **facts["entry-points"]}
+    lines = [
+        line for group, found in groups.items() for line in (f"[{group}]", *(f"{a} = {b}" for a, b in found.items()))
+    ]
+    extras = "".join(f"Provides-Extra: {extra}\n" for extra in facts["optional-dependencies"])
+    info, wheel = f"fedcg_edge-{version}.dist-info", folder / f"fedcg_edge-{version}-py3-none-any.whl"
+    content = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: fedcg-edge\nVersion: {version}\n{extras}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": "\n".join(lines) + "\n",
+        "borrowed.pth": sysconfig.get_path("purelib") + "\n",
+        **(replaced or {}),
+    }
+    files = [path for name in packages for path in (REPOSITORY / name.rstrip("*")).rglob("*") if path.is_file()]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in files:
+            name = str(path.relative_to(REPOSITORY))
+            if "__pycache__" not in path.parts and name not in content:
+                archive.write(path, name)
+        for name, text in content.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in archive.namelist()))
+    return wheel
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without its import path; pip installs the wheel alone."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {**clean, "PIP_NO_DEPS": "1", "PIP_NO_COMPILE": "1", "PYTHONDONTWRITEBYTECODE": "1", **more}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A scratch root in which the script installs."""
+
+    root: Path
+
+    @property
+    def prefix(self) -> Path:
+        """Where the program is."""
+        return self.root / "opt" / "fedcg"
+
+    @property
+    def stores(self) -> Path:
+        """Where private stores are."""
+        return self.root / "var" / "lib" / "fedcg"
+
+    def run(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        """The script with these words and this root; it has no terminal."""
+        command = [str(SCRIPT), *map(str, words), "--root", str(self.root)]
+        return subprocess.run(
+            command,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=280,
+        )
+
+    def put(self, action: str, wheel: Path) -> subprocess.CompletedProcess[str]:
+        """Install or upgrade to a wheel with this Python."""
+        return self.run(action, "--source", wheel, "--python", sys.executable)
+
+    def version(self) -> str:
+        """What the installed program says that it is."""
+        command = [str(self.prefix / "venv" / "bin" / "fedcg"), "--version"]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.split()[-1]
+
+    def add_store(self, name: str, version: int) -> None:
+        """A device of the federation `name` with the private store of an earlier or the present format."""
+        fill_store(self.stores / name, version)
+        config = self.root / "etc" / "fedcg" / name
+        config.mkdir(parents=True)
+        (config / "agent.toml").write_text(AGENT_TOML)
+
+    def units(self) -> dict[str, str]:
+        """Installed units by name."""
+        return {path.name: path.read_text() for path in (self.root / "etc" / "systemd" / "system").glob("*.service")}
+
+
+def fill_store(place: Path, version: int) -> None:
+    """A golden private store, for its owner alone."""
+    shutil.copytree(STORES / f"format-{version}", place)
+    for path in (place, *place.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder but locks, by its path."""
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith("lock"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
