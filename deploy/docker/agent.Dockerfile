@@ -1,8 +1,11 @@
 # syntax=docker/dockerfile:1
 # The agent of one box: trains, exports, never needs a port open. Build from the repository's root:
 #   docker build -f deploy/docker/agent.Dockerfile -t fedcg-agent .
+# For amd64 and arm64 (64-bit Raspberry Pi OS, servers), where the registry is yours:
+#   docker buildx build --platform linux/amd64,linux/arm64 -f deploy/docker/agent.Dockerfile -t REGISTRY/fedcg-agent --push .
+# Nothing below names an architecture: base image and every pinned package exist for both.
 # TORCH_INDEX: an index with torch wheels for this kind of machine; by default PyTorch's CPU index, smaller by several GB.
-# Not for a Jetson: there the base image must be NVIDIA's own with torch inside.
+# For a Jetson: agent-jetson.Dockerfile.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build

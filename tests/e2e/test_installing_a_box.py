@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from edge_client.cli.units import AGENT_UNIT, render_agent_unit
 from edge_client.store.encryption import STORE_FORMAT
-from tests.support.box_install import REPOSITORY, STORES, Box, content, fill_store, make_wheel
+from tests.support.box_install import REPOSITORY, STORES, Box, content, environment, fill_store, make_wheel
 
 INFER_UNIT = "fedcg-infer@.service"
 
@@ -38,7 +39,8 @@ def after(box: Box, done: subprocess.CompletedProcess[str]) -> After:
 def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, After]:
     """One box from its installation on; each entry is the state after a step."""
     wheels, box = tmp_path_factory.mktemp("wheels"), Box(tmp_path_factory.mktemp("box"))
-    found = {"installed": after(box, box.put("install", make_wheel(wheels, "1.0")))}
+    make_wheel(wheels, "1.0")
+    found = {"installed": after(box, box.put("install", wheels))}  # of the folder, without an index
     box.add_store("shapes", 1)
     found["upgraded"] = after(box, box.put("upgrade", make_wheel(wheels, "1.1")))
     shutil.rmtree(box.stores / "shapes")
@@ -203,6 +205,31 @@ def test_wrong_options_are_refused_with_the_next_step_and_change_nothing(
     assert refused.returncode == 2
     assert said in refused.stderr
     assert content(box.root) == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # installs packages, twice
+def test_the_sources_install_with_what_they_depend_on_and_once_more_in_place_of_themselves(tmp_path: Path) -> None:
+    sources, box = tmp_path / "sources", Box(tmp_path / "root")
+    packages = ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments", "deploy")
+    for name in packages:
+        shutil.copytree(REPOSITORY / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, sources / name)
+    for folder in ("venv-a", "venv-b"):
+        done = box.run("install", "--extra", "serve", script=sources / "deploy" / "box" / "install.sh", depends=True)
+        if any(word in done.stdout + done.stderr for word in ("NewConnectionError", "Max retries")):
+            pytest.skip("no package index can be reached")
+        assert done.returncode == 0, done.stderr
+        assert (box.prefix / "venv").readlink() == Path(folder)
+    assert box.version() == tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    assert set(box.units()) == {INFER_UNIT}
+    fedcg = box.prefix / "venv" / "bin" / "fedcg"
+    served = subprocess.run(
+        [fedcg, "infer", "serve", "--help"], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert served.returncode == 0, served.stderr
+    assert "--port" in served.stdout
 
 
 def test_an_upgrade_of_nothing_and_a_machine_with_a_coordinator_are_refused(tmp_path: Path, box: Box) -> None:

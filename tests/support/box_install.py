@@ -81,17 +81,14 @@ class Box:
         """Where private stores are."""
         return self.root / "var" / "lib" / "fedcg"
 
-    def run(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
-        """The script with these words and this root; it has no terminal."""
-        command = [str(SCRIPT), *map(str, words), "--root", str(self.root)]
+    def run(self, *words: str | Path, script: Path = SCRIPT, depends: bool = False) -> subprocess.CompletedProcess[str]:
+        """The script with these words and this root, without a terminal; with `depends` pip installs what the package needs."""
+        env = environment()
+        if depends:
+            del env["PIP_NO_DEPS"]
+        command = [str(script), *map(str, words), "--root", str(self.root)]
         return subprocess.run(
-            command,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=280,
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=600
         )
 
     def put(self, action: str, wheel: Path) -> subprocess.CompletedProcess[str]:

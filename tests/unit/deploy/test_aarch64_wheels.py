@@ -50,6 +50,14 @@ def test_the_requirements_of_a_box_are_wheels_on_64_bit_arm(python: str, extra: 
 
 
 @pytest.mark.slow
+def test_the_pinned_versions_of_a_box_are_wheels_on_64_bit_arm() -> None:
+    found = resolve(ROOT / "pyproject.toml", "3.11", "--extra", "edge", "--constraint", str(ROOT / "constraints.txt"))
+    assert found.returncode == 0, found.stderr
+    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    assert set(pinned) <= set(found.stdout.splitlines())
+
+
+@pytest.mark.slow
 def test_a_package_without_a_wheel_is_found(tmp_path: Path) -> None:
     source_only = tmp_path / "requirements.in"
     source_only.write_text("antlr4-python3-runtime==4.9.3\n")

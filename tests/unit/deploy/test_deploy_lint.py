@@ -128,9 +128,11 @@ def test_the_image_runs_as_an_ordinary_user_by_number_from_a_named_release(docke
     text = dockerfile.read_text()
     users = re.findall(r"^USER (\S+)", text, re.MULTILINE)
     assert users == ["10001:10001"]
-    images = re.findall(r"^(?:FROM|ARG PYTHON_IMAGE=) ?(\S+)", text, re.MULTILINE)
+    (release,) = re.findall(r"^ARG (?:PYTHON|BASE)_IMAGE=(\S+)", text, re.MULTILINE)
+    assert re.search(r":[^:]*bookworm$|^nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3-igpu$", release)
+    images = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
     assert images
-    assert all(image == "${PYTHON_IMAGE}" or re.search(r":[^:]*bookworm", image) for image in images)
+    assert set(images) <= {"${PYTHON_IMAGE}", "${BASE_IMAGE}"}
     ignored = dockerfile.with_name(f"{dockerfile.name}.dockerignore").read_text().splitlines()
     assert "*" in ignored, "the build must not see what it does not need (keys, data)"
 
@@ -138,12 +140,28 @@ def test_the_image_runs_as_an_ordinary_user_by_number_from_a_named_release(docke
 def test_the_images_install_extras_that_exist_and_every_package_of_the_distribution() -> None:
     extras = project()["project"]["optional-dependencies"]
     packages = {name.rstrip("*") for name in project()["tool"]["setuptools"]["packages"]["find"]["include"]}
-    for name in ("agent", "coordinator"):
+    for name in ("agent", "agent-jetson", "coordinator", "infer"):
         text = (DEPLOY / "docker" / f"{name}.Dockerfile").read_text()
         (wanted,) = re.findall(r"'\.\[([a-z0-9,]+)\]'", text)
         assert set(wanted.split(",")) <= set(extras)
         sent = (DEPLOY / "docker" / f"{name}.Dockerfile.dockerignore").read_text().splitlines()
-        assert {f"!{package}" for package in packages} | {"!pyproject.toml", "!constraints.txt"} <= set(sent)
+        assert {f"!{package}" for package in packages} | {"!pyproject.toml"} <= set(sent)
+        assert ("--constraint constraints.txt" in text) == ("!constraints.txt" in sent)
+
+
+def test_no_image_but_the_jetsons_names_an_architecture_and_the_jetsons_keeps_the_torch_of_its_base() -> None:
+    for dockerfile in DOCKERFILES:
+        lines = [line for line in dockerfile.read_text().splitlines() if not line.startswith("#")]
+        named = {word for line in lines for word in re.findall(r"amd64|x86_64|arm64|aarch64|igpu", line)}
+        assert named == ({"igpu"} if "jetson" in dockerfile.name else set()), dockerfile.name
+    jetson = (DEPLOY / "docker" / "agent-jetson.Dockerfile").read_text()
+    assert "PIP_CONSTRAINT=/src/base-torch.txt" in jetson
+    assert "'torch==' + version('torch')" in jetson
+    assert "--system-site-packages" in jetson
+
+
+def test_shellcheck_accepts_the_scripts() -> None:
+    assert_clean(run("shellcheck", *sorted(DEPLOY.glob("*/*.sh")), REPOSITORY / ".ci" / "run"))
 
 
 def test_the_compose_file_fits_its_schema() -> None:
