@@ -125,7 +125,7 @@ stop_units() { # and note which ran
   if [ -n "$root" ]; then return; fi
   systemctl list-units --plain --no-legend --state=active,activating 'fedcg-agent@*' 'fedcg-infer@*' |
     while read -r unit _ state _; do echo "$unit $state"; done >"$1"
-  systemctl stop 'fedcg-agent@*' 'fedcg-infer@*'
+  cut -d' ' -f1 "$1" | xargs -r systemctl stop
 }
 
 start_units() { # those that ran; one that did not start before either decides nothing
@@ -267,11 +267,11 @@ uninstall() {
     [ -n "$yes" ] || [ -t 0 ] || fail 2 "--purge needs a terminal to ask on, or --yes"
     [ -n "$yes" ] || { read -r -p "Type yes to go on: " answer && [ "$answer" = yes ]; } || fail 2 "nothing was removed"
   fi
-  [ -n "$root" ] || systemctl stop 'fedcg-agent@*' 'fedcg-infer@*'
+  stop_units "$prefix/running"
   check_nobody_uses_stores
   rm -f "$units"/fedcg-{agent,infer}@.service "$units"/*.wants/fedcg-{agent,infer}@*.service
   [ -n "$root" ] || systemctl daemon-reload
-  rm -rf "${prefix:?}"/venv* "$prefix/.lock"
+  rm -rf "${prefix:?}"/venv* "$prefix/running" "$prefix/.lock"
   rmdir --ignore-fail-on-non-empty "$prefix"
   if [ -z "$purge" ]; then
     say "removed; private stores and configurations stay in $stores and $configs"

@@ -46,6 +46,7 @@ RUNNING = """fedcg-agent@circles.service loaded active running FedCG Edge agent
 fedcg-agent@shapes.service loaded active running FedCG Edge agent
 fedcg-infer@shapes.service loaded activating auto-restart FedCG Edge predictions
 """
+STOP = "systemctl stop fedcg-agent@circles.service fedcg-agent@shapes.service fedcg-infer@shapes.service"
 NAMESPACE = ("unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-user",)))
 
 
@@ -126,7 +127,7 @@ def machine(tmp_path: Path, wheels: tuple[Path, Path]) -> Machine:
     return made
 
 
-def test_units_rest_while_stores_change_and_those_that_ran_start_again(
+def test_units_rest_while_stores_change_those_that_ran_start_again_and_all_are_stopped_before_a_removal(
     machine: Machine, wheels: tuple[Path, Path]
 ) -> None:
     installing = machine.calls()
@@ -138,7 +139,7 @@ def test_units_rest_while_stores_change_and_those_that_ran_start_again(
     assert json.loads((machine.store("shapes") / "format.json").read_text())["format"] == STORE_FORMAT
     assert [call for call in machine.calls() if not call.startswith("useradd")] == [
         "systemctl list-units --plain --no-legend --state=active,activating fedcg-agent@* fedcg-infer@*",
-        "systemctl stop fedcg-agent@* fedcg-infer@*",
+        STOP,
         "as fedcg: FEDCG_AGENT_STORE=/var/lib/fedcg/circles agent store migrate",
         "as fedcg: FEDCG_AGENT_STORE=/var/lib/fedcg/shapes agent store migrate",
         "systemctl daemon-reload",
@@ -146,6 +147,13 @@ def test_units_rest_while_stores_change_and_those_that_ran_start_again(
         "systemctl start fedcg-agent@shapes.service",
         "systemctl start --no-block fedcg-infer@shapes.service",
     ]
+    kept = content(machine.store("shapes"))
+    code, output = machine.put("uninstall", wheels[1])
+    assert code == 0, output
+    assert machine.calls()[1:] == [STOP, "systemctl daemon-reload"]
+    assert not (machine.root / "opt" / "fedcg").exists()
+    assert not list((machine.root / "etc" / "systemd" / "system").glob("fedcg-*"))
+    assert content(machine.store("shapes")) == kept
 
 
 def test_an_agent_that_does_not_start_brings_back_the_old_version_and_only_the_store_that_it_could_not_read(
