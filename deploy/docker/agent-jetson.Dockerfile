@@ -1,12 +1,12 @@
 # syntax=docker/dockerfile:1
 # The agent on a Jetson with JetPack 6, with the torch of NVIDIA's image, which is made for the board's GPU. Not built and not run yet.
 # Build on the Jetson, or elsewhere with --platform linux/arm64, from the repository's root; run with NVIDIA's container runtime:
-#   docker build -f deploy/docker/agent-jetson.Dockerfile -t fedcg-agent-jetson .
+#   docker build -f deploy/docker/agent-jetson.Dockerfile --build-arg BASE_IMAGE=IMAGE -t fedcg-agent-jetson .
 #   docker run --runtime nvidia -e FEDCG_AGENT_STORE=/var/lib/fedcg/store -v fedcg:/var/lib/fedcg \
 #     -v /etc/fedcg/NAME:/etc/fedcg:ro -v /srv/images:/srv/images:ro fedcg-agent-jetson
-# BASE_IMAGE: an image of NVIDIA for the integrated GPU, whose torch is 2.6 or newer. The last ones with Python 3.10 have torch 2.5, so that
-# the one below brings Python 3.12. constraints.txt is for 3.11 and is not used: packages are the newest that fit the base image's torch.
-ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:25.06-py3-igpu
+# BASE_IMAGE has no default: NVIDIA's image of PyTorch for the integrated GPU (`-igpu`) that fits the board's JetPack, with torch 2.6 or newer
+# and Python 3.10 to 3.13. constraints.txt is for 3.11 and is not used: packages are the newest that fit the base image's torch.
+ARG BASE_IMAGE
 
 FROM ${BASE_IMAGE} AS build
 # The base image's own constraints hold numpy below 2; the file named here pins its torch alone, and pip fails rather than replace it.
