@@ -101,7 +101,7 @@ def test_a_paced_client_is_shown_with_its_share_of_the_steps_and_when_its_update
     made.devices["tiny"][2].trained.add((2, 1))  # it accepts the second round, and is still training
     with served(made) as page:
         start(page)
-        shows(page.reader(), "/f/tiny", "update about", "(25 % of the steps)")
+        shows(page.reader(), "/f/tiny", "update expected", "(25 % of the steps)")
     made.world.store.close()
 
 
