@@ -22,6 +22,7 @@ from fedcg.json_output import print_data
 if TYPE_CHECKING:
     from export.model.manifest import Verification
     from export.model.signature import Accept
+    from export.serving.comparison import Stage
 
 model_app = typer.Typer(
     help="Versions of the model on this box: list, check, choose, go back.", no_args_is_help=True, add_completion=False
@@ -40,6 +41,19 @@ MaxPixels = Annotated[int, typer.Option("--max-pixels", min=1, help="Refuse larg
 WatchWindow = Annotated[
     int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
 ]
+ShadowImages = Annotated[
+    int,
+    typer.Option(
+        "--shadow", min=0, help="Images on which a new version is compared before it takes requests; 0: at once."
+    ),
+]
+ShadowShare = Annotated[
+    float, typer.Option("--shadow-share", min=0.01, max=1, help="Share of the requests that a new version repeats.")
+]
+ShadowMinutes = Annotated[
+    float,
+    typer.Option("--shadow-minutes", min=0.01, help="Then it takes the requests with what was compared until then."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -47,6 +61,12 @@ def _accept(signed_by: str | None) -> Accept | None:
     from export.model.signature import required
 
     return None if signed_by is None else required(signed_by)
+
+
+def _stage(images: int, share: float, minutes: float) -> Stage | None:
+    from export.serving.comparison import Stage
+
+    return Stage(images, share, minutes * 60) if images else None
 
 
 class _InferGroup(TyperGroup):
@@ -137,6 +157,9 @@ def serve_command(
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 16 * 1024 * 1024,
     max_pixels: MaxPixels = MAX_PIXELS,
     watch: WatchWindow = 200,
+    shadow: ShadowImages = 200,
+    shadow_share: ShadowShare = 0.5,
+    shadow_minutes: ShadowMinutes = 60,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
     ] = None,
@@ -154,7 +177,9 @@ def serve_command(
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
-    settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=_accept(signed_by))
+    stage = _stage(shadow, shadow_share, shadow_minutes)
+    names = tuple(allow_host or ())
+    settings = Settings(model, host, port, *bounds, stage, names=names, accept=_accept(signed_by))
     raise typer.Exit(serve(settings, lambda line: print_data({"message": line}) if as_json else typer.echo(line)))
 
 
@@ -177,6 +202,9 @@ def serve_mqtt_command(
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1024 * 1024,
     max_pixels: MaxPixels = MAX_PIXELS,
     watch: WatchWindow = 200,
+    shadow: ShadowImages = 200,
+    shadow_share: ShadowShare = 0.5,
+    shadow_minutes: ShadowMinutes = 60,
     signed_by: SignedBy = None,
 ) -> None:
     """Answer predictions over MQTT, by request and response; follows the version in use.
@@ -194,13 +222,14 @@ def serve_mqtt_command(
     files = [path for path in (ca, cert, key) if path is not None]
     if len(files) not in (0, 3):
         raise ServingError("TLS needs all of --ca, --cert and --key")
+    stage = _stage(shadow, shadow_share, shadow_minutes)
     place, tls, inbound = Place(prefix, name), TlsFiles(*files) if files else None, INBOUND_FACTOR * max_bytes + 65_536
     try:
         config = MqttConfig(host, port, name, tls=tls, insecure=insecure, max_inbound=inbound)
     except (TransportError, ValueError) as error:
         raise ServingError(str(error)) from error
     server = MqttServer(
-        ServedModel(model, threads=threads, warm_up=(1,), accept=_accept(signed_by)),
+        ServedModel(model, threads=threads, warm_up=(1,), accept=_accept(signed_by), stage=stage),
         place,
         lambda will: MqttTransport(config, will),
         Limits(max_bytes, max_pixels, MAX_IMAGES),

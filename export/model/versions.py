@@ -75,6 +75,11 @@ class Slots:
         """
         return self.root / self._required_pointer().current
 
+    def previous(self) -> tuple[str, ...]:
+        """The versions that were in use before, latest first; after a rollback without the one that it left."""
+        pointer = self._pointer()
+        return pointer.previous if pointer else ()
+
     def install(self, fill: Callable[[Path], None]) -> Path:
         """Make a new version and put it in use.
 

@@ -69,6 +69,7 @@ class Service:
                     watch.cancel()
                     with suppress(asyncio.CancelledError):
                         await watch
+                    self.models.close()
 
     async def _watch(self) -> None:
         while True:
@@ -77,7 +78,10 @@ class Service:
                 verdict = self.watch.verdict()
                 if verdict is not None and await asyncio.to_thread(self.models.take_back, verdict):
                     self.metrics.rollbacks.labels(verdict.kind).inc()
-                await asyncio.to_thread(self.models.refresh)
+                rejected = await asyncio.to_thread(self.models.refresh)
+                if rejected is not None:
+                    self.metrics.rollbacks.labels(rejected.kind).inc()
+                    self.watch.accept(rejected.version)
             except Exception:
                 log.exception("looking for a new version failed; the one in service stays")
 
@@ -109,6 +113,8 @@ class Service:
                 work = self._answer(predict, served, Body(content, content_type))
                 images, rows = await _unless_gone(request, work)
         self.watch.answered(served.version, rows)
+        # Not before the answer is on its way.
+        asyncio.get_running_loop().call_soon(self.models.offer, served, [pixels for _, pixels in images])
         results = [Classified(name, served.top(row, top)) for (name, _), row in zip(images, rows, strict=True)]
         for one in results:
             self.metrics.classes.labels(one.guesses[0].label).inc()
@@ -197,13 +203,14 @@ async def readyz(service: Running) -> dict[str, object]:
 
 @router.get("/model")
 async def model(service: Running) -> dict[str, object]:
-    """The model in service: manifest, execution providers, since when; and why a newer one is refused, if one is."""
-    served = service.served()
+    """The model in service: manifest, execution providers, since when; the candidate, or why a newer version is refused."""
+    served, candidate = service.served(), service.models.candidate
     return {
         **served.identity(),
         "since": service.models.since.isoformat(),
         "providers": list(served.predictor.providers),
         "variant": served.served.name,
+        "candidate": candidate.as_json() if candidate else None,
         "refused": service.models.refused or None,
         "taken_back": service.models.taken_back or None,
         "manifest": served.manifest.model_dump(mode="json"),
@@ -220,7 +227,9 @@ async def metrics(service: Running) -> Response:
         labels = {**served.identity(), "sha256": file.sha256}
         identity = {name: str(value) for name, value in labels.items()}
     is_ready = served is not None and not service.is_draining
-    text = service.metrics.text(queue=service.batcher.length, is_ready=is_ready, identity=identity)
+    candidate = service.models.candidate
+    compared = (candidate.model.version, candidate.progress.images) if candidate else None
+    text = service.metrics.text(queue=service.batcher.length, is_ready=is_ready, identity=identity, candidate=compared)
     return Response(text, media_type=CONTENT_TYPE)
 
 

@@ -37,7 +37,7 @@ CLASS_SHIFT = 0.25
 CHANCE = 1.5
 LONGEST = 10
 CONFIDENCE_DROP = 0.2
-Kind = Literal["errors", "drift"]
+Kind = Literal["errors", "drift", "latency"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Verdict:
     reason: str
 
 
-class _Sample:
+class Sample:
     """The last predictions of one version."""
 
     def __init__(self, version: str, window: int) -> None:
@@ -58,12 +58,24 @@ class _Sample:
         self.failures = 0
         self.requests = 0
 
+    def add(self, probabilities: Floats) -> None:
+        """Note a request that was answered: probabilities [N, C] of its images."""
+        self.requests += 1
+        self.predictions.extend((int(row.argmax()), float(row.max())) for row in probabilities)
+
+    def fail(self) -> None:
+        """Note a request that the version failed at."""
+        self.requests += 1
+        self.failures += 1
+
     @property
     def is_full(self) -> bool:
+        """Whether further predictions replace the oldest ones."""
         return len(self.predictions) == self.predictions.maxlen
 
     @property
     def failure_share(self) -> float:
+        """Share of requests that failed."""
         return self.failures / max(self.requests, 1)
 
     @property
@@ -85,6 +97,7 @@ class _Sample:
 
     @property
     def confidence(self) -> float:
+        """Mean probability of the likeliest class."""
         return float(np.mean([one for _, one in self.predictions]))
 
 
@@ -97,23 +110,25 @@ class Watch:
 
     def __init__(self, window: int = WINDOW) -> None:
         self.window = window
-        self._trusted: _Sample | None = None
-        self._now: _Sample | None = None
+        self._trusted: Sample | None = None
+        self._now: Sample | None = None
         self._judged: set[str] = set()
 
     def answered(self, version: str, probabilities: Floats) -> None:
         """Note a request that was answered: probabilities [N, C] of its images."""
         sample = self._sample(version)
         if sample is not None:
-            sample.requests += 1
-            sample.predictions.extend((int(row.argmax()), float(row.max())) for row in probabilities)
+            sample.add(probabilities)
 
     def failed(self, version: str) -> None:
         """Note a request that the model failed at."""
         sample = self._sample(version)
         if sample is not None:
-            sample.requests += 1
-            sample.failures += 1
+            sample.fail()
+
+    def accept(self, version: str) -> None:
+        """Judge a version no more: it was taken back before, so whoever chooses it again means it."""
+        self._judged.add(version)
 
     def verdict(self) -> Verdict | None:
         """What is wrong with the version in service; given once."""
@@ -135,16 +150,16 @@ class Watch:
             self._trusted = now
         return None
 
-    def _sample(self, version: str) -> _Sample | None:
+    def _sample(self, version: str) -> Sample | None:
         if not self.window:
             return None
         if self._now is None or self._now.version != version:
             known = self._trusted is not None and self._trusted.version == version
-            self._now = self._trusted if known else _Sample(version, self.window)
+            self._now = self._trusted if known else Sample(version, self.window)
         return self._now
 
 
-def _drift(now: _Sample, before: _Sample) -> str:
+def _drift(now: Sample, before: Sample) -> str:
     """Why two samples are too different; empty when they are not."""
     classes = 1 + int(max(now.labels.max(), before.labels.max()))
     ours, theirs = now.shares(classes), before.shares(classes)

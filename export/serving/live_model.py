@@ -1,8 +1,14 @@
-"""The model in service, and the change to a new version while requests run. Independent of HTTP."""
+"""The model in service, and the change to a new version while requests run. Independent of HTTP.
+
+With a stage, a version that was chosen as the successor of the one in service is first a candidate (`export.serving.candidate`): it
+is compared on the same images, and takes the requests afterwards. The pointer names it all the time, so a rejection moves the
+pointer back. A rollback is no succession (the pointer then has forgotten the version in service) and takes effect at once.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,16 +20,22 @@ from export.model.providers import in_words
 from export.model.runtime import Model
 from export.model.signature import Accept
 from export.model.versions import Slots, resolve
+from export.serving.candidate import Candidate, is_comparable
+from export.serving.comparison import Stage
 from export.serving.drift_watch import Verdict
+from export.serving.stage_record import note_serving, read_serving
+from fedcg.imaging import Pixels
 
 log = logging.getLogger(__name__)
 Stamp = tuple[tuple[str, int, int, int], ...]
+Look = tuple[Path, Stamp] | str
 
 
 class ServedModel:
     """The newest usable version under a directory.
 
-    `refresh` belongs to one thread. Others read `current` and `refused`, each of which changes in one step.
+    `refresh` and `take_back` belong to one thread at a time. Others read `current`, `candidate` and `refused`, each of which changes
+    in one step, and call `offer`.
 
     Args:
         directory: a model, or the root of its versions.
@@ -31,6 +43,8 @@ class ServedModel:
         warm_up: batch sizes to predict before a version comes into service.
         observe: gets "loaded" or "refused" for every version that was tried.
         accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
+        stage: how a new version is compared before it takes the requests; None: it takes them at once.
+        clock: seconds of a steady clock.
     """
 
     def __init__(
@@ -41,11 +55,18 @@ class ServedModel:
         warm_up: Sequence[int],
         observe: Callable[[str], None] = lambda _: None,
         accept: Accept | None = None,
+        stage: Stage | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory, self._threads, self._warm_up, self._observe = directory, threads, warm_up, observe
-        self._accept = accept
-        self._seen: tuple[Path, Stamp] | str | None = None
+        self._accept, self._stage, self._clock = accept, stage, clock
+        self._seen: Look | None = None
+        self._served: Look | None = None  # what `_look` saw of the version in service
+        self._began_s: float | None = None
+        self._left: set[str] = set()  # versions that were taken back; one that is chosen again is meant
         self.current: Model | None = None
+        self.candidate: Candidate | None = None
+        """The version that was chosen, while it is compared with the one in service; None outside a stage."""
         self.since = datetime.now(timezone.utc)
         """When the version in service came into it."""
         self.refused = f"{directory}: no model was loaded yet"
@@ -53,38 +74,57 @@ class ServedModel:
         self.taken_back = ""
         """Which version was taken out of service last because of what it did there, and why; "" when none was."""
 
-    def refresh(self) -> None:
-        """Look whether another version was chosen or its files changed; if so load it, warm it up and put it in service.
+    def refresh(self) -> Verdict | None:
+        """Look whether another version was chosen or its files changed; if so load it, warm it up, and serve or compare it.
 
         A version that cannot be used is refused with a line in the log, and the one in service stays.
+
+        Returns:
+            Why a candidate was taken back now; None when none was.
         """
         seen = self._look()
         if seen == self._seen:
-            return
+            return self._settled()
         self._seen = seen
+        self._drop()  # before another is loaded: there is memory for two
+        if self.current is not None and seen == self._served:
+            self.refused = ""
+            self._end_stage()
+            return None
+        if self.current is None and self._stage is not None:
+            self._resume()
         try:
             model = self._load()
         except (ExportError, OSError, MemoryError) as error:
+            self._began_s = None
             self._refuse(str(error) or "not enough memory for it beside the one in service")
         else:
-            self.current, self.refused, self.since = model, "", datetime.now(timezone.utc)
             self._observe("loaded")
-            manifest = model.manifest
-            log.info(
-                "serving %s, round %d, version %s (%s) by %s",
-                manifest.federation,
-                manifest.round,
-                model.version,
-                model.served.name,
-                in_words(model.predictor.providers),
-            )
+            self.refused = ""
+            self._introduce(model)
+        return None
+
+    def offer(self, served: Model, images: Sequence[Pixels]) -> None:
+        """Let the candidate, if there is one, predict images that `served` has answered; from any thread, returns at once."""
+        candidate = self.candidate
+        if candidate is not None:
+            candidate.offer(served, images)
+
+    def close(self) -> None:
+        """End the comparison; a server that starts again begins it anew."""
+        self._drop()
 
     def take_back(self, verdict: Verdict) -> bool:
-        """Return from a version that fails or drifts in service to the one before it; whether that was possible.
+        """Return from a version that does badly to the one before it; whether that was possible.
 
-        Nothing is done when there are no versions to choose from, or another one was chosen meanwhile.
+        Nothing is done when there are no versions to choose from, or another one was chosen meanwhile. If that one is the candidate,
+        it takes the requests at once: a version that does badly is nothing to compare it with.
         """
         slots = Slots(self._directory, accept=self._accept)
+        if self.candidate is not None and self.current is not None and verdict.version == self.current.version:
+            log.error("version %s does badly, so the candidate takes all requests: %s", verdict.version, verdict.reason)
+            self._promote(self.candidate.model)
+            return False
         try:
             if slots.current().name != verdict.version:
                 return False
@@ -92,21 +132,106 @@ class ServedModel:
         except (ExportError, OSError) as error:
             log.warning("version %s should be taken back (%s), but stays: %s", verdict.version, verdict.reason, error)
             return False
+        self._left.add(verdict.version)
         self.taken_back = f"version {verdict.version}: {verdict.reason}"
         log.error("version %s is taken back to %s: %s", verdict.version, back.name, verdict.reason)
         return True
 
+    def _introduce(self, model: Model) -> None:
+        """Serve a version that was loaded, or compare it first where it succeeds the one in service."""
+        before, is_insisted = self.current, model.version in self._left
+        if self._stage is None or before is None or is_insisted or not self._succeeds(before.version):
+            self._promote(model)
+        elif not is_comparable(model, before):
+            told = "version %s has other classes or takes other images than version %s, so it serves at once, without a comparison"
+            log.warning(told, model.version, before.version)
+            self._promote(model)
+        else:
+            if self._began_s is None:  # one that replaces a candidate has the rest of its time
+                self._began_s = self._clock()
+            note_serving(self._root, before.version)
+            self.candidate = Candidate(model, before, self._stage, self._began_s, clock=self._clock)
+            told = "version %s is compared with version %s, which answers, on %d images or for %.0f s before it serves"
+            log.info(told, model.version, before.version, self._stage.images, self._stage.limit_s)
+
+    def _settled(self) -> Verdict | None:
+        """Look at the comparison: keep on, take the candidate back, or serve it. A verdict when it was taken back."""
+        candidate = self.candidate
+        if candidate is None:
+            return None
+        verdict = candidate.verdict()
+        if verdict is not None:
+            self._drop()
+            self._began_s = None
+            if self.take_back(verdict):
+                return verdict
+            self._refuse(f"version {verdict.version}: {verdict.reason}")
+        elif candidate.is_over():
+            log.info("version %s takes all requests: %s", candidate.model.version, candidate.progress)
+            self._promote(candidate.model)
+        return None
+
+    def _promote(self, model: Model) -> None:
+        """Put the version that is chosen in service, and end the stage if there was one."""
+        self._drop()
+        self._serve(model, self._seen)
+        self._end_stage()
+
+    def _serve(self, model: Model, seen: Look | None) -> None:
+        self.current, self.since, self._served = model, datetime.now(timezone.utc), seen
+        manifest = model.manifest
+        log.info(
+            "serving %s, round %d, version %s (%s) by %s",
+            manifest.federation,
+            manifest.round,
+            model.version,
+            model.served.name,
+            in_words(model.predictor.providers),
+        )
+
+    def _drop(self) -> None:
+        if self.candidate is not None:
+            self.candidate.close()
+            self.candidate = None
+
+    def _end_stage(self) -> None:
+        self._began_s = None
+        note_serving(self._root, None)
+
+    @property
+    def _root(self) -> Path:
+        return Slots(self._directory).root
+
+    def _succeeds(self, version: str) -> bool:
+        """Whether the pointer can return to `version`; not after a rollback from it."""
+        try:
+            return version in Slots(self._directory).previous()
+        except (ExportError, OSError):
+            return False
+
+    def _resume(self) -> None:
+        """At the start: put the version in service that answered when a stage was cut off, if it is there and sound."""
+        name = read_serving(self._root)
+        if name is None or not self._succeeds(name):
+            return
+        try:
+            seen = _stamped(self._root / name)
+            self._serve(self._loaded(self._root / name), seen)
+        except (ExportError, OSError, MemoryError) as error:
+            log.warning("version %s, which answered before the restart, cannot be used: %s", name, error)
+
     def _look(self) -> tuple[Path, Stamp] | str:
         """What would be loaded; changes when another version is chosen or a file of it is replaced."""
         try:
-            chosen = resolve(self._directory)
-            files = ((path.name, path.stat()) for path in sorted(chosen.iterdir()))
-            return chosen, tuple((name, stat.st_mtime_ns, stat.st_ino, stat.st_size) for name, stat in files)
+            return _stamped(resolve(self._directory))
         except (ExportError, OSError) as error:
             return str(error)
 
     def _load(self) -> Model:
-        model = Model.load(self._directory, threads=self._threads, accept=self._accept)
+        return self._loaded(self._directory)
+
+    def _loaded(self, directory: Path) -> Model:
+        model = Model.load(directory, threads=self._threads, accept=self._accept)
         before = self.current
         if before is not None and before.manifest.federation != model.manifest.federation:
             raise ModelError(
@@ -122,6 +247,11 @@ class ServedModel:
         self._observe("refused")
         kept = f"; version {self.current.version} stays in service" if self.current else ""
         log.error("a model is refused: %s%s", reason, kept)
+
+
+def _stamped(chosen: Path) -> tuple[Path, Stamp]:
+    files = ((path.name, path.stat()) for path in sorted(chosen.iterdir()))
+    return chosen, tuple((name, stat.st_mtime_ns, stat.st_ino, stat.st_size) for name, stat in files)
 
 
 def _try(model: Model, images: int) -> None:

@@ -45,18 +45,28 @@ class Metrics:
         self._queue = Gauge("fedcg_serve_queue_images", "Images accepted and not answered yet.", registry=registry)
         self._ready = Gauge("fedcg_serve_ready", "1 while predictions are answered.", registry=registry)
         self._model = Gauge("fedcg_serve_model_info", "The model in service.", IDENTITY, registry=registry)
+        self._candidate = Gauge(
+            "fedcg_serve_candidate_images", "Images a new version was compared on.", ["version"], registry=registry
+        )
 
-    def text(self, *, queue: int, is_ready: bool, identity: Mapping[str, str] | None) -> bytes:
+    def text(
+        self, *, queue: int, is_ready: bool, identity: Mapping[str, str] | None, candidate: tuple[str, int] | None
+    ) -> bytes:
         """The whole page.
 
         Args:
             queue: images that are accepted and not answered yet.
             is_ready: whether predictions are answered.
             identity: `IDENTITY` of the model in service; None without one.
+            candidate: version of the candidate, and the images that it was compared on; None without one.
         """
         self._queue.set(queue)
         self._ready.set(is_ready)
         self._model.clear()
         if identity is not None:
             self._model.labels(**identity).set(1)
+        self._candidate.clear()
+        if candidate is not None:
+            version, images = candidate
+            self._candidate.labels(version).set(images)
         return generate_latest(self._registry)

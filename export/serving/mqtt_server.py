@@ -125,6 +125,7 @@ class MqttServer:
                     looked_at = time.monotonic()
                     self._look()
         finally:
+            self._models.close()
             self._publish(self._place.status, {"online": False}, retain=True)
             self._transport.close()
 
@@ -158,10 +159,13 @@ class MqttServer:
         verdict = self._watch.verdict()
         if verdict is not None:
             self._models.take_back(verdict)
-        self._models.refresh()
-        served = self._models.current
+        rejected = self._models.refresh()
+        if rejected is not None:
+            self._watch.accept(rejected.version)
+        served, candidate = self._models.current, self._models.candidate
         status: dict[str, object] = {"online": served is not None and not self._stopping.is_set()}
         status |= served.identity() if served is not None else {"reason": self._models.refused}
+        status |= {} if candidate is None else {"candidate": candidate.model.version}
         if status != self._published and self._publish(self._place.status, status, retain=True):
             self._published = status
 
@@ -184,12 +188,14 @@ class MqttServer:
             raise RefusedError(400, "empty_body", "the payload is empty; send the bytes of an image, or JSON")
         kind = JSON_TYPE if payload[:1] in (b"{", b"[") else "application/octet-stream"
         images = read_images(Body(payload, kind), served.manifest.image, self._limits)
+        pixels = [one for _, one in images]
         try:
-            rows = served.predict([pixels for _, pixels in images])
+            rows = served.predict(pixels)
         except Exception:
             self._watch.failed(served.version)
             raise
         self._watch.answered(served.version, rows)
+        self._models.offer(served, pixels)
         results = [Classified(name, served.top(row, self._top)) for (name, _), row in zip(images, rows, strict=True)]
         return {**served.identity(), "results": [one.as_json() for one in results]}
 

@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +18,7 @@ from export.errors import RefusedError, ServingError
 from export.model.signature import Accept
 from export.serving.app import Service, create_app
 from export.serving.batcher import Batcher
+from export.serving.comparison import Stage
 from export.serving.drift_watch import WINDOW, Watch
 from export.serving.live_model import ServedModel
 from export.serving.metrics import Metrics
@@ -46,6 +47,7 @@ class Settings:
         queue: images that may be accepted and not answered yet.
         max_bytes: bytes of a request's body.
         max_pixels: pixels of an encoded image.
+        stage: how a new version is compared before it takes the requests; None: it takes them at once.
         watch: predictions by which a new version is compared with the one before it; 0 for never.
         names: further host names that requests may name in their Host header.
         accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
@@ -61,6 +63,7 @@ class Settings:
     max_bytes: int = 16 * 1024 * 1024
     max_pixels: int = MAX_PIXELS
     watch: int = WINDOW
+    stage: Stage | None = field(default_factory=Stage)
     names: tuple[str, ...] = ()
     accept: Accept | None = None
 
@@ -130,6 +133,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
         warm_up=(1, settings.max_batch),
         observe=count,
         accept=settings.accept,
+        stage=settings.stage,
     )
     service = Service(models, batcher, limits, metrics, Watch(settings.watch))
     # Those in between get an answer with the reason; of the address with most ends the oldest.

@@ -89,7 +89,7 @@ def test_each_write_of_a_command_that_finds_no_room_is_reported_and_the_server_g
     root = tmp_path / "models"
     install_versions(root, 1)
     served = encoded(picture(1), "PNG")
-    with serving(root) as server:
+    with serving(root, "--shadow", 0) as server:
         done = _python(COMMAND, part, *command(checkpoint, root))
         assert done.returncode == 2, done.stdout + done.stderr
         _advises(done.stderr, root)

@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from export.build.install_model import package_personal
 from export.model.manifest import Takes
-from tests.support.learning.export_models import TestImages, install_model
+from export.model.preprocess import load_image
+from export.model.runtime import Model
+from fedcg.wire.parts import Part
+from tests.support.learning.export_models import TestImages, encoded, install_model, make_parts, make_spec, picture
 from tests.support.stack import wait_for
 
 PNG = {"Content-Type": "image/png"}
@@ -114,3 +121,16 @@ def install_versions(root: Path, count: int, images: TestImages | None = None, *
     """Versions 0001, 0002, … of rounds 1, 2, … whose answers differ; the last is in use."""
     for number in range(1, count + 1):
         install_model(root, seed=number, images=images, takes=takes)
+
+
+def install_one_that_names_one_class(root: Path) -> None:
+    """A new version, of the weights of `install_versions(root, 1)` but for the class that these name least, which it always names."""
+    torch.set_num_threads(1)
+    spec = make_spec()
+    parts = {part: dict(weights) for part, weights in make_parts(spec).items()}
+    name = next(name for name, tensor in parts[Part.CLASSIFIER].items() if tensor.shape == (spec.class_count,))
+    model = Model.load(root, threads=1)
+    pictures = [load_image(encoded(picture(seed), "PNG"), model.manifest.image) for seed in range(24)]
+    least = int(np.bincount(model.predict(pictures).argmax(axis=1), minlength=spec.class_count).argmin())
+    parts[Part.CLASSIFIER][name] = torch.tensor([1e4 if label == least else 0.0 for label in range(spec.class_count)])
+    package_personal(spec, parts, root, round_number=2)

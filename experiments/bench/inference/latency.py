@@ -192,7 +192,7 @@ def _swapped(root: Path, plan: Plan) -> dict[str, int]:
     slots = Slots(root)
     names = [version.name for version in slots.versions()]
     done = threading.Event()
-    with serving(root, "--threads", "1", "--watch", "0") as server:  # these versions do differ
+    with serving(root, "--threads", "1", "--watch", "0", "--shadow", "0") as server:  # these versions do differ
         swapping = threading.Thread(target=_swap, args=(server, slots, names, plan.swaps, done))
         swapping.start()
         load = ask(server.port, _encoded(plan.side), SWAPPING_CALLERS, lambda _: not done.is_set())

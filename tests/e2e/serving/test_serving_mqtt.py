@@ -21,7 +21,7 @@ from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import HOST, Client, Pki, RunningMosquitto
 from tests.support.commands import run_fedcg
-from tests.support.learning.export_models import encoded, picture
+from tests.support.learning.export_models import encoded, install_model, picture
 from tests.support.serving import install_versions
 from tests.support.waiting import wait_until
 
@@ -116,7 +116,7 @@ def test_applications_ask_over_mqtt_and_each_hears_its_own_answers(
     camera, press = app("camera"), app("press")
     camera.send(b"left over from before", "old", retain=True)
     image = encoded(picture(1), "PNG")
-    with serving(broker, models, "--top", "2", "--max-bytes", "100000", "--watch", "0") as process:
+    with serving(broker, models, "--top", "2", "--max-bytes", "100000", "--watch", "0", "--shadow", "0") as process:
         wait_until(lambda: camera.status().get("online") is True, "the server says that it answers", 60)
         assert camera.status() == {"online": True, "federation": "garden", "round": 2, "version": "0002"}
 
@@ -152,6 +152,30 @@ def test_applications_ask_over_mqtt_and_each_hears_its_own_answers(
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     wait_until(lambda: camera.status() == {"online": False}, "the server says goodbye")
+
+
+def test_a_new_version_is_compared_before_it_answers(broker: RunningMosquitto, app: MakeApp, tmp_path: Path) -> None:
+    models, camera = tmp_path / "models", app("camera")
+    install_model(models, seed=1, round_number=1)
+    image = encoded(picture(1), "PNG")
+    answers: list[str] = []
+    with serving(broker, models, "--shadow", "20", "--shadow-share", "1") as process:
+        wait_until(lambda: camera.status().get("version") == "0001", "the server answers", 60)
+        install_model(models, seed=1, round_number=2)  # of the same weights
+        wait_until(lambda: camera.status().get("candidate") == "0002", "the status names the candidate")
+        assert camera.status()["version"] == "0001"
+
+        def is_served() -> bool:
+            answers.append(camera.ask(image, str(len(answers)))["version"])
+            return bool(answers[-1] == "0002")
+
+        wait_until(is_served, "version 0002 answers", 60)
+        wait_until(lambda: camera.status().get("version") == "0002", "the status names the new version")
+        assert "candidate" not in camera.status()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert len(answers) > 20
+    assert set(answers[:-1]) == {"0001"}
 
 
 def test_a_server_that_dies_is_reported_by_the_broker(broker: RunningMosquitto, app: MakeApp, models: Path) -> None:

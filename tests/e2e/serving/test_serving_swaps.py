@@ -81,7 +81,7 @@ def test_no_request_fails_and_no_answer_is_mixed_while_versions_change(tmp_path:
     root = tmp_path / "models"
     install_versions(root, 3)
     expected, slots, done = _expected(root), Slots(root), threading.Event()
-    with serving(root, "--watch", 0) as server, ThreadPoolExecutor(CALLERS) as pool:
+    with serving(root, "--watch", 0, "--shadow", 0) as server, ThreadPoolExecutor(CALLERS) as pool:
         callers = [
             pool.submit(_ask_until, done, server, expected, keeps_alive=number % 2 == 0) for number in range(CALLERS)
         ]

@@ -17,6 +17,7 @@ from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
 from tests.support.learning.export_models import encoded, flip_bit, picture
 from tests.support.serving import PNG, serving
+from tests.support.stack import wait_for
 
 Alter = Callable[[Path, Path], None]
 
@@ -62,7 +63,7 @@ def test_over_http_each_refused_version_is_told_and_the_last_good_one_goes_on_an
     home: Path, root: Path, tmp_path: Path, altered: Sequence[tuple[Alter, str]]
 ) -> None:
     sound = Path(shutil.copytree(root / "0002", tmp_path / "sound"))
-    with serving(root, "--signed-by", str(home / "own.key")) as server:
+    with serving(root, "--signed-by", str(home / "own.key"), "--shadow", 0) as server:
         for number, (alter, told) in enumerate(altered, 1):
             shutil.rmtree(root / "0002")
             alter(Path(shutil.copytree(sound, root / "0002")), home)
@@ -72,7 +73,7 @@ def test_over_http_each_refused_version_is_told_and_the_last_good_one_goes_on_an
             answer = server.ask("/predict", encoded(picture(1), "PNG"), PNG)
             assert (answer.status, answer.document["version"]) == (200, "0001")
             Slots(root)._point_to("0001")
-            server.wait_for_metric('fedcg_serve_model_loads_total{outcome="loaded"}', 1 + number)
+            wait_for(lambda: server.ask("/model").document["refused"] is None, "0001 is chosen again")
         shutil.rmtree(root / "0002")
         shutil.copytree(sound, root / "0002")
         Slots(root).use("0002")

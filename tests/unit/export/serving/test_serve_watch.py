@@ -6,18 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from export.build.install_model import package_personal
 from export.errors import ExportError
-from export.model.preprocess import load_image
-from export.model.runtime import Floats, Model
+from export.model.runtime import Floats
 from export.model.versions import Slots
 from export.serving.drift_watch import FAILURES, Verdict, Watch
 from export.serving.live_model import ServedModel
-from fedcg.wire.parts import Part
-from tests.support.learning.export_models import encoded, make_parts, make_spec, picture
-from tests.support.serving import PNG, Server, install_versions, serving
+from tests.support.learning.export_models import encoded, picture
+from tests.support.serving import PNG, Server, install_one_that_names_one_class, install_versions, serving
 from tests.watch_rates import DAMAGE, TRAFFIC, taken_back
 
 WINDOW = 40
@@ -111,9 +107,9 @@ def _ask(server: Server, images: int) -> None:
 
 def test_the_server_returns_to_the_version_before_one_that_drifts(tmp_path: Path) -> None:
     install_versions(tmp_path, 1)
-    with serving(tmp_path, "--watch", "20") as server:
+    with serving(tmp_path, "--watch", "20", "--shadow", 0) as server:
         _ask(server, 24)
-        _install_one_that_names_one_class(tmp_path)
+        install_one_that_names_one_class(tmp_path)
         server.wait_for_version("0002")
         _ask(server, 24)
         server.wait_for_version("0001")
@@ -122,23 +118,6 @@ def test_the_server_returns_to_the_version_before_one_that_drifts(tmp_path: Path
         assert server.metric('fedcg_serve_rollbacks_total{reason="drift"}') == 1
         _ask(server, 24)
         assert server.ask("/readyz").document["version"] == "0001"
-
-
-def _install_one_that_names_one_class(root: Path) -> None:
-    torch.set_num_threads(1)
-    spec = make_spec()
-    parts = {part: dict(weights) for part, weights in make_parts(spec).items()}
-    name = next(name for name, tensor in parts[Part.CLASSIFIER].items() if tensor.shape == (spec.class_count,))
-    least = _least_likely(root)
-    parts[Part.CLASSIFIER][name] = torch.tensor([1e4 if label == least else 0.0 for label in range(spec.class_count)])
-    package_personal(spec, parts, root, round_number=2)
-
-
-def _least_likely(root: Path) -> int:
-    """The class that the version in use names least often."""
-    model = Model.load(root, threads=1)
-    pictures = [load_image(encoded(picture(seed), "PNG"), model.manifest.image) for seed in range(24)]
-    return int(np.bincount(model.predict(pictures).argmax(axis=1), minlength=len(model.manifest.classes)).argmin())
 
 
 def test_a_single_model_has_nothing_to_return_to(tmp_path: Path) -> None:

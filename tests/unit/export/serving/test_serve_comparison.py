@@ -1,0 +1,175 @@
+"""What a candidate is rejected for, and when enough was compared: numbers worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from export.model.runtime import Floats
+from export.serving.comparison import Comparison, Pair, Progress, Stage, least_agreement
+from export.serving.drift_watch import LONGEST, Verdict
+
+STAGE = Stage(images=40, limit_s=600.0)
+EVEN = [0, 1, 2, 3] * 10
+
+
+def _rows(classes: list[int], confidence: float = 0.9) -> Floats:
+    rows = np.full((len(classes), 4), (1.0 - confidence) / 3, dtype=np.float32)
+    rows[np.arange(len(classes)), classes] = confidence
+    return rows
+
+
+def _pair(
+    before: list[int], now: list[int] | None, times_s: tuple[float, float] = (0.01, 0.01), confidence: float = 0.9
+) -> Pair:
+    return Pair(_rows(before), times_s[0], None if now is None else _rows(now, confidence), times_s[1])
+
+
+def _compared(before: list[int], now: list[int], confidence: float = 0.9, floor: float = 0.0) -> Comparison:
+    """One request per image."""
+    comparison = Comparison("0002", "0001", STAGE, floor)
+    for one, other in zip(before, now, strict=True):
+        comparison.add(_pair([one], [other], confidence=confidence))
+    return comparison
+
+
+def _verdict(comparison: Comparison, elapsed_s: float = 1.0) -> tuple[str, str]:
+    found = comparison.verdict(elapsed_s)
+    assert found is not None
+    assert found.version == "0002"
+    return found.kind, found.reason
+
+
+def test_a_candidate_like_the_version_in_service_passes_once_enough_was_compared() -> None:
+    comparison = _compared(EVEN[:-1], EVEN[:-1])
+    assert not comparison.is_over(1.0)
+    comparison.add(_pair([3], [3]))
+    assert comparison.is_over(1.0)
+    assert comparison.verdict(1.0) is None
+    assert comparison.progress() == Progress(images=40, agreement=1.0, failures=0)
+    assert str(comparison.progress()) == "40 images compared, 100% of them got the same class, 0 requests failed"
+
+
+def test_five_failures_reject_it_at_once() -> None:
+    comparison = Comparison("0002", "0001", STAGE)
+    for _ in range(4):
+        comparison.add(_pair([0], None))
+        assert comparison.verdict(1.0) is None
+    comparison.add(_pair([0], None))
+    reason = "it failed at 5 of 5 requests that version 0001 answered"
+    assert comparison.verdict(1.0) == Verdict("0002", "errors", reason)
+
+
+def test_failures_are_borne_up_to_5_percent() -> None:
+    comparison = Comparison("0002", "0001", Stage(images=1000))
+    for number in range(95):
+        comparison.add(_pair([number % 4], [number % 4]))
+    for _ in range(5):
+        comparison.add(_pair([0], None))
+    assert comparison.verdict(1.0) is None  # 5 of 100
+    comparison.add(_pair([0], None))
+    assert _verdict(comparison)[0] == "errors"  # 6 of 101
+
+
+def test_one_failure_of_three_rejects_it_when_the_time_is_up() -> None:
+    comparison = Comparison("0002", "0001", STAGE)
+    for now in ([0], None, [0]):
+        comparison.add(_pair([0], now))
+    assert comparison.verdict(599.9) is None
+    assert _verdict(comparison, 600.0)[0] == "errors"
+
+
+@pytest.mark.parametrize(
+    ("before_s", "now_s", "is_rejected"),
+    [
+        (0.010, 0.021, True),  # 2.1 times, 11 ms more
+        (0.010, 0.0199, False),  # 1.99 times
+        (0.001, 0.0059, False),  # 5.9 times, but 4.9 ms more only
+        (0.001, 0.0061, True),  # 5.1 ms more
+    ],
+)
+def test_it_is_too_slow_at_more_than_twice_the_time_and_5_ms(before_s: float, now_s: float, is_rejected: bool) -> None:
+    comparison = Comparison("0002", "0001", STAGE)
+    for number in range(10):
+        assert comparison.verdict(1.0) is None, number
+        comparison.add(_pair([0], [0], (before_s, now_s)))
+    found = comparison.verdict(1.0)
+    assert (found is not None and found.kind == "latency") is is_rejected
+
+
+def test_times_are_per_image_and_the_reason_has_both_figures() -> None:
+    comparison = Comparison("0002", "0001", STAGE)
+    for _ in range(10):
+        comparison.add(_pair([0] * 4, [0] * 4, (0.04, 0.12)))
+    assert _verdict(comparison) == (
+        "latency",
+        "it takes 3.0 times as long per image as version 0001, 20 ms more (medians of 10 requests; allowed 2 times, or 5 ms)",
+    )
+
+
+def test_a_few_requests_that_took_long_do_not_make_it_slow() -> None:
+    comparison = Comparison("0002", "0001", STAGE)
+    for number in range(20):
+        comparison.add(_pair([0], [0], (0.01, 0.01 if number % 5 < 3 else 5.0)))
+    assert comparison.verdict(1.0) is None
+
+
+def test_it_drifts_when_it_names_one_class_for_everything_but_is_not_judged_before_the_end() -> None:
+    comparison = _compared(EVEN[:-1], [0] * 39)
+    assert comparison.verdict(1.0) is None
+    comparison.add(_pair([3], [0]))
+    # Class 0 gains 30 images, the others lose 10 each: (30 + 30) / 2 / 40 = 75 %. By chance: (√30 + 3 √10) / 40 / √2π = 0.149, and
+    # 0.25 + 1.5 · 0.149 = 47 %.
+    reason = "its predicted classes are 75% apart from those of version 0001 on the same images (allowed 47%)"
+    assert _verdict(comparison) == ("drift", reason)
+
+
+def test_images_that_repeat_count_once_and_so_it_is_compared_for_longer() -> None:
+    before = ([0] * 20 + [1] * 20) * 6
+    # Changes of class over those expected of independent images (half of all steps), times the images; 20 are needed.
+    assert not _compared(before[:40], before[:40]).is_over(1.0)  # 1 / 19.5 · 40 = 2
+    assert not _compared(before[:200], before[:200]).is_over(1.0)  # 9 / 99.5 · 200 = 18
+    assert _compared(before, before).is_over(1.0)  # 11 / 119.5 · 240 = 22
+
+
+def test_a_candidate_of_images_that_never_change_passes_after_ten_windows_at_the_latest() -> None:
+    before = ([0] * 200 + [1] * 200)[: LONGEST * STAGE.images]
+    assert not _compared(before[:-1], before[:-1]).is_over(1.0)
+    assert _compared(before, before).is_over(1.0)
+
+
+def test_classes_that_are_mixed_up_evenly_are_noticed_by_the_accuracies_alone() -> None:
+    swapped = [{0: 1, 1: 0}.get(one, one) for one in EVEN]  # 20 of 40 images, and no share changes
+    assert _compared(EVEN, swapped).verdict(1.0) is None
+    assert least_agreement(0.9, 0.9) == pytest.approx(0.55)  # 0.9 + 0.9 - 1 - 0.25
+    kind, reason = _verdict(_compared(EVEN, swapped, floor=0.55))
+    assert kind == "drift"
+    assert reason == "it names the class of version 0001 for 50% of the images; with their accuracies 55% are the least"
+
+
+def test_accuracies_that_are_low_or_unknown_ask_for_no_agreement() -> None:
+    assert least_agreement(0.5, 0.7) == 0.0
+    assert least_agreement(None, 0.9) == least_agreement(0.9, None) == 0.0
+
+
+def test_it_drifts_when_it_is_much_less_sure() -> None:
+    assert _compared(EVEN, EVEN, confidence=0.71).verdict(1.0) is None
+    reason = "its confidence is 69% on average where version 0001 has 90%"
+    assert _verdict(_compared(EVEN, EVEN, confidence=0.69)) == ("drift", reason)
+
+
+def test_when_the_time_is_up_it_passes_with_what_was_compared_and_few_images_are_no_drift() -> None:
+    comparison = Comparison("0002", "0001", STAGE)
+    assert not comparison.is_over(599.9)
+    assert comparison.is_over(600.0)
+    assert comparison.verdict(600.0) is None
+    assert _compared(EVEN[:19], [0] * 19).verdict(600.0) is None
+    assert _verdict(_compared(EVEN[:20], [0] * 20), 600.0)[0] == "drift"
+
+
+def test_one_large_request_does_not_end_the_comparison_before_the_latency_is_known() -> None:
+    comparison = Comparison("0002", "0001", STAGE)
+    for number in range(10):
+        assert not comparison.is_over(1.0), number
+        comparison.add(_pair(EVEN[:8], EVEN[:8]))
+    assert comparison.is_over(1.0)

@@ -1,0 +1,157 @@
+"""A real server in front of a new version: callers have the answers of the old one until the new one was compared, and none fails."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from export.model.versions import Slots
+from tests.support.learning.export_models import encoded, install_model, picture
+from tests.support.serving import PNG, Server, install_one_that_names_one_class, install_versions, serving
+from tests.support.stack import wait_for
+
+STAND_IN = """
+import sys, time
+from export.model.runtime import Model
+
+sound = Model.predict
+
+def predict(self, images):
+    if self.version == "0002" and any(image.any() for image in images):  # the images of the warm-up are black
+        {fault}
+    return sound(self, images)
+
+Model.predict = predict
+from fedcg.cli import main
+main()
+"""
+"""The command with a version 0002 that does badly from its first real image on."""
+FAILING = 'raise RuntimeError("out of order")'
+SLOW = "time.sleep(0.1)"
+PICTURES = [encoded(picture(seed), "PNG") for seed in range(24)]
+ALL = ("--shadow-share", 1)
+
+
+def _ask_until(server: Server, version: str, deadline_s: float = 60) -> list[str]:
+    """Ask until an answer is of this version; the versions of all answers, none of which fails."""
+    seen: list[str] = []
+
+    def is_answered() -> bool:
+        answer = server.ask("/predict", PICTURES[len(seen) % len(PICTURES)], PNG)
+        assert answer.status == 200, answer.text
+        seen.append(answer.document["version"])
+        return seen[-1] == version
+
+    wait_for(is_answered, f"an answer of version {version}", deadline_s)
+    return seen
+
+
+def _candidate(server: Server) -> str | None:
+    candidate = server.ask("/model").document["candidate"]
+    return candidate and str(candidate["version"])
+
+
+def _wait_for_candidate(server: Server, version: str) -> None:
+    wait_for(lambda: _candidate(server) == version, f"version {version} is the candidate", 30)
+
+
+def test_a_good_version_serves_after_it_was_compared_and_the_stage_is_shown(tmp_path: Path) -> None:
+    install_versions(tmp_path, 1)
+    with serving(tmp_path, "--shadow", 30, *ALL) as server:
+        assert _ask_until(server, "0001") == ["0001"]
+        assert _candidate(server) is None
+        install_model(tmp_path, seed=1, round_number=2)  # of the same weights
+        _wait_for_candidate(server, "0002")
+        stage = server.ask("/model").document["candidate"]
+        assert (stage["round"], stage["images"], stage["of_images"], stage["failures"]) == (2, 0, 30, 0)
+        assert server.ask("/readyz").document["version"] == "0001"
+        assert 'fedcg_serve_candidate_images{version="0002"} 0.0' in server.ask("/metrics").text
+        *before, after = _ask_until(server, "0002")
+        assert after == "0002"
+        assert set(before) == {"0001"}
+        assert len(before) >= 30
+        assert _candidate(server) is None
+        assert "fedcg_serve_candidate_images{" not in server.ask("/metrics").text
+        code, errors = server.stop()
+    assert code == 0
+    told = r"version 0002 takes all requests: (\d+) images compared, 100% of them got the same class, 0 requests failed"
+    found = re.search(told, errors)
+    assert found is not None, errors
+    assert int(found[1]) >= 30
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "told"),
+    [
+        (FAILING, "errors", "requests that version 0001 answered"),
+        (SLOW, "latency", "times as long per image as version 0001"),
+        ("", "drift", "its predicted classes are"),
+    ],
+)
+def test_a_bad_version_is_taken_back_and_no_caller_has_its_answer(
+    tmp_path: Path, fault: str, kind: str, told: str
+) -> None:
+    install_versions(tmp_path, 1)
+    program = STAND_IN.format(fault=fault or "pass")
+    with serving(tmp_path, "--shadow", 24, *ALL, command=(sys.executable, "-c", program)) as server:
+        if fault:
+            install_model(tmp_path, seed=1, round_number=2)
+        else:
+            install_one_that_names_one_class(tmp_path)
+        _wait_for_candidate(server, "0002")
+        rollbacks = f'fedcg_serve_rollbacks_total{{reason="{kind}"}}'
+        numbers = count()
+
+        def is_taken_back() -> bool:
+            answer = server.ask("/predict", PICTURES[next(numbers) % len(PICTURES)], PNG)
+            assert (answer.status, answer.document["version"]) == (200, "0001"), answer.text
+            return server.metric(rollbacks) == 1
+
+        wait_for(is_taken_back, f"version 0002 is taken back for {kind}", 60)
+        assert Slots(tmp_path).current().name == "0001"
+        told_by = server.ask("/model").document
+        assert (told_by["version"], told_by["candidate"], told_by["refused"]) == ("0001", None, None)
+        assert told_by["taken_back"].startswith("version 0002: ")
+        assert told in told_by["taken_back"]
+        code, errors = server.stop()
+    assert code == 0
+    assert "version 0002 is taken back to 0001: " in errors
+
+
+def test_with_little_traffic_it_serves_when_the_time_is_up(tmp_path: Path) -> None:
+    install_versions(tmp_path, 1)
+    with serving(tmp_path, "--shadow", 1000, "--shadow-minutes", "0.05") as server:
+        install_model(tmp_path, seed=1, round_number=2)
+        _wait_for_candidate(server, "0002")
+        server.wait_for_version("0002")
+        _, errors = server.stop()
+    assert "version 0002 takes all requests: 0 images compared, 0 requests failed" in errors
+
+
+def test_a_server_that_is_killed_in_the_stage_goes_on_with_the_version_that_answered(tmp_path: Path) -> None:
+    install_versions(tmp_path, 1)
+    with serving(tmp_path, "--shadow", 1000) as server:
+        install_model(tmp_path, seed=1, round_number=2)
+        _wait_for_candidate(server, "0002")
+        server.stop(signal.SIGKILL)
+    with serving(tmp_path, "--shadow", 20, *ALL) as server:
+        assert server.ask("/readyz").document["version"] == "0001"
+        assert _candidate(server) == "0002"
+        assert set(_ask_until(server, "0002")[:-1]) == {"0001"}
+    with serving(tmp_path) as server:
+        assert server.ask("/readyz").document["version"] == "0002"
+        assert _candidate(server) is None
+
+
+def test_a_shadow_of_0_images_serves_a_new_version_at_once(tmp_path: Path) -> None:
+    install_versions(tmp_path, 1)
+    with serving(tmp_path, "--shadow", 0) as server:
+        install_model(tmp_path, seed=1, round_number=2)
+        server.wait_for_version("0002")
+        _, errors = server.stop()
+    assert "compared" not in errors
