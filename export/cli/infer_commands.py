@@ -44,15 +44,16 @@ WatchWindow = Annotated[
 ShadowImages = Annotated[
     int,
     typer.Option(
-        "--shadow", min=0, help="Images on which a new version is compared before it takes requests; 0: at once."
+        "--shadow", min=0, help="Images on which a new version is compared before it answers; 0: it answers at once."
     ),
 ]
 ShadowShare = Annotated[
-    float, typer.Option("--shadow-share", min=0.01, max=1, help="Share of the requests that a new version repeats.")
+    float,
+    typer.Option("--shadow-share", min=0.01, max=1, help="Share of the requests that the new version predicts too."),
 ]
 ShadowMinutes = Annotated[
     float,
-    typer.Option("--shadow-minutes", min=0.01, help="Then it takes the requests with what was compared until then."),
+    typer.Option("--shadow-minutes", min=0.01, help="Then it answers with what was compared until then."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -158,7 +159,7 @@ def serve_command(
     max_pixels: MaxPixels = MAX_PIXELS,
     watch: WatchWindow = 200,
     shadow: ShadowImages = 200,
-    shadow_share: ShadowShare = 0.5,
+    shadow_share: ShadowShare = 0.25,
     shadow_minutes: ShadowMinutes = 60,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
@@ -203,7 +204,7 @@ def serve_mqtt_command(
     max_pixels: MaxPixels = MAX_PIXELS,
     watch: WatchWindow = 200,
     shadow: ShadowImages = 200,
-    shadow_share: ShadowShare = 0.5,
+    shadow_share: ShadowShare = 0.25,
     shadow_minutes: ShadowMinutes = 60,
     signed_by: SignedBy = None,
 ) -> None:
