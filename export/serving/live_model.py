@@ -164,6 +164,7 @@ class ServedModel:
             self._drop()
             self._began_s = None
             if self.take_back(verdict):
+                self._seen = None  # it may be chosen again before the next look
                 return verdict
             self._refuse(f"version {verdict.version}: {verdict.reason}")
         elif candidate.is_over():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ main()
 """The command with a version 0002 that does badly from its first real image on."""
 FAILING = 'raise RuntimeError("out of order")'
 SLOW = "time.sleep(0.1)"
-PICTURES = [encoded(picture(seed), "PNG") for seed in range(24)]
+NEXT = cycle([encoded(picture(seed), "PNG") for seed in range(24)])
 ALL = ("--shadow-share", 1)
 
 
@@ -42,7 +42,7 @@ def _ask_until(server: Server, version: str, deadline_s: float = 60) -> list[str
     seen: list[str] = []
 
     def is_answered() -> bool:
-        answer = server.ask("/predict", PICTURES[len(seen) % len(PICTURES)], PNG)
+        answer = server.ask("/predict", next(NEXT), PNG)
         assert answer.status == 200, answer.text
         seen.append(answer.document["version"])
         return seen[-1] == version
@@ -105,10 +105,9 @@ def test_a_bad_version_is_taken_back_and_no_caller_has_its_answer(
             install_one_that_names_one_class(tmp_path)
         _wait_for_candidate(server, "0002")
         rollbacks = f'fedcg_serve_rollbacks_total{{reason="{kind}"}}'
-        numbers = count()
 
         def is_taken_back() -> bool:
-            answer = server.ask("/predict", PICTURES[next(numbers) % len(PICTURES)], PNG)
+            answer = server.ask("/predict", next(NEXT), PNG)
             assert (answer.status, answer.document["version"]) == (200, "0001"), answer.text
             return server.metric(rollbacks) == 1
 
@@ -121,6 +120,25 @@ def test_a_bad_version_is_taken_back_and_no_caller_has_its_answer(
         code, errors = server.stop()
     assert code == 0
     assert "version 0002 is taken back to 0001: " in errors
+
+
+def test_a_version_that_was_taken_back_and_is_chosen_again_serves_at_once_and_is_not_judged_twice(
+    tmp_path: Path,
+) -> None:
+    install_versions(tmp_path, 1)
+    with serving(tmp_path, "--shadow", 24, *ALL, "--watch", 20) as server:
+        install_one_that_names_one_class(tmp_path)
+        _wait_for_candidate(server, "0002")
+        rollbacks = 'fedcg_serve_rollbacks_total{reason="drift"}'
+        wait_for(lambda: _ask_until(server, "0001") == ["0001"] and server.metric(rollbacks) == 1, "taken back", 60)
+        Slots(tmp_path).use("0002")
+        server.wait_for_version("0002")
+        for _ in range(24):
+            assert _ask_until(server, "0002") == ["0002"]
+        install_model(tmp_path, seed=1, round_number=3)
+        _wait_for_candidate(server, "0003")  # so the server has looked, and found nothing to take back
+        assert server.ask("/readyz").document["version"] == "0002"
+        assert server.metric(rollbacks) == 1
 
 
 def test_with_little_traffic_it_serves_when_the_time_is_up(tmp_path: Path) -> None:

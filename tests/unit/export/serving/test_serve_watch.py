@@ -93,6 +93,13 @@ def test_what_was_taken_back_is_no_measure_for_the_next_version() -> None:
     assert watch.verdict() is not None
 
 
+def test_a_version_that_is_accepted_is_not_judged() -> None:
+    watch = _watch()
+    watch.accept("0002")
+    watch.answered("0002", _rows([0] * WINDOW))
+    assert watch.verdict() is None
+
+
 def test_a_window_of_0_watches_nothing() -> None:
     watch = Watch(0)
     watch.answered("0001", _rows([0]))
