@@ -25,6 +25,8 @@ _KEY = re.compile(r"^\s*\"?([A-Za-z0-9_-]+)\"?\s*=")
 _PATTERNS = {
     r"^[a-z0-9][a-z0-9-]{0,62}$": "1 to 63 small letters, digits and dashes",
     r"^[a-z][a-z0-9_]{0,62}$": "1 to 63 small letters, digits and underscores",
+    r"^[A-Za-z0-9_.:@+-]{1,200}$": "1 to 200 letters, digits and signs of _.:@+-",
+    r"^(none|stem|all|all-but:[A-Za-z0-9_.]{1,80})$": "none, stem, all or all-but:STAGE",
 }
 
 

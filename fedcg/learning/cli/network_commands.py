@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 
+from fedcg.config_file import problems_of
 from fedcg.json_output import print_data
 from fedcg.learning import backbone_names
-from fedcg.learning.backbone_names import IMAGENET, weights_digest, weights_for
+from fedcg.learning.backbone_names import IMAGENET, is_projected, weights_digest, weights_for
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.split_names import BACKBONES, BUILT_IN, allow_here, registered
 
 if TYPE_CHECKING:
     from fedcg.learning.networks.network_sizes import Sizes
-    from fedcg.learning.spec import FederationPlan
 
 network_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The networks a federation can be made of.")
 _MODES = {1: "L", 3: "RGB"}
@@ -100,6 +101,7 @@ def show_network(
     """The feature's shape, parameters and bytes of every part, and what each method sends."""
     from fedcg.learning.errors import LearningError  # torch comes with the networks: not for --help
     from fedcg.learning.networks.network_sizes import sizes_of
+    from fedcg.learning.spec import FederationPlan
 
     if channels not in _MODES:
         raise typer.BadParameter("--channels must be 1 (grey) or 3 (colour)")
@@ -113,7 +115,9 @@ def show_network(
     try:
         if freeze != "none":
             network |= {"freeze": freeze, "weights": "0" * 64}  # whichever they are: nothing is filled
-        sizes = sizes_of(_plan(network, image_size, channels, classes))
+        sizes = sizes_of(FederationPlan.model_validate(_plan(network, image_size, channels, classes)))
+    except ValidationError as error:
+        raise typer.BadParameter("; ".join(problems_of(FederationPlan, error))) from error
     except (LearningError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
@@ -122,33 +126,31 @@ def show_network(
         typer.echo(_as_text(name, sizes))
 
 
-def _plan(network: dict[str, str | int], side: int, channels: int, classes: int) -> FederationPlan:
-    from fedcg.learning.spec import FederationPlan
-
-    mean, std = ([sum(one) / 3] if channels == 1 else list(one) for one in IMAGENET)
-    image = {"mode": _MODES[channels], "height": side, "width": side, "mean": mean, "std": std}
-    return FederationPlan.model_validate(
-        {
-            "federation": "sizes",
-            "classes": [str(label) for label in range(classes)],
-            "image": image,
-            "network": network,
-            "method": "local",
-            "rounds": 1,
-        }
-    )
+def _plan(network: dict[str, str | int], side: int, channels: int, classes: int) -> dict[str, object]:
+    # Networks on whole images take pixels in [-1, 1], a backbone's weights ImageNet's normalisation; others take any.
+    normalisation = IMAGENET if is_projected(str(network["split"])) else ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    mean, std = ([sum(one) / 3] if channels == 1 else list(one) for one in normalisation)
+    return {
+        "federation": "sizes",
+        "classes": [str(label) for label in range(classes)],
+        "image": {"mode": _MODES[channels], "height": side, "width": side, "mean": mean, "std": std},
+        "network": network,
+        "method": "local",
+        "rounds": 1,
+    }
 
 
 def _as_text(name: str, sizes: Sizes) -> str:
     shape = " x ".join(map(str, sizes.feature_shape))
     lines = [
         f"{name}: features {shape}, {_RANGES[sizes.feature_range]}; images from {sizes.smallest_side} pixels a side",
-        f"  {'part':<14}{'parameters':>12}{'float32 bytes':>15}{'with buffers':>14}",
+        f"  {'part':<16}{'parameters':>12}{'float32 bytes':>15}{'with buffers':>14}",
     ]
     lines += [
-        f"  {part.value:<14}{size.parameters:>12,}{size.parameter_bytes:>15,}{size.tensor_bytes:>14,}"
+        f"  {part.value:<16}{size.parameters:>12,}{size.parameter_bytes:>15,}{size.tensor_bytes:>14,}"
         for part, size in sizes.parts.items()
     ]
-    lines.append(f"  {'method':<14}{'bytes up':>12}{'bytes down':>15}   a client a round, before compression")
-    lines += [f"  {method:<14}{traffic.up:>12,}{traffic.down:>15,}" for method, traffic in sizes.methods.items()]
+    lines.append(f"  {'method':<16}{'bytes up':>12}{'bytes down':>15}   a client a round, before compression")
+    lines += [f"  {method:<16}{traffic.up:>12,}{traffic.down:>15,}" for method, traffic in sizes.methods.items()]
+    lines += [f"  {method:<16}not with these networks: {problem}" for method, problem in sizes.refusals.items()]
     return "\n".join(lines)

@@ -48,6 +48,7 @@ class Sizes:
         smallest_side: the least height and width of an image that the split takes.
         parts: per part.
         methods: per method that can work with these networks, by name.
+        refusals: why the other methods can't, by name.
     """
 
     feature_shape: tuple[int, ...]
@@ -55,6 +56,7 @@ class Sizes:
     smallest_side: int
     parts: dict[Part, PartSize]
     methods: dict[str, Traffic]
+    refusals: dict[str, str]
 
 
 def sizes_of(spec: NetworkSpec) -> Sizes:
@@ -64,14 +66,17 @@ def sizes_of(spec: NetworkSpec) -> Sizes:
         NetworkError: networks that can't be built for this form of image.
     """
     split = split_of(spec)
-    parts = {part: _size(spec, part, tensors) for part, tensors in layouts(spec, frozenset(NETWORKS)).items()}
-    methods = {}
+    own = frozenset() if split.image_generator is None else frozenset({Part.IMAGE_GENERATOR})
+    parts = {part: _size(spec, part, tensors) for part, tensors in layouts(spec, own.union(NETWORKS)).items()}
+    methods, refusals = {}, {}
     for name in method_names():
         method = get_method(name)
-        if method.networks is None or not method.networks(spec):
-            tensors = method_layouts(spec, method)
-            methods[name] = Traffic(*(_total(tensors, shared) for shared in (method.shared_up, method.shared_down)))
-    return Sizes(feature_shape(spec), split.feature_range.value, split.smallest_side, parts, methods)
+        if method.networks is not None and (problem := method.networks(spec)):
+            refusals[name] = problem
+            continue
+        tensors = method_layouts(spec, method)
+        methods[name] = Traffic(*(_total(tensors, shared) for shared in (method.shared_up, method.shared_down)))
+    return Sizes(feature_shape(spec), split.feature_range.value, split.smallest_side, parts, methods, refusals)
 
 
 def _size(spec: NetworkSpec, part: Part, tensors: tuple[TensorLayout, ...]) -> PartSize:

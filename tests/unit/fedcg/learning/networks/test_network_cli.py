@@ -53,6 +53,36 @@ def test_the_text_says_features_parts_and_methods() -> None:
     assert any(line.split()[:2] == ["classifier", "44,999"] for line in text.splitlines())
 
 
+# A 7x7 convolution on the images, two that halve, two residual blocks of two, two that double, and a 7x7 one back to the images.
+GENERATOR = 49 * 8 + 9 * (8 * 16 + 16 * 32) + 4 * 9 * 32 * 32 + 9 * (32 * 16 + 16 * 8) + 49 * 8
+
+
+@pytest.mark.parametrize(("channels", "weights"), [(1, GENERATOR), (3, GENERATOR + 2 * 2 * 49 * 8)])
+def test_networks_on_whole_images_have_an_image_generator_which_is_all_that_ppidsg_sends(
+    channels: int, weights: int
+) -> None:
+    asked = ("show", "image_small", "--channels", str(channels))
+    shown = data_of(output_of(*asked, "--json"))
+    assert shown["parts"]["image_generator"] == {
+        "parameters": weights,
+        "parameter_bytes": 4 * weights,
+        "tensor_bytes": 4 * weights,
+    }
+    assert shown["methods"]["ppidsg"] == {"up": 4 * weights, "down": 4 * weights}
+    lines = [line.split() for line in output_of(*asked).splitlines()]
+    assert ["image_generator", *[f"{size:,}" for size in (weights, 4 * weights, 4 * weights)]] in lines
+    assert ["ppidsg", f"{4 * weights:,}", f"{4 * weights:,}"] in lines
+    assert "ppidsg" in data_of(output_of("show", "image_paper", "--json"))["methods"]
+
+
+def test_a_method_that_refuses_the_networks_is_there_with_its_reason() -> None:
+    reason = "halve image.height = 30 twice: choose a multiple of 4"
+    assert reason in data_of(output_of("show", "image_small", "--image-size", "30", "--json"))["refusals"]["ppidsg"]
+    (line,) = (line for line in output_of("show", "lenet5").splitlines() if line.split()[0] == "ppidsg")
+    assert "not with these networks" in line
+    assert "network.split must be image_small or image_paper" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -60,13 +90,16 @@ def test_the_text_says_features_parts_and_methods() -> None:
         (("lenet5", "--image-size", "8"), "at least 16x16"),
         (("lenet5", "--channels", "2"), "1 (grey) or 3"),
         (("lenet5", "--generator", "gru"), "no generator named 'gru'"),
-        (("lenet 5",), "network.split"),
+        (("lenet 5",), "network.split: must be 1 to 200 letters, digits and signs of _.:@+-"),
+        (("resnet18+project:64", "--freeze", "some"), "network.freeze: must be none, stem, all or all-but:STAGE"),
     ],
 )
 def test_what_cannot_be_shown_is_explained(arguments: tuple[str, ...], said: str) -> None:
     done = run_fedcg("network", "show", *arguments)
     assert done.exit_code == 2
-    assert said in " ".join(done.output.replace("│", " ").split())
+    said_there = " ".join(done.output.replace("│", " ").split())
+    assert said in said_there
+    assert "validation error" not in said_there
 
 
 def test_a_function_typed_by_a_person_is_shown_without_being_installed(
