@@ -1,11 +1,12 @@
 """The contract of a federated method: one value that holds both halves of an algorithm.
 
 The caller (trainer, aggregation worker, simulation) never asks for a method's name; it calls these functions.
-Laws (property-tested over every registered method):
+Laws (tested over every method that is installed, with its `example`; `docs/adding-a-method.md` explains them):
   * `local_round` with the same state, data, aggregate and streams returns the same result bit for bit on one CPU;
-  * `LocalResult.shared` holds exactly the parts of `shared_up`; `private` holds every part of the client, in storage of its own;
-  * `finish` does not depend on the order of `add`;
-  * `local_round` does not change the state it is given.
+  * `LocalResult.shared` holds exactly the parts of `shared_up`; `private` holds every part of the client; both in storage of their own;
+  * `local_round` changes neither the state nor the aggregate nor the data that it is given;
+  * `finish` does not depend on the order of `add`, nor on `add` having been called for a client, or more than once;
+  * a loss that is not finite raises `DivergedError`, and fewer than two training images raise `DataError`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec, NetworkSpec
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
 from fedcg.wire.parts import Part, Report, TensorLayout
 
 if TYPE_CHECKING:
@@ -258,6 +259,18 @@ class LabelCounts(str, Enum):
     REQUIRED = "required"
 
 
+_SMALL_NETWORKS = NetworkChoice(noise_dim=8)
+_SMALL_IMAGES = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
+
+
+@dataclass(frozen=True)
+class Example:
+    """Networks and a form of images that a method can work with; its laws are tested with them."""
+
+    network: NetworkChoice = _SMALL_NETWORKS
+    image: ImageForm = _SMALL_IMAGES
+
+
 @dataclass(frozen=True)
 class Method:
     """A federated method. Both halves, its parameters and its payload in one value.
@@ -272,7 +285,7 @@ class Method:
         private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
         statistics: (plan or spec) -> the layout of the part `statistics`, with bounds; None for a method without that part.
-        split: the split that its tests and examples take.
+        example: what its laws are tested with; it has to fit `networks`.
         networks: (plan or spec) -> why the method can't work with its networks, as a sentence with the setting to change, or nothing;
             asked when a federation is planned.
         personal: the parts that a client's model is made of.
@@ -297,7 +310,7 @@ class Method:
     needs_public: bool = False
     private_stages: int = 0
     statistics: Callable[[NetworkSpec], tuple[TensorLayout, ...]] | None = None
-    split: str = "lenet5_relu"
+    example: Example = Example()
     networks: Callable[[NetworkSpec], str] | None = None
     personal: frozenset[Part] = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
     predict: Callable[[NetworkSpec, Mapping[Part, Weights]], nn.Module] | None = None

@@ -29,6 +29,7 @@ from fedcg.learning.method import (
     Aggregate,
     Aggregator,
     ClientState,
+    Example,
     LabelCounts,
     LocalResult,
     Method,
@@ -44,7 +45,7 @@ from fedcg.learning.networks.assembly import allocated, split_of
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencoder, unfit_form
 from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec, NetworkSpec
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
 from fedcg.learning.training.encrypting_translation import (
     TranslationNetworks,
     TranslationParams,
@@ -175,7 +176,9 @@ METHOD = Method(
     local_round=local_round,
     init_server=partial(init_server_of, SHARED),
     aggregator=aggregator,
-    split="image_small",
+    example=Example(
+        NetworkChoice(split="image_small"), ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.5,))
+    ),
     networks=problem_with,
     personal=SHARED | PRIVATE,
     predict=predict,

@@ -43,7 +43,7 @@ def real_spec(
             federation=FEDERATION,
             classes=CLASSES,
             image=FORM,
-            network=network or NetworkChoice(noise_dim=8),
+            network=network or get_method(method).example.network,
             method=method,
             params={**known, **params},
             rounds=3,

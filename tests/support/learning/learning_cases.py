@@ -10,7 +10,7 @@ import torch
 
 from fedcg.learning.aggregation.distillation import SHARED, Pair, load_pair
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, Aggregator, LocalResult, RoundContext, Update, Weights
+from fedcg.learning.method import Aggregate, Aggregator, Example, LocalResult, RoundContext, Update, Weights
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # several test processes share the cores, and idle thr
 
 CLASSES = ("dark", "grey", "light")
 NAMES = ("a", "b", "c")
-GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
+GREY = Example().image
 QUICK: dict[str, dict[str, ParameterValue]] = {
     "fedcg": {"server_iterations": 6, "server_batch": 4, "ramp_rounds": 2},
     "fedmd_cg": {"server_iterations": 6, "server_batch": 4},
@@ -57,10 +57,9 @@ def plan(
 
 
 def usual_plan(method: str, **params: ParameterValue) -> FederationPlan:
-    """The same with the networks that a method's tests take."""
-    known = get_method(method)
-    image = GREY if known.networks is None else GREY.model_copy(update={"std": (0.5,)})  # PPIDSG's need [-1, 1]
-    return plan_of(method, NetworkChoice(split=known.split, noise_dim=8), image, params)
+    """The same with the networks and images that a method names as its example."""
+    example = get_method(method).example
+    return plan_of(method, example.network, example.image, params)
 
 
 def quick_spec(
@@ -72,19 +71,19 @@ def quick_spec(
     )
 
 
-def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES) -> ImageSet:
+def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES, form: ImageForm = GREY) -> ImageSet:
     """Noisy images whose brightness depends on their class."""
     stream = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % len(classes)
     level = 40 + 80 * labels.view(-1, 1, 1, 1)
-    noise = torch.randint(-30, 31, (count, 1, 16, 16), generator=stream)
+    noise = torch.randint(-30, 31, (count, form.channels, form.height, form.width), generator=stream)
     return ImageSet((level + noise).to(torch.uint8), labels, classes)
 
 
 def context(spec: FederationSpec, round_number: int = 2, root: bytes = b"device") -> RoundContext:
     """A round's context, scoped as the trainer scopes it, with public images for the methods that need some."""
     streams = Streams(root).at(spec.federation, round_number, 1)
-    public = bright_images(10, 77).images if get_method(spec.method).needs_public else None
+    public = bright_images(10, 77, form=spec.image).images if get_method(spec.method).needs_public else None
     return RoundContext(spec, round_number, 1, spec.rounds, streams, public=public)
 
 
@@ -108,19 +107,20 @@ def same_parts(first: Mapping[Part, Weights], second: Mapping[Part, Weights]) ->
     return first.keys() == second.keys() and all(same(first[part], second[part]) for part in first)
 
 
-def client_data(name: str, train: int = 24) -> ClientData:
+def client_data(name: str, train: int = 24, form: ImageForm = GREY) -> ClientData:
     """The images of a client of `party_of`."""
     seed = 10 * NAMES.index(name)
-    return ClientData(bright_images(train, seed), bright_images(9, seed + 1), bright_images(9, seed + 2))
+    train_images, val, test = (bright_images(count, seed + at, form=form) for at, count in enumerate((train, 9, 9)))
+    return ClientData(train_images, val, test)
 
 
 def party_of(method: str, names: Iterable[str] = NAMES, **params: ParameterValue) -> Party:
     """A quick federation of up to three clients, with public images for the methods that need some."""
-    public = bright_images(10, 77).images if get_method(method).needs_public else None
-    datasets = {name: client_data(name) for name in names}
-    return Party(
-        quick_spec(method, **params), datasets, roots_from_seed(0, NAMES), common=bright_images(6, 99), public=public
-    )
+    spec = quick_spec(method, **params)
+    public = bright_images(10, 77, form=spec.image).images if get_method(method).needs_public else None
+    datasets = {name: client_data(name, form=spec.image) for name in names}
+    common = bright_images(6, 99, form=spec.image)
+    return Party(spec, datasets, roots_from_seed(0, NAMES), common=common, public=public)
 
 
 def assert_same_simulation(one: Simulation, other: Simulation) -> None:

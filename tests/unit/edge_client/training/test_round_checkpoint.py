@@ -25,10 +25,7 @@ from tests.support.edge.world import aggregate_of
 
 EPOCHS = 3
 METHODS = ("fedcg", "fedavg", "fedprox", "fedsplit", "local", "fedmd_cg", "fedproto", "fedgh", "ppidsg")
-NETWORKS = {
-    "ppidsg": NetworkChoice(split="image_small"),
-    "private": NetworkChoice(noise_dim=8, discriminator="mlp_plain"),
-}
+PRIVATE = NetworkChoice(noise_dim=8, discriminator="mlp_plain")
 SETTINGS = {
     "noise": PrivacySettings(gradient_noise=0.01, dropout=0.2),
     "balance": PrivacySettings(balance="logits"),
@@ -43,7 +40,7 @@ class KilledError(BaseException):
 def site_of(root: Path, method: str, privacy: PrivacySettings | None, *, every_s: float, shadow: bool = False) -> Site:
     site = Site(
         root,
-        real_spec(method, network=NETWORKS.get(method if privacy is None else "private"), epochs=EPOCHS),
+        real_spec(method, network=None if privacy is None else PRIVATE, epochs=EPOCHS),
         shadow=shadow,
     )
     training = TrainingSection(shadow=shadow, device="cpu", threads=1, checkpoint_s=every_s)

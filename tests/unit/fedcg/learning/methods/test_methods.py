@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from fedcg.learning.training.training_loop import (
     train_classifier,
 )
 from fedcg.wire.parts import Part
+from tests.support.installed import importable, register
 from tests.support.learning.learning_cases import (
     aggregator_of,
     bright_images,
@@ -44,7 +46,7 @@ def one_round(name: str, seed: int = 0, round_number: int = 2, **params: Paramet
     spec = quick_spec(name, augment_flip=True, **params)
     incoming = get_method(name).init_server(spec, initial_parts(spec, b"cohort")).aggregate
     ctx = context(spec, round_number, f"device {seed}".encode())
-    return local_round_of(spec, bright_images(25 + 6 * seed, seed), incoming, ctx)
+    return local_round_of(spec, bright_images(25 + 6 * seed, seed, form=spec.image), incoming, ctx)
 
 
 def all_tensors(result: LocalResult) -> dict[str, torch.Tensor]:
@@ -78,7 +80,8 @@ def test_shared_and_private_results_hold_what_the_method_says_in_storage_of_thei
 @pytest.mark.parametrize("name", METHODS)
 def test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data(name: str) -> None:
     spec = quick_spec(name)
-    method, initial, data = get_method(name), initial_parts(spec, b"cohort"), bright_images(24, 0)
+    method, initial = get_method(name), initial_parts(spec, b"cohort")
+    data = bright_images(24, 0, form=spec.image)
     state, incoming = method.init_client(spec, initial), method.init_server(spec, initial).aggregate
     images = data.images.clone()
     result = method.local_round(state, data, incoming, context(spec))
@@ -124,7 +127,43 @@ def test_a_loss_that_is_not_finite_ends_the_round(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_one_image_is_not_enough(name: str) -> None:
     with pytest.raises(DataError, match="at least 2"):
-        local_round_of(quick_spec(name), bright_images(1, 0))
+        local_round_of(quick_spec(name), bright_images(1, 0, form=quick_spec(name).image))
+
+
+OWN = '''
+"""PPIDSG, for colour images that are not square, beside a convolutional generator; anything else is refused."""
+from dataclasses import replace
+
+from fedcg.learning.method import Example
+from fedcg.learning.methods import ppidsg
+from fedcg.learning.spec import ImageForm, NetworkChoice
+
+EXAMPLE = Example(
+    NetworkChoice(split="image_small", generator="conv_small"),
+    ImageForm(mode="RGB", height=12, width=16, mean=(0.5,) * 3, std=(0.5,) * 3),
+)
+
+
+def networks(spec):
+    return "" if (spec.network, spec.image) == (EXAMPLE.network, EXAMPLE.image) else "this is not the example"
+
+
+METHOD = replace(ppidsg.METHOD, name="ours", example=EXAMPLE, networks=networks)
+'''
+
+
+def test_the_laws_are_tested_with_the_networks_and_images_that_an_installed_method_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in importable(tmp_path, monkeypatch):
+        (folder / "our_method.py").write_text(OWN)
+        register(folder, "ours", "fedcg.methods", "ours", "our_method:METHOD")
+        test_a_local_round_repeats_bit_for_bit_whatever_the_global_random_state("ours")
+        test_shared_and_private_results_hold_what_the_method_says_in_storage_of_their_own("ours")
+        test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data("ours")
+        test_the_order_of_arrival_and_a_restart_never_change_the_aggregate("ours", {})
+        test_a_loss_that_is_not_finite_ends_the_round("ours")
+        test_one_image_is_not_enough("ours")
 
 
 def test_an_unknown_method_is_answered_with_the_names_there_are() -> None:
