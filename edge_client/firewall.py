@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from fedcg.learning.backbone_names import pinned_weights
-from fedcg.learning.errors import NetworkError
+from fedcg.learning.errors import LearningError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.learning.split_names import check_name
@@ -68,6 +68,15 @@ def check_spec(
         policy: of this device.
         network: with this device's own backbone; None: as the spec has it.
     """
+    try:
+        return _refusal(spec, policy, network)
+    except LearningError as error:
+        return DeclineReason.SPEC_REFUSED, str(error)
+
+
+def _refusal(
+    spec: FederationSpec, policy: PolicySection, network: NetworkChoice | None
+) -> tuple[DeclineReason, str] | None:
     if spec.method not in method_names():
         problem = (
             f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
@@ -83,13 +92,10 @@ def check_spec(
         fields = ", ".join(sorted(name.value for name in kept))
         problem = f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
         return DeclineReason.REPORT_NOT_ALLOWED, problem
-    try:
-        own = network or spec.network
-        check_name(own.split)
-        if own.weights is not None:
-            pinned_weights(own.weights)
-    except NetworkError as error:
-        return DeclineReason.SPEC_REFUSED, str(error)
+    own = network or spec.network
+    check_name(own.split)
+    if own.weights is not None:
+        pinned_weights(own.weights)
     if excess := _excess(spec, policy):
         return DeclineReason.NEEDS_APPROVAL, excess
     if not all(spec.layouts.get(part) for part in spec.upload):

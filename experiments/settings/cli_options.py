@@ -16,7 +16,7 @@ from experiments.errors import ExperimentError, OptionError
 from experiments.settings.options import Setting
 from fedcg.errors import BadInputError
 from fedcg.learning.backbone_names import RANDOM, is_projected, use_weights
-from fedcg.learning.errors import NetworkError, PrivacyError
+from fedcg.learning.errors import LearningError, NetworkError
 from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import allow_here, check_name
 
@@ -83,7 +83,7 @@ def bad_input_ends() -> Iterator[None]:
         yield
     except ValidationError as error:
         raise BadInputError(reasons(error)) from error
-    except (ExperimentError, NetworkError, PrivacyError) as error:
+    except (ExperimentError, LearningError) as error:
         raise BadInputError(str(error)) from error
 
 

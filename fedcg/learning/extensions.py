@@ -13,14 +13,23 @@ from fedcg.learning.errors import ExtensionError
 
 
 @functools.cache  # reading it takes milliseconds, and what is installed does not change while a process runs
-def registered(group: str) -> Mapping[str, str]:
+def registered(group: str, built_in: frozenset[str]) -> Mapping[str, str]:
     """Names of a group (`fedcg.splits`, `fedcg.methods`, `fedcg.generators`) that are installed here, to `module:attribute`.
 
+    Args:
+        group: of entry points.
+        built_in: names that have a meaning already.
+
     Raises:
-        ExtensionError: two installed packages give one name to different things.
+        ExtensionError: two installed packages give one name to different things, or one has the name of something built in.
     """
     found: dict[str, str] = {}
     for entry in sorted(entry_points(group=group)):
+        if entry.name in built_in:
+            raise ExtensionError(
+                f"an installed package registers {entry.name!r} in {group} as {entry.value}, and that name is built in; "
+                "give the entry another name, or uninstall the package"
+            )
         if found.setdefault(entry.name, entry.value) != entry.value:
             raise ExtensionError(
                 f"two installed packages register {entry.name!r} in {group}: {found[entry.name]} and {entry.value}; "

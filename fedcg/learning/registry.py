@@ -21,13 +21,18 @@ _PACKAGE = "fedcg.learning.methods"
 
 
 def method_names() -> tuple[str, ...]:
-    """Names of all methods, sorted. Reads a directory and the entry points; imports neither torch nor a method."""
-    return tuple(sorted(_own_names() | registered(ENTRY_POINT_GROUP).keys()))
+    """Names of all methods, sorted. Reads a directory and the entry points; imports neither torch nor a method.
+
+    Raises:
+        ExtensionError: two installed packages give one name to different methods, or one has the name of a built-in method.
+    """
+    own = _own_names()
+    return tuple(sorted(own | registered(ENTRY_POINT_GROUP, own).keys()))
 
 
-def _own_names() -> set[str]:
+def _own_names() -> frozenset[str]:
     files = (entry.name for entry in resources.files(_PACKAGE).iterdir())
-    return {name[:-3] for name in files if name.endswith(".py") and not name.startswith("_")}
+    return frozenset(name[:-3] for name in files if name.endswith(".py") and not name.startswith("_"))
 
 
 def get_method(name: str) -> Method:
@@ -42,7 +47,8 @@ def get_method(name: str) -> Method:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UnknownMethodError(f"no method {name!r}; there are {', '.join(names)}.{hint}")
-    entry = None if name in _own_names() else registered(ENTRY_POINT_GROUP)[name]
+    own = _own_names()
+    entry = None if name in own else registered(ENTRY_POINT_GROUP, own)[name]
     method: Method = import_module(f"{_PACKAGE}.{name}").METHOD if entry is None else imported(entry)
     if method.name != name:
         raise ExtensionError(f"method {name}: the METHOD that {entry or f'{name}.py'} holds is named {method.name!r}")

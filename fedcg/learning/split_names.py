@@ -90,9 +90,9 @@ def registered() -> Mapping[str, str]:
     """Splits of the user's own that are installed here: name to `module:function`.
 
     Raises:
-        ExtensionError: two installed packages give one name to different functions.
+        ExtensionError: two installed packages give one name to different functions, or one has the name of a built-in split.
     """
-    return extensions.registered(ENTRY_POINT_GROUP)
+    return extensions.registered(ENTRY_POINT_GROUP, frozenset({*BUILT_IN, *BACKBONES}))
 
 
 def own_target(name: str) -> str:
@@ -134,7 +134,9 @@ def check_name(name: str) -> None:
 
     Raises:
         NetworkError: an unknown name or layer, code that may not be imported here, or torchvision is missing.
+        ExtensionError: see `registered`.
     """
+    registered()
     if name in BUILT_IN:
         return
     if is_projected(name):

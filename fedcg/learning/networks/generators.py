@@ -6,14 +6,17 @@ split's features: a sigmoid for features in (0, 1), a ReLU for features >= 0.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from fedcg.learning.errors import NetworkError
+from fedcg.learning.errors import ExtensionError, NetworkError
 from fedcg.learning.extensions import imported, registered
+from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.networks.layers.small_maps import MapBatchNorm2d, SmallConvTranspose2d
 from fedcg.learning.networks.split import FeatureRange
 
@@ -117,22 +120,74 @@ GENERATORS: Mapping[str, GeneratorBuilder] = {
 }
 
 ENTRY_POINT_GROUP = "fedcg.generators"
+_ROWS = 3
+
+
+def _own() -> Mapping[str, str]:
+    return registered(ENTRY_POINT_GROUP, frozenset(GENERATORS))
 
 
 def generator_names() -> tuple[str, ...]:
-    """All generators, the user's own that are installed here among them."""
-    return tuple(sorted(GENERATORS.keys() | registered(ENTRY_POINT_GROUP).keys()))
+    """All generators, the user's own that are installed here among them.
+
+    Raises:
+        ExtensionError: two installed packages give one name to different generators, or one has the name of a built-in generator.
+    """
+    return tuple(sorted(GENERATORS.keys() | _own().keys()))
 
 
 def generator_builder(name: str) -> GeneratorBuilder:
     """The generator of that name: (feature shape, classes, noise dimension, feature range) -> module.
 
+    The user's own has been tried when its module is built.
+
     Raises:
         NetworkError: there is none; the message lists those there are.
-        ExtensionError: an installed package's can't be imported.
+        ExtensionError: see `generator_names`, or an installed package's can't be imported.
     """
-    own = registered(ENTRY_POINT_GROUP)
-    if name not in GENERATORS and name not in own:
+    own = _own()
+    if name in GENERATORS:
+        return GENERATORS[name]
+    if name not in own:
         raise NetworkError(f"no generator named {name!r}; there are {', '.join(generator_names())}")
-    builder: GeneratorBuilder = GENERATORS[name] if name in GENERATORS else imported(own[name])
-    return builder
+    builder: GeneratorBuilder = imported(own[name])
+
+    def build(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange) -> nn.Module:
+        _rehearse(own[name], builder, feature_shape, classes, noise_dim, feature_range)
+        return builder(feature_shape, classes, noise_dim, feature_range)
+
+    return build
+
+
+@functools.cache
+def _rehearse(
+    target: str,
+    builder: GeneratorBuilder,
+    feature_shape: tuple[int, ...],
+    classes: int,
+    noise_dim: int,
+    feature_range: FeatureRange,
+) -> None:
+    """Run a user's generator on random noise, in eval mode; once per process and form of features.
+
+    Raises:
+        ExtensionError: names the function, and what is wrong with what it builds.
+    """
+    stream = torch.Generator().manual_seed(0)
+    try:
+        with torch.device("cpu"), lent_generators(0), torch.no_grad():
+            module = builder(feature_shape, classes, noise_dim, feature_range)
+            draw_weights(module, stream)
+            labels = torch.arange(_ROWS) % classes
+            features = module.eval()(torch.randn(_ROWS, noise_dim, generator=stream), labels)
+            low, high = float(features.min()), float(features.max())
+    except Exception as error:
+        raise ExtensionError(f"generator {target} can't be built and run: {type(error).__name__}: {error}") from error
+    if features.shape != (_ROWS, *feature_shape):
+        wanted = [_ROWS, *feature_shape]
+        raise ExtensionError(f"generator {target} makes features {list(features.shape)}, not {wanted}")
+    if not 0.0 <= low <= high <= (1.0 if feature_range is FeatureRange.UNIT else math.inf):
+        raise ExtensionError(
+            f"generator {target} makes features from {low:.3g} to {high:.3g}, and the split's are {feature_range.value}: end it in "
+            "a sigmoid (unit) or a ReLU (non_negative)"
+        )

@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedcg.learning import methods
+from edge_client.config import PolicySection
+from edge_client.firewall import check_spec
+from fedcg.learning import extensions, methods
 from fedcg.learning.errors import ExtensionError
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule
+from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part
 from tests.support.installed import importable, register
-from tests.support.learning.learning_cases import party_of, same_parts
+from tests.support.learning.learning_cases import party_of, quick_spec, same_parts
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-method.md"
 
@@ -62,3 +65,15 @@ def test_a_package_that_cannot_be_imported_is_named(folder: Path) -> None:
     register(folder, "ours", "fedcg.methods", "our_prototypes", "nowhere:METHOD")
     with pytest.raises(ExtensionError, match="nowhere:METHOD: ModuleNotFoundError"):
         get_method("our_prototypes")
+
+
+def test_a_package_cannot_take_the_name_of_a_built_in_method(folder: Path) -> None:
+    spec = quick_spec("local")
+    extensions.registered.cache_clear()
+    install(folder, "fedproto", "fedproto")
+    with pytest.raises(ExtensionError, match=r"registers 'fedproto' in fedcg\.methods .* that name is built in"):
+        get_method("fedproto")
+    refusal = check_spec(spec, PolicySection())
+    assert refusal is not None
+    assert refusal[0] is DeclineReason.SPEC_REFUSED
+    assert "give the entry another name" in refusal[1]

@@ -19,7 +19,7 @@ from fedcg.learning.networks import NETWORKS, build_part, feature_shape, load_pa
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkChoice
-from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here
+from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here, check_name
 from fedcg.wire.parts import Part
 from tests.support import installed
 from tests.support.installed import importable
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def documented(folder: Path) -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (folder / "our_networks.py").write_text(code)
     return "our_networks:small_residual"
 
@@ -92,7 +92,8 @@ def test_two_packages_that_register_one_name_are_an_error_that_names_both(folder
 
 def test_a_registered_split_cannot_take_the_name_of_a_built_in_one(folder: Path) -> None:
     register(folder, "ours", "lenet5_relu", documented(folder))
-    assert feature_shape(plan("fedcg", choice("lenet5_relu"))) == (16, 1, 1)
+    with pytest.raises(ExtensionError, match=r"registers 'lenet5_relu' in fedcg\.splits .* that name is built in"):
+        check_name("lenet5_relu")
 
 
 def test_what_a_person_types_is_allowed_here_and_in_child_processes(
