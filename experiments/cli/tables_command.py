@@ -51,13 +51,14 @@ def tables_command(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
     """Print the papers' tables beside our runs: mean ± standard deviation over (seeds), and the judgement of the stated orders."""
-    chosen = None if paper is None else find_presets(paper)
+    wanted = None if paper is None else find_presets(paper)
+    chosen = None if paper is None else find_presets(paper.partition("@")[0], with_stand_ins=True)
     folder = read_folder(runs)
     if as_json:
-        print_data(_everything(folder, chosen))
+        print_data(_everything(folder, chosen, wanted))
         return
     if list_missing:
-        sheets = [missing_sheet(missing_runs(folder.runs, chosen))]
+        sheets = [missing_sheet(missing_runs(folder.runs, wanted))]
     elif by_bytes:
         sheets = [traffic_sheet(traffic(folder.runs))]
     else:
@@ -73,11 +74,12 @@ def _comparison_sheets(found: Sequence[Comparison], *, by_client: bool) -> list[
     return [*sheets, Sheet(orders.title, orders.columns, orders.rows, (CRITERION,))] if orders.rows else sheets
 
 
-def _everything(folder: Folder, chosen: Sequence[Preset] | None) -> dict[str, Any]:
+def _everything(folder: Folder, chosen: Sequence[Preset] | None, wanted: Sequence[Preset] | None) -> dict[str, Any]:
+    """Every sheet's content: `chosen` are the tables, `wanted` those of them whose missing runs are named."""
     return {
         "tables": [asdict(comparison) for comparison in compare(folder.runs, chosen)],
         "criterion": CRITERION,
-        "missing": [asdict(item) for item in missing_runs(folder.runs, chosen)],
+        "missing": [asdict(item) for item in missing_runs(folder.runs, wanted)],
         "bytes": [[asdict(item) for item in group] for group in traffic(folder.runs)],
         "runs": len(folder.runs),
         "older_records": folder.older,

@@ -255,11 +255,12 @@ def _budgets() -> Mapping[str, Mapping[str, _ReducedEntry]]:
     return {paper.id: paper.reduced for paper in _paper_files()}
 
 
-def find_presets(name: str) -> tuple[Preset, ...]:
+def find_presets(name: str, *, with_stand_ins: bool = False) -> tuple[Preset, ...]:
     """The presets that a name means: one preset, or all of a group (`fedmd_cg:table1:cifar10`, `fedcg:table1`).
 
     Args:
         name: a preset, the beginning of several up to a `:` or a `-`, either with `@budget` or `@one+another`.
+        with_stand_ins: our stand-ins are of the group too; otherwise only where the group has nothing else.
 
     Raises:
         OptionError: there is none of that name.
@@ -267,8 +268,8 @@ def find_presets(name: str) -> tuple[Preset, ...]:
     base, at, budget = name.partition("@")
     known = presets()
     found = [known[base]] if base in known else [preset for key, preset in known.items() if _is_in(key, base)]
-    if len(found) > 1:
-        found = [preset for preset in found if preset.stand_in is None]
+    if not with_stand_ins:
+        found = [preset for preset in found if preset.stand_in is None] or found
     if not found:
         near = [key for key in known if key.startswith(base.partition(":")[0] + ":")] or list(known)
         raise OptionError(f"no table {base!r}; there are {', '.join(near)}")

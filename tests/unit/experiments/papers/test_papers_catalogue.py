@@ -70,6 +70,16 @@ def test_a_group_means_all_its_tables_and_no_stand_in() -> None:
     assert len(find_presets("fedcg:table1")) == 6
 
 
+def test_a_group_of_stand_ins_alone_means_those_and_who_asks_gets_them_beside_the_others() -> None:
+    digits = ["antigan:table1:digits-2", "antigan:table1:digits-iid4"]
+    assert [preset.name for preset in find_presets("antigan:table1:digits")] == digits
+    assert [preset.name for preset in find_presets("antigan:table1:digits@digits")] == [
+        f"{one}@digits" for one in digits
+    ]
+    both = {preset.name for preset in find_presets("ppidsg:table7", with_stand_ins=True)}
+    assert both == {"ppidsg:table7:cifar10", "ppidsg:table7:digits"}
+
+
 @pytest.mark.parametrize("name", ["fedcg:table1:cifar", "fedcg:table9", "", "fedcg:table1:cifar10-4@never"])
 def test_an_unknown_name_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(OptionError, match="there are"):

@@ -366,6 +366,15 @@ def test_the_command_prints_a_table_and_names_what_it_could_not_use(tmp_path: Pa
     assert "Damaged: torn.json" in done.stderr
 
 
+def test_a_group_shows_its_stand_ins_that_have_runs_and_misses_none_of_theirs(tmp_path: Path) -> None:
+    folder = write(tmp_path, record("ppidsg", 0, 0.5, paper="ppidsg:table7:digits", variant="no-semantic"))
+    for group in ("ppidsg:table7", "ppidsg:table7@small"):
+        content = data_of(_tables("--runs", str(folder), "--paper", group, "--json").stdout)
+        assert [table["preset"]["name"] for table in content["tables"]] == ["ppidsg:table7:digits"]
+        assert {item["paper"] for item in content["missing"]} == {"ppidsg:table4:cifar10", "ppidsg:table7:cifar10"}
+        assert "digits (stand-in for MNIST)" in _tables("--runs", str(folder), "--paper", group).stdout
+
+
 def test_an_unknown_table_or_folder_is_bad_input(tmp_path: Path) -> None:
     for arguments in (("--runs", str(tmp_path / "none")), ("--runs", str(tmp_path), "--paper", "fedcg:table7")):
         done = _tables(*arguments)
