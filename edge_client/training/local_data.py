@@ -104,7 +104,7 @@ class LocalDefence:
 
     def _where(self, federation: str, progress: Progress) -> DefencePlace:
         place = defence_place(self.section, federation, self.store, self.place)
-        return replace(place, progress=progress)
+        return replace(place, progress=progress, warn=lambda text: self.events.write("defence_warning", detail=text))
 
 
 def defence_place(

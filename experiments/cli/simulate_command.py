@@ -33,8 +33,11 @@ from experiments.settings.options import parse_params
 from experiments.simulation.batch import Batch, RunSetting, load_batch, plan_batch, save_batch
 from experiments.simulation.run_slots import Lanes, default_workers, open_lanes, open_ray_lanes
 from fedcg.json_output import print_data
+from fedcg.learning.defences.defence import DefencePlace, defence_of
+from fedcg.learning.method import silent
 from fedcg.learning.privacy import PrivacySettings, parse_mechanisms
 from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import plan_from_mapping
 
 _WITH_RESUME = frozenset({"resume", "workers", "ray", "force", "keep_updates", "as_json", "tensorboard", "plot"})
@@ -180,12 +183,13 @@ def _check(batch: Batch) -> None:
         check(setting)
         _check_method(setting)
     sources = {data: setting.source() for data, setting in {setting.data: setting for setting in settings}.items()}
-    plans: dict[tuple[str, PrivacySettings], RunSetting] = {}
+    plans: dict[tuple[str, PrivacySettings, str], RunSetting] = {}
     for setting in settings:  # seeds have the same networks
         plan = {**setting.plan(sources[setting.data]), "seed": 0}
-        plans[json.dumps(plan, sort_keys=True), setting.privacy] = setting
+        plans[json.dumps(plan, sort_keys=True), setting.privacy, setting.defence_label] = setting
     for setting in plans.values():
         _check_network(setting, sources[setting.data])
+        _check_defence(setting, sources[setting.data])
     for data, deal in dict.fromkeys((setting.data, setting.deal()) for setting in settings):
         deal_out(sources[data], deal)
 
@@ -222,6 +226,17 @@ def _check_network(setting: RunSetting, source: Source) -> None:
     check_mechanisms(
         complete_spec(plan_from_mapping(setting.plan(source))), get_method(setting.method), setting.privacy
     )
+
+
+def _check_defence(setting: RunSetting, source: Source) -> None:
+    """What a defence refuses of the images' form, or for want of a cohort's secret."""
+    if setting.defence is None:
+        return
+    defence, params = defence_of(setting.defence, setting.defence_params)
+    if defence.check is not None:
+        form, streams = setting.image_form(source.image_form(setting.image_size).mode), Streams(b"")
+        place = DefencePlace(streams, silent, cohort=None if setting.start == "public" else streams)
+        defence.check(params, place, (form.channels, form.height, form.width))
 
 
 def _check_device(device: str) -> None:

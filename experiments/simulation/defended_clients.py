@@ -23,7 +23,7 @@ class Asked:
         federation: its name.
         folder: what was learned is kept below it; another run of the same images goes on from there.
         device: torch device.
-        note: gets a line for every tenth of a client's training that is done.
+        note: gets a line for every tenth of a client's training that is done, and the warnings.
     """
 
     name: str
@@ -50,7 +50,9 @@ def defend(cohort: Cohort, asked: Asked) -> tuple[Cohort, dict[str, dict[str, st
     together = None if asked.cohort is None else Streams(asked.cohort).at(*scope)
     for name, data in cohort.clients.items():
         streams, folder = Streams(asked.secrets[name]).at(*scope), asked.folder / name
-        place = DefencePlace(streams, _tenths(name, asked), folder, asked.device, cohort=together)
+        place = DefencePlace(
+            streams, _tenths(name, asked), folder, asked.device, cohort=together, warn=_named(name, asked)
+        )
         try:
             made = defence.apply(data.train, params, place)
         except DataError as error:
@@ -62,6 +64,10 @@ def defend(cohort: Cohort, asked: Asked) -> tuple[Cohort, dict[str, dict[str, st
         clients[name] = replace(given, train=made.images, val=given.seen(data.val), test=given.seen(data.test))
         facts[name] = dict(made.facts)
     return replace(cohort, clients=clients), facts
+
+
+def _named(client: str, asked: Asked) -> Callable[[str], None]:
+    return lambda sentence: asked.note(f"{client}: {sentence}")
 
 
 def _tenths(client: str, asked: Asked) -> Callable[[str, int, int], None]:

@@ -300,6 +300,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
         "memory ran out: from now on {share:.1%} of a batch goes through the networks at once, with the same steps ({detail})",
     ),
     "images_skipped": (WARNING, "{count} images can't be read and are left out; `fedcg doctor` names them"),
+    "defence_warning": (WARNING, "{detail}"),
     "defended": (INFO, "{count} training images went through {defence} ({detail}; {seconds:.0f} s)"),
     "committed": _committed,
     "round_failed": (DEBUG, "{at} can't be trained ({reason}): {detail}"),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fedcg.learning.defences.defence import Defence, DefenceParams, DefencePlace, Defended
+from fedcg.learning.defences.defence import Defence, DefenceParams, DefencePlace, Defended, Size
+from fedcg.learning.errors import DefenceError
 
 if TYPE_CHECKING:
     from fedcg.learning.image_set import ImageSet
@@ -56,10 +57,20 @@ class AntiGanParams(DefenceParams):
         return self.gan_steps + self.obfuscation_steps
 
 
+def _check(params: AntiGanParams, place: DefencePlace, size: Size) -> None:
+    _, height, width = size
+    if params.window > min(height, width):
+        raise DefenceError(
+            f"antigan: window = {params.window} is larger than the images of {height}x{width} pixels: lower `window`"
+        )
+
+
 def _apply(images: ImageSet, params: AntiGanParams, place: DefencePlace) -> Defended:
     from fedcg.learning.defences.gan_mixing import mixed_images  # torch comes with it: not for a configuration
 
+    channels, height, width = images.images.shape[1:]
+    _check(params, place, (channels, height, width))
     return mixed_images(images, params, place)
 
 
-DEFENCE = Defence("antigan", AntiGanParams, _apply, is_per_image=False)
+DEFENCE = Defence("antigan", AntiGanParams, _apply, is_per_image=False, check=_check)

@@ -52,6 +52,7 @@ class DefencePlace:
         grows: images are added over time. What was learned from the first ones then serves the later ones too, so that an
             image is mixed with one and the same generated image in every round.
         cohort: randomness of the cohort's secret, alike on all devices that have it; None: there is none here.
+        warn: called with a sentence, before anything is trained, where the defence will protect some of the images less.
     """
 
     streams: Streams
@@ -61,6 +62,7 @@ class DefencePlace:
     stem: Path | None = None
     grows: bool = False
     cohort: Streams | None = None
+    warn: Callable[[str], object] = lambda _: None
 
     def draws(self, purpose: str, image: torch.Tensor) -> torch.Generator:
         """A stream that follows from an image's pixels: images which are added later change nothing for it."""
@@ -101,6 +103,8 @@ class Defence:
         params_type: its parameters.
         apply: (training images, parameters, place) -> the images in their place.
         is_per_image: an image that comes out depends on one real image alone, as DP-SGD's ε supposes; nothing is trained.
+        check: (parameters, place, size of the images) -> ignored; raises a DefenceError where they do not go together. It is asked before
+            there are any images. None: all do.
         input_layer: (parameters, place, size of the images) -> what validation, test and served images go through too; it follows
             from these alone. None: they stay real.
     """
@@ -109,6 +113,7 @@ class Defence:
     params_type: type[DefenceParams]
     apply: Callable[[ImageSet, Any, DefencePlace], Defended]
     is_per_image: bool
+    check: Callable[[Any, DefencePlace, Size], object] | None = None
     input_layer: Callable[[Any, DefencePlace, Size], Scrambling] | None = None
 
 

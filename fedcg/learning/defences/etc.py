@@ -72,7 +72,10 @@ def _input_layer(params: EtcParams, place: DefencePlace, size: Size) -> Scrambli
     streams = place.streams if params.key == "device" else place.cohort
     if streams is None:
         raise DefenceError("etc: key = cohort needs the cohort secret: `fedcg cohort join`, or set key = device")
-    return scrambling_of(draw_keys(streams, size, params.block), size, params.order(size[0]))
+    try:
+        return scrambling_of(draw_keys(streams, size, params.block), size, params.order(size[0]))
+    except DefenceError as error:
+        raise DefenceError(f"etc: {error}") from error
 
 
 def _apply(images: ImageSet, params: EtcParams, place: DefencePlace) -> Defended:
@@ -84,4 +87,4 @@ def _apply(images: ImageSet, params: EtcParams, place: DefencePlace) -> Defended
     return shown(images, facts, _input_layer(params, place, (channels, height, width)).encrypt(images.images))
 
 
-DEFENCE = Defence("etc", EtcParams, _apply, is_per_image=True, input_layer=_input_layer)
+DEFENCE = Defence("etc", EtcParams, _apply, is_per_image=True, check=_input_layer, input_layer=_input_layer)

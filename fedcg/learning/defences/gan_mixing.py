@@ -21,12 +21,12 @@ def mixed_images(images: ImageSet, params: AntiGanParams, place: DefencePlace) -
     """The mixed training set: as many images as before, with the same labels, each from one real image.
 
     Raises:
-        DataError: too few images, or smaller ones than the window.
+        DataError: too few images.
         NetworkError: the pretrained convolution is asked for and can't be had.
         DivergedError: the GAN's training diverged.
         OSError: the checkpoint can't be written.
     """
-    alone = _check(images, params)
+    alone = _single_images(images, place)
     stem = stem_for(params, place)
     generator = trained_generator(images, params, place, stem)
     generated = generated_images(generator, images, params.noise_dim, place)
@@ -36,20 +36,21 @@ def mixed_images(images: ImageSet, params: AntiGanParams, place: DefencePlace) -
     return shown(images, facts, *(mix(images.images, generated, mu) for mu in (0.0, params.mu)))
 
 
-def _check(images: ImageSet, params: AntiGanParams) -> int:
-    """The number of classes with a single image; of these the GAN learns no more than that image."""
+def _single_images(images: ImageSet, place: DefencePlace) -> int:
+    """The number of classes with a single image; of these the GAN learns no more than that image, which is a warning."""
     counts = [count for count in images.label_counts() if count]
     if max(counts, default=0) < 2:
         raise DataError(
             f"antigan: {len(images)} training images, no class with 2: a GAN would learn copies of them; "
             "add images, or leave the defence out"
         )
-    height, width = images.images.shape[2:]
-    if params.window > min(height, width):
-        raise DataError(
-            f"antigan: window {params.window} is larger than the images of {height}x{width}: lower `window`"
+    alone = counts.count(1)
+    if alone:
+        place.warn(
+            f"antigan: {alone} of {len(counts)} classes here have a single training image: of such a class the GAN knows no more than that "
+            "image, and what it mixes with it hides it little; add images, or count on no protection there"
         )
-    return counts.count(1)
+    return alone
 
 
 def stem_for(params: AntiGanParams, place: DefencePlace) -> Stem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import stat
 from collections.abc import Mapping
@@ -20,7 +21,9 @@ from edge_client.training.local_data import LocalData, LocalDefence
 from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.event_log import EventLog
 from fedcg.learning.defences.defence import DefencePlace, defence_of
+from fedcg.learning.method import silent
 from fedcg.learning.seeds import Streams
+from fedcg.log.sentences import sentence_of
 from fedcg.wire.messages.messages import DeclineReason
 from tests.support.edge.training_site import DEVICE_KEY, Site, real_spec
 from tests.support.edge.world import CLASSES, FEDERATION
@@ -132,13 +135,28 @@ def test_training_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) ->
     assert made.snapshot == local(whole).for_round(whole.spec, 1).snapshot
 
 
+def test_a_class_with_one_image_is_a_warning_in_the_log(tmp_path: Path) -> None:
+    site = Site(tmp_path, real_spec("local"))
+    give(site)
+    images = LocalData(site.config.data.root, None, site.store).for_round(site.spec, 1).train
+    (of_first,) = torch.nonzero(images.labels == 0, as_tuple=True)
+    few = images.rows([*of_first[:1].tolist(), *torch.nonzero(images.labels).flatten().tolist()])
+    LocalDefence(site.config.data, site.store, EventLog(site.events_path, lambda: 0.0)).apply(FEDERATION, few, silent)
+    (event,) = site.events("defence_warning")
+    assert "1 of 3 classes here have a single training image" in str(event["detail"])
+    sentence = sentence_of(event)
+    assert sentence is not None
+    assert sentence.level == logging.WARNING
+    assert "the GAN knows no more than that image" in sentence.text
+
+
 def test_a_window_larger_than_the_images_declines_with_the_setting_to_change(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("local"))
     give(site, params={"window": 33})
     report = site.trainer().do(site.round())
     assert isinstance(report, Failed)
-    assert report.reason is DeclineReason.NO_DATA
-    assert "window 33 is larger than the images of 32x32: lower `window`" in report.detail
+    assert report.reason is DeclineReason.SPEC_REFUSED
+    assert "window = 33 is larger than the images of 32x32 pixels: lower `window`" in report.detail
 
 
 def test_the_doctor_names_a_file_of_weights_that_is_not_there(tmp_path: Path) -> None:

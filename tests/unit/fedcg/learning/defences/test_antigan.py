@@ -15,7 +15,7 @@ from PIL import Image
 
 from fedcg.learning.backbone_names import Backbone
 from fedcg.learning.defences import gan_mixing
-from fedcg.learning.defences.antigan import AntiGanParams
+from fedcg.learning.defences.antigan import DEFENCE, AntiGanParams
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, Defended
 from fedcg.learning.defences.gan_mixing import generated_images, mix, mixed_images, stem_for
 from fedcg.learning.defences.gan_training import (
@@ -26,7 +26,7 @@ from fedcg.learning.defences.gan_training import (
     window_variance_loss,
     windows_of,
 )
-from fedcg.learning.errors import DataError, NetworkError
+from fedcg.learning.errors import DataError, DefenceError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import silent
 from fedcg.learning.networks.pretrained import stem as pretrained_stem
@@ -261,7 +261,6 @@ def test_an_unfinished_training_does_not_go_on_with_other_images(tmp_path: Path)
         (images(3), SHORT, "no class with 2"),
         (images(1), SHORT, "1 training images, no class with 2"),
         (images(0), SHORT, "0 training images"),
-        (images(side=8), SHORT.model_copy(update={"window": 9}), "window 9 is larger than the images of 8x8"),
     ],
 )
 def test_images_that_it_can_do_nothing_with_are_named(data: ImageSet, params: AntiGanParams, named: str) -> None:
@@ -277,9 +276,27 @@ def test_the_spread_tells_generated_images_from_one_texture(monkeypatch: pytest.
         assert defended(data).facts["spread"] == spread
 
 
-def test_classes_of_one_image_are_counted() -> None:
+def test_classes_of_one_image_are_counted_and_a_warning_before_the_first_step() -> None:
     data = ImageSet(images(5).images, torch.tensor([0, 0, 0, 1, 2]), tuple("abc"))
-    assert defended(data).facts["classes_of_one_image"] == "2"
+    seen: list[str] = []
+    watched = replace(place(progress=lambda *_: seen.append("step")), warn=seen.append)
+    assert mixed_images(data, SHORT, watched).facts["classes_of_one_image"] == "2"
+    assert seen[0].startswith(
+        "antigan: 2 of 3 classes here have a single training image: of such a class the GAN knows"
+    )
+    assert set(seen[1:]) == {"step"}
+    seen.clear()
+    mixed_images(images(6), SHORT, watched)
+    assert set(seen) == {"step"}
+
+
+def test_a_window_larger_than_the_images_is_named_before_there_are_any_and_when_there_are() -> None:
+    wide = SHORT.model_copy(update={"window": 9})
+    assert DEFENCE.check is not None
+    with pytest.raises(DefenceError, match="window = 9 is larger than the images of 8x12 pixels: lower `window`"):
+        DEFENCE.check(wide, place(), (1, 8, 12))
+    with pytest.raises(DefenceError, match="window = 9 is larger than the images of 8x8 pixels"):
+        DEFENCE.apply(images(), wide, place())
 
 
 @pytest.mark.parametrize(("side", "channels"), [(4, 1), (7, 3), (28, 1), (33, 3), (72, 3)])
