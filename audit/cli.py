@@ -87,7 +87,10 @@ def run(
     federation: Annotated[str | None, typer.Option(help="which one, where there are several")] = None,
     client: Annotated[str | None, typer.Option(help="whose update, where there are several")] = None,
     round_number: Annotated[int | None, typer.Option("--round", min=1, help="default: the client's last one")] = None,
-    attacks: Annotated[str, typer.Option(help="names, separated by commas; default: all (`fedcg audit attacks`)")] = "",
+    attacks: Annotated[
+        list[str] | None,
+        typer.Option(help="a name, or several with commas; repeat for more; default: all (`fedcg audit attacks`)"),
+    ] = None,
     effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="a minute, ten, hours")] = "default",
     seed: Annotated[int, typer.Option(help="of all random numbers")] = 0,
     processes: Annotated[int | None, typer.Option(min=1, help="attacks at once; default: one per CPU")] = None,
@@ -107,7 +110,7 @@ def run(
     from audit.attacks.attack import Effort
     from audit.run.audit import PAGE_FILE, AuditOptions, run_audit
 
-    names = tuple(filter(None, (name.strip() for name in attacks.split(","))))
+    names = tuple(filter(None, (name.strip() for given in attacks or () for name in given.split(","))))
     options = AuditOptions(
         updates, data, out, private, held_out, auxiliary, federation, client, round_number, names, Effort(effort), seed,
         processes or len(os.sched_getaffinity(0)), gate, force,

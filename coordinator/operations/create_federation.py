@@ -72,10 +72,19 @@ def read_plan(path: Path) -> FederationPlan:
 
 class _Request(BaseModel):
     plan: FederationPlan
-    artifacts: Path
-    public_data: Path | None
-    public_images: int
-    start: tuple[str, str] | None
+    artifacts: Path | None = None
+    public_data: Path | None = None
+    public_images: int = 1
+    start: tuple[str, str] | None = None
+
+
+def check_plan(plan: FederationPlan) -> None:
+    """Complete a plan, which is then known to be good, and write nothing.
+
+    Raises:
+        PlanError: the method or the networks refuse the plan.
+    """
+    _completed(_Request(plan=plan))
 
 
 def make_artifacts(
@@ -100,6 +109,11 @@ def make_artifacts(
     request = _Request(
         plan=plan, artifacts=artifacts, public_data=public_data, public_images=public_images, start=start
     )
+    return InitialArtifacts(**json.loads(_completed(request)))
+
+
+def _completed(request: _Request) -> str:
+    """What a process of its own makes of a plan: torch comes with it."""
     done = subprocess.run(
         [sys.executable, "-m", "coordinator.operations.create_federation"],
         input=request.model_dump_json(),
@@ -111,10 +125,11 @@ def make_artifacts(
         errors = done.stderr.strip()
         reason = errors if done.returncode == BAD_PLAN else errors.rpartition("\n")[2] or "no reason given"
         raise PlanError(f"the plan can't be completed: {reason}")
-    return InitialArtifacts(**json.loads(done.stdout))
+    return done.stdout
 
 
-def _make(request: _Request) -> InitialArtifacts:
+def _make(request: _Request) -> InitialArtifacts | None:
+    """The artifacts; none where the plan is only checked."""
     import torch
 
     from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
@@ -124,8 +139,10 @@ def _make(request: _Request) -> InitialArtifacts:
     from fedcg.learning.seeds import spec_root
 
     torch.set_num_threads(1)
-    plan, store, public_data = request.plan, ArtifactStore(request.artifacts), request.public_data
-    spec = complete_spec(plan)
+    spec, public_data = complete_spec(request.plan), request.public_data
+    if request.artifacts is None:
+        return None
+    store = ArtifactStore(request.artifacts)
     method = get_method(spec.method)
     if method.needs_public:
         if public_data is None:
@@ -228,7 +245,7 @@ def main() -> int:
     except (ValueError, LearningError, PlanError) as error:
         sys.stderr.write(f"{error}\n")
         return BAD_PLAN
-    sys.stdout.write(json.dumps(asdict(made)))
+    sys.stdout.write(json.dumps(made and asdict(made)))
     return 0
 
 

@@ -62,9 +62,11 @@ def demo_command(values: Values, _typed: frozenset[str]) -> None:
         f"starting a broker, a coordinator and {run.setting.clients} agents; everything goes to {run.root}",
         soft_wrap=True,
     )
-    from experiments.demo.demo import Demo  # half a second of imports, behind the first line
+    from experiments.demo.demo import Demo, begin  # half a second of imports, behind the first line
     from experiments.record import write_record
 
+    if options.resume is None:
+        begin(run)
     finished = run.root / "summary.json"
     try:
         summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(Demo(run, console).run())

@@ -20,7 +20,7 @@ from coordinator.broker.access_lists import publish_access
 from coordinator.cli.opening import create_home
 from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
-from coordinator.operations.create_federation import open_federation
+from coordinator.operations.create_federation import check_plan, open_federation
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
@@ -42,6 +42,16 @@ from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, R
 READY_S = 30.0
 SETTLE_S = 5.0  # for the observer to write what crossed last
 PROVISIONING = frozenset({"init", "federation", "devices"})
+
+
+def begin(run: Run) -> None:
+    """Check the plan of a new run, then write the first file of its folder.
+
+    Raises:
+        PlanError: the method or the networks refuse the plan; nothing is written.
+    """
+    check_plan(plan_from_mapping(run.setting.plan(run.setting.source())))
+    run.save(frozenset())
 
 
 class Demo:

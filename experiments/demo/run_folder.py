@@ -59,7 +59,8 @@ class Run:
         return self.root / "devices" / client
 
     def save(self, done: frozenset[str]) -> None:
-        """Remember the choices and which steps are done."""
+        """Remember the choices and which steps are done, in the folder, which is made where there is none."""
+        self.root.mkdir(parents=True, exist_ok=True)
         record = {
             "format": 1,
             "setting": self.setting.model_dump(mode="json"),
@@ -100,7 +101,7 @@ def chosen_broker(wanted: str) -> str:
 
 
 def new_run(root: Path, setting: Setting, broker: str) -> Run:
-    """Lay out the folder of a new demo.
+    """The folder of a new demo; nothing is written yet.
 
     Raises:
         OptionError: the folder holds something, or there is no such broker.
@@ -108,11 +109,8 @@ def new_run(root: Path, setting: Setting, broker: str) -> Run:
     broker = chosen_broker(broker)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise OptionError(f"{root} is not an empty folder; choose another --out, or go on with --resume {root}")
-    root.mkdir(parents=True, exist_ok=True)
     broker_port, api_port = free_ports(2)
-    run = Run(root.resolve(), setting, broker, broker_port, api_port)
-    run.save(frozenset())
-    return run
+    return Run(root.resolve(), setting, broker, broker_port, api_port)
 
 
 def resumed_run(root: Path) -> Run:

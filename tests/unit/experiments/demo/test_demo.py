@@ -269,6 +269,9 @@ def test_the_picture_is_a_png(histories: tuple[list[AgentHistory], CoordinatorHi
         (["--crop", "32"], "crop: "),
         (["--network", "resnet18@layer9"], "can't be cut after 'layer9'"),
         (["--network", "lenet9"], "no split named 'lenet9'"),
+        (["--method", "ppidsg"], "network.split must be image_small or image_paper (--network image_small)"),
+        (["--method", "ppidsg", "--network", "image_small", "--set", "block=5"], "block = 5 does not divide images"),
+        (["--set", "lrr=1"], "lrr: there is no such setting"),
     ],
 )
 def test_bad_options_end_with_code_2_before_anything_starts(
@@ -294,7 +297,7 @@ from fedcg.cli import app
 def stop(run, console):
     os.write(1, repr(sorted({"torch", "sklearn", "matplotlib", "sqlalchemy"} & sys.modules.keys())).encode())
     os._exit(7)  # nothing that is still in a buffer comes out
-sys.modules["experiments.demo.demo"] = types.SimpleNamespace(Demo=stop)
+sys.modules["experiments.demo.demo"] = types.SimpleNamespace(Demo=stop, begin=lambda run: None)
 app.main(args=["demo", "--out", sys.argv[1]], prog_name="fedcg")
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False)
