@@ -60,6 +60,7 @@ class Stack:
     root: Path
     devices: tuple[str, ...] = ("site-1", "site-2", "site-3")
     method: str = "fedcg"
+    split: str = "lenet5_relu"
     params: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 2
     broker: str = "mosquitto"
@@ -141,7 +142,7 @@ class Stack:
             f'federation = "shapes"\nclasses = {json.dumps(list(CLASSES))}\nmethod = "{self.method}"\nrounds = {self.rounds}\n'
             f"seed = 7\nmin_clients = {self.min_clients or len(self.devices)}\nmin_cohort = 1\n"
             '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n'
-            '[network]\nsplit = "lenet5_relu"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n'
+            f'[network]\nsplit = "{self.split}"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n'
             f"[params]\n{params}\n"
         )
 

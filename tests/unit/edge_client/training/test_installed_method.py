@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from torch import nn
 
 from edge_client.config import PolicySection
 from edge_client.session.events import ChooseModel, Chosen
@@ -16,6 +17,7 @@ from edge_client.training.trainer_handle import Committed
 from export.model.versions import Slots
 from fedcg.learning.methods.fedproto import NearestPrototype
 from fedcg.learning.networks.personal_model import personal_model
+from fedcg.learning.registry import get_method
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.messages.messages import DeclineReason
@@ -94,7 +96,7 @@ def test_what_a_method_remembers_is_kept_from_round_to_round_and_never_sent(fold
 
 
 def allowing(site: Site) -> Site:
-    policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | {Part.STATISTICS})
+    policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | get_method(site.spec.method).shared_up)
     site.config = site.config.model_copy(update={"policy": policy})
     return site
 
@@ -105,8 +107,23 @@ def test_statistics_leave_only_with_the_owners_word(tmp_path: Path) -> None:
     assert "statistics" in report.detail
 
 
-def test_the_exported_model_is_the_methods_own(tmp_path: Path) -> None:
-    spec = real_spec("fedproto", epochs=3)
+def test_image_generators_leave_only_with_the_owners_word(tmp_path: Path) -> None:
+    report = Site(tmp_path, real_spec("ppidsg")).declined()
+    assert report.reason is DeclineReason.UPLOAD_NOT_ALLOWED
+    assert "image_generator" in report.detail
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "parts"),
+    [
+        ("fedproto", NearestPrototype, {Part.EXTRACTOR, Part.STATISTICS}),
+        ("ppidsg", nn.Sequential, {Part.IMAGE_GENERATOR, Part.EXTRACTOR, Part.CLASSIFIER}),
+    ],
+)
+def test_the_exported_model_is_the_methods_own(
+    tmp_path: Path, method: str, kind: type[nn.Module], parts: set[Part]
+) -> None:
+    spec = real_spec(method, epochs=3)
     site = allowing(Site(tmp_path, spec, shadow=True, export=True))
     trainer = site.trainer()
     assert isinstance(trainer.do(site.round()), Committed)
@@ -114,15 +131,21 @@ def test_the_exported_model_is_the_methods_own(tmp_path: Path) -> None:
     assert isinstance(done, Chosen)
     assert done.succeeded, site.events("finalise_failed")
     (final,) = site.events("finalised")
-    assert final["candidate"] in {"own", "downloaded"}
-    best = to_weights(site.state().slots["best"])
-    assert set(best) == {Part.EXTRACTOR, Part.STATISTICS}
-    network = personal_model(spec, best)
-    assert isinstance(network, NearestPrototype)
+    slots, layouts = site.state().slots, {part: spec.layouts[part] for part in spec.upload}
+    best = to_weights(slots["best"])
+    assert set(best) == parts
+    incoming = to_weights(unpack(site.store.artifacts.get(site.aggregate), layouts).parts)
+    candidates = {"own": best, "downloaded": {**to_weights(slots["personal"]), **incoming}}
+    chosen = candidates[str(final["candidate"])]
+    network = personal_model(spec, chosen)
+    assert type(network) is kind
     session = onnxruntime.InferenceSession(Slots(site.store.root / "models").current() / "model.onnx")
     pixels = np.random.default_rng(0).integers(0, 256, (2, *spec.image.shape), dtype=np.uint8)
     logits = session.run(["logits"], {session.get_inputs()[0].name: pixels})[0]
     scaled = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()).float() / 255
     mean, std = (torch.tensor(one).view(1, -1, 1, 1) for one in (spec.image.mean, spec.image.std))
-    if final["candidate"] == "own":
-        assert np.allclose(logits, network((scaled - mean) / std).detach().numpy(), atol=1e-4)
+    images = (scaled - mean) / std
+    assert np.allclose(logits, network(images).detach().numpy(), atol=1e-4)
+    for part in parts:  # all of them are in the one graph
+        without = {**chosen, part: {name: torch.zeros_like(tensor) for name, tensor in chosen[part].items()}}
+        assert not np.allclose(logits, personal_model(spec, without)(images).detach().numpy(), atol=1e-2)
