@@ -153,30 +153,24 @@ def generator_builder(name: str) -> GeneratorBuilder:
     builder: GeneratorBuilder = imported(own[name])
 
     def build(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange) -> nn.Module:
-        _rehearse(own[name], builder, feature_shape, classes, noise_dim, feature_range)
+        _rehearse(own[name], builder, (feature_shape, classes, noise_dim, feature_range))
         return builder(feature_shape, classes, noise_dim, feature_range)
 
     return build
 
 
 @functools.cache
-def _rehearse(
-    target: str,
-    builder: GeneratorBuilder,
-    feature_shape: tuple[int, ...],
-    classes: int,
-    noise_dim: int,
-    feature_range: FeatureRange,
-) -> None:
+def _rehearse(target: str, builder: GeneratorBuilder, asked: tuple[tuple[int, ...], int, int, FeatureRange]) -> None:
     """Run a user's generator on random noise, in eval mode; once per process and form of features.
 
     Raises:
         ExtensionError: names the function, and what is wrong with what it builds.
     """
+    feature_shape, classes, noise_dim, feature_range = asked
     stream = torch.Generator().manual_seed(0)
     try:
         with torch.device("cpu"), lent_generators(0), torch.no_grad():
-            module = builder(feature_shape, classes, noise_dim, feature_range)
+            module = builder(*asked)
             draw_weights(module, stream)
             labels = torch.arange(_ROWS) % classes
             features = module.eval()(torch.randn(_ROWS, noise_dim, generator=stream), labels)
@@ -184,8 +178,7 @@ def _rehearse(
     except Exception as error:
         raise ExtensionError(f"generator {target} can't be built and run: {type(error).__name__}: {error}") from error
     if features.shape != (_ROWS, *feature_shape):
-        wanted = [_ROWS, *feature_shape]
-        raise ExtensionError(f"generator {target} makes features {list(features.shape)}, not {wanted}")
+        raise ExtensionError(f"generator {target} makes features {[*features.shape]}, not {[_ROWS, *feature_shape]}")
     if not 0.0 <= low <= high <= (1.0 if feature_range is FeatureRange.UNIT else math.inf):
         raise ExtensionError(
             f"generator {target} makes features from {low:.3g} to {high:.3g}, and the split's are {feature_range.value}: end it in "
