@@ -48,7 +48,7 @@ class DemoOptions(BaseModel):
 
 
 @options_of(Setting, DemoOptions)
-def demo_command(values: Values, _typed: frozenset[str]) -> None:
+def demo_command(values: Values, typed: frozenset[str]) -> None:
     """Run a whole federation on this machine: broker, coordinator and one agent per client, each a process of its own.
 
     By default scikit-learn's handwritten digits are split over four clients with a skewed choice of classes. At the end:
@@ -66,7 +66,7 @@ def demo_command(values: Values, _typed: frozenset[str]) -> None:
     from experiments.record import write_record
 
     if options.resume is None:
-        begin(run)
+        begin(run, is_known_good=not typed)
     finished = run.root / "summary.json"
     try:
         summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(Demo(run, console).run())
