@@ -23,6 +23,8 @@ from experiments.settings.cli_options import (
 )
 from experiments.settings.options import DEMO_PUBLIC_IMAGES, Setting, parse_params
 from fedcg.json_output import print_data
+from fedcg.learning.backbone_names import is_projected
+from fedcg.learning.spec import plan_from_mapping
 
 if TYPE_CHECKING:
     from experiments.demo.run_folder import Run
@@ -98,7 +100,11 @@ def _run_folder(values: Values, options: DemoOptions) -> Run:
     chosen = {name: value for name, value in values.items() if name in Setting.model_fields}
     setting = Setting.model_validate({**chosen, **beside})
     check(setting)
-    setting.plan(setting.source())  # finds data, and a backbone's weights
+    plan = setting.plan(setting.source())  # finds data, and a backbone's weights
+    if is_projected(setting.network):
+        from fedcg.learning.networks.initial_weights import complete_spec
+
+        complete_spec(plan_from_mapping(plan))  # reads them
     if setting.method in DEMO_PUBLIC_IMAGES and not setting.public_images:
         raise OptionError(
             f"{setting.method} distils on unlabelled public images: leave --public-images out, or give a number"

@@ -190,26 +190,37 @@ def weights_for(backbone: str, where: str | None) -> Path | None:
     )
 
 
-def pinned_weights(sha256: str) -> Path:
+def pinned_weights(sha256: str, beside: Path | None = None) -> Path:
     """The local file whose bytes have this sha256.
+
+    Args:
+        sha256: in hex.
+        beside: a file or folder that is looked into before those that this process lists.
 
     Raises:
         NetworkError: none here has; names where it was looked for.
     """
-    for path in _candidates():
+    places = [*([] if beside is None else [beside]), *_listed()]
+    for path in _candidates(places):
         if _digest_of(path) == sha256:
             return path
-    looked = ", ".join(map(str, _listed())) or "no folder"
+    looked = ", ".join(map(str, places)) or "no folder"
     raise NetworkError(
         f"network.weights = {sha256} is the sha256 of no file here (looked into installed packages and {looked}): bring that file, "
         f"and name it or its folder by `[training] weights` in agent.toml, --weights, or {WEIGHTS_VARIABLE}"
     )
 
 
-def _candidates() -> Iterator[Path]:
-    for place in _listed():
-        found = sorted(place.iterdir()) if place.is_dir() else [place]
-        yield from (path for path in found if path.suffix in _SUFFIXES and path.is_file())
+def files_of_weights(place: Path) -> list[Path]:
+    """The files of weights in a folder, by their suffix; a file by itself whatever its suffix."""
+    if place.is_dir():
+        return [path for path in sorted(place.iterdir()) if path.suffix in _SUFFIXES and path.is_file()]
+    return [place] if place.is_file() else []
+
+
+def _candidates(places: Sequence[Path]) -> Iterator[Path]:
+    for place in places:
+        yield from files_of_weights(place)
     yield from (path for known in BACKBONES.values() if (path := known.installed_file()) is not None)
 
 

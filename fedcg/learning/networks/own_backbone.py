@@ -12,6 +12,7 @@ from pydantic import Field
 from fedcg.learning.backbone_names import is_projected
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.assembly import layouts, split_of
+from fedcg.learning.networks.pretrained.backbone import check_weights
 from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.parts import Part
 
@@ -52,14 +53,14 @@ def device_spec(spec: FederationSpec, backbone: str) -> FederationSpec:
 
 
 def check_backbones(plan: FederationPlan, shared: frozenset[Part]) -> None:
-    """Check the backbones that a plan lets devices choose.
+    """Check the backbones that a plan lets devices choose, and the files of their weights that are on this machine.
 
     Args:
         plan: of an operator.
         shared: parts that the method's clients send or get.
 
     Raises:
-        NetworkError: the method shares extractors, or a backbone can't be built.
+        NetworkError: the method shares extractors, a backbone can't be built, or a file does not hold its weights.
     """
     if plan.network.backbones and Part.EXTRACTOR in shared:
         raise NetworkError(
@@ -67,4 +68,6 @@ def check_backbones(plan: FederationPlan, shared: frozenset[Part]) -> None:
             "extractors private (fedcg, fedsplit, fedmd_cg)"
         )
     for name in plan.network.backbone_names if is_projected(plan.network.split) else ():
-        split_of(plan.model_copy(update={"network": plan.network.with_backbone(name)}))
+        network = plan.network.with_backbone(name)
+        split_of(plan.model_copy(update={"network": network}))
+        check_weights(network)

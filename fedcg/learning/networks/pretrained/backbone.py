@@ -213,6 +213,21 @@ def _weights(name: str, sha256: str) -> dict[str, torch.Tensor]:
     return read_weights(pinned_weights(sha256), tensor_shapes(name))
 
 
+def check_weights(choice: NetworkChoice) -> None:
+    """Read the file of a backbone's pinned weights, where it is on this machine.
+
+    Raises:
+        NetworkError: it can't be read, or holds other weights; names it.
+    """
+    if choice.weights is None:
+        return
+    try:
+        path = pinned_weights(choice.weights)
+    except NetworkError:  # a coordinator can do without it
+        return
+    read_weights(path, tensor_shapes(choice.split))
+
+
 def tensor_shapes(name: str) -> dict[str, tuple[int, ...]]:
     """Shapes of a backbone's tensors by timm's names, up to its cut; without the layers that classify ImageNet.
 

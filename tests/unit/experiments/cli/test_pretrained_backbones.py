@@ -10,6 +10,7 @@ from urllib.error import URLError
 
 import pytest
 import safetensors.torch
+import torch
 
 from fedcg.learning.backbone_names import BACKBONES, WEIGHTS_VARIABLE, weights_digest
 from fedcg.learning.networks.pretrained import features, fetch
@@ -79,6 +80,22 @@ def test_what_cannot_be_simulated_is_explained_before_anything_starts(
     done = run_fedcg("simulate", *TINY, *network, *words, "--out", tmp_path / "out")
     assert done.exit_code != 0
     assert problem in said(f"{done.output} {done.exception}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["simulate", "demo"])
+@pytest.mark.parametrize("content", ["damaged", "another network's"])
+def test_weights_that_do_not_fit_end_the_command_before_anything_starts(
+    weights: Path, tmp_path: Path, command: str, content: str
+) -> None:
+    file = tmp_path / "w.pt"
+    torch.save({"conv_stem.weight": torch.zeros(1)}, file)
+    if content == "damaged":
+        file.write_bytes(file.read_bytes()[:200])
+    words = TINY if command == "simulate" else ("--image-size", "64", "--normalise", "imagenet")
+    done = run_fedcg(command, *words, "--network", SPLIT, "--weights", file, "--out", tmp_path / "out")
+    assert done.exit_code == 2, done.output
+    assert "w.pt: no" in said(done.output)
     assert not (tmp_path / "out").exists()
 
 

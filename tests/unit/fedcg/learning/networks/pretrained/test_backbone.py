@@ -274,6 +274,38 @@ def test_weights_are_found_by_their_hash_alone_and_a_missing_file_has_a_remedy(w
         pinned_weights(digest)
 
 
+@pytest.mark.parametrize("damage", ["another network's", "garbled", "text"])
+def test_weights_that_do_not_fit_are_found_when_the_plan_is_made_and_absent_ones_are_not_missed(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    other = weights.with_name("other.pth")
+    torch.save({"layer.weight": torch.zeros(2, 2)}, other, _use_new_zipfile_serialization=False)
+    if damage == "garbled":
+        other.write_bytes(other.read_bytes().replace(b"layer.weight", b"layer.\xffeight"))
+    if damage == "text":
+        other.write_text("no weights")
+    with pytest.raises(
+        NetworkError, match=r"other\.pth: (not the weights of this network|no weights that can be read)"
+    ):
+        complete_spec(tiny_plan("local", other))
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "")
+    assert complete_spec(tiny_plan("local", other)).network.weights == weights_digest(other)
+
+
+def test_a_file_named_by_itself_may_have_any_suffix_and_one_in_a_folder_may_not(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = weights.with_name("w.pt")
+    torch.save(safetensors.torch.load_file(weights), named)
+    weights.unlink()
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(named))
+    assert pinned_weights(weights_digest(named)) == named
+    assert extractor_of(complete_spec(tiny_plan("local", named))) is not None
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(named.parent))
+    with pytest.raises(NetworkError, match="is the sha256 of no file here"):
+        pinned_weights(weights_digest(named))
+
+
 def test_a_person_names_a_file_or_a_folder_and_random_means_none(weights: Path, tmp_path: Path) -> None:
     name = f"timm:{TIMM}"
     assert (
