@@ -13,6 +13,7 @@ from rich.table import Table
 from devices.catalogue import load_catalogue
 from devices.detect import LIVE_ROOT, detect, runtime_providers
 from devices.errors import NotTrainableError
+from devices.nvidia import torch_obstacle
 from devices.profile import GIB, DeviceProfile, Gpu, TrainingPlan, plan_training
 from devices.telemetry import Telemetry, read_telemetry
 from fedcg.json_output import print_data
@@ -36,7 +37,7 @@ def profile_command(
         _print_known(as_json=as_json)
         return
     profile = detect(root)
-    plan = _plan(profile)
+    plan = _plan(profile, torch_obstacle() if root == LIVE_ROOT else "")
     live = read_telemetry(Path.cwd(), root, asks_services=True)
     if as_json:
         now = {**asdict(live), "hottest_c": live.hottest_c, "is_hot": live.is_hot, "condition": live.condition.value}
@@ -61,9 +62,9 @@ def _print_known(*, as_json: bool) -> None:
     Console().print(table)
 
 
-def _plan(profile: DeviceProfile) -> TrainingPlan | None:
+def _plan(profile: DeviceProfile, gpu_problem: str) -> TrainingPlan | None:
     try:
-        return plan_training(profile)
+        return plan_training(profile, gpu_problem=gpu_problem)
     except NotTrainableError:
         return None
 
@@ -83,7 +84,9 @@ def _rows(profile: DeviceProfile, plan: TrainingPlan | None) -> list[tuple[str, 
         rows.append(("Jetson Linux", str(profile.l4t or UNAVAILABLE)))
     rows.append(("can train", f"{'yes' if profile.trainable.possible else 'no'}, {profile.trainable.reason}"))
     if plan is not None:
-        rows.append(("plan", f"{plan.device}, {plan.threads} threads, {plan.batch_scale:.0%} of the batch"))
+        rows.append(
+            ("plan", f"{plan.device}, {plan.threads} threads, {plan.batch_scale:.0%} of the batch: {plan.reason}")
+        )
     return rows
 
 

@@ -58,6 +58,7 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
         trainable=_trainable(jetson, l4t, memory, gpu),
         precisions=_precisions(root, gpu),
         known_as=f"Jetson {jetson.soc.family}" if jetson else kind.name if kind else None,
+        cpu_formats=_cpu_formats(root),
     )
 
 
@@ -100,6 +101,10 @@ def _jetson_gpu(jetson: KnownJetson, reported: Gpu | None, memory: int | None) -
 def _precisions(root: Path, gpu: Gpu | None) -> tuple[str, ...] | None:
     if gpu is not None and gpu_obstacle(gpu) is None:
         return None if gpu.compute_capability is None else gpu_precisions(gpu.compute_capability)
+    return _cpu_formats(root)
+
+
+def _cpu_formats(root: Path) -> tuple[str, ...] | None:
     features = files.cpuinfo_field(root, "flags") or files.cpuinfo_field(root, "Features")
     return None if features is None else cpu_precisions(features)
 

@@ -1,12 +1,14 @@
 """Asks NVIDIA's driver about the first GPU, and its readings now: NVML where it is installed, else the driver's files in /proc.
 
-A box without driver, library or GPU is an ordinary answer (None), not an error.
+Also reads whether the installed torch was built for CUDA, without importing it. A box without driver, library or GPU is an ordinary answer (None), not an error.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,7 @@ class GpuReadings:
     Attributes:
         slowdown_c: from which temperature the hardware slows it down.
         software, hardware: why its clocks are lowered, by who lowers them.
+        free_bytes: of its own memory.
     """
 
     temperature_c: float | None
@@ -37,6 +40,25 @@ class GpuReadings:
     watts: float | None
     software: tuple[str, ...]
     hardware: tuple[str, ...]
+    free_bytes: int | None = None
+
+
+def torch_obstacle() -> str:
+    """Why the installed torch can't use a GPU, with the remedy; empty where it was built for CUDA, and where there is none. Imports nothing."""
+    found = find_spec("torch")
+    for folder in () if found is None else found.submodule_search_locations or ():
+        facts = dict(
+            re.findall(
+                r"^(__version__|cuda)\b[^=\n]*=\s*(\S+)", read_text(Path(folder), "version.py") or "", re.MULTILINE
+            )
+        )
+        if facts.get("cuda") == "None":
+            version = facts.get("__version__", "").strip("'\"")
+            return (
+                f"this torch ({version}) has no CUDA: install the build for this board (https://pytorch.org/get-started/locally, on a "
+                'Jetson the wheel of NVIDIA\'s JetPack), or set device = "cpu" under [training]'
+            )
+    return ""
 
 
 def nvml_gpu() -> Gpu | None:
@@ -95,6 +117,7 @@ def _read(nvml: Any, handle: Any, ask: Callable[[Callable[[], Any]], Any]) -> Gp
         watts=None if milliwatts is None else milliwatts / 1000,
         software=tuple(cause for bit, cause in _SOFTWARE.items() if bits & bit),
         hardware=tuple(cause for bit, cause in _HARDWARE.items() if bits & bit),
+        free_bytes=ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).free)),
     )
 
 

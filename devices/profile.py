@@ -101,6 +101,7 @@ class DeviceProfile:
         precisions: Number formats with instructions of their own, of the GPU where it can be trained on, else of the CPU;
             None when the box does not report its instructions.
         known_as: Its row in the catalogue, where the device-tree names one.
+        cpu_formats: As `precisions`, of the CPU whatever GPU there is.
     """
 
     kind: DeviceKind
@@ -114,6 +115,7 @@ class DeviceProfile:
     trainable: Trainable
     precisions: tuple[str, ...] | None = None
     known_as: str | None = None
+    cpu_formats: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class TrainingPlan:
     Attributes:
         device: "cpu", "cuda" or "cuda:N", as torch names it.
         threads: Threads for torch on the CPU, at least 1.
-        batch_scale: Share of the batch that fits into memory with room to spare, in (0, 1].
+        batch_scale: Share of the batch that fits into the installed memory with room to spare, in (0, 1].
         reason: Why, for the log and the operator.
     """
 
@@ -133,30 +135,43 @@ class TrainingPlan:
     reason: str
 
 
-def plan_training(profile: DeviceProfile, *, device: str = "auto", threads: int | None = None) -> TrainingPlan:
+def plan_training(
+    profile: DeviceProfile,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    gpu_problem: str = "",
+    precision: str = "f32",
+) -> TrainingPlan:
     """Place and size the training on this box.
 
     Args:
         profile: What `detect` found.
         device: "auto" decides by the profile; "cpu", "cuda" or "cuda:N" is the operator's own decision and is followed.
         threads: The operator's own number of threads; None or 0 decides by the profile.
-
-    Returns:
-        The plan. The caller still has to fall back to "cpu" when its torch build has no CUDA.
+        gpu_problem: Why the installed torch can't use a GPU, with the remedy; empty where it can.
+        precision: Number format of the training steps, which must have instructions of its own where they run.
 
     Raises:
-        NotTrainableError: When `device` is "auto" and the box cannot train.
+        NotTrainableError: When `device` is "auto" and the box cannot train, or what the operator decided can't be had.
     """
     if device == "auto" and not profile.trainable.possible:
         raise NotTrainableError(
             f"this box cannot train: {profile.trainable.reason}. "
             'If you know better, set device = "cpu" under [training] in the configuration.'
         )
-    place, reason = _place(profile, device)
+    if device.startswith("cuda") and gpu_problem:
+        raise NotTrainableError(f'device = "{device}" under [training] can\'t be had: {gpu_problem}')
+    place, reason = _place(profile, device, gpu_problem)
+    if precision not in ("f32", *(formats := _formats(profile, place))):
+        raise NotTrainableError(
+            f'precision = "{precision}" under [training] can\'t be had: the {"CPU" if place == "cpu" else "GPU"} of this box has '
+            f'instructions for {", ".join(formats) or "formats that it does not report"}; set precision = "f32"'
+        )
     return TrainingPlan(
         device=place,
         threads=threads or _threads(profile, place),
-        batch_scale=_batch_scale(profile, place),
+        batch_scale=batch_share(profile, place),
         reason=reason,
     )
 
@@ -187,10 +202,17 @@ def gpu_obstacle(gpu: Gpu | None) -> str | None:
     return None
 
 
-def _place(profile: DeviceProfile, device: str) -> tuple[str, str]:
+def _formats(profile: DeviceProfile, place: str) -> tuple[str, ...]:
+    if place == "cpu":
+        return profile.cpu_formats or ()
+    capability = None if profile.gpu is None else profile.gpu.compute_capability
+    return () if capability is None else gpu_precisions(capability)
+
+
+def _place(profile: DeviceProfile, device: str, gpu_problem: str) -> tuple[str, str]:
     if device != "auto":
         return device, f"{device} was asked for in the configuration"
-    obstacle = gpu_obstacle(profile.gpu)
+    obstacle = gpu_obstacle(profile.gpu) or gpu_problem or None
     if profile.gpu is None or obstacle is not None:
         return "cpu", str(obstacle)
     return "cuda", f"{profile.gpu.name} can be trained on"
@@ -204,10 +226,20 @@ def _threads(profile: DeviceProfile, place: str) -> int:
     return max(1, min(MOST_CPU_THREADS, profile.cpus - 1))
 
 
-def _batch_scale(profile: DeviceProfile, place: str) -> float:
-    memory = profile.gpu.memory_bytes if place != "cpu" and profile.gpu is not None else profile.memory_bytes
-    if memory is None:
+def batch_share(profile: DeviceProfile, place: str, free_bytes: int | None = None) -> float:
+    """The share of the batch that fits into memory with room to spare, in (0, 1].
+
+    Args:
+        profile: What `detect` found.
+        place: Where it is trained, as torch names it.
+        free_bytes: Of the same memory, available now; it counts twice, since the limits are those of installed memory, of which the
+            system and other programs may take half. None: by the installed memory alone.
+    """
+    installed = profile.gpu.memory_bytes if place != "cpu" and profile.gpu is not None else profile.memory_bytes
+    known = [size for size in (installed, None if free_bytes is None else 2 * free_bytes) if size is not None]
+    if not known:
         return 1.0
+    memory = min(known)
     # On a GPU the context, on a Jetson also the whole system, live in the same memory.
     roomy, tight = (6 * GIB, 3 * GIB) if place != "cpu" else (2 * GIB, 1 * GIB)
     if memory >= roomy:

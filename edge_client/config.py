@@ -157,6 +157,10 @@ class TrainingSection(_Section):
     shadow: bool = False
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
     threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this device")] = 0
+    precision: Annotated[
+        Literal["f32", "bf16"],
+        Field(description="of training steps: f32, or bf16 where the CPU or GPU has instructions for it"),
+    ] = "f32"
     priority: Annotated[
         Literal["normal", "low", "idle"],
         Field(

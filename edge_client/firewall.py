@@ -34,6 +34,7 @@ FACTS = {
     "device": r"cpu|cuda",
     "fedcg-edge": r"[0-9A-Za-z.+]{1,40}",
     "most_rows": r"\d{1,9}",
+    "precision": r"bf16",
     "threads": r"\d{1,5}",
     "torch": r"[0-9A-Za-z.+]{1,40}",
 }

@@ -24,7 +24,7 @@ from fedcg.json_output import print_data
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 
 if TYPE_CHECKING:
-    from edge_client.cli.doctor.checks import Finding
+    from edge_client.cli.doctor.findings import Finding
     from edge_client.config import AgentConfig
 
 app = typer.Typer(
@@ -150,7 +150,7 @@ def _hardware(settings: AgentConfig | None) -> tuple[Finding, ...]:
 
 
 def _samples(settings: AgentConfig, path: Path) -> Finding:
-    from edge_client.cli.doctor.checks import Finding
+    from edge_client.cli.doctor.findings import Finding
 
     try:
         from edge_client.cli.doctor.defence_samples import make_samples  # torch comes with it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from devices.detect import detect
 from devices.errors import NotTrainableError
+from devices.nvidia import torch_obstacle
 from devices.profile import DeviceProfile, plan_training
 from edge_client.config import AUTO, AgentConfig
 from edge_client.store.private_store import PrivateStore
@@ -50,7 +51,7 @@ def is_small(box: DeviceProfile, device: str) -> bool:
         device: `[training] device`.
     """
     try:
-        plan = plan_training(box, device=device)
+        plan = plan_training(box, device=device, gpu_problem=torch_obstacle())
     except NotTrainableError:
         return True
     return plan.batch_scale < 1 or (plan.device == "cpu" and (box.cpus or 1) < _FEW_CPUS)

@@ -113,6 +113,7 @@ class Workplace:
             device=self.place,
             progress=progress,
             privacy=self.config.privacy,
+            precision=self.config.training.precision,
             most_rows=most_rows,
         )
 
@@ -223,7 +224,8 @@ def _checkpoint(
     depends_on = (
         *(at.round, at.attempt, command.aggregate, spec.digest, data.snapshot.digest, data.snapshot.defended),
         None if stored is None else sorted(stored.generation.checksums.items()),
-        *(work.config.privacy, work.config.training.shadow, work.place, work.threads, command.share),
+        *(work.config.privacy, work.config.training.shadow, work.config.training.precision),
+        *(work.place, work.threads, command.share),
         *(str(torch.__version__), version("fedcg-edge")),
     )
     mark = hashlib.sha256(repr(depends_on).encode()).digest()
@@ -371,15 +373,8 @@ def _audit(
     release = Release(spec, update, base, labels, done.data, before, after, done.ctx.streams)
     started = work.clock()
     judged = audit_release(work.config, release, done.ctx.progress)
-    work.events.write(
-        "audited",
-        round=done.ctx.round,
-        attempt=done.ctx.attempt,
-        passed=not judged.failed,
-        detail="; ".join(judged.not_run),
-        report=str(judged.page),
-        seconds=round(work.clock() - started, 1),
-    )
+    about = {"round": done.ctx.round, "attempt": done.ctx.attempt, "seconds": round(work.clock() - started, 1)}
+    work.events.write("audited", **about, **judged.as_event())
     judged.check()
     return judged.gains
 
@@ -411,5 +406,6 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
 def _determinism(work: Workplace, ctx: RoundContext) -> dict[str, str]:
     cpu = "".join(letter for letter in (platform.processor() or platform.machine()) if " " <= letter <= "~")[:120]
     batch = str(ctx.spec.params.get("batch_size", ""))
-    at_once = {} if ctx.most_rows is None else {"most_rows": str(ctx.most_rows)}
-    return {"device": work.place, "threads": str(work.threads), "cpu": cpu, "batch_size": batch, **at_once}
+    later = {} if ctx.most_rows is None else {"most_rows": str(ctx.most_rows)}
+    later |= {} if ctx.precision == "f32" else {"precision": ctx.precision}
+    return {"device": work.place, "threads": str(work.threads), "cpu": cpu, "batch_size": batch, **later}

@@ -22,26 +22,32 @@ class MemoryShare:
     A process that the kernel kills can't say so. It notes the kernel's count of such kills before a round; where its successor finds the
     round unfinished and the count higher in the same boot, memory was the reason. A kill by hand or a power cut leaves the share as it is.
 
+    What is available now decides once, before the first round; afterwards the kept share holds, so that a repeated round is cut as before
+    whatever else runs on the box meanwhile. The file removed, it decides anew.
+
     Args:
         store: folder of the private store.
         planned: the share by what the box has (`devices.profile`).
         memory: what it has: the place of training and its bytes.
         root: of the file tree that describes the box.
+        at_first: the share by what is available now, where none is kept; None: `planned`.
 
     Attributes:
         share: in (0, 1].
         was_killed: whether the kernel ended the process before this one in a round, for memory.
     """
 
-    def __init__(self, store: Path, planned: float, memory: str, root: Path = Path("/")) -> None:
+    def __init__(
+        self, store: Path, planned: float, memory: str, root: Path = Path("/"), at_first: float | None = None
+    ) -> None:
         self._path, self._memory, self._root = store / MEMORY_FILE, memory, root
-        self.share, self.was_killed = planned, False
+        self.share, self.was_killed = planned if at_first is None else at_first, False
         known = self._read()
         if known.get("memory") != memory:
             return
         share, noted = known.get("share"), str(known.get("in_round") or "")
-        if isinstance(share, float) and LEAST_SHARE <= share < planned:
-            self.share = share
+        if isinstance(share, float) and LEAST_SHARE <= share <= 1:
+            self.share = min(share, planned)
         (boot, _, before), (boot_now, _, now) = (text.rpartition(" ") for text in (noted, oom_kills(root)))
         counted = bool(boot) and boot == boot_now and before.isdigit() and now.isdigit()
         self.was_killed = counted and int(before) < int(now)

@@ -79,6 +79,10 @@ class Judged:
     not_run: tuple[str, ...]
     page: Path
 
+    def as_event(self) -> dict[str, str | bool]:
+        """Its fields in the event log."""
+        return {"passed": not self.failed, "detail": "; ".join(self.not_run), "report": str(self.page)}
+
     def check(self) -> None:
         """Raise where the gate does not let the update leave.
 

@@ -16,9 +16,10 @@ import torch
 
 from devices.detect import detect
 from devices.errors import NotTrainableError
+from devices.nvidia import nvml_readings, torch_obstacle
 from devices.power import EnergyMeter
-from devices.profile import TrainingPlan, plan_training
-from devices.telemetry import Sensors, read_power
+from devices.profile import DeviceProfile, Gpu, TrainingPlan, batch_share, plan_training
+from devices.telemetry import Sensors, read_power, read_telemetry
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
 from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound
@@ -104,14 +105,15 @@ class Trainer:
         self._events = events
         box = detect()
         try:
-            plan = plan_training(box, device=config.training.device, threads=config.training.threads)
+            plan = plan_here(config, box)
         except NotTrainableError as error:
             self._obstacle = str(error)
             plan = TrainingPlan("cpu", config.training.threads or 1, 1.0, str(error))
-        place = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
+        place = plan.device
         torch.set_num_threads(plan.threads)
         of_place = box.gpu if place == "cuda" and box.gpu is not None else box
-        self._memory = MemoryShare(store.root, plan.batch_scale, f"{place} {of_place.memory_bytes}")
+        at_first = batch_share(box, place, free_memory(store.root, None if of_place is box else box.gpu))
+        self._memory = MemoryShare(store.root, plan.batch_scale, f"{place} {of_place.memory_bytes}", at_first=at_first)
         share = self._memory.share
         events.write("plan", device=place, threads=plan.threads, batch_scale=share, reason=plan.reason)
         if self._memory.was_killed:
@@ -229,6 +231,29 @@ class Trainer:
             return Chosen(command.aggregate, succeeded=False)
         self._events.write("finalised", **{name: outcome[name] for name in outcome if name != "format"})
         return Chosen(command.aggregate, succeeded=True)
+
+
+def plan_here(config: AgentConfig, box: DeviceProfile) -> TrainingPlan:
+    """The plan for training in this process.
+
+    Raises:
+        NotTrainableError: the box can't train, or not as `[training]` in agent.toml asks.
+    """
+    problem = torch_obstacle()
+    if not problem and not torch.cuda.is_available():
+        problem = "torch finds no GPU that it can use: check NVIDIA's driver (`nvidia-smi`)"
+    wanted = config.training
+    return plan_training(
+        box, device=wanted.device, threads=wanted.threads, gpu_problem=problem, precision=wanted.precision
+    )
+
+
+def free_memory(store: Path, gpu: Gpu | None) -> int | None:
+    """Bytes available now where the training is: of a GPU with memory of its own, else of the box."""
+    if gpu is None or gpu.shares_memory:
+        return read_telemetry(store).free_memory_bytes
+    readings = nvml_readings()
+    return None if readings is None else readings.free_bytes
 
 
 def without_image_names(text: str, *roots: Path | None) -> str:

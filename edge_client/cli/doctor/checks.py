@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import random
 import shutil
 import socket
 import ssl
 import stat
-import time
-from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from http.client import HTTPException
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
-from devices.detect import detect
-from devices.eligibility import eligibility, is_held
-from devices.errors import NotTrainableError
-from devices.profile import plan_training
-from devices.telemetry import read_telemetry
+from edge_client.cli.doctor.data_check import check_data
+from edge_client.cli.doctor.findings import Finding as Finding
+from edge_client.cli.doctor.findings import Result, existing_place
+from edge_client.cli.doctor.training_check import check_training
 from edge_client.cli.status import is_locked, read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, EnrolError
@@ -34,11 +27,7 @@ from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, open_store
 from edge_client.transfer.https_client import check_ready, tls_of
-from fedcg.learning.data.decoding import decode_image
-from fedcg.learning.data.formats import dataset_name, is_array_source
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
-from fedcg.learning.errors import DataError
-from fedcg.learning.spec import ImageForm
 from fedcg.wire.clocks import SET_CLOCK, clock_time
 from fedcg.wire.errors import TransportError, WireError
 from fedcg.wire.messages.conditions import DoctorCheck, DoctorFinding
@@ -55,27 +44,7 @@ OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so 
 LONG_OFF = timedelta(days=365)
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips; a satellite link's take 0.6 s each
-DAMAGED_LISTED = 20
-DECODE_S = 10.0  # about 5,000 photographs; more are a sample
 ENROL_AGAIN = "enrol the device again, or copy its bundle again"
-_ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-Result = tuple[str, str, str]  # state, detail and advice of a finding
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of one check.
-
-    Attributes:
-        state: "ok", "warning" (works, but look at it) or "failed".
-        advice: what to do, where there is something to do.
-    """
-
-    check: str
-    state: str
-    detail: str
-    advice: str = ""
 
 
 def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = None) -> tuple[Finding, ...]:
@@ -89,10 +58,10 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "authority": _authority,
         "coordinator": _coordinator,
         "carrier": _carrier,
-        "data": _data,
+        "data": check_data,
         "defence": _defence,
         "cohort secret": _cohort_secret,
-        "training": _training,
+        "training": check_training,
         "audit": _audit,
         "privacy": _privacy,
     }
@@ -124,18 +93,12 @@ def _clock(config: AgentConfig, now: datetime) -> Result:
 
 
 def _disk(config: AgentConfig, now: datetime) -> Result:
-    place = _existing(config.store)
+    place = existing_place(config.store)
     free = shutil.disk_usage(place).free
     detail = f"{free / (1 << 30):.1f} GiB free at {place}"
     if free < LEAST_FREE_BYTES:
         return "failed", detail, f"make room: at least {LEAST_FREE_BYTES >> 30} GiB is needed"
     return "ok", detail, ""
-
-
-def _existing(place: Path) -> Path:
-    while not place.exists():
-        place = place.parent
-    return place
 
 
 def _keys(config: AgentConfig, now: datetime) -> Result:
@@ -247,78 +210,6 @@ def _carrier(config: AgentConfig, now: datetime) -> Result:
     return "ok", f"{config.carrier_url} answers, and lets this device in", ""
 
 
-def _data(config: AgentConfig, now: datetime) -> Result:
-    root = config.data.root
-    expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
-    if dataset_name(root) is not None:
-        return "ok", f"{root.name}: a data set of this device, read when a round begins", ""
-    if root.exists() and is_array_source(root):
-        return "ok", str(root), ""
-    if not root.is_dir():
-        return "failed", f"{root} is no folder", f"expected {expected}"
-    return _images(root, expected, _known_classes(config))
-
-
-def _known_classes(config: AgentConfig) -> tuple[str, ...]:
-    """The classes of the federation's spec, where this device has one."""
-    if not (config.store / "format.json").exists():
-        return ()
-    with contextlib.suppress(EdgeError, OSError):
-        store = open_store(config)
-        generation = store.generations.newest()
-        digests = store.spec_digests() if generation is None else frozenset({generation.spec})
-        spec = store.spec(next(iter(digests))) if len(digests) == 1 else None
-        return () if spec is None else spec.classes
-    return ()
-
-
-def _by_class(root: Path, files: list[Path], classes: tuple[str, ...]) -> tuple[str, str]:
-    """Images per class folder, and the first folder that is no class; classes without an image count as well."""
-    counts = Counter(path.parent.name for path in files)
-    unknown = sorted(set(counts) - set(classes)) if classes else []
-    named = ", ".join(f"{name} {counts[name]}" for name in sorted(set(classes) | set(counts)))
-    return named, unknown[0] if unknown else ""
-
-
-def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
-    unreadable: list[str] = []
-    damaged: list[str] = []
-    walked = os.walk(root, onerror=lambda error: unreadable.append(f"{error.filename}: {error.strerror}"))
-    files = [Path(folder) / name for folder, _, names in walked for name in names]
-    files = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
-    if not files and not unreadable:
-        return "failed", f"{root} holds no images", f"expected {expected}"
-    by_class, unknown = _by_class(root, files, classes)
-    random.Random(0).shuffle(files)  # folders that there is no time for are then no classes
-    decoded, stop_at = 0, time.monotonic() + DECODE_S
-    for path in files:
-        try:
-            decode_image(path.read_bytes(), _ANY_FORM, str(path))
-        except OSError as error:
-            unreadable.append(f"{path}: {error.strerror}")
-        except DataError as error:
-            damaged.append(str(error))
-        decoded += 1
-        if time.monotonic() > stop_at:
-            break
-    detail = f"{len(files)} images in {root} ({by_class}), {decoded} of them opened"
-    if unreadable:
-        detail = f"{detail}; {len(unreadable)} files or folders can't be read, e.g. {unreadable[0]}"
-        return "failed", detail, "let the user that runs the agent read them (chown, chmod)"
-    if unknown:
-        detail = f"{detail}; the federation has no class {unknown!r}, its classes are {', '.join(classes)}"
-        return (
-            "failed",
-            detail,
-            "rename the folder to one of them, have the operator list the class in a new federation, or move it away",
-        )
-    if damaged:
-        more = f"; and {len(damaged) - DAMAGED_LISTED} more" if len(damaged) > DAMAGED_LISTED else ""
-        detail = f"{detail}; {len(damaged)} can't be decoded: {'; '.join(sorted(damaged)[:DAMAGED_LISTED])}{more}"
-        return "warning", detail, "repair or remove them; training leaves them out"
-    return "ok", detail, ""
-
-
 def _defence(config: AgentConfig, now: datetime) -> Result:
     label = defence_label(config.data.defence, config.data.defence_params)
     if not label:
@@ -347,21 +238,6 @@ def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
     except EdgeError as error:
         return "failed", str(error), f"delete {path} and run `fedcg cohort join`"
     return "ok", "there", ""
-
-
-def _training(config: AgentConfig, now: datetime) -> Result:
-    missing = [name for name in ("torch", "onnx", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        return "failed", f"{' and '.join(missing)} not installed", "pip install 'fedcg-edge[edge]'"
-    try:
-        plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
-    except NotTrainableError as error:
-        return "failed", str(error), "this device can run a model, but not take part"
-    settings, place = config.eligibility, _existing(config.store)
-    reason = eligibility(read_telemetry(place), settings, datetime.now().astimezone(), held=is_held(settings))
-    if reason is not None:
-        return "warning", f"not now: {reason.detail}", "`fedcg doctor --hardware` shows all readings"
-    return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""
 
 
 def _audit(config: AgentConfig, now: datetime) -> Result:

@@ -14,12 +14,12 @@ import torch
 
 from devices.detect import detect
 from devices.errors import NotTrainableError
-from devices.profile import plan_training
-from edge_client.cli.doctor.checks import Finding, Result
+from edge_client.cli.doctor.findings import Finding, Result
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.store.private_store import SECRET_BYTES, PrivateStore, open_store
 from edge_client.training.local_data import defence_place
+from edge_client.training.trainer_child import plan_here
 from fedcg.files import replace_durably
 from fedcg.learning.data.formats import dataset_name, is_array_source
 from fedcg.learning.data.image_folder import SPLITS, list_files, read_images
@@ -95,14 +95,13 @@ def _made(config: AgentConfig, scratch: Path, path: Path) -> Result:
 
 def _place(config: AgentConfig, store: PrivateStore, scratch: Path) -> DefencePlace:
     """The device's own, with a copy of what is trained."""
-    plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
+    plan = plan_here(config, detect())
     torch.set_num_threads(plan.threads)
-    device = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
     secret = None if (store.root / "secrets" / "device.key").exists() else os.urandom(SECRET_BYTES)
     folder = scratch / "trained"
     if store.defence_folder.exists():
         shutil.copytree(store.defence_folder, folder)
-    return replace(defence_place(config.data, config.federation, store, device, secret), folder=folder)
+    return replace(defence_place(config.data, config.federation, store, plan.device, secret), folder=folder)
 
 
 def _in_words(seconds: float) -> str:

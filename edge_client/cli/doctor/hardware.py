@@ -12,7 +12,7 @@ from devices.detect import detect, runtime_providers
 from devices.eligibility import EligibilitySettings, Obstacle, is_held, obstacles
 from devices.profile import DeviceProfile
 from devices.telemetry import LIVE_ROOT, Sensors, Telemetry, Zone
-from edge_client.cli.doctor.checks import Finding
+from edge_client.cli.doctor.findings import Finding
 from edge_client.inference_load import InferenceLoad
 
 RATE_S = 1.0

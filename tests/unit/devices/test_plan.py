@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 
 from devices.detect import detect
 from devices.errors import NotTrainableError
-from devices.profile import GIB, MIB, DeviceKind, DeviceProfile, Gpu, Trainable, plan_training
+from devices.nvidia import torch_obstacle
+from devices.profile import GIB, MIB, DeviceKind, DeviceProfile, Gpu, Trainable, batch_share, plan_training
 from tests.support.commands import data_of, run_fedcg
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
@@ -81,6 +84,56 @@ def test_a_box_that_cannot_train_is_refused_with_the_reason_unless_the_operator_
     plan = plan_training(profile, device="cpu", threads=2)
     assert (plan.device, plan.threads) == ("cpu", 2)
     assert "configuration" in plan.reason
+
+
+def test_a_torch_without_cuda_leaves_the_cpu_and_says_so_unless_the_operator_asked_for_the_gpu() -> None:
+    plan = plan_training(box(gpu=card()), gpu_problem="this torch has no CUDA")
+    assert (plan.device, plan.reason) == ("cpu", "this torch has no CUDA")
+    with pytest.raises(
+        NotTrainableError, match=r'device = "cuda" under \[training\] can.t be had: this torch has no CUDA'
+    ):
+        plan_training(box(gpu=card()), device="cuda", gpu_problem="this torch has no CUDA")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("cuda: Optional[str] = None", "this torch (2.9.1+cpu) has no CUDA: install the build for this board"),
+        ("cuda: Optional[str] = '12.8'", ""),
+        ("", ""),
+    ],
+)
+def test_whether_torch_has_cuda_is_read_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, found: str
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.9.1+cpu'\n{line}\nhip: Optional[str] = None\n")
+    spec = importlib.machinery.PathFinder.find_spec("torch", [str(tmp_path)])
+    monkeypatch.setattr("devices.nvidia.find_spec", lambda name: spec)
+    told = torch_obstacle()
+    assert told.startswith(found)
+    assert bool(told) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "trains"),
+    [(card(), "auto", True), (card(capability=(7, 5)), "auto", False), (card(), "cpu", False), (None, "auto", False)],
+)
+def test_bf16_needs_instructions_of_the_place_that_trains(gpu: Gpu | None, device: str, trains: bool) -> None:
+    if trains:
+        assert plan_training(box(gpu=gpu), device=device, precision="bf16").device == "cuda"
+        return
+    with pytest.raises(NotTrainableError, match=r'precision = "bf16" under .* set precision = "f32"'):
+        plan_training(box(gpu=gpu), device=device, precision="bf16")
+    able = replace(box(gpu=gpu), cpu_formats=("f32", "bf16"))
+    assert plan_training(able, device="cpu", precision="bf16").device == "cpu"
+
+
+@pytest.mark.parametrize(("free", "scale"), [(None, 1.0), (GIB, 1.0), (GIB - 1, 0.5), (GIB // 2 - 1, 0.25), (0, 0.25)])
+def test_half_of_what_is_available_is_left_to_others(free: int | None, scale: float) -> None:
+    assert batch_share(box(), "cpu", free) == scale
+    assert batch_share(box(memory=MIB), "cpu", free) == 0.25
 
 
 def test_zero_threads_in_the_configuration_means_that_the_profile_decides() -> None:

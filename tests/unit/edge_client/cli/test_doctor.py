@@ -80,6 +80,16 @@ def test_every_image_is_opened_and_a_damaged_one_is_named(tmp_path: Path) -> Non
     assert f"1 can't be decoded: {config.data.root / 'good' / '1.png'}" in found.detail
 
 
+def test_a_class_with_one_image_is_named_with_what_will_miss_it(tmp_path: Path) -> None:
+    config = box_config(tmp_path)
+    draw(config.data.root)
+    for number in (1, 2):
+        (config.data.root / "crack" / f"{number}.png").unlink()
+    found = data_finding(config)
+    assert found.state == "warning"
+    assert "crack with one image: training, validation or test has none" in found.detail
+
+
 @pytest.mark.parametrize("what", ["crack", "crack/1.png"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user that may not read")
 def test_a_class_folder_or_image_that_cannot_be_read_is_named(open_folder: Path, what: str) -> None:

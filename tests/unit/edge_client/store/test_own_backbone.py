@@ -33,8 +33,16 @@ NANO = replace(SERVER, kind=DeviceKind.JETSON, cpus=6, gpu=Gpu("Orin Nano", 4 * 
         (replace(SERVER, trainable=Trainable(possible=False, reason="no memory")), True),
     ],
 )
-def test_a_small_box_is_one_with_few_cpus_or_memory_for_a_share_of_the_batch(box: DeviceProfile, small: bool) -> None:
+def test_a_small_box_is_one_with_few_cpus_or_memory_for_a_share_of_the_batch(
+    box: DeviceProfile, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.store.own_backbone.torch_obstacle", lambda: "")
     assert is_small(box, "auto") is small
+
+
+def test_a_gpu_that_torch_can_not_use_makes_no_box_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_client.store.own_backbone.torch_obstacle", lambda: "this torch has no CUDA")
+    assert is_small(replace(ORIN, cpus=2), "auto")
 
 
 def test_auto_takes_the_splits_own_and_on_a_small_box_the_one_with_the_least_work() -> None:

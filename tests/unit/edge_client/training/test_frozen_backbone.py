@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from edge_client.agent.owner_control import OwnerControl
 from edge_client.agent.run import run_agent
+from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
@@ -99,6 +101,32 @@ def test_the_owner_names_a_folder_of_weights_in_agent_toml(
     assert check_spec(site.spec, PolicySection()) is None
     assert site.spec.network.weights == weights_digest(weights)
     assert features.keeps_features(site.spec)
+
+
+def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
+    network = plan.network.model_copy(update={"backbones": (BackboneChoice(name="resnet18"),)})
+    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY, "network": network}
+    site = Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)))
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "")
+
+    def found(**training: object) -> Finding:
+        section = TrainingSection.model_validate({"device": "cpu", **training})
+        config = site.config.model_copy(update={"training": section})
+        return examine(config, datetime.now(timezone.utc), ["training"])[0]
+
+    own = f"timm:{TIMM}"
+    assert found(weights=weights, backbone=own).state == "ok"
+    (tmp_path / "empty").mkdir()
+    for place in ("nowhere", "empty"):
+        nothing = found(weights=tmp_path / place, backbone=own)
+        assert (nothing.state, "bring the file" in nothing.advice) == ("failed", True)
+        assert f"{place}: no file, and no folder with" in nothing.detail
+    assert "is the sha256 of no file here" in found(backbone=own).detail
+    assert "no backbone named 'nope'" in found(weights=weights, backbone="nope").detail
+    assert "none of those that the federation allows" in found(weights=weights, backbone="mobilenetv3_small_100").detail
 
 
 def test_the_choice_at_the_end_reads_the_same_features_and_the_exported_model_takes_images(

@@ -1,0 +1,86 @@
+"""The check of a device's images: their folders, their classes, and that they can be opened. Never imports torch."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+
+from edge_client.cli.doctor.findings import Result, known_spec
+from edge_client.config import AgentConfig
+from fedcg.learning.data.decoding import decode_image
+from fedcg.learning.data.formats import dataset_name, is_array_source
+from fedcg.learning.errors import DataError
+from fedcg.learning.spec import ImageForm
+
+DAMAGED_LISTED = 20
+DECODE_S = 10.0  # about 5,000 photographs; more are a sample
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+_ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
+
+
+def check_data(config: AgentConfig, now: datetime) -> Result:
+    """The images of this device can be read."""
+    root = config.data.root
+    expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
+    if dataset_name(root) is not None:
+        return "ok", f"{root.name}: a data set of this device, read when a round begins", ""
+    if root.exists() and is_array_source(root):
+        return "ok", str(root), ""
+    if not root.is_dir():
+        return "failed", f"{root} is no folder", f"expected {expected}"
+    spec = known_spec(config)
+    return _images(root, expected, () if spec is None else spec.classes)
+
+
+def _by_class(files: list[Path], classes: tuple[str, ...]) -> tuple[str, str, list[str]]:
+    """Images per class folder, the first folder that is no class, and those with one image; classes without an image count as well."""
+    counts = Counter(path.parent.name for path in files)
+    unknown = sorted(set(counts) - set(classes)) if classes else []
+    named = ", ".join(f"{name} {counts[name]}" for name in sorted(set(classes) | set(counts)))
+    return named, unknown[0] if unknown else "", sorted(name for name in counts if counts[name] == 1)
+
+
+def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
+    unreadable: list[str] = []
+    damaged: list[str] = []
+    walked = os.walk(root, onerror=lambda error: unreadable.append(f"{error.filename}: {error.strerror}"))
+    files = [Path(folder) / name for folder, _, names in walked for name in names]
+    files = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    if not files and not unreadable:
+        return "failed", f"{root} holds no images", f"expected {expected}"
+    by_class, unknown, single = _by_class(files, classes)
+    random.Random(0).shuffle(files)  # folders that there is no time for are then no classes
+    decoded, stop_at = 0, time.monotonic() + DECODE_S
+    for path in files:
+        try:
+            decode_image(path.read_bytes(), _ANY_FORM, str(path))
+        except OSError as error:
+            unreadable.append(f"{path}: {error.strerror}")
+        except DataError as error:
+            damaged.append(str(error))
+        decoded += 1
+        if time.monotonic() > stop_at:
+            break
+    detail = f"{len(files)} images in {root} ({by_class}), {decoded} of them opened"
+    if unreadable:
+        detail = f"{detail}; {len(unreadable)} files or folders can't be read, e.g. {unreadable[0]}"
+        return "failed", detail, "let the user that runs the agent read them (chown, chmod)"
+    if unknown:
+        detail = f"{detail}; the federation has no class {unknown!r}, its classes are {', '.join(classes)}"
+        return (
+            "failed",
+            detail,
+            "rename the folder to one of them, have the operator list the class in a new federation, or move it away",
+        )
+    if damaged:
+        more = f"; and {len(damaged) - DAMAGED_LISTED} more" if len(damaged) > DAMAGED_LISTED else ""
+        detail = f"{detail}; {len(damaged)} can't be decoded: {'; '.join(sorted(damaged)[:DAMAGED_LISTED])}{more}"
+        return "warning", detail, "repair or remove them; training leaves them out"
+    if single:
+        detail = f"{detail}; {', '.join(single)} with one image: training, validation or test has none of that class"
+        return "warning", detail, "add images of it: three or more let it be trained on and tested"
+    return "ok", detail, ""

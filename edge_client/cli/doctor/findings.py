@@ -1,0 +1,48 @@
+"""What a check of `fedcg doctor` finds, and what several checks ask of the device. Never imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.config import AgentConfig
+from edge_client.errors import EdgeError
+from edge_client.store.private_store import open_store
+from fedcg.learning.spec import FederationSpec
+
+Result = tuple[str, str, str]  # state, detail and advice of a finding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        state: "ok", "warning" (works, but look at it) or "failed".
+        advice: what to do, where there is something to do.
+    """
+
+    check: str
+    state: str
+    detail: str
+    advice: str = ""
+
+
+def existing_place(place: Path) -> Path:
+    """The nearest folder that exists."""
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def known_spec(config: AgentConfig) -> FederationSpec | None:
+    """The federation's spec, where this device has one."""
+    if not (config.store / "format.json").exists():
+        return None
+    with contextlib.suppress(EdgeError, OSError):
+        store = open_store(config)
+        generation = store.generations.newest()
+        digests = store.spec_digests() if generation is None else frozenset({generation.spec})
+        return store.spec(next(iter(digests))) if len(digests) == 1 else None
+    return None
