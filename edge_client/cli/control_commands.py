@@ -129,7 +129,9 @@ def _named(text: str, known: Mapping[str, object], what: str) -> str:
     found = [digest for digest in known if digest.startswith(text)]
     if len(found) == 1 and (not text or len(text) >= SHORT):
         return found[0]
-    names = ", ".join(one[:SHORT] for one in sorted(known)) or "none"
+    if not known:
+        raise BadInputError("no spec waits for approval" if what == "waiting" else f"no spec is {what}")
+    names = ", ".join(one[:SHORT] for one in sorted(known))
     raise BadInputError(
         f"{text or 'one spec'}: no single spec of that name is {what} ({names}); name one by its first {SHORT} digits"
     )
@@ -194,7 +196,7 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
             f"  {field.value:<16} {'':>9}  {field.meaning}{'' if field in policy.allow_report else new}"
             for field in sorted(reported)
         ),
-        f"  {'':<16} {'':>9}  versions of torch and fedcg-edge, model of the processor, threads, batch size",
+        f"  {'':<16} {'':>9}  versions of torch and fedcg-edge, model of the processor, threads, batch size, precision",
         f"What a round asks of it: {_work(spec)}.",
     ]
     return "\n".join(lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from getpass import GetPassWarning
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +21,17 @@ def passphrase_of(file: Path | None, *, is_new: bool) -> str:
     """The passphrase in the first line of a file, or typed; a new one is typed twice.
 
     Raises:
-        BadInputError: the file can't be read, or a new passphrase is too short.
+        BadInputError: the file can't be read, a new passphrase is too short, or there is no terminal to ask at.
     """
     if file is None:
-        passphrase = str(typer.prompt("Passphrase", hide_input=True, confirmation_prompt=is_new))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", GetPassWarning)  # what is typed would be shown
+                passphrase = str(typer.prompt("Passphrase", hide_input=True, confirmation_prompt=is_new))
+        except GetPassWarning as error:
+            raise BadInputError(
+                "there is no terminal to ask for the passphrase: name --passphrase-file FILE"
+            ) from error
     else:
         try:
             passphrase = file.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,25 @@ def test_a_restore_that_was_cut_is_repeated(box: Path, tmp_path: Path, monkeypat
         assert run("restore", file, "--config", new, root=tmp_path)[0] == 1
     assert files_of(new.parent) == {}
     assert run("restore", file, "--config", new, root=tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize("words", [("backup", "--out", "OUT"), ("restore", "FILE")])
+def test_without_a_terminal_the_passphrase_file_is_asked_for(tmp_path: Path, words: tuple[str, ...]) -> None:
+    config = write_device(tmp_path / "box")
+    PrivateStore.open(tmp_path / "box" / "store", FEDERATION, DEVICE)
+    (tmp_path / "FILE").write_bytes(b"")
+    command = [sys.executable, "-m", "fedcg", "agent", *words, "--config", str(config)]
+    done = subprocess.run(
+        command,
+        input="a passphrase\n" * 2,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        check=False,
+    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2, said
+    assert "there is no terminal to ask for the passphrase: name --passphrase-file FILE" in said
+    assert "GetPassWarning" not in said
+    assert not (tmp_path / "OUT").exists()
