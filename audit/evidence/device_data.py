@@ -22,6 +22,8 @@ from fedcg.learning.registry import get_method
 from fedcg.wire.parts import Part
 
 PrivateParts = Mapping[Part, Weights]
+SECRET_FILE = Path("secrets", "cohort.key")
+"""Of a device with its cohort's secret, below the agent's store."""
 
 
 def read_truth(view: View, data: Path, private: Path | None = None, held_out: Path | None = None) -> Truth:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from scipy.stats import norm
 
 from audit.attacks.attack import Attack
 from audit.evidence.case import Case
+from audit.evidence.device_data import SECRET_FILE
 from audit.measures.figures import CONFIDENCE, Figure, Outcome
 from audit.report.gate import Verdict
 
@@ -39,6 +41,7 @@ class Subject:
         images: (trained on, held out) of the device, `auxiliary` of the attacker.
         settings: seed, effort, attacks asked for.
         command: to repeat it.
+        start: where the private networks' first weights come from.
     """
 
     federation: str
@@ -53,6 +56,7 @@ class Subject:
     gaps: tuple[str, ...]
     settings: Mapping[str, Any]
     command: str
+    start: str
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,10 @@ def as_number(value: float | None, unit: str = "") -> str:
     return f"{100 * value:.1f} %" if unit == "share" else f"{value:.3g}{f' {unit}' if unit else ''}"
 
 
-def subject_of(case: Case, gaps: Sequence[str], settings: Mapping[str, Any], command: str) -> Subject:
-    """The facts of an audited update."""
+def subject_of(
+    case: Case, gaps: Sequence[str], settings: Mapping[str, Any], command: str, private: Path | None
+) -> Subject:
+    """The facts of an audited update; `private` is the device's store, where it is at hand."""
     view, truth = case.view, case.truth
     return Subject(
         view.spec.federation,
@@ -101,6 +107,7 @@ def subject_of(case: Case, gaps: Sequence[str], settings: Mapping[str, Any], com
         tuple(gaps),
         settings,
         command,
+        view.spec.network.private_start(None if private is None else (private / SECRET_FILE).exists()),
     )
 
 

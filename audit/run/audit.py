@@ -92,7 +92,8 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
     findings = tuple(finding_of(attack, outcome) for attack, outcome in zip(attacks, outcomes, strict=True))
     verdicts = judge(conditions, outcomes)
     settings = {"effort": options.effort.value, "seed": options.seed}
-    subject = subject_of(case, recorded.gaps, settings, options.command())
+    store = options.private if options.private is not None and options.private.is_dir() else None
+    subject = subject_of(case, recorded.gaps, settings, options.command(), store)
     report = report_of(subject, findings, verdicts)
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     replace_durably(options.out / REPORT_FILE, json.dumps(report, indent=1).encode(), PRIVATE)

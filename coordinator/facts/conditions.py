@@ -28,14 +28,17 @@ FINDINGS = {
         "On the device: `fedcg agent renew` prints why.",
     ),
     ("certificate", "failed"): ("its certificate can't be used", ENROL_AGAIN),
-    ("data", "warning"): ("some of its images can't be decoded; training leaves them out", LOOK),
+    ("data", "warning"): ("some of its images can't be decoded and are left out, or a class has one image", LOOK),
     ("data", "failed"): ("it finds no images, or can't read some", LOOK),
     ("cohort secret", "warning"): (
         "it has no cohort secret: the start of its private networks can be computed from the spec",
         "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round.",
     ),
     ("cohort secret", "failed"): ("its cohort secret can't be read", LOOK),
-    ("training", "failed"): ("it can't train: a package or memory is missing", LOOK),
+    ("training", "failed"): (
+        "it can't train: a package, memory, weights, or what [training] asks for is missing",
+        LOOK,
+    ),
 }
 """Sentence and remedy by check and state."""
 PAUSED = ("its owner has paused it", "Nothing is broken. On the device: `fedcg agent resume` ends the pause.")

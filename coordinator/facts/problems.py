@@ -228,7 +228,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
             "Start the agents that are offline, enable devices, or lower min_clients.",
             is_severe=True,
         )
-    outsiders = service.outsiders
+    outsiders = service.cohorts.outsiders()
     if len(outsiders) < len(state.online):  # else no device has a secret, which is a choice and not a problem
         for device, why in outsiders.items():
             remedy = (

@@ -51,6 +51,7 @@ class Sent:
         parts: what every update holds; the coordinator rejects an update that holds anything else.
         kept: parts of the networks that no update holds.
         fields: report fields that the spec allows.
+        start: where private networks' first weights come from; `open_start` are the devices that have them from the public seed.
     """
 
     federation: str
@@ -58,6 +59,8 @@ class Sent:
     parts: list[PartSent]
     kept: list[str]
     fields: list[str]
+    start: str
+    open_start: list[str]
     devices: list[DeviceSent]
     size: int
 
@@ -74,7 +77,7 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
     for each in overview.deliveries(record.id) if in_full else ():
         every[each.client].append(each)
     volumes, reporting = overview.volumes(record.id), {each.device for each in served_models(known, federation)}
-    devices = []
+    devices, service = [], known.services.get(federation)
     for client, last in sorted(overview.last_deliveries(record.id).items()):
         updates, size = volumes[client]
         fields = sorted(_fields(every[client] or [last]) | ({"model"} if client in reporting else set()))
@@ -85,6 +88,8 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
         _parts(spec),
         sorted(part.value for part in spec.layouts if part not in spec.upload),
         sorted(field.value for field in spec.report),
+        spec.network.private_start(None),
+        [] if service is None else service.cohorts.without(),
         devices,
         sum(size for _, size in volumes.values()),
     )

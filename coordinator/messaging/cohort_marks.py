@@ -30,6 +30,10 @@ class Cohorts:
             return CohortVerdict.ALONE
         return CohortVerdict.SAME if others == {mine} else CohortVerdict.DIFFERENT
 
+    def without(self) -> list[str]:
+        """The devices without a secret."""
+        return sorted(device for device, mark in self._marks.items() if mark is None)
+
     def outsiders(self) -> dict[str, str]:
         """The devices whose secret is not that of most others, and why they are outside."""
         counts = Counter(mark for mark in self._marks.values() if mark is not None)

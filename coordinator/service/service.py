@@ -74,6 +74,7 @@ class Service:
         round_driver: drives the rounds; has the merge that runs or the last one, and the worker's process.
         floods: the devices that are silenced for a while.
         conditions: what its devices report of themselves.
+        cohorts: the marks of the cohort secrets of devices that have said hello.
         finished_and_left: set when the federation is over and its devices have left, or a minute later.
     """
 
@@ -86,13 +87,13 @@ class Service:
         self._events = context.events
         self._queue: EventQueue[_Item] = EventQueue()
         self._sessions = Sessions()
-        self._cohorts = Cohorts()
+        self.cohorts = Cohorts()
         self._refusals = Refusals(context.events)
         self._message_checks = MessageChecks(topics, self._sessions, self._refusals)
         signing_identity = context.signing_identity()
         self._transport = context.connect(status_will(topics, self.epoch, signing_identity.key))
         self._publisher = Publisher(
-            self._transport, topics, signing_identity, self.epoch, self._sessions, self._cohorts, context.limits
+            self._transport, topics, signing_identity, self.epoch, self._sessions, self.cohorts, context.limits
         )
         self.published = PublishedArtifacts(context.artifacts, self._publisher.chunk_bytes)
         self._worker = context.make_worker(context.worker, self._queue.put)
@@ -117,7 +118,7 @@ class Service:
             self.receiver,
             self.round_driver,
             self._publisher,
-            self._cohorts,
+            self.cohorts,
             partial(self._run_on, self._members_pool),
         )
         self.floods = FloodLimits()
@@ -165,11 +166,6 @@ class Service:
     def refused_of(self, device: str) -> int:
         """Messages of a device refused since the start."""
         return self._refusals.of(device)
-
-    @property
-    def outsiders(self) -> dict[str, str]:
-        """Devices whose cohort secret is not that of most others, and why."""
-        return self._cohorts.outsiders()
 
     @property
     def progress(self) -> dict[str, DeviceProgress]:
@@ -320,7 +316,7 @@ class Service:
         self.invitations.forget(device)
         now = self._context.clock()
         self._context.store.saw_device(device, now, hello.agent)
-        if unlike := self._cohorts.note(device, hello.cohort):
+        if unlike := self.cohorts.note(device, hello.cohort):
             self._events.write("cohort_differs", client=device, unlike=",".join(unlike))
         self._publisher.welcome(device, hello.nonce, nonce, now, version)
         self._liveness.expect(device, hello.heartbeat_s, time.monotonic())

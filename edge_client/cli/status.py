@@ -19,6 +19,7 @@ from edge_client.errors import EnrolError, NotRunningError, OwnerRequestError, S
 from edge_client.identity.credentials import read_certificate
 from edge_client.messaging.owner_requests import StatusRequest
 from edge_client.store.generations import Generation
+from edge_client.store.own_backbone import private_start
 from edge_client.store.owner_record import Consent, PauseFile, TrafficCounter
 from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, open_store
 from export.errors import ExportError
@@ -58,7 +59,7 @@ def read_status(config: AgentConfig) -> Status:
         "federation": config.federation,
         "running": is_locked(config.store / "lock"),
         "training_process": is_locked(config.store / "trainer.lock"),
-        "private_parts_start": "cohort secret" if store.cohort_secret() is not None else "public spec seed",
+        "private_parts_start": private_start(config, store),
         "certificate_until": _certificate_end(config),
         **_state(store),
         **_latest(config.store / "events.jsonl"),

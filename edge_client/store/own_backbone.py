@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.nvidia import torch_obstacle
@@ -55,6 +57,22 @@ def is_small(box: DeviceProfile, device: str) -> bool:
     except NotTrainableError:
         return True
     return plan.batch_scale < 1 or (plan.device == "cpu" and (box.cpus or 1) < _FEW_CPUS)
+
+
+def known_spec(store: PrivateStore) -> FederationSpec | None:
+    """The federation's spec: that of the newest round, or the only one at hand."""
+    generation = store.generations.newest()
+    digests = store.spec_digests() if generation is None else frozenset({generation.spec})
+    return store.spec(next(iter(digests))) if len(digests) == 1 else None
+
+
+def private_start(config: AgentConfig, store: PrivateStore) -> str:
+    """Where this device's private networks start, in words (`NetworkChoice.private_start`)."""
+    spec, has_secret = known_spec(store), store.cohort_secret() is not None
+    network = NetworkChoice() if spec is None else spec.network
+    with contextlib.suppress(NetworkError):  # its own; of all that the spec allows where [training] names none of them
+        network = network if spec is None else network.with_backbone(own_backbone(config, store, spec))
+    return network.private_start(has_secret)
 
 
 def own_backbone(config: AgentConfig, store: PrivateStore, spec: FederationSpec) -> str:

@@ -177,7 +177,7 @@ def _write_report(
     folder.mkdir(mode=0o700, exist_ok=True)
     findings = tuple(finding_of(attack, outcome) for attack, outcome in zip(attacks, outcomes, strict=True))
     settings = {"effort": Effort.QUICK.value, "attacks": list(config.audit.attacks), "gate": config.audit.gate}
-    subject = subject_of(case, (), settings, _command(config, case.view.round))
+    subject = subject_of(case, (), settings, _command(config, case.view.round), config.store)
     report = report_of(subject, findings, verdicts)
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     replace_durably(folder / REPORT_FILE, json.dumps(report, indent=1))

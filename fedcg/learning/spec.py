@@ -120,6 +120,25 @@ class NetworkChoice(_Frozen):
         changed = {"split": f"{name}+{projection}", "weights": chosen.weights, "freeze": chosen.freeze}
         return self.model_copy(update={**changed, "backbones": ()})
 
+    def private_start(self, has_secret: bool | None) -> str:
+        """Where the private networks' first weights come from, for people: what is public of them, an attacker has too.
+
+        Args:
+            has_secret: whether the device has its cohort's secret; None: not known here.
+        """
+        if self.backbones:
+            return "; ".join(
+                f"{name}: {self.with_backbone(name).private_start(has_secret)}" for name in self.backbone_names
+            )
+        drawn = "cohort secret, or the public spec seed on a device without one"
+        if has_secret is not None:
+            drawn = "cohort secret" if has_secret else "public spec seed"
+        if self.weights is None:
+            return drawn
+        before = f"frozen before {self.freeze.partition(':')[2]}"
+        kept = {"none": "trained on", "stem": "stem frozen", "all": "frozen"}.get(self.freeze, before)
+        return f"backbone public (sha256 {self.weights[:12]}, {kept}), projection from the {drawn}"
+
 
 def _within_image(pixels: int, info: ValidationInfo) -> int:
     form = info.data.get("image")

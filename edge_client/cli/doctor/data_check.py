@@ -9,7 +9,7 @@ from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
-from edge_client.cli.doctor.findings import Result, known_spec
+from edge_client.cli.doctor.findings import Result, spec_of
 from edge_client.config import AgentConfig
 from fedcg.learning.data.decoding import decode_image
 from fedcg.learning.data.formats import dataset_name, is_array_source
@@ -32,7 +32,7 @@ def check_data(config: AgentConfig, now: datetime) -> Result:
         return "ok", str(root), ""
     if not root.is_dir():
         return "failed", f"{root} is no folder", f"expected {expected}"
-    spec = known_spec(config)
+    spec = spec_of(config)
     return _images(root, expected, () if spec is None else spec.classes)
 
 

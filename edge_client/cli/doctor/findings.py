@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
+from edge_client.store.own_backbone import known_spec
 from edge_client.store.private_store import open_store
 from fedcg.learning.spec import FederationSpec
 
@@ -36,13 +37,10 @@ def existing_place(place: Path) -> Path:
     return place
 
 
-def known_spec(config: AgentConfig) -> FederationSpec | None:
+def spec_of(config: AgentConfig) -> FederationSpec | None:
     """The federation's spec, where this device has one."""
     if not (config.store / "format.json").exists():
         return None
     with contextlib.suppress(EdgeError, OSError):
-        store = open_store(config)
-        generation = store.generations.newest()
-        digests = store.spec_digests() if generation is None else frozenset({generation.spec})
-        return store.spec(next(iter(digests))) if len(digests) == 1 else None
+        return known_spec(open_store(config))
     return None

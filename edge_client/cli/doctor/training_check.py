@@ -12,7 +12,7 @@ from devices.errors import NotTrainableError
 from devices.nvidia import torch_obstacle
 from devices.profile import plan_training
 from devices.telemetry import read_telemetry
-from edge_client.cli.doctor.findings import Result, existing_place, known_spec
+from edge_client.cli.doctor.findings import Result, existing_place, spec_of
 from edge_client.config import AUTO, AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.store.own_backbone import own_backbone
@@ -50,7 +50,7 @@ def _networks(config: AgentConfig) -> Result | None:
     if weights is not None and not files_of_weights(weights):
         detail = f"[training] weights = {weights}: no file, and no folder with a .safetensors or .pth file"
         return "failed", detail, "correct the path, bring the file, or leave the setting out"
-    spec = known_spec(config)
+    spec = spec_of(config)
     try:
         if wanted != AUTO:
             backbone_of(wanted.partition("@")[0])

@@ -14,6 +14,7 @@ from audit.report.gate import Verdict
 SUBJECT = Subject(
     "demo", "fedcg", "lenet5", "client-1", 3, {"classifier": 61_000, "generator": 120_000}, ("accuracy", "examples"), (332, 139),
     0, ("3 frames that the observer could not keep up with",), {"effort": "quick", "seed": 0}, "fedcg audit run --updates <here>",
+    "public spec seed",
 )  # fmt: skip
 VERDICTS = (Verdict("reid_gain<0.02", passed=False, why="at most 0.31 (95 %): classifier, public start"),)
 

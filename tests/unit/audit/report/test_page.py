@@ -68,6 +68,12 @@ def test_the_first_screen_says_what_was_found_and_what_was_not_tried() -> None:
     assert "not proven: its positive control failed" in verdict
 
 
+def test_what_the_private_networks_started_from_is_said() -> None:
+    told = "backbone public (sha256 abababababab, frozen), projection from the cohort secret"
+    page = render(replace(SUBJECT, start=told), findings(), VERDICTS, "now")
+    assert f"First weights of the private networks:</b> {told}." in page
+
+
 def test_a_failed_control_is_said_where_its_attack_is() -> None:
     section = _page().split('id="memorisation"')[1].split("</section>")[0]
     assert "control FAILED" in section

@@ -52,6 +52,7 @@ def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, 
     best = max(figure["gain"]["value"] for figure in labels["figures"] if figure["name"] == "label_l1")
     assert best > 0.2  # of 3 classes or so in 86 images, from the update alone
     assert report["subject"]["sent"].keys() == {"classifier", "generator"}
+    assert report["subject"]["start"].startswith("cohort secret, or the public spec seed")  # no store shows which
     page = (tmp_path / "out" / "report.html").read_text()
     assert "something came back" in page
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700

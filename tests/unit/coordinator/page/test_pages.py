@@ -119,6 +119,10 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     assert "50.0 %" in reader.get("/f/tiny/worth")[1].partition('id="w-a"')[2].partition("</tr>")[0]
     sent = reader.get("/f/tiny/sent")[1]
     assert "Never sent: extractor, and images." in sent
+    assert (
+        "First weights of what is never sent: cohort secret, or the public spec seed on a device without one." in sent
+    )
+    assert "Without a cohort secret: a, b, c." in sent
     assert "2" + "\N{NARROW NO-BREAK SPACE}" + "000" in sent  # the classifier's 40 x 50 numbers
     shows(
         reader, "/events", "tiny: round 1: the update of a is accepted (", "b declined (no_data)", 'tr class="warning"'

@@ -12,6 +12,7 @@ import pytest
 from edge_client.agent.owner_control import OwnerControl
 from edge_client.agent.run import run_agent
 from edge_client.cli.doctor.checks import Finding, examine
+from edge_client.cli.status import read_status
 from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
@@ -101,6 +102,31 @@ def test_the_owner_names_a_folder_of_weights_in_agent_toml(
     assert check_spec(site.spec, PolicySection()) is None
     assert site.spec.network.weights == weights_digest(weights)
     assert features.keeps_features(site.spec)
+
+
+def test_the_status_names_the_public_backbone_and_where_the_projection_starts(tmp_path: Path, weights: Path) -> None:
+    site = site_of(tmp_path, weights)
+    public = f"backbone public (sha256 {weights_digest(weights)[:12]}, frozen), projection from the"
+    assert read_status(site.config)["private_parts_start"] == f"{public} public spec seed"
+    (site.store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
+    assert read_status(site.config)["private_parts_start"] == f"{public} cohort secret"
+
+
+def test_the_status_names_the_devices_own_backbone_and_all_where_it_can_not_be_told(
+    tmp_path: Path, weights: Path
+) -> None:
+    plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
+    network = plan.network.model_copy(update={"backbones": (BackboneChoice(name="resnet18"),)})
+    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY, "network": network}
+    site = Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)))
+
+    def start(backbone: str) -> object:
+        training = TrainingSection(device="cpu", backbone=backbone)
+        return read_status(site.config.model_copy(update={"training": training}))["private_parts_start"]
+
+    assert start("resnet18") == "public spec seed"
+    assert str(start(f"timm:{TIMM}")).startswith("backbone public (sha256 ")
+    assert str(start("nope")).startswith(f"timm:{TIMM}: backbone public (sha256 ")
 
 
 def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(

@@ -178,10 +178,13 @@ def test_the_report_with_its_pictures_lies_in_the_store_for_its_owner_alone(
     report = json.loads((folder / "report.json").read_text())
     assert report["gates"][0]["passed"] is False
     assert report["subject"]["round"] == 1
+    assert report["subject"]["start"] == "public spec seed"
     page = (folder / "report.html").read_text()
     assert outcome().pictures[0].rows[0][1][0] in page
+    (site.store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
     site.trainer().do(site.round(2))
-    assert json.loads((folder / "report.json").read_text())["subject"]["round"] == 2
+    again = json.loads((folder / "report.json").read_text())["subject"]
+    assert (again["round"], again["start"]) == (2, "cohort secret")
 
 
 def test_progress_of_the_audit_is_a_phase_and_a_sign_of_life(tmp_path: Path, stand_in: StandIn) -> None:

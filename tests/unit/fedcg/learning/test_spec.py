@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.spec import FederationPlan, FederationSpec
+from fedcg.learning.spec import BackboneChoice, FederationPlan, FederationSpec, NetworkChoice
 from fedcg.wire.parts import Part, UpdateCodec
 from tests.support.learning.learning_cases import plan, quick_spec, usual_plan
 
@@ -51,3 +51,31 @@ def test_a_plan_names_codecs_that_exist() -> None:
     for field, codec in (("codec", "i4"), ("aggregate_codec", "i8"), ("aggregate_codec", "f16-delta")):
         with pytest.raises(ValidationError, match=field):
             FederationPlan.model_validate({**values, field: codec})
+
+
+@pytest.mark.parametrize(
+    ("network", "has_secret", "words"),
+    [
+        (NetworkChoice(), True, "cohort secret"),
+        (NetworkChoice(), False, "public spec seed"),
+        (NetworkChoice(), None, "cohort secret, or the public spec seed on a device without one"),
+        (NetworkChoice(split="resnet18+project:16"), False, "public spec seed"),
+        (
+            NetworkChoice(split="resnet18+project:16", weights="ab" * 32, freeze="all"),
+            True,
+            "backbone public (sha256 abababababab, frozen), projection from the cohort secret",
+        ),
+        (
+            NetworkChoice(
+                split="resnet18+project:16",
+                backbones=(BackboneChoice(name="resnet34", weights="cd" * 32),),
+            ),
+            False,
+            "resnet18: public spec seed; resnet34: backbone public (sha256 cdcdcdcdcdcd, trained on), projection from the public spec seed",
+        ),
+    ],
+)
+def test_what_is_public_of_a_private_start_is_worded(
+    network: NetworkChoice, has_secret: bool | None, words: str
+) -> None:
+    assert network.private_start(has_secret) == words
