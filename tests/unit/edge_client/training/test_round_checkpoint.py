@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from devices.detect import detect
 from edge_client.config import PolicySection, TrainingSection
 from edge_client.store.checkpoint_file import CheckpointFile
 from edge_client.training.trainer_handle import Committed
@@ -148,7 +149,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_round_begins_anew(
     assert saves[0] >= EPOCHS
 
 
-@pytest.mark.parametrize("other", ["attempt", "settings", "aggregate"])
+@pytest.mark.parametrize("other", ["attempt", "settings", "precision", "aggregate"])
 def test_a_checkpoint_of_another_round_or_of_other_settings_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
@@ -158,6 +159,11 @@ def test_a_checkpoint_of_another_round_or_of_other_settings_is_not_used(
         command = site.round(1, 2)
     elif other == "settings":
         site.config = site.config.model_copy(update={"privacy": PrivacySettings(dropout=0.1)})
+    elif other == "precision":
+        training = site.config.training.model_copy(update={"precision": "bf16"})
+        site.config = site.config.model_copy(update={"training": training})
+        box = replace(detect(), cpu_formats=("f32", "bf16"))
+        monkeypatch.setattr("edge_client.training.trainer_child.detect", lambda: box)
     else:
         first = initial_parts(site.spec, spec_root(site.spec.seed))
         parts = to_arrays({part: first[part] for part in get_method("fedavg").shared_down})
