@@ -86,6 +86,29 @@ class AveragedParams(TrainingParams):
     )
 
 
+class ClassifierParams(AveragedParams):
+    """Parameters of those that share a classifier."""
+
+    aux: float = Field(
+        default=0.0,
+        ge=0,
+        exclude_if=lambda aux: aux == 0.0,
+        description="weight of a second cross-entropy, through the downloaded classifier, which stays as it came; from round 2 on",
+    )
+
+
+class MomentumParams(ClassifierParams):
+    """Parameters of methods whose aggregate is the average itself."""
+
+    server_momentum: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        exclude_if=lambda momentum: momentum == 0.0,
+        description="of the averaged classifier from round to round (FedAvgM, Hsu et al. 2019, for that part alone)",
+    )
+
+
 class StudentParams(TrainingParams):
     """Parameters of methods whose server trains by steps."""
 
@@ -97,7 +120,7 @@ class StudentParams(TrainingParams):
     )
 
 
-class TaughtParams(AveragedParams, StudentParams):
+class TaughtParams(ClassifierParams, StudentParams):
     """Parameters of methods whose server distils an ensemble of the clients' models."""
 
     ensemble: Ensemble = Field(

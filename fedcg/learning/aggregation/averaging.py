@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fedcg.learning.method import Weights
 
 
+VELOCITY = "velocity"
+
+
 class WeightedSums:
     """Σ_i w_i θ_i of named tensors, and Σ_i w_i."""
 
@@ -200,6 +203,36 @@ class AverageAggregator:
             self.add(updates[client]())
         aggregate = Aggregate(self.merged.parts)
         return aggregate, ServerState(aggregate)
+
+
+class WithMomentum:
+    """An average whose classifier goes on in the direction of the rounds before: v ← βv + (average - c), c ← c + v (Hsu et al. 2019).
+
+    Args:
+        average: of the clients' weights.
+        state: from before the round; holds v, which is 0 before the first.
+        momentum: β.
+    """
+
+    def __init__(self, average: AverageAggregator, state: ServerState, momentum: float) -> None:
+        self._average, self._state, self._momentum = average, state, momentum
+
+    def add(self, update: Update) -> None:
+        """Count an update."""
+        self._average.add(update)
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """The average of exactly these updates, its classifier with momentum; integers are those of the average."""
+        aggregate, _ = self._average.finish(updates)
+        before, found = self._state.aggregate.parts[Part.CLASSIFIER], aggregate.parts[Part.CLASSIFIER]
+        known, velocity, moved = self._state.extras.get(VELOCITY, {}), dict[str, torch.Tensor](), dict(found)
+        for name, tensor in found.items():
+            if tensor.is_floating_point():
+                step = tensor - before[name]
+                velocity[name] = step + self._momentum * known[name] if name in known else step
+                moved[name] = before[name] + velocity[name]
+        aggregate = replace(aggregate, parts={**aggregate.parts, Part.CLASSIFIER: moved})
+        return aggregate, ServerState(aggregate, {VELOCITY: velocity})
 
 
 class PartsAverage:

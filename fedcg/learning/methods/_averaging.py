@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import AverageAggregator
+from fedcg.learning.aggregation.averaging import AverageAggregator, WithMomentum
 from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
@@ -21,11 +21,13 @@ from fedcg.learning.method import (
     Aggregate,
     Aggregator,
     AveragedParams,
+    ClassifierParams,
     ClientState,
     DivergedError,
     LabelCounts,
     LocalResult,
     Method,
+    MomentumParams,
     RoundContext,
     ServerState,
     SharedResult,
@@ -39,7 +41,7 @@ from fedcg.learning.networks.layers.stacked import can_stack
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.private_training import train_task
 from fedcg.learning.training.stacked_training import Learner, train_classifiers
-from fedcg.learning.training.training_loop import PenaltyMaker, no_penalty
+from fedcg.learning.training.training_loop import PenaltyMaker, no_penalty, with_downloaded_classifier
 from fedcg.wire.parts import Part, Report
 
 PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
@@ -103,7 +105,10 @@ def _average(
     params_type: type[TrainingParams], shared: frozenset[Part], state: ServerState, ctx: RoundContext, spill: Spill
 ) -> Aggregator:
     params = params_type.model_validate(ctx.spec.params)
-    return AverageAggregator(shared, spill, params.average if isinstance(params, AveragedParams) else "mean")
+    average = AverageAggregator(shared, spill, params.average if isinstance(params, AveragedParams) else "mean")
+    if isinstance(params, MomentumParams) and params.server_momentum:
+        return WithMomentum(average, state, params.server_momentum)
+    return average
 
 
 def init_client_of(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
@@ -143,6 +148,8 @@ class _LocalHalf(Generic[Params]):
         """One client's local round."""
         params, nets, data = self._ready(Turn(state, data, ctx), aggregate)
         penalty = self.penalty_of(nets, params, ctx)
+        if isinstance(params, ClassifierParams) and aggregate is not None and Part.CLASSIFIER in aggregate.parts:
+            penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], params.aux, ctx)
         loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
         return self._result(nets, data, loss)
 
@@ -153,7 +160,7 @@ class _LocalHalf(Generic[Params]):
         for at, turn in enumerate(turns):
             params, nets, data = self._ready(turn, aggregate)
             try:
-                if usable_rows(len(data), params.batch_size) and can_stack(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER]):
+                if self._is_stacked(params, data) and can_stack(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER]):
                     learners[at] = nets, Learner(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, turn.ctx)
                 else:
                     answers[at] = self.round_of(turn.state, turn.data, aggregate, turn.ctx)
@@ -164,6 +171,12 @@ class _LocalHalf(Generic[Params]):
             for (at, (nets, learner)), loss in zip(learners.items(), losses, strict=True):
                 answers[at] = loss if isinstance(loss, Exception) else self._result(nets, learner.data, loss)
         return [answers[at] for at in range(len(turns))]
+
+    def _is_stacked(self, params: Params, data: ImageSet) -> bool:
+        """Whether a client's training is a stack's: plain batches, and no frozen classifier beside its own."""
+        return bool(usable_rows(len(data), params.batch_size)) and not (
+            isinstance(params, ClassifierParams) and params.aux
+        )
 
     def _ready(self, turn: Turn, aggregate: Aggregate | None) -> tuple[Params, dict[Part, nn.Module], ImageSet]:
         """Parameters, networks and images on the device."""

@@ -72,6 +72,7 @@ from fedcg.learning.training.training_loop import (
     generate,
     slices,
     steps_of,
+    with_downloaded_classifier,
 )
 from fedcg.wire.parts import Part
 
@@ -132,6 +133,8 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in NETWORKS}
     data = data.to(ctx.device)
     penalty = feature_penalty(nets[Part.GENERATOR], gamma(ctx.round, params), ctx)
+    if aggregate is not None:
+        penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], params.aux, ctx)
     loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
     is_private = ctx.privacy.dp_sgd is not None
     steps = private_step_count(params, len(data)) if is_private else steps_of(params, len(data))

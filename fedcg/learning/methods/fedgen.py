@@ -38,7 +38,7 @@ from fedcg.learning.aggregation.distillation import Bank, Distillation, Rows, di
 from fedcg.learning.aggregation.label_distribution import label_probabilities
 from fedcg.learning.method import (
     Aggregate,
-    AveragedParams,
+    ClassifierParams,
     LabelCounts,
     RoundContext,
     ServerState,
@@ -56,7 +56,7 @@ from fedcg.wire.parts import Part
 SHARED = frozenset({Part.CLASSIFIER})
 
 
-class FedgenParams(AveragedParams, StudentParams):
+class FedgenParams(ClassifierParams, StudentParams):
     """Parameters of FedGen; the published comparison gives every term the weight 1."""
 
     replay: float = Field(default=1.0, ge=0, description="weight of the classifier's loss on generated features")

@@ -13,13 +13,13 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.method import AveragedParams, RoundContext
+from fedcg.learning.method import MomentumParams, RoundContext
 from fedcg.learning.methods._averaging import PERSONAL, averaging_method
 from fedcg.learning.training.training_loop import Block, Penalty, PenaltyMaker
 from fedcg.wire.parts import Part
 
 
-class FedproxParams(AveragedParams):
+class FedproxParams(MomentumParams):
     """Parameters of FedProx."""
 
     mu: float = Field(default=0.01, ge=0, description="weight of the proximal term; the paper tried 0.001 to 1")

@@ -7,6 +7,7 @@ Optimisers are made afresh in every round (the papers leave it open): a device t
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
 from fedcg.learning.data.image_folder import normalise, usable_rows
+from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import Method, RoundContext, TrainingParams
@@ -85,6 +87,37 @@ def nothing() -> None:
 def no_penalty(block: Block) -> Penalty | None:
     """Nothing beside the cross-entropy."""
     return None
+
+
+def with_downloaded_classifier(
+    penalty: PenaltyMaker, classifier: nn.Module, weight: float, ctx: RoundContext
+) -> PenaltyMaker:
+    """A penalty, and `weight` times the cross-entropy through a frozen copy of the classifier as it was downloaded.
+
+    Features that the others' classifier can read keep the clients' extractors alike. Not in the first round, whose classifier has learned
+    nothing.
+
+    Raises:
+        PrivacyError: the other penalty is on weights, and DP-SGD clips the gradient of one of both kinds only.
+    """
+    if weight == 0.0 or ctx.round == 1:
+        return penalty
+    head = copy.deepcopy(classifier).eval().requires_grad_(False)  # noqa: FBT003 - torch's own signature
+
+    def per_block(block: Block) -> Penalty:
+        other = penalty(block)
+        if other is not None and not other.of_rows and ctx.privacy.dp_sgd is not None:
+            raise PrivacyError("aux can't be had with DP-SGD and a penalty on weights: set aux = 0")
+
+        def loss(
+            features: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, *rows: torch.Tensor
+        ) -> torch.Tensor:
+            through = weight * cross_entropy(head(features), labels)
+            return through if other is None else through + other.loss(features, logits, *rows)
+
+        return Penalty(loss, (block.labels, *(() if other is None else other.rows)))
+
+    return per_block
 
 
 def adam(

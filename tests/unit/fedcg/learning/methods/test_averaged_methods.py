@@ -10,16 +10,19 @@ import pytest
 import torch
 from torch import nn
 
+from fedcg.learning.aggregation.averaging import AverageAggregator, WithMomentum
 from fedcg.learning.aggregation.distillation import Bank, draw_bank
-from fedcg.learning.errors import DataError
-from fedcg.learning.method import Aggregate, Update, Weights
+from fedcg.learning.errors import DataError, PrivacyError
+from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.methods import feddf, fedgen, fedprox
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import ImageForm, NetworkChoice, ParameterValue
+from fedcg.learning.training.training_loop import no_penalty, with_downloaded_classifier
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
     aggregator_of,
@@ -140,6 +143,91 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
         assert net.weight.grad is not None
         assert torch.allclose(net.weight.grad, torch.tensor(slope))
     assert fedprox.proximal(nets, fedprox.FedproxParams(mu=0.0), ctx)(some) is None
+
+
+def test_the_auxiliary_loss_is_the_cross_entropy_through_the_classifier_as_it_came_down() -> None:
+    # Logits are the features times the weight: of (1, 0) with weight 2, (2, 0), so class 0 has the loss log(1 + e^-2).
+    classifier, ctx = Scale(2.0), replace(context(quick_spec("fedsplit")), round=2)
+    block, features = block_of([0, 1]), torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    penalty = with_downloaded_classifier(no_penalty, classifier, 0.5, ctx)(block)
+    assert penalty is not None
+    assert penalty.of_rows
+    with torch.no_grad():
+        classifier.weight.fill_(9.0)  # it is trained meanwhile
+    value = penalty(slice(0, 2), features, features)
+    assert value.item() == pytest.approx(0.5 * math.log(1 + math.exp(-2)))
+    value.backward()
+    assert features.grad is not None
+    assert features.grad.abs().sum() > 0
+    assert classifier.weight.grad is None
+
+
+def test_the_auxiliary_loss_stands_beside_a_methods_own_penalty() -> None:
+    nets = {Part.EXTRACTOR: nn.Linear(3, 2, bias=False), Part.CLASSIFIER: Scale(2.0)}
+    ctx = replace(context(quick_spec("fedprox")), round=2)
+    own = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
+    both = with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)(block_of([0, 1]))
+    with torch.no_grad():
+        nets[Part.EXTRACTOR].weight.add_(0.5)  # 0.8 / 2 * 6 * 0.25 = 0.6
+    features = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert both is not None
+    assert both(slice(0, 2), features, features).item() == pytest.approx(0.6 + 0.5 * math.log(1 + math.exp(-2)))
+
+
+def test_a_penalty_on_weights_beside_the_auxiliary_loss_can_not_be_had_with_dp_sgd() -> None:
+    nets = {Part.EXTRACTOR: nn.Linear(3, 2), Part.CLASSIFIER: nn.Linear(2, 2)}
+    private = PrivacySettings(dp_sgd=DpSgdSettings(noise_multiplier=1.0, clip=1.0))
+    ctx = replace(context(quick_spec("fedprox")), round=2, privacy=private)
+    own = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
+    with pytest.raises(PrivacyError, match="aux"):
+        with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)(block_of([0, 1]))
+
+
+@pytest.mark.parametrize("name", ["fedsplit", "fedavg", "fedcg"])
+def test_the_auxiliary_loss_changes_a_round_from_the_second_on(name: str) -> None:
+    data, results = bright_images(24, 0), {}
+    for aux in (0.0, 1.0):
+        spec = quick_spec(name, aux=aux)
+        method = get_method(name)
+        initial = initial_parts(spec, b"cohort")
+        came = Aggregate({part: shifted(initial, 0.02)[part] for part in method.shared_down})
+        for number in (1, 2):
+            ctx = replace(context(spec), round=number)
+            results[aux, number] = method.local_round(method.init_client(spec, initial), data, came, ctx).private.parts
+    extractors = {key: parts[Part.EXTRACTOR] for key, parts in results.items()}
+    assert same(extractors[0.0, 1], extractors[1.0, 1])
+    assert not same(extractors[0.0, 2], extractors[1.0, 2])
+
+
+def test_an_averaged_classifier_goes_on_in_the_direction_of_the_rounds_before() -> None:
+    # From 1: the average is 2, so v = 1 and the classifier 2. Then the average is 3: v = 1 + 0.3 * 1 = 1.3, the classifier 2 + 1.3 = 3.3.
+    state = ServerState(Aggregate({Part.CLASSIFIER: {"w": torch.tensor([1.0]), "n": torch.tensor(1)}}))
+    seen = []
+    for value in (2.0, 3.0):
+        merge = WithMomentum(AverageAggregator(frozenset({Part.CLASSIFIER}), MemorySpill()), state, 0.3)
+        update = Update("a", {Part.CLASSIFIER: {"w": torch.tensor([value]), "n": torch.tensor(7)}}, 5)
+        merge.add(update)
+        aggregate, state = merge.finish({"a": lambda update=update: update})  # type: ignore[misc]
+        seen.append(aggregate.parts[Part.CLASSIFIER]["w"].item())
+        assert aggregate.parts[Part.CLASSIFIER]["n"].item() == 7
+        assert state.aggregate is aggregate
+    assert seen == pytest.approx([2.0, 3.3])
+
+
+def test_momentum_is_of_the_classifier_alone_and_kept_with_the_round() -> None:
+    spec = quick_spec("fedavg", server_momentum=0.5)
+    start = initial_parts(spec, b"cohort")
+    merge = aggregator_of(spec)
+    updates = {"a": Update("a", shifted(start, 2.0), 3)}
+    merge.add(updates["a"])
+    aggregate, state = merge.finish(loaders(updates, "a"))
+    assert state.extras["velocity"].keys() == aggregate.parts[Part.CLASSIFIER].keys()
+    again = get_method("fedavg").aggregator(state, replace(context(spec), round=2), MemorySpill())
+    again.add(Update("a", shifted(start, 3.0), 3))
+    second, _ = again.finish(loaders({"a": Update("a", shifted(start, 3.0), 3)}, "a"))
+    for part, moved in ((Part.EXTRACTOR, 3.0), (Part.CLASSIFIER, 4.0)):  # 2 + (1 + 0.5 * 2)
+        for name, tensor in second.parts[part].items():
+            assert torch.allclose(tensor, start[part][name] + moved, atol=1e-5), name
 
 
 def test_fedprox_without_its_term_is_fedavg_and_with_it_stays_near_the_download() -> None:
