@@ -156,7 +156,11 @@ GRIDS: Mapping[str, Grid] = {
             "dropout 0.1": ("--mechanism", "dropout=0.1"),
             "dropout 0.5": ("--mechanism", "dropout=0.5"),
             **{
-                f"DP-SGD, epsilon {epsilon}": (*_PRIVATE, "--mechanism", f"dp_sgd.noise_multiplier={noise}")
+                # With the rate of the others the training diverges at the largest noise.
+                f"DP-SGD, epsilon {epsilon}": (
+                    *(*_PRIVATE, "--mechanism", f"dp_sgd.noise_multiplier={noise}"),
+                    *(("--lr", "0.1") if epsilon == min(_NOISE_OF) else ()),
+                )
                 for epsilon, noise in _NOISE_OF.items()
             },
         },
