@@ -20,7 +20,8 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, ParameterValue
 from fedcg.learning.training.losses import cross_entropy
-from fedcg.learning.training.training_loop import adam, image_blocks, slices
+from fedcg.learning.training.optimisers import adam
+from fedcg.learning.training.training_loop import image_blocks, slices
 from fedcg.wire.parts import Part, Report
 
 _POOLS: Mapping[type[nn.Module], Callable[[], nn.Module]] = {

@@ -15,7 +15,7 @@ from audit.techniques.class_shares import last_layer
 from audit.techniques.image_generator import ImageGenerator
 from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.seeds import Streams
-from fedcg.learning.training.training_loop import adam
+from fedcg.learning.training.optimisers import adam
 
 DRAWN = 200
 """Images that a GAN is asked for."""

@@ -1,6 +1,7 @@
 """The end of a federation on one device: choose the personal model by validation, export it, measure it. Uses torch.
 
-Five candidates: `own`, the personal model of the best validation round; `downloaded`, the latest personal model with the parts
+Up to six candidates: `own`, the personal model of the best validation round; `ema`, the moving average of the latest round's steps, where the
+method's parameter `ema` asks for it; `downloaded`, the latest personal model with the parts
 that the final aggregate holds taken from it; `tuned`, the downloaded one after one local pass; `interpolated`, the mean of the latest
 and the downloaded weights; `averaged`, the mean of the latest and the tuned weights. All are measured alike, on the same validation
 images, by their calibrated loss; the least loss is exported. Accuracy on some 200 validation images cannot distinguish candidates
@@ -31,6 +32,7 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss, logits_of
+from fedcg.learning.training.moving_average import averaged_parts
 from fedcg.wire.parts import Part
 
 
@@ -114,6 +116,8 @@ def _models(
 ) -> Iterator[tuple[str, Mapping[Part, Weights]]]:
     """The candidates' names and weights."""
     yield "own", to_weights(stored.slots["best"])
+    if averaged := averaged_parts(to_weights(stored.extras)):
+        yield "ema", averaged
     aggregate = as_aggregate(decode_aggregate(work.store, spec, method, command.aggregate))
     latest = personal_parts(spec, to_weights(stored.slots["personal"]))
     ctx = work.context(spec, spec.rounds + 1, 0, _sign_of_life(work))

@@ -143,6 +143,9 @@ def _client(party: Party, result: Simulation, name: str) -> dict[str, Any]:
     if name in result.shadows and best.accuracy is not None and local.local_accuracy is not None:
         below = best.accuracy < local.local_accuracy
     settings, spent = party.privacy.dp_sgd, result.spent.get(name)
+    averaged = (
+        {} if best.accuracy_ema is None else {"accuracy_ema": best.accuracy_ema, "accuracy_common_ema": best.common_ema}
+    )
     epsilon = {} if settings is None else {"epsilon": (spent or Spent()).epsilon(settings.delta)}
     figures = {
         "accuracy_personal": best.accuracy,
@@ -160,7 +163,7 @@ def _client(party: Party, result: Simulation, name: str) -> dict[str, Any]:
         "val_images": len(data.val),
         "test_images": len(data.test),
         "label_counts": list(data.train.label_counts()),
-        **{key: _rounded(value) for key, value in {**figures, **epsilon}.items()},
+        **{key: _rounded(value) for key, value in {**figures, **averaged, **epsilon}.items()},
         "best_round": best.round,
         "below_local": below,
         "failures": _failures(result.failures.get(name, ())),

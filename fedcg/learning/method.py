@@ -68,6 +68,13 @@ class TrainingParams(BaseModel):
     optimiser: str = Field(default="adam", pattern="^(adam|sgd)$", description="optimiser of extractor and classifier")
     lr: float = Field(default=3e-4, gt=0, description="learning rate of extractor and classifier")
     weight_decay: float = Field(default=1e-4, ge=0)
+    ema: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        exclude_if=lambda ema: ema == 0.0,
+        description="decay of a moving average of extractor and classifier over a round's steps, a further candidate of the final choice",
+    )
 
     @property
     def needs_label_counts(self) -> bool:

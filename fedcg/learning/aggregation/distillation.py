@@ -35,8 +35,9 @@ from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.cuda_graph import graphed, on_cuda
 from fedcg.learning.training.losses import LossMeter, kl_rows
+from fedcg.learning.training.optimisers import adam
 from fedcg.learning.training.precision import in_precision
-from fedcg.learning.training.training_loop import adam, frozen_rows, slices
+from fedcg.learning.training.training_loop import frozen_rows, slices
 from fedcg.wire.parts import Part
 
 SHARED = frozenset({Part.GENERATOR, Part.CLASSIFIER})

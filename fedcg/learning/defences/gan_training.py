@@ -35,8 +35,8 @@ from fedcg.learning.networks.discriminators import ConcatenatingDiscriminator, P
 from fedcg.learning.networks.generators import ConditionalGenerator
 from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.networks.pretrained.stem import Stem
-from fedcg.learning.training.eager_optimisers import Adam
 from fedcg.learning.training.losses import check_loss
+from fedcg.learning.training.optimisers import Adam
 
 PHASE = "defence"
 _FORMAT = "1"

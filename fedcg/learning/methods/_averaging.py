@@ -39,6 +39,7 @@ from fedcg.learning.method import (
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.layers.stacked import can_stack
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.moving_average import MovingAverage, moving_average
 from fedcg.learning.training.private_training import train_task
 from fedcg.learning.training.stacked_training import Learner, train_classifiers
 from fedcg.learning.training.training_loop import PenaltyMaker, no_penalty, with_downloaded_classifier
@@ -122,13 +123,18 @@ def init_server_of(parts: frozenset[Part], spec: FederationSpec, initial: Mappin
 
 
 def local_result(
-    nets: Mapping[Part, nn.Module], shared: frozenset[Part], data: ImageSet, loss: float, label_counts: LabelCounts
+    nets: Mapping[Part, nn.Module],
+    shared: frozenset[Part],
+    data: ImageSet,
+    loss: float,
+    label_counts: LabelCounts,
+    average: MovingAverage | None = None,
 ) -> LocalResult:
     """What a local round returns: copies of all networks for the client, of the shared ones for the server, and a report."""
     counts = None if label_counts is LabelCounts.NEVER else data.label_counts()
     return LocalResult(
         SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
-        ClientState({part: weights_of(net) for part, net in nets.items()}),
+        ClientState({part: weights_of(net) for part, net in nets.items()}, {} if average is None else average.extras()),
         Report(examples=len(data), loss=loss, label_counts=counts),
     )
 
@@ -150,8 +156,9 @@ class _LocalHalf(Generic[Params]):
         penalty = self.penalty_of(nets, params, ctx)
         if isinstance(params, ClassifierParams) and aggregate is not None and Part.CLASSIFIER in aggregate.parts:
             penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], params.aux, ctx)
-        loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
-        return self._result(nets, data, loss)
+        average = moving_average(nets, params)
+        loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average=average)
+        return self._result(nets, data, loss, average)
 
     def rounds_of(self, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[LocalResult | Exception]:
         """Those of several clients without a penalty; stacked where their networks can be."""
@@ -173,9 +180,11 @@ class _LocalHalf(Generic[Params]):
         return [answers[at] for at in range(len(turns))]
 
     def _is_stacked(self, params: Params, data: ImageSet) -> bool:
-        """Whether a client's training is a stack's: plain batches, and no frozen classifier beside its own."""
-        return bool(usable_rows(len(data), params.batch_size)) and not (
-            isinstance(params, ClassifierParams) and params.aux
+        """Whether a client's training is a stack's: plain batches, no frozen classifier beside its own, and no average."""
+        return (
+            not params.ema
+            and bool(usable_rows(len(data), params.batch_size))
+            and not (isinstance(params, ClassifierParams) and params.aux)
         )
 
     def _ready(self, turn: Turn, aggregate: Aggregate | None) -> tuple[Params, dict[Part, nn.Module], ImageSet]:
@@ -185,5 +194,7 @@ class _LocalHalf(Generic[Params]):
         nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(turn.state.parts)}
         return self.params_type.model_validate(ctx.spec.params), nets, turn.data.to(ctx.device)
 
-    def _result(self, nets: Mapping[Part, nn.Module], data: ImageSet, loss: float) -> LocalResult:
-        return local_result(nets, self.shared, data, loss, self.label_counts)
+    def _result(
+        self, nets: Mapping[Part, nn.Module], data: ImageSet, loss: float, average: MovingAverage | None = None
+    ) -> LocalResult:
+        return local_result(nets, self.shared, data, loss, self.label_counts, average)

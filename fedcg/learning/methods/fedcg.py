@@ -60,6 +60,8 @@ from fedcg.learning.training.losses import (
     paired_labels,
     real_loss,
 )
+from fedcg.learning.training.moving_average import moving_average
+from fedcg.learning.training.optimisers import adam
 from fedcg.learning.training.precision import Network, in_precision
 from fedcg.learning.training.private_training import checked_every, train_task
 from fedcg.learning.training.training_loop import (
@@ -67,7 +69,6 @@ from fedcg.learning.training.training_loop import (
     FeatureSource,
     Penalty,
     PenaltyMaker,
-    adam,
     feature_blocks,
     generate,
     slices,
@@ -135,14 +136,15 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     penalty = feature_penalty(nets[Part.GENERATOR], gamma(ctx.round, params), ctx)
     if aggregate is not None:
         penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], params.aux, ctx)
-    loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
+    average = moving_average(nets, params)
+    loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average=average)
     is_private = ctx.privacy.dp_sgd is not None
     steps = private_step_count(params, len(data)) if is_private else steps_of(params, len(data))
     source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, steps * params.batch_size)
     with seeded_layers(ctx, "generate"):
         train = train_gan_privately if is_private else train_gan
         train(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
-    return local_result(nets, SHARED, data, loss, LabelCounts.OPTIONAL)
+    return local_result(nets, SHARED, data, loss, LabelCounts.OPTIONAL, average)
 
 
 def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContext) -> PenaltyMaker:

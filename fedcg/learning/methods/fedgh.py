@@ -37,7 +37,8 @@ from fedcg.learning.method import (
 from fedcg.learning.methods._averaging import init_client_of, init_server_of
 from fedcg.learning.networks import feature_shape, load_part, weights_of
 from fedcg.learning.training.losses import LossMeter, cross_entropy
-from fedcg.learning.training.training_loop import adam, train_classifier
+from fedcg.learning.training.optimisers import adam
+from fedcg.learning.training.training_loop import train_classifier
 from fedcg.wire.parts import Part, Report
 
 _PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})

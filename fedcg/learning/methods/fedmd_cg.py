@@ -51,13 +51,14 @@ from fedcg.learning.round_checkpoint import stage_blocks
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import DIVERSITIES, Divergence, LossMeter, cross_entropy, feature_mse
+from fedcg.learning.training.moving_average import moving_average
+from fedcg.learning.training.optimisers import adam
 from fedcg.learning.training.precision import Network, in_precision
 from fedcg.learning.training.training_loop import (
     Block,
     FeatureSource,
     Penalty,
     PenaltyMaker,
-    adam,
     feature_blocks,
     generate,
     slices,
@@ -126,12 +127,13 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     published = aggregate.label_distribution if aggregate else None
     labels = uniform(ctx.spec.class_count) if published is None else torch.tensor(published, dtype=torch.float64)
     penalty = global_penalty(teacher, nets[Part.CLASSIFIER], labels, params, ctx)
-    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
+    average = moving_average(nets, params)
+    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average=average)
     steps = steps_of(params, len(data))
     source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, steps * params.batch_size)
     with seeded_layers(ctx, "generate"):
         train_generator(nets[Part.GENERATOR], nets[Part.CLASSIFIER], source, params, ctx)
-    return local_result(nets, SHARED, data, loss, LabelCounts.REQUIRED)
+    return local_result(nets, SHARED, data, loss, LabelCounts.REQUIRED, average)
 
 
 def global_penalty(

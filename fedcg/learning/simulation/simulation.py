@@ -39,6 +39,7 @@ from fedcg.learning.simulation.tasks import (
     MemorySpill,
 )
 from fedcg.learning.training.evaluation import evaluate
+from fedcg.learning.training.moving_average import averaged_parts
 from fedcg.wire.parts import Part
 
 NONE_TRAINED = "no client of this round could train"
@@ -226,7 +227,13 @@ def _aggregate(
 
 def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[str, LocalOutcome]) -> Simulation:
     tasks = [
-        MeasureTask(name, now.rounds, state.parts, now.shadows[name].parts if name in now.shadows else None)
+        MeasureTask(
+            name,
+            now.rounds,
+            state.parts,
+            now.shadows[name].parts if name in now.shadows else None,
+            averaged_parts(state.extras),
+        )
         for name, state in now.states.items()
     ]
     found = dict(runner.measure(tasks, now.aggregate))

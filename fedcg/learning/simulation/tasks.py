@@ -69,12 +69,13 @@ class LocalOutcome:
 
 @dataclass(frozen=True)
 class MeasureTask:
-    """One client to be measured after a round: its latest parts before the download, its shadow's."""
+    """One client to be measured after a round: its latest parts before the download, its shadow's, and the moving average (`ema`)."""
 
     client: str
     number: int
     parts: Mapping[Part, Weights]
     shadow: Mapping[Part, Weights] | None
+    averaged: Mapping[Part, Weights] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class RoundRecord:
         local_accuracy: the shadow's on its own test images (None without a shadow); `local_validation`, `local_common` likewise.
         consistency: share of own generated features that its classifier recognises; None without a generator.
         spread: mean std(G) / std(F) of its own generator.
+        accuracy_ema: of the moving average, on its own test images; `common_ema` likewise.
         loss: mean training cross-entropy; None where it did not train in this round.
         seconds: of the local round, without shadow and evaluation; None where it did not train.
     """
@@ -104,6 +106,8 @@ class RoundRecord:
     local_common: float | None
     consistency: float | None
     spread: float | None
+    accuracy_ema: float | None = None
+    common_ema: float | None = None
     loss: float | None = None
     seconds: float | None = None
 
@@ -236,4 +240,6 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple
         local_common=accuracy(alone, task.shadow, common),
         consistency=figures.get("consistency"),
         spread=figures.get("spread"),
+        accuracy_ema=accuracy(spec, task.averaged, data.test),
+        common_ema=accuracy(spec, task.averaged, common),
     )

@@ -35,15 +35,8 @@ from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.losses import LossMeter, cross_entropy, fake_loss, real_loss
-from fedcg.learning.training.training_loop import (
-    adam,
-    dropped,
-    images_at_once,
-    index_blocks,
-    slices,
-    steps_of,
-    task_optimiser,
-)
+from fedcg.learning.training.optimisers import adam, task_optimiser
+from fedcg.learning.training.training_loop import dropped, images_at_once, index_blocks, slices, steps_of
 
 GAN_BETAS = (0.5, 0.999)
 Encrypt = Callable[[torch.Tensor], torch.Tensor]

@@ -23,6 +23,8 @@ from fedcg.learning.privacy import DpSgdSettings
 from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.losses import LossMeter, cross_entropy
+from fedcg.learning.training.moving_average import MovingAverage
+from fedcg.learning.training.optimisers import task_optimiser
 from fedcg.learning.training.training_loop import (
     BLOCK_ROWS,
     AfterStep,
@@ -32,7 +34,6 @@ from fedcg.learning.training.training_loop import (
     dropped,
     no_penalty,
     nothing,
-    task_optimiser,
     train_classifier,
 )
 
@@ -45,6 +46,7 @@ def train_task(
     ctx: RoundContext,
     penalty: PenaltyMaker = no_penalty,
     after_step: AfterStep = nothing,
+    average: MovingAverage | None = None,
 ) -> float:
     """`train_classifier`, or with `dp_sgd` the same objective by private steps.
 
@@ -53,8 +55,9 @@ def train_task(
         DivergedError: the loss is not finite or exploded.
     """
     if ctx.privacy.dp_sgd is None:
-        return train_classifier(extractor, classifier, data, params, ctx, penalty, after_step)
-    return train_classifier_privately(extractor, classifier, data, params, ctx, ctx.privacy.dp_sgd, penalty, after_step)
+        return train_classifier(extractor, classifier, data, params, ctx, penalty, after_step, average)
+    settings = ctx.privacy.dp_sgd
+    return train_classifier_privately(extractor, classifier, data, params, ctx, settings, penalty, after_step, average)
 
 
 def train_classifier_privately(
@@ -66,6 +69,7 @@ def train_classifier_privately(
     settings: DpSgdSettings,
     penalty: PenaltyMaker = no_penalty,
     after_step: AfterStep = nothing,
+    average: MovingAverage | None = None,
 ) -> float:
     """Train extractor and classifier with one clip over the gradients of both; arguments as of `train_classifier`.
 
@@ -85,6 +89,7 @@ def train_classifier_privately(
         private_steps([extractor, classifier], optimiser, settings, rate * len(data), seed) as private,
     ):
         kept: dict[str, Kept] = {"extractor": extractor, "classifier": classifier, "optimiser": optimiser}
+        kept |= {} if average is None else {"average": average}
         batches = enumerate(poisson_batches(len(data), rate, steps, order), 1)
         keeper = ctx if after_step is nothing else replace(ctx, checkpoint=None)
         kept_batches = stage_blocks(keeper, "classify", batches, **kept, loss=meter, noise=private.noise)
@@ -102,6 +107,8 @@ def train_classifier_privately(
             else:
                 private.step(0)
             after_step()
+            if average is not None:
+                average()
             ctx.progress("classify", done, steps)
             if done == steps or done % checked_every(params) == 0:
                 meter.check()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,9 +28,9 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.learning.training.augmentation import Augmentation, Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
-from fedcg.learning.training.eager_optimisers import SGD, Adam
-from fedcg.learning.training.fused_adam import FusedAdam
 from fedcg.learning.training.losses import LossMeter, cross_entropy
+from fedcg.learning.training.moving_average import MovingAverage
+from fedcg.learning.training.optimisers import task_optimiser
 from fedcg.learning.training.precision import Network, in_precision
 
 BLOCK_ROWS = 2048  # rows prepared at once: 25 MB of 3x32x32 float32
@@ -120,29 +120,6 @@ def with_downloaded_classifier(
     return per_block
 
 
-def adam(
-    parameters: Iterable[torch.Tensor], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
-) -> torch.optim.Optimizer:
-    """Adam with L2 weight decay (FedCG §4.1), fused: one kernel a step."""
-    weights = list(parameters)
-    if _on_cpu(weights):
-        return FusedAdam(weights, lr, betas, weight_decay)
-    return Adam(weights, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
-
-
-def task_optimiser(parameters: Iterable[torch.Tensor], params: TrainingParams) -> torch.optim.Optimizer:
-    """The optimiser of extractor and classifier that the parameters name."""
-    if params.optimiser == "sgd":
-        weights = list(parameters)
-        fused = None if _on_cpu(weights) else True
-        return SGD(weights, lr=params.lr, weight_decay=params.weight_decay, fused=fused)
-    return adam(parameters, params.lr, params.weight_decay)
-
-
-def _on_cpu(weights: Iterable[torch.Tensor]) -> bool:
-    return all(weight.device.type == "cpu" for weight in weights)
-
-
 def steps_of(params: TrainingParams, rows: int) -> int:
     """Local steps of one stage: `params.steps`, or those of `params.epochs` over `rows` rows."""
     if params.steps:
@@ -211,6 +188,7 @@ def train_classifier(
     ctx: RoundContext,
     penalty: PenaltyMaker = no_penalty,
     after_step: AfterStep = nothing,
+    average: MovingAverage | None = None,
 ) -> float:
     """Train extractor and classifier on cross-entropy plus a method's penalty (FedCG alg. 1 lines 3-9; FedMD-CG lines 9-13).
 
@@ -226,6 +204,7 @@ def train_classifier(
         penalty: called per block; all penalties of a call are alike but for their rows.
         after_step: called after each optimiser step, the networks being as it left them. It may have a state of its own, so the stage has
             no checkpoints with one.
+        average: of the networks, which follows every step.
 
     Returns:
         Mean cross-entropy over the last block.
@@ -244,6 +223,7 @@ def train_classifier(
     with seeded_layers(ctx, "classify"):
         blocks = image_blocks(data, ctx.spec, params.batch_size, steps, ctx.streams.at("classify"))
         kept: dict[str, Kept] = {"extractor": extractor, "classifier": classifier, "optimiser": optimiser}
+        kept |= {} if average is None else {"average": average}
         for block, is_new in stage_blocks(keeper, "classify", blocks, **kept, task=task, whole=whole):
             extra = penalty(block)
             inputs = (block.images, block.labels, *(() if extra is None else extra.rows))
@@ -266,6 +246,8 @@ def train_classifier(
                 task.add(losses[0])
                 whole.add(losses[1])
                 after_step()
+                if average is not None:
+                    average()
                 done += 1
                 ctx.progress("classify", done, steps)
             task.check()

@@ -18,7 +18,7 @@ from edge_client.training.evaluation import Measured, measure
 from edge_client.training.model_selection import Candidate, choose
 from fedcg.learning.method import Weights
 from fedcg.learning.registry import get_method
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.spec import FederationSpec, ParameterValue
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss
 from fedcg.wire.artifacts.artifacts import unpack
@@ -63,9 +63,9 @@ def test_the_least_loss_is_chosen_and_the_first_of_equals() -> None:
     assert choose([candidate("own", None), candidate("tuned", None)]).name == "own"
 
 
-def finished(root: Path) -> tuple[Site, ChooseModel]:
+def finished(root: Path, **params: ParameterValue) -> tuple[Site, ChooseModel]:
     """A box after two rounds, and the command that ends the federation."""
-    site = Site(root, real_spec())
+    site = Site(root, real_spec("fedcg", network=None, **params))
     for number in (1, 2):
         site.trainer().do(site.round(number))
     return site, ChooseModel(site.spec.digest, site.aggregate)
@@ -101,6 +101,19 @@ def test_the_five_candidates_are_measured_alike_and_two_are_means_of_weights(
                 assert torch.allclose(found[mean][part][name], halfway, atol=1e-6), (mean, part, name)
     changed = found["tuned"][Part.EXTRACTOR], found["downloaded"][Part.EXTRACTOR]
     assert any(not torch.equal(changed[0][name], changed[1][name]) for name in changed[0])
+
+
+def test_the_moving_average_of_the_last_rounds_steps_is_a_candidate_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, command = finished(tmp_path, ema=0.9)
+    seen = watch(monkeypatch)
+    site.trainer().do(command)
+    outcome = site.store.finalised()
+    assert outcome["loss_val_ema"] not in (None, outcome["loss_val_own"])
+    kept = to_weights(site.state().extras)
+    for part in (Part.EXTRACTOR, Part.CLASSIFIER):
+        assert all(torch.equal(tensor, seen[1][part][name]) for name, tensor in kept[f"ema_{part.value}"].items())
 
 
 @pytest.mark.parametrize(

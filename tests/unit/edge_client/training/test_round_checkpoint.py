@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.privacy import OFF, DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
-from fedcg.learning.spec import NetworkChoice
+from fedcg.learning.spec import NetworkChoice, ParameterValue
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import ReportField
@@ -38,10 +41,18 @@ class KilledError(BaseException):
     """Ends a round as a signal would: nothing catches it."""
 
 
-def site_of(root: Path, method: str, privacy: PrivacySettings | None, *, every_s: float, shadow: bool = False) -> Site:
+def site_of(
+    root: Path,
+    method: str,
+    privacy: PrivacySettings | None,
+    *,
+    every_s: float,
+    shadow: bool = False,
+    params: Mapping[str, ParameterValue] = MappingProxyType({}),
+) -> Site:
     site = Site(
         root,
-        real_spec(method, network=None if privacy is None else PRIVATE, epochs=EPOCHS),
+        real_spec(method, network=None if privacy is None else PRIVATE, epochs=EPOCHS, **params),
         shadow=shadow,
     )
     training = TrainingSection(shadow=shadow, device="cpu", threads=1, checkpoint_s=every_s)
@@ -76,6 +87,9 @@ def result(site: Site) -> tuple[str, dict[str, bytes]]:
         for part, weights in parts.items()
         for name, array in weights.items()
     }
+    tensors |= {
+        f"{extra}/{name}": array.tobytes() for extra, arrays in state.extras.items() for name, array in arrays.items()
+    }
     return hashlib.sha256(site.update()).hexdigest(), tensors
 
 
@@ -86,10 +100,12 @@ def check_every_interruption(
     privacy: PrivacySettings | None = None,
     *,
     shadow: bool = False,
+    params: Mapping[str, ParameterValue] = MappingProxyType({}),
 ) -> None:
-    reference = site_of(tmp_path / "reference", method, privacy, every_s=0, shadow=shadow)
+    site_with = partial(site_of, shadow=shadow, params=params)
+    reference = site_with(tmp_path / "reference", method, privacy, every_s=0)
     assert reference.trainer().do(reference.round()) == Committed(RoundAttempt(1, 1))
-    kept = site_of(tmp_path / "kept", method, privacy, every_s=1e-9, shadow=shadow)
+    kept = site_with(tmp_path / "kept", method, privacy, every_s=1e-9)
     with monkeypatch.context() as patch:
         saves = count_saves(patch)
         kept.trainer().do(kept.round())
@@ -97,7 +113,7 @@ def check_every_interruption(
     assert saves[0] >= EPOCHS
     assert not (kept.store.root / "checkpoint.bin").exists()
     for at in sorted({1, 2, saves[0] // 2, saves[0] // 2 + 1, saves[0] - 1, saves[0]}):
-        site = site_of(tmp_path / f"killed-{at}", method, privacy, every_s=1e-9, shadow=shadow)
+        site = site_with(tmp_path / f"killed-{at}", method, privacy, every_s=1e-9)
         with monkeypatch.context() as patch:
             count_saves(patch, killed_after=at)
             with pytest.raises(KilledError):
@@ -114,6 +130,10 @@ def test_a_round_that_is_interrupted_after_any_checkpoint_ends_in_the_same_bytes
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     check_every_interruption(tmp_path, monkeypatch, method, shadow=method == "fedcg")
+
+
+def test_a_moving_average_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_interruption(tmp_path, monkeypatch, "fedsplit", params={"ema": 0.9})
 
 
 @pytest.mark.parametrize("setting", ["noise", "balance", pytest.param("dp_sgd", marks=pytest.mark.slow)])

@@ -163,12 +163,13 @@ def test_the_auxiliary_loss_is_the_cross_entropy_through_the_classifier_as_it_ca
 
 
 def test_the_auxiliary_loss_stands_beside_a_methods_own_penalty() -> None:
-    nets = {Part.EXTRACTOR: nn.Linear(3, 2, bias=False), Part.CLASSIFIER: Scale(2.0)}
+    extractor = nn.Linear(3, 2, bias=False)
+    nets = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: Scale(2.0)}
     ctx = replace(context(quick_spec("fedprox")), round=2)
     own = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
     both = with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)(block_of([0, 1]))
     with torch.no_grad():
-        nets[Part.EXTRACTOR].weight.add_(0.5)  # 0.8 / 2 * 6 * 0.25 = 0.6
+        extractor.weight.add_(0.5)  # 0.8 / 2 * 6 * 0.25 = 0.6
     features = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     assert both is not None
     assert both(slice(0, 2), features, features).item() == pytest.approx(0.6 + 0.5 * math.log(1 + math.exp(-2)))

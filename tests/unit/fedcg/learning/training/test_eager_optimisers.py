@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedcg.learning.training.eager_optimisers import SGD, Adam
+from fedcg.learning.training.optimisers import SGD, Adam
 
 ROOT = Path(__file__).parents[5]
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]

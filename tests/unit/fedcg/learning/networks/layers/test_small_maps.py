@@ -18,7 +18,7 @@ from fedcg.learning.networks.layers.small_maps import (
     form_of,
     is_small,
 )
-from fedcg.learning.training.fused_adam import FusedAdam
+from fedcg.learning.training.optimisers import FusedAdam
 
 SHAPES = [
     ((1, 1), (2, 2)),
