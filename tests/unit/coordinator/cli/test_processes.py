@@ -51,7 +51,8 @@ def test_a_coordinator_serves_its_federation_rounds_and_devices_over_http_and_en
     store.open_attempt((FEDERATION, 1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
     store.close()
     _, rounds = get(home, "/api/v1/federations/tiny/rounds/1")
-    assert rounds["attempts"][0]["participants"] == [{"client": "a", "state": "invited", "reason": ""}]
+    told = {"share": 1.0, "accepted_at": None, "predicted_s": None}
+    assert rounds["attempts"][0]["participants"] == [{"client": "a", "state": "invited", "reason": "", **told}]
 
     second = processes.fedcg("second", "coordinator", "run")
     assert second.wait(timeout=30) == 2

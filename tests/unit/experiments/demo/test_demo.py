@@ -297,7 +297,7 @@ from fedcg.cli import app
 def stop(run, console):
     os.write(1, repr(sorted({"torch", "sklearn", "matplotlib", "sqlalchemy"} & sys.modules.keys())).encode())
     os._exit(7)  # nothing that is still in a buffer comes out
-sys.modules["experiments.demo.demo"] = types.SimpleNamespace(Demo=stop, begin=lambda run: None)
+sys.modules["experiments.demo.demo"] = types.SimpleNamespace(Demo=stop, begin=lambda run, is_known_good: None)
 app.main(args=["demo", "--out", sys.argv[1]], prog_name="fedcg")
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False)
