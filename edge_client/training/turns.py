@@ -108,13 +108,13 @@ class Pauses:
     def __call__(self) -> None:
         """A step is done; returns when the next one may begin."""
         self._working()
-        began = self._clock()
         if self._idle_per_busy and self._stepped_at is not None:
-            self._sleep(min(LOOK_EVERY_S, (began - self._stepped_at) * self._idle_per_busy))
-        self._pause(self._clock() if self._idle_per_busy else began)
+            self._sleep(min(LOOK_EVERY_S, (self._clock() - self._stepped_at) * self._idle_per_busy))
+        self._pause()
         self._stepped_at = self._clock()
 
-    def _pause(self, began: float) -> None:
+    def _pause(self) -> None:
+        began = self._clock()
         if began - self._looked_at < LOOK_EVERY_S or (reason := self._look(None)) is None:
             return
         where = {"round": self.at.round, "attempt": self.at.attempt}
