@@ -12,6 +12,7 @@ from coordinator.facts.worth import ClassWorth, by_class
 from coordinator.rounds.records import DeviceRecord, DeviceState
 from coordinator.storage.overview_store import Delivery, Validity
 from coordinator.storage.presence_store import PresenceRecord
+from fedcg.wire.messages.conditions import Readings
 
 DAY_S = 86_400.0
 
@@ -63,6 +64,7 @@ class DeviceHistory:
         classes: by federation, the accuracies by class in its last update, where it reports them.
         privacy: by federation, what its last update reports of its own audit and privacy budget, where it reports that.
         findings: of its own doctor; None where it reports none.
+        readings: of its sensors, and when they came, unix time; None where it reports none to this process of the coordinator.
     """
 
     facts: DeviceFacts
@@ -73,6 +75,7 @@ class DeviceHistory:
     classes: dict[str, list[ClassWorth]] = field(default_factory=dict)
     privacy: dict[str, ReportedPrivacy] = field(default_factory=dict)
     findings: list[Finding] | None = None
+    readings: tuple[float, Readings] | None = None
 
 
 def device_facts(known: Known) -> list[DeviceFacts]:
@@ -100,6 +103,7 @@ def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistor
     newest = max((found[-1] for found in deliveries.values()), key=lambda each: each.stored_at, default=None)
     validity = overview.certificates().get(device)
     since = known.now - days * DAY_S
+    told = [pair for each in known.services.values() if (pair := each.conditions.readings.get(device)) is not None]
     changes = known.store.presence.before(device, since) + known.store.presence.changes(device, since)
     return DeviceHistory(
         _facts(known, record, validity, newest),
@@ -110,6 +114,7 @@ def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistor
         {each: by_class(known, each, {device: found[-1]}) for each, found in deliveries.items()},
         {each: seen for each, found in deliveries.items() if (seen := reported_privacy(found[-1])) is not None},
         doctor_findings(known, device),
+        max(told, key=lambda one: one[0], default=None),
     )
 
 

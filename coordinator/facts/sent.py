@@ -80,7 +80,11 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
     devices, service = [], known.services.get(federation)
     for client, last in sorted(overview.last_deliveries(record.id).items()):
         updates, size = volumes[client]
-        fields = sorted(_fields(every[client] or [last]) | ({"model"} if client in reporting else set()))
+        of_itself = {
+            "model": client in reporting,
+            "telemetry": service is not None and client in service.conditions.readings,
+        }
+        fields = sorted(_fields(every[client] or [last]) | {name for name, is_told in of_itself.items() if is_told})
         devices.append(DeviceSent(client, updates, size, last, fields, every[client]))
     return Sent(
         record.id,

@@ -1,10 +1,11 @@
-"""What devices report of themselves: clocks and agent processes in memory, the condition in the database, which outlives the service."""
+"""What devices report of themselves: clocks, readings and agent processes in memory, the condition in the database, which outlives the service."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from coordinator.storage.store import Store
+from fedcg.wire.messages.conditions import Readings
 from fedcg.wire.messages.messages import SelfReport
 
 BOOTS_KEPT = 8
@@ -15,6 +16,7 @@ class ConditionBoard:
 
     Attributes:
         clock_ahead_s: by device, how far its clock is ahead of the coordinator's, in seconds; behind is negative.
+        readings: by device, of its sensors, and when they came; left out of the database, as each session brings new ones.
         doubled_at: by device, when an agent process of it came back after another one had reported: both are alive.
     """
 
@@ -24,6 +26,7 @@ class ConditionBoard:
         self._boots: dict[str, deque[str]] = {}
         self._kept: dict[str, str] = {}
         self.clock_ahead_s: dict[str, float] = {}
+        self.readings: dict[str, tuple[float, Readings]] = {}
         self.doubled_at: dict[str, float] = {}
 
     def note(self, device: str, report: SelfReport, now: float, *, is_delayed: bool) -> None:
@@ -39,6 +42,10 @@ class ConditionBoard:
             self.clock_ahead_s.pop(device, None)
         elif not is_delayed:
             self.clock_ahead_s[device] = report.clock - now
+        if report.telemetry is None:
+            self.readings.pop(device, None)
+        else:
+            self.readings[device] = now, report.telemetry
         boots = self._boots.setdefault(device, deque(maxlen=BOOTS_KEPT))
         if report.boot in boots and boots[-1] != report.boot:
             self.doubled_at[device] = now

@@ -31,6 +31,9 @@ class HardwareWatch:
         config: of the device.
         read: reads the sensors.
         now: local time.
+
+    Attributes:
+        last_read: the readings of the last look; None before the first.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class HardwareWatch:
         self._load = InferenceLoad(config.eligibility.inference_url)
         self._lock = threading.Lock()
         self._last: Reason | None = None
+        self.last_read: Telemetry | None = None
         self._round_s = self._last_round_s()
         self._paused_s = 0.0
         self._ahead_s: float | None = None  # the coordinator's clock against the monotonic one
@@ -98,7 +102,8 @@ class HardwareWatch:
 
     def _look(self) -> tuple[Telemetry, Reason | None]:
         with self._lock:
-            read, settings = self._read(), self._config.eligibility
+            self.last_read = read = self._read()
+            settings = self._config.eligibility
             before = None if self._last is None else self._last.obstacle
             held, load = is_held(settings), self._load()
             self._last = eligibility(read, settings, self._now(), held=held, requests_per_s=load, before=before)

@@ -60,5 +60,6 @@ class Heartbeats:
                 about |= {"phase": done.phase, "step": done.step, "steps": done.steps}
             self._link.send(Heartbeat(**about))
         if (report := self._self_reporter.due(state.addressed(), now)) is not None:
-            self._sent.self_report(report.condition.model_dump(mode="json"))
+            read = None if report.telemetry is None else sorted(report.telemetry.model_dump(exclude_none=True))
+            self._sent.self_report({**report.condition.model_dump(mode="json"), "telemetry": read})
             self._link.send(report)

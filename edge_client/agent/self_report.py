@@ -1,4 +1,4 @@
-"""What the agent reports of its own device to the coordinator: codes of the doctor's findings, the clock, and the exported model in use."""
+"""What the agent reports of its own device to the coordinator: codes of the doctor's findings, the clock, readings, and the exported model in use."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from devices.power import drawn
+from devices.telemetry import Telemetry
 from edge_client.config import PolicySection
 from edge_client.errors import EdgeError
 from export.errors import ExportError
 from export.model.manifest import Manifest, read_manifest
 from export.model.versions import Slots
-from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, FormEvidence, ServedModel
+from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, FormEvidence, Readings, ServedModel
 from fedcg.wire.messages.messages import SelfReport
 from fedcg.wire.parts import ReportField
 
@@ -32,6 +34,7 @@ class SelfReporter:
     Args:
         policy: what the device's owner allows.
         models: folder of the versions of the exported model.
+        read: the last readings of the sensors; None before the first.
         wall: the device's clock, in unix seconds.
 
     Attributes:
@@ -39,9 +42,16 @@ class SelfReporter:
         is_paused: whether the owner has paused this device.
     """
 
-    def __init__(self, policy: PolicySection, models: Path, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        policy: PolicySection,
+        models: Path,
+        read: Callable[[], Telemetry | None] = lambda: None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._has_health = ReportField.HEALTH in policy.allow_report
         self._has_model = ReportField.MODEL in policy.allow_report
+        self._read = read if ReportField.TELEMETRY in policy.allow_report else lambda: None
         self._models = models
         self._wall = wall
         self._boot = secrets.token_hex(16)
@@ -77,8 +87,9 @@ class SelfReporter:
         if condition == self._sent and not is_late:
             return None
         self._sent, self._sent_at = condition, now
-        clock = self._wall() if self._has_health else None
-        return SelfReport.model_validate({**about, "boot": self._boot, "clock": clock, "condition": condition})
+        clock, read = self._wall() if self._has_health else None, self._read()
+        own = {"boot": self._boot, "clock": clock, "telemetry": None if read is None else readings(read)}
+        return SelfReport.model_validate({**about, **own, "condition": condition})
 
     @contextmanager
     def examining(self, examine: Examine) -> Iterator[None]:
@@ -100,6 +111,23 @@ class SelfReporter:
             yield
         finally:
             stopping.set()
+
+
+def readings(read: Telemetry) -> Readings:
+    """The readings in the form in which they may leave: rounded numbers and codes, no name of a sensor."""
+    zone = min(read.zones, key=lambda zone: zone.limit_c - zone.temperature_c, default=None)
+    rail, percent = drawn(read.rails), read.supply.battery_percent
+    causes = {"software": read.causes.software, "hardware": read.hardware_throttling}
+    return Readings(
+        temperature_c=None if zone is None else round(zone.temperature_c, 1),
+        limit_c=None if zone is None else zone.limit_c,
+        watts=None if rail is None else round(rail.watts, 1),
+        battery=None if percent is None else percent / 100,
+        on_mains=read.supply.on_mains,
+        slowed_by=tuple(by for by, found in causes.items() if found),
+        free_memory=read.free_memory_bytes,
+        free_disk=read.free_disk_bytes,
+    )
 
 
 def served_model(root: Path) -> ServedModel | None:

@@ -1,7 +1,7 @@
 """`sent.jsonl`: everything that has left this device in updates and reports about itself, ever; append-only, 0600, never rotated.
 
 A line is durable before the first byte that it describes leaves. Lines of kind `update`, `receipt` (the coordinator has ended the update)
-and `self_report` (when its content changes). Not in it: control messages, which hold codes, numbers and signatures only, and keys at enrolment.
+and `self_report` (when its content changes; of readings only which ones). Not in it: control messages, which hold codes, numbers and signatures only, and keys at enrolment.
 """
 
 from __future__ import annotations

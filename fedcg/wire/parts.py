@@ -53,8 +53,9 @@ class ReportField(str, Enum):
     AUDIT = "audit"
     EPSILON = "epsilon"
     COST = "cost"
+    # Of a device's report of itself, not of an update's.
     MODEL = "model"
-    """Of a device's report of itself, not of an update's: the exported model in use."""
+    TELEMETRY = "telemetry"
 
     @property
     def meaning(self) -> str:
@@ -75,6 +76,7 @@ _REPORT_MEANINGS: Mapping[ReportField, str] = {
     ReportField.EPSILON: "what differentially private training has spent",
     ReportField.COST: "seconds and energy that the local round took",
     ReportField.MODEL: "the exported model in use: size, latency, accuracy",
+    ReportField.TELEMETRY: "temperature, power, battery, what slows it down, free memory and disk, every five minutes",
 }
 
 

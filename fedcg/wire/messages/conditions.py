@@ -12,6 +12,7 @@ DoctorCheck = Literal["clock", "disk", "keys", "certificate", "data", "cohort se
 FormName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
 Number = Annotated[int, Field(ge=0, le=1 << 53)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Celsius = Annotated[float, Field(ge=-273.15, le=1000.0)]
 
 
 class DeclineReason(str, Enum):
@@ -103,6 +104,28 @@ class ServedModel(_Value):
     accuracy: Share | None = None
     before: Share | None = None
     forms: Annotated[tuple[FormEvidence, ...], Field(max_length=8)] = ()
+
+
+class Readings(_Value):
+    """What a device's sensors read; None where it has no such sensor, which is never zero.
+
+    Attributes:
+        temperature_c: of the zone that is nearest to its limit, and `limit_c` that limit, in °C.
+        watts: that the box draws, or its GPU alone where only that is measured.
+        battery: charge of the emptiest battery or UPS, a share.
+        on_mains: whether a mains or USB supply delivers.
+        slowed_by: what lowers its clocks now; empty: nothing.
+        free_memory, free_disk: bytes, within the limits of its control group, and where the private store lies.
+    """
+
+    temperature_c: Celsius | None = None
+    limit_c: Celsius | None = None
+    watts: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    battery: Share | None = None
+    on_mains: bool | None = None
+    slowed_by: Annotated[tuple[Literal["software", "hardware"], ...], Field(max_length=2)] = ()
+    free_memory: Number | None = None
+    free_disk: Number | None = None
 
 
 class DeviceCondition(_Value):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from fedcg.wire.errors import MalformedError, TooLargeError
 from fedcg.wire.messages.conditions import DeclineReason as DeclineReason  # part of the vocabulary of messages
-from fedcg.wire.messages.conditions import DeviceCondition
+from fedcg.wire.messages.conditions import DeviceCondition, Readings
 from fedcg.wire.versions import PROTOCOL_VERSION, Side
 
 MAX_MESSAGE_BYTES = 16 * 1024
@@ -227,12 +227,14 @@ class SelfReport(_Message):
     Attributes:
         boot: drawn by each agent process; two that alternate are two machines with one identity.
         clock: the device's clock in unix seconds, where its owner allows `health`.
+        telemetry: of its sensors, where its owner allows `telemetry`; it changes all the time, so it alone is no reason for a report.
     """
 
     kind: Literal["self_report"] = "self_report"
     boot: Nonce
     clock: Annotated[float, Field(ge=0.0, le=1e11)] | None = None
     condition: DeviceCondition = DeviceCondition()
+    telemetry: Annotated[Readings | None, Field(exclude_if=lambda readings: readings is None)] = None
 
 
 class Welcome(_Message):

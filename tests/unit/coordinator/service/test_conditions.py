@@ -21,7 +21,7 @@ from coordinator.service.condition_board import ConditionBoard
 from coordinator.storage.overview_store import Delivery
 from coordinator.updates import receiver as receiver_module
 from fedcg.wire.errors import MalformedError
-from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding
+from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, Readings
 from fedcg.wire.messages.messages import COORDINATOR, Carrier, Outcome, SelfReport, decode, encode
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, PrivacySpent, Report, RoundCost
 from tests.support.coordinator.fake_device import FakeDevice
@@ -79,6 +79,25 @@ def test_models_and_findings_of_a_device_are_on_its_page_and_on_models(page: Ser
         lambda: "model" in reader.get("/f/tiny/sent")[1].partition('id="s-a"')[2].partition("</tr>")[0],
         "the privacy officer's page names the model",
     )
+
+
+def test_readings_of_a_devices_sensors_are_on_its_page_until_it_reports_none(page: ServedPage) -> None:
+    device, reader = page.made.devices["tiny"][0], page.reader()
+    read = Readings(temperature_c=81.4, limit_c=95.0, watts=7.3, battery=0.4, on_mains=False, slowed_by=("hardware",))
+    assert 'id="readings"' not in reader.get("/devices/a")[1]
+    tell(device, report(telemetry=read))
+    wait_until(lambda: 'id="readings"' in reader.get("/devices/a")[1], "the readings are shown")
+    shown = reader.get("/devices/a")[1].partition('id="readings"')[2].partition("</section>")[0]
+    for text in ("81.4 °C, hot from 95.0 °C", "7.3 W, on battery, charged to 40 %", ">hardware<", "unavailable"):
+        assert text in shown, shown
+    device.silent = False
+    device.act()
+    wait_until(
+        lambda: "telemetry" in reader.get("/f/tiny/sent")[1].partition('id="s-a"')[2].partition("</tr>")[0],
+        "the privacy officer's page names them",
+    )
+    tell(device, report())
+    wait_until(lambda: 'id="readings"' not in reader.get("/devices/a")[1], "they are gone")
 
 
 def test_accuracies_by_class_reach_the_page_and_those_of_other_classes_are_rejected(page: ServedPage) -> None:

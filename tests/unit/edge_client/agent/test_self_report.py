@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.agent.self_report import EVERY_S, SelfReporter, served_model
+from devices.power import Rail, Supply
+from devices.telemetry import Telemetry, Zone
+from devices.throttling import Causes
+from edge_client.agent.self_report import EVERY_S, SelfReporter, readings, served_model
 from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
 from edge_client.session.events import ChooseModel, Chosen
+from edge_client.store.sent_record import SENT_FILE, read_lines
 from fedcg.wire.messages.conditions import DoctorFinding
 from fedcg.wire.messages.messages import Hello, SelfReport
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
@@ -62,6 +66,55 @@ def test_the_same_is_reported_again_only_after_a_while(tmp_path: Path) -> None:
         True,
         False,
     ]
+
+
+def test_readings_leave_as_numbers_and_codes_where_the_owner_allows_them(tmp_path: Path) -> None:
+    read = Telemetry(
+        zones=(Zone("cpu of press 4", 61.26, critical_c=105.0), Zone("gpu", 83.0, hot_c=90.0)),
+        rails=(Rail("GPU", 2.0), Rail("VDD_IN", 7.25)),
+        supply=Supply(on_mains=False, battery_percent=40, is_discharging=True),
+        causes=Causes(software=("cpufreq cools",)),
+        event_rates={"over-current 1": 3.0},
+        free_memory_bytes=512,
+    )
+    assert readings(read).model_dump() == {
+        "temperature_c": 83.0,
+        "limit_c": 90.0,
+        "watts": 7.2,
+        "battery": 0.4,
+        "on_mains": False,
+        "slowed_by": ("software", "hardware"),
+        "free_memory": 512,
+        "free_disk": None,
+    }
+    assert readings(Telemetry()).model_dump(exclude_none=True) == {"slowed_by": ()}
+    last: list[Telemetry | None] = [None]
+    allowed = PolicySection(allow_report=frozenset({ReportField.TELEMETRY}))
+    reporter = SelfReporter(allowed, tmp_path, lambda: last[0])
+    at_first = reporter.due(ABOUT, 0.0)
+    last[0] = read
+    assert reporter.due(ABOUT, 1.0) is None, "readings change all the time"
+    later = reporter.due(ABOUT, EVERY_S)
+    assert at_first is not None
+    assert later is not None
+    assert (at_first.telemetry, later.telemetry, later.clock) == (None, readings(read), None)
+    unasked = SelfReporter(PolicySection(), tmp_path, lambda: read).due(ABOUT, 0.0)
+    assert unasked is not None
+    assert unasked.telemetry is None
+    assert "telemetry" not in unasked.model_dump()
+
+
+def test_an_agent_reports_what_its_sensors_read_and_its_record_says_which(make_world: MakeWorld) -> None:
+    world = make_world(policy=PolicySection(allow_report=frozenset({ReportField.TELEMETRY})))
+    world.connect()
+    assert world.coordinator.wait(SelfReport).telemetry is None
+    world.agent.hardware.reason()  # looks, as the agent does every 15 s
+    world.agent.self_reporter.repeat()
+    told = world.coordinator.wait(SelfReport).telemetry
+    assert told is not None
+    assert (told.free_disk or 0) > 0
+    (line,) = [one for one in read_lines(world.store.root / SENT_FILE) if one["kind"] == "self_report"]
+    assert "free_disk" in line["report"]["telemetry"]
 
 
 def test_an_examination_that_fails_leaves_the_agent_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
