@@ -140,10 +140,16 @@ def _make(request: _Request) -> InitialArtifacts | None:
 
     torch.set_num_threads(1)
     spec, public_data = complete_spec(request.plan), request.public_data
+    method = get_method(spec.method)
+    if method.summed:
+        names = ", ".join(sorted(part.value for part in method.summed))
+        raise PlanError(
+            f"method {spec.method} can be simulated only (`fedcg simulate --method {spec.method}`): one by one, its devices' {names} give "
+            "their private networks away, and sums that nobody can look into are not there yet"
+        )
     if request.artifacts is None:
         return None
     store = ArtifactStore(request.artifacts)
-    method = get_method(spec.method)
     if method.needs_public:
         if public_data is None:
             raise PlanError(

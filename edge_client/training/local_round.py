@@ -31,8 +31,7 @@ from edge_client.training.privacy_budget import COVERED, begin_round
 from edge_client.training.progress_events import ProgressEvents
 from fedcg.event_log import EventLog
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.protected_round import personal_parts as fitted_parts
-from fedcg.learning.mechanisms.protected_round import protected_round
+from fedcg.learning.mechanisms.protected_round import downloaded_parts, protected_round
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
@@ -115,7 +114,12 @@ class Workplace:
             privacy=self.config.privacy,
             precision=self.config.training.precision,
             most_rows=most_rows,
+            cohort=None if (secret := self.store.cohort_secret()) is None else Streams(secret).at(spec.federation),
+            warn=lambda text: self._warn(round_number, attempt, text),
         )
+
+    def _warn(self, round_number: int, attempt: int, text: str) -> None:
+        self.events.write("method_warning", round=round_number, attempt=attempt, detail=text)
 
     def seen(self, spec: FederationSpec, data: RoundData) -> tuple[RoundData, ImageSet | None]:
         """A round's data and the common test set, a frozen backbone's features in the place of images where that is exact."""
@@ -155,6 +159,11 @@ def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts to code as differences")
     if method_layouts(spec, method) != dict(spec.layouts):
         raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
+    if method.summed:
+        raise RoundError(DeclineReason.SPEC_REFUSED, f"what method {spec.method} sends gives a private network away")
+    if method.needs_cohort and work.store.cohort_secret() is None:
+        way = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others"
+        raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the cohort secret: {way}")
     return device_spec(spec, own_backbone(work.config, work.store, spec)), method
 
 
@@ -382,10 +391,11 @@ def _audit(
 def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured, shadow: Measured | None) -> Report:
     """All that the device could report of the round; the firewall leaves out what its owner does not allow."""
     allowed, alone, downloaded = work.config.policy.allow_report, shadow or Measured(), Measured()
-    fitted = fitted_parts(as_aggregate(done.base).parts, done.data.train, done.ctx)
-    parts = with_downloaded(spec, done.start.personal.parts, fitted)
-    if parts is not None and ReportField.DOWNLOADED in allowed:
-        downloaded = measure(spec, parts, done.seen, None, work.place)
+    if ReportField.DOWNLOADED in allowed:
+        before = done.start.personal.parts
+        fitted = downloaded_parts(before, as_aggregate(done.base), done.data.train, done.ctx)
+        if (parts := with_downloaded(spec, before, fitted)) is not None:
+            downloaded = measure(spec, parts, done.seen, None, work.place)
     by_class = ClassAccuracies(
         accuracy=own.by_class,
         shadow=alone.by_class if ReportField.SHADOW in allowed else None,

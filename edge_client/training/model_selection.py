@@ -23,7 +23,7 @@ from edge_client.training.local_data import RoundData
 from edge_client.training.local_round import Workplace, as_aggregate, decode_aggregate, load_spec
 from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.mechanisms.protected_round import personal_parts as fitted_parts
+from fedcg.learning.mechanisms.protected_round import downloaded_parts
 from fedcg.learning.method import ClientState, DivergedError, Method, Progress, Weights
 from fedcg.learning.networks.initial_weights import shadow_spec
 from fedcg.learning.networks.personal_model import personal_parts
@@ -121,7 +121,7 @@ def _models(
     aggregate = as_aggregate(decode_aggregate(work.store, spec, method, command.aggregate))
     latest = personal_parts(spec, to_weights(stored.slots["personal"]))
     ctx = work.context(spec, spec.rounds + 1, 0, _sign_of_life(work))
-    downloaded = with_downloaded(spec, latest, fitted_parts(aggregate.parts, data.train, ctx))
+    downloaded = with_downloaded(spec, latest, downloaded_parts(latest, aggregate, data.train, ctx))
     if downloaded is None:
         return
     yield "downloaded", downloaded

@@ -142,6 +142,10 @@ def silent(phase: str, step: int, steps: int) -> None:
     """A progress callback that does nothing."""
 
 
+def unwarned(text: str) -> None:
+    """A callback for warnings that does nothing."""
+
+
 def unwatched(loss: float) -> None:
     """A callback for losses that does nothing."""
 
@@ -159,6 +163,9 @@ class RoundContext:
         graphs: whether training steps on a CUDA device may run as CUDA graphs.
         privacy: this client's mechanisms; all off by default. A server half has none.
         validation: the client's validation images, to choose by and never to train on; None on a server, or where a client has none.
+        cohort: randomness of the cohort's secret, scoped to the federation: alike on all clients, unknown to the coordinator. None on a
+            server, or where there is no secret.
+        warn: called with a sentence for the owner of the device.
         checkpoint: keeps the state inside a local round; None: a round that is killed begins anew.
         most_rows: rows that go through a teacher, or forth and back through the networks of a training step, at once, where memory is short;
             None: as many as are fast. Other last digits.
@@ -181,6 +188,8 @@ class RoundContext:
     most_rows: int | None = None
     validation: ImageSet | None = None
     checkpoint: RoundCheckpoint | None = None
+    cohort: Streams | None = None
+    warn: Callable[[str], None] = unwarned
 
 
 @dataclass(frozen=True)
@@ -312,6 +321,11 @@ class Method:
         continued: parts that a local round goes on training from the aggregate's weights; None: all that come down. Updates of others
             are not coded as the difference to it.
         needs_public: the server half can't do without `RoundContext.public`.
+        summed: parts of updates that only their sum over clients may be known of: one by one they give away what the method keeps private.
+            Federations of devices can't have them yet; simulations can.
+        needs_cohort: clients can't do without `RoundContext.cohort`.
+        align: (a client's own parts, aggregate, context) -> further parts of its own that a download changes; what measures, exports or
+            goes on from a downloaded model uses them. None: a download replaces the parts that it holds, and that is all.
         private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
         statistics: (plan or spec) -> the layout of the part `statistics`, with bounds; None for a method without that part.
@@ -338,6 +352,9 @@ class Method:
     aggregator: Callable[[ServerState, RoundContext, Spill], Aggregator]
     continued: frozenset[Part] | None = None
     needs_public: bool = False
+    summed: frozenset[Part] = frozenset()
+    needs_cohort: bool = False
+    align: Callable[[Mapping[Part, Weights], Aggregate, RoundContext], Mapping[Part, Weights]] | None = None
     private_stages: int = 0
     statistics: Callable[[NetworkSpec], tuple[TensorLayout, ...]] | None = None
     example: Example = Example()

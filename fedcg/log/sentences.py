@@ -301,6 +301,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     ),
     "images_skipped": (WARNING, "{count} images can't be read and are left out; `fedcg doctor` names them"),
     "defence_warning": (WARNING, "{detail}"),
+    "method_warning": (WARNING, "round {round}: {detail}"),
     "defended": (INFO, "{count} training images went through {defence} ({detail}; {seconds:.0f} s)"),
     "committed": _committed,
     "round_failed": (DEBUG, "{at} can't be trained ({reason}): {detail}"),

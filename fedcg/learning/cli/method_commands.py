@@ -62,6 +62,8 @@ def _described(method: Method) -> dict[str, object]:
         "private": sorted(part.value for part in method.private_parts),
         "label_counts": method.label_counts.value,
         "needs_public": method.needs_public,
+        "needs_cohort": method.needs_cohort,
+        "summed": sorted(part.value for part in method.summed),
         "params": {key: {"default": field.default, "about": field.description or ""} for key, field in fields.items()},
     }
 
@@ -79,6 +81,12 @@ def _as_text(method: Method) -> str:
         f"  stays on the box: {names(frozenset(method.private_parts))}",
         *(f"  {part.value}: {part.meaning}" for part in sorted(method.shared_up - DEFAULT_ALLOW_UPLOAD)),
         *(["  needs unlabelled public images on the coordinator"] if method.needs_public else []),
+        *(["  needs the cohort secret on every device"] if method.needs_cohort else []),
+        *(
+            ["  can be simulated only: " + names(frozenset(method.summed)) + " must be summed unseen"]
+            if method.summed
+            else []
+        ),
         "  parameters (--set key=value):",
     ]
     lines += [f"    {key:<{width}}  {field.default!s:<10}  {field.description or ''}" for key, field in fields.items()]

@@ -72,6 +72,13 @@ def personal_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
     return with_added(parts, last_bias(ctx.spec), log_prior(data.label_counts()))
 
 
+def downloaded_parts(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
+    """What a download changes of a client's parts `own`: those of the aggregate, and what its method aligns to them."""
+    method = get_method(ctx.spec.method)
+    aligned = {} if method.align is None else method.align(own, aggregate, ctx)
+    return {**personal_parts(aggregate.parts, data, ctx), **aligned}
+
+
 def neutral_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
     """A client's own parts without what `personal_parts` fitted to its labels."""
     shares = Part.CLASSIFIER in get_method(ctx.spec.method).shared_up

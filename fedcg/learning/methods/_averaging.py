@@ -83,7 +83,7 @@ def averaging_method(
         aggregator: the server half; averages the shared parts when None.
         needs_public: the server half needs public images.
     """
-    half = _LocalHalf(params_type, shared, penalty_of, label_counts)
+    half = LocalHalf(params_type, shared, penalty_of, label_counts)
     return Method(
         name=name,
         title=title,
@@ -95,16 +95,17 @@ def averaging_method(
         init_client=partial(init_client_of, PERSONAL | downloads),
         local_round=half.round_of,
         init_server=partial(init_server_of, shared | downloads),
-        aggregator=aggregator or partial(_average, params_type, shared),
+        aggregator=aggregator or partial(average_of, params_type, shared),
         needs_public=needs_public,
         private_stages=1,
         local_rounds=half.rounds_of if penalty_of is unpenalised else None,
     )
 
 
-def _average(
+def average_of(
     params_type: type[TrainingParams], shared: frozenset[Part], state: ServerState, ctx: RoundContext, spill: Spill
 ) -> Aggregator:
+    """The server half of a method with these parameters that averages these parts."""
     params = params_type.model_validate(ctx.spec.params)
     average = AverageAggregator(shared, spill, params.average if isinstance(params, AveragedParams) else "mean")
     if isinstance(params, MomentumParams) and params.server_momentum:
@@ -140,7 +141,7 @@ def local_result(
 
 
 @dataclass(frozen=True)
-class _LocalHalf(Generic[Params]):
+class LocalHalf(Generic[Params]):
     """Load what came down (the client's own in its place without an aggregate), train E and C, keep all, share some."""
 
     params_type: type[Params]

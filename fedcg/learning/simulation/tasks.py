@@ -13,7 +13,7 @@ from functools import partial
 
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.protected_round import personal_parts, protected_round
+from fedcg.learning.mechanisms.protected_round import downloaded_parts, protected_round
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
@@ -226,7 +226,7 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple
     val, local_val = measured(spec, parts, data.val), measured(alone, task.shadow, data.val)
     ctx = party.client_context(task.client, task.number)
     figures = generator_figures(spec, parts, data.train, ctx.streams.at("measure"))
-    downloaded = personal_parts(aggregate.parts, data.train, ctx)
+    downloaded = downloaded_parts(parts, aggregate, data.train, ctx)
     return task.client, RoundRecord(
         round=task.number,
         accuracy=accuracy(spec, parts, data.test),

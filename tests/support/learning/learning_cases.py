@@ -84,7 +84,8 @@ def context(spec: FederationSpec, round_number: int = 2, root: bytes = b"device"
     """A round's context, scoped as the trainer scopes it, with public images for the methods that need some."""
     streams = Streams(root).at(spec.federation, round_number, 1)
     public = bright_images(10, 77, form=spec.image).images if get_method(spec.method).needs_public else None
-    return RoundContext(spec, round_number, 1, spec.rounds, streams, public=public)
+    cohort = Streams(b"cohort").at(spec.federation)
+    return RoundContext(spec, round_number, 1, spec.rounds, streams, public=public, cohort=cohort)
 
 
 def same(first: Weights, second: Weights) -> bool:

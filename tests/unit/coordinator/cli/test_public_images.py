@@ -13,7 +13,7 @@ from PIL import Image
 from coordinator.aggregation.worker import public_images
 from coordinator.config import AggregationSettings, CoordinatorConfig
 from coordinator.errors import PlanError
-from coordinator.operations.create_federation import make_artifacts, read_plan
+from coordinator.operations.create_federation import check_plan, make_artifacts, read_plan
 from coordinator.paths import Home
 from fedcg.learning.data.public_images import read_public, spread
 from fedcg.learning.errors import DataError
@@ -121,6 +121,14 @@ def test_a_method_that_needs_public_images_is_refused_without_them(tmp_path: Pat
     plan = read_plan(plan_file(tmp_path, "feddf", params=""))
     with pytest.raises(PlanError, match=r"aggregation\.public_data in coordinator\.toml"):
         make_artifacts(plan, tmp_path / "artifacts")
+
+
+def test_a_method_whose_updates_only_a_sum_may_be_seen_of_can_be_simulated_only(tmp_path: Path) -> None:
+    plan = read_plan(plan_file(tmp_path, "fedprobe", params=""))
+    with pytest.raises(
+        PlanError, match=r"`fedcg simulate --method fedprobe`\): one by one, its devices' statistics give"
+    ):
+        check_plan(plan)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 
 from edge_client.config import PolicySection
 from edge_client.session.events import ChooseModel, Chosen
+from edge_client.training import local_round
 from edge_client.training.trainer_handle import Committed
 from export.model.versions import Slots
 from fedcg.learning.methods.fedproto import NearestPrototype
@@ -105,6 +107,23 @@ def test_statistics_leave_only_with_the_owners_word(tmp_path: Path) -> None:
     report = Site(tmp_path, real_spec("fedproto")).declined()
     assert report.reason is DeclineReason.UPLOAD_NOT_ALLOWED
     assert "statistics" in report.detail
+
+
+def test_a_method_of_which_only_sums_may_be_seen_is_declined_and_one_that_needs_the_cohort_secret_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = allowing(Site(tmp_path, real_spec("fedprobe")))
+    report = site.declined()
+    assert (report.reason, report.detail) == (
+        DeclineReason.SPEC_REFUSED,
+        "what method fedprobe sends gives a private network away",
+    )
+    monkeypatch.setattr(local_round, "get_method", lambda name: replace(get_method(name), summed=frozenset()))
+    report = site.declined()
+    assert report.reason is DeclineReason.SPEC_REFUSED
+    assert report.detail.startswith(
+        "method fedprobe needs the cohort secret: `fedcg cohort create` on the first device"
+    )
 
 
 def test_image_generators_leave_only_with_the_owners_word(tmp_path: Path) -> None:

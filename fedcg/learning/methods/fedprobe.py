@@ -1,0 +1,120 @@
+"""fedprobe: FedSplit whose private extractors are kept alike by a mean of their outputs on probe images (our own method).
+
+The cohort's secret makes images without anybody's data in them, the same on all devices and unknown to the coordinator
+(`probes.images`). A client shares its classifier and its outputs on them, the server the mean of both; before it trains, and before it
+uses what it downloaded, a client fits its extractor to the mean outputs (`probes.alignment`). So the averaged classifier meets features
+like those that it was learned from, and each extractor takes from the others what their images taught them, as in FedAvg, though no
+extractor leaves its box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from pydantic import Field
+
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    ClientState,
+    LabelCounts,
+    LocalResult,
+    Method,
+    RoundContext,
+    ServerState,
+    SharedResult,
+    Spill,
+    Weights,
+)
+from fedcg.learning.methods._averaging import LocalHalf, average_of, init_client_of, init_server_of, unpenalised
+from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.probes.alignment import fit, outputs_on, probe_inputs
+from fedcg.learning.probes.sums import ProbeParams, WithProbeSums, counted, mean_outputs, sums_layout
+from fedcg.wire.parts import Part
+
+HEAD = frozenset({Part.CLASSIFIER})
+SHARED = HEAD | {Part.STATISTICS}
+
+
+class FedprobeParams(ProbeParams):
+    """Training, the probes, and how extractors are fitted to them."""
+
+    align_steps: int = Field(default=300, ge=1, description="steps of the fit to the mean outputs, at most")
+    align_lr: float = Field(default=3e-4, gt=0, description="learning rate of that fit")
+    align_until: float = Field(
+        default=0.005, ge=0, description="end it at this residual, in variances of the mean outputs"
+    )
+    trust: float = Field(
+        default=4.0,
+        gt=0,
+        description="highest residual of the own extractor at which the mean is believed; above, the round does without",
+    )
+
+
+HALF = LocalHalf(FedprobeParams, HEAD, unpenalised, LabelCounts.NEVER)
+
+
+def align(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContext) -> Mapping[Part, Weights]:
+    """The client's extractor, fitted to the mean outputs; nothing where there are none, or none to be believed."""
+    params = FedprobeParams.model_validate(ctx.spec.params)
+    mean = mean_outputs(aggregate.parts[Part.STATISTICS], params)
+    if mean is None:
+        return {}
+    extractor = load_part(ctx.spec, Part.EXTRACTOR, own[Part.EXTRACTOR], ctx.device)
+    inputs = probe_inputs(ctx, params.probes)
+    before, after = fit(extractor, inputs, mean, params.align_steps, params.align_lr, params.align_until, ctx)
+    if not (before <= params.trust and after <= before and math.isfinite(after)):
+        ctx.warn(
+            f"the mean of outputs on the probes is not believed: its residual is {before:.3g} (trust: {params.trust:g}), "
+            f"{after:.3g} after the fit; this round does without probes"
+        )
+        return {}
+    return {Part.EXTRACTOR: weights_of(extractor)}
+
+
+def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+    """Fit the extractor to the mean outputs, train as FedSplit does, then tell the outputs of what came of it."""
+    params = FedprobeParams.model_validate(ctx.spec.params)
+    own = dict(state.parts) if aggregate is None else {**state.parts, **align(state.parts, aggregate, ctx)}
+    trained = {part: own[part] for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
+    down = None if aggregate is None else replace(aggregate, parts={part: aggregate.parts[part] for part in HEAD})
+    result = HALF.round_of(ClientState(trained), data, down, ctx)
+    extractor = load_part(ctx.spec, Part.EXTRACTOR, result.private.parts[Part.EXTRACTOR], ctx.device)
+    told = counted(outputs_on(extractor, probe_inputs(ctx, params.probes)), len(data), params)
+    kept = {name: tensor.clone() for name, tensor in told.items()}
+    return replace(
+        result,
+        shared=SharedResult({**result.shared.parts, Part.STATISTICS: told}),
+        private=replace(result.private, parts={**result.private.parts, Part.STATISTICS: kept}),
+    )
+
+
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+    """The average of the classifiers, and the sums of outputs."""
+    params = FedprobeParams.model_validate(ctx.spec.params)
+    return WithProbeSums(average_of(FedprobeParams, HEAD, state, ctx, spill), params)
+
+
+METHOD = Method(
+    name="fedprobe",
+    title="classifiers averaged, private extractors aligned by the mean of their outputs on a cohort's probe images",
+    params_type=FedprobeParams,
+    shared_up=SHARED,
+    shared_down=SHARED,
+    private_parts=frozenset({Part.EXTRACTOR}),
+    label_counts=LabelCounts.NEVER,
+    init_client=partial(init_client_of, SHARED | {Part.EXTRACTOR}),
+    local_round=local_round,
+    init_server=partial(init_server_of, SHARED),
+    aggregator=aggregator,
+    continued=HEAD,
+    private_stages=1,
+    statistics=sums_layout,
+    summed=frozenset({Part.STATISTICS}),
+    needs_cohort=True,
+    align=align,
+)
