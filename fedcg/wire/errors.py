@@ -14,6 +14,7 @@ WireError
 │   └── OtherSessionError        one of another session, or without any                         other_session
 ├── IntegrityError           content whose sha256 or layout is not the declared one             damaged
 │   └── UnknownBaseError         a difference to an aggregate that is not at hand
+├── SumError                 a masked sum that must not, or can't, be opened                     sum
 ├── CapacityError            a bound of this side is taken up; the other side tries again later capacity
 └── TransportError           the link or the broker refused                                     transport
 """
@@ -110,6 +111,12 @@ class IntegrityError(WireError):
 
 class UnknownBaseError(IntegrityError):
     """A difference to an aggregate that is not at hand."""
+
+
+class SumError(WireError):
+    """A masked sum that must not, or can't, be opened."""
+
+    reason = "sum"
 
 
 class CapacityError(WireError):

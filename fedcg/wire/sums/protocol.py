@@ -1,0 +1,240 @@
+"""The steps of one masked sum, as functions: what a device does, and what the coordinator.
+
+1. `SumSecrets.announce`: every device announces keys; each checks all others' against message keys that it has from its owner.
+2. `share_out`: it splits the seeds of its masks among all of them, sealed for each.
+3. `masked`: its numbers plus its own mask plus one mask per other device, which that one subtracts.
+4. `sign_survivors`: all sign the one list of those whose masked numbers came.
+5. `reveal`: against enough signatures over that list, each gives its share of a survivor's own mask, or of a lost device's pair masks, never both.
+6. `unmask`: with `threshold` shares of each the coordinator takes the masks off the sum.
+
+With a threshold above (n + 1) / 2 no two lists can both get enough signatures, even when one device and the coordinator work together: of the
+n - 1 honest devices each signs one list, and the one dishonest device both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from Crypto.Protocol.SecretSharing import Shamir
+
+from fedcg.wire.errors import SumError
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.sums.secrets import (
+    SEED_BYTES,
+    Announcement,
+    Numbers,
+    SealedPair,
+    SumRound,
+    SumSecrets,
+    own_mark,
+    own_mask,
+    pair_mask,
+    private_key,
+    public_of,
+)
+
+MIN_DEVICES = 4
+
+
+def threshold_of(devices: int) -> int:
+    """How many shares open a mask: the least number above (n + 1) / 2."""
+    return (devices + 1) // 2 + 1
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part in a sum, by device, and what each announced.
+
+    Raises:
+        SumError: fewer than four.
+    """
+
+    at: SumRound
+    announced: Mapping[str, Announcement]
+
+    def __post_init__(self) -> None:
+        if len(self.announced) < MIN_DEVICES:
+            raise SumError(f"a masked sum takes {MIN_DEVICES} devices, not {len(self.announced)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sorted; a device's number among them is that of its shares."""
+        return tuple(sorted(self.announced))
+
+    @property
+    def threshold(self) -> int:
+        """How many shares open a mask."""
+        return threshold_of(len(self.announced))
+
+    def check(self, roster: Mapping[str, VerifyKey]) -> None:
+        """Check every announcement against the message keys that a device has from its owner, not from the coordinator.
+
+        Raises:
+            SumError: a device that the roster does not have.
+            SignatureError, MalformedError: as of `Announcement.check`.
+        """
+        for name in self.names:
+            if name not in roster or self.announced[name].device != name:
+                raise SumError(f"{name} is not on this device's roster of the cohort")
+            self.announced[name].check(self.at, roster[name])
+
+
+def share_out(secrets: SumSecrets, members: Members) -> dict[str, bytes]:
+    """The shares of a device's mask seeds, sealed for each member, itself too. Drawn anew at each call: keep them for resends."""
+    count, at = len(members.names), members.at
+    shares = {
+        name: b"".join(both)
+        for name, both in zip(
+            members.names,
+            zip(*(_split(seed, members.threshold, count) for seed in (secrets.mask, secrets.own)), strict=True),
+            strict=True,
+        )
+    }
+    private = private_key(at, secrets.cipher)
+    return {
+        name: SealedPair.between(at, private, members.announced[name].cipher, secrets.device, name).seal(share)
+        for name, share in shares.items()
+    }
+
+
+def _split(seed: bytes, threshold: int, count: int) -> list[bytes]:
+    return [bytes(share) for _, share in Shamir.split(threshold, count, seed)]
+
+
+def added(parts: Sequence[Numbers]) -> Numbers:
+    """Their sum modulo 2^32, [size]; at least one."""
+    return functools.reduce(np.add, parts)
+
+
+def masked(secrets: SumSecrets, members: Members, peers: Iterable[str], numbers: Numbers) -> Numbers:
+    """A device's numbers behind its masks.
+
+    Args:
+        secrets: of the device.
+        members: who announced keys.
+        peers: the members whose shares arrived; the sum can be opened only where all have the same.
+        numbers: [size] uint32.
+
+    Returns:
+        [size] uint32, modulo 2^32.
+    """
+    at, private = members.at, private_key(members.at, secrets.mask)
+    size, others = len(numbers), [members.announced[name] for name in peers if name != secrets.device]
+    pairs = [pair_mask(at, private, secrets.device, other, size) for other in others]
+    return added([numbers, own_mask(at, secrets.device, secrets.own, size), *pairs])
+
+
+def survivors_label(at: SumRound, peers: Sequence[str], survivors: Sequence[str]) -> bytes:
+    """What the members sign before any share is given away."""
+    return at.label("survivors", *sorted(peers), "of whom came", *sorted(survivors))
+
+
+def sign_survivors(at: SumRound, peers: Sequence[str], survivors: Sequence[str], key: SigningKey) -> bytes:
+    """A device's signature that it will open the sum of exactly these."""
+    return key.sign(survivors_label(at, peers, survivors))
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The list of those whose numbers are in the sum, with the members' signatures over it.
+
+    Attributes:
+        peers: whose shares were dealt out.
+        names: whose masked numbers came.
+        signatures: by device.
+    """
+
+    peers: tuple[str, ...]
+    names: tuple[str, ...]
+    signatures: Mapping[str, bytes]
+
+
+def reveal(
+    secrets: SumSecrets,
+    members: Members,
+    received: Mapping[str, bytes],
+    survivors: Survivors,
+    roster: Mapping[str, VerifyKey],
+) -> dict[str, bytes]:
+    """A device's shares that open the sum: of each survivor's own mask, and of each lost device's pair masks.
+
+    The caller gives them out for one list per round and never for another.
+
+    Args:
+        secrets: of the device.
+        members: who announced keys.
+        received: sealed shares, by the device that dealt them out.
+        survivors: the list, signed.
+        roster: message keys from the device's owner.
+
+    Raises:
+        SumError: a list that this device must not open; names what is wrong with it.
+    """
+    peers, names = set(survivors.peers), set(survivors.names)
+    if not names <= peers <= members.announced.keys() or secrets.device not in names:
+        raise SumError("the list of survivors is not of this sum's members, or lacks this device")
+    if len(names) < max(members.threshold, MIN_DEVICES):
+        raise SumError(
+            f"{len(names)} devices are too few to open a sum: {max(members.threshold, MIN_DEVICES)} are needed"
+        )
+    if peers != received.keys():
+        raise SumError("the list names other devices than those whose shares came")
+    label = survivors_label(members.at, survivors.peers, survivors.names)
+    signed = [
+        name
+        for name in names
+        if name in survivors.signatures and name in roster and roster[name].verifies(survivors.signatures[name], label)
+    ]
+    if len(signed) < members.threshold:
+        raise SumError(f"{len(signed)} of {members.threshold} devices that must have signed the list of survivors did")
+    private, shares = private_key(members.at, secrets.cipher), dict[str, bytes]()
+    for name in sorted(peers):
+        pair = SealedPair.between(members.at, private, members.announced[name].cipher, name, secrets.device)
+        share = pair.open(received[name])
+        if len(share) != 2 * SEED_BYTES:
+            raise SumError(f"{name}: its shares are {len(share)} bytes")
+        shares[name] = share[SEED_BYTES:] if name in names else share[:SEED_BYTES]
+    return shares
+
+
+def unmask(
+    total: Numbers, members: Members, survivors: Survivors, revealed: Mapping[str, Mapping[str, bytes]]
+) -> Numbers:
+    """The sum of the survivors' numbers.
+
+    Args:
+        total: [size] uint32, the sum of their masked numbers.
+        members: who announced keys.
+        survivors: whose numbers are in it.
+        revealed: by device, what `reveal` gave.
+
+    Raises:
+        SumError: too few shares, or shares of other secrets than were announced; names the device concerned.
+    """
+    at, size = members.at, len(total)
+    for name in survivors.names:
+        seed = _combined(name, members, revealed)
+        if own_mark(at, name, seed) != members.announced[name].mark:
+            raise SumError(f"{name}: the shares of its own mask are not of what it announced")
+        total = total - own_mask(at, name, seed, size)
+    for name in sorted(set(survivors.peers) - set(survivors.names)):
+        private = private_key(at, _combined(name, members, revealed))
+        if public_of(private) != members.announced[name].mask:
+            raise SumError(f"{name}: the shares of its pair masks are not of what it announced")
+        for other in survivors.names:
+            total = total + pair_mask(at, private, name, members.announced[other], size)
+    return total
+
+
+def _combined(name: str, members: Members, revealed: Mapping[str, Mapping[str, bytes]]) -> bytes:
+    shares = [
+        (number, revealed[holder][name])
+        for number, holder in enumerate(members.names, 1)
+        if holder in revealed and name in revealed[holder]
+    ]
+    if len(shares) < members.threshold:
+        raise SumError(f"{name}: {len(shares)} of {members.threshold} shares of its masks came")
+    return bytes(Shamir.combine(shares[: members.threshold]))

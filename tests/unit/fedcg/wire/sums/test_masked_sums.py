@@ -1,0 +1,229 @@
+"""Masked sums: exact whoever is lost at whichever step, and never opened for a coordinator that cheats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcg.wire.errors import MalformedError, SignatureError, SumError
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.sums.protocol import (
+    Members,
+    Survivors,
+    added,
+    masked,
+    reveal,
+    share_out,
+    sign_survivors,
+    threshold_of,
+    unmask,
+)
+from fedcg.wire.sums.secrets import Announcement, Numbers, SumRound, SumSecrets
+
+AT = SumRound("shapes", 3, 1)
+SIZE = 7
+
+
+@dataclass
+class World:
+    """Devices after the first two steps: keys announced, shares dealt out."""
+
+    keys: dict[str, SigningKey]
+    secrets: dict[str, SumSecrets]
+    members: Members
+    dealt: dict[str, dict[str, bytes]]
+    numbers: dict[str, Numbers]
+
+    @property
+    def roster(self) -> dict[str, VerifyKey]:
+        return {name: key.public for name, key in self.keys.items()}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.keys)
+
+    def received(self, name: str, peers: list[str]) -> dict[str, bytes]:
+        """What the coordinator passes on to a device."""
+        return {peer: self.dealt[peer][name] for peer in peers}
+
+    def total(self, peers: list[str], survivors: list[str]) -> Numbers:
+        """The sum of what the survivors sent."""
+        sent = [masked(self.secrets[name], self.members, peers, self.numbers[name]) for name in survivors]
+        return added(sent)
+
+    def signed(self, peers: list[str], survivors: list[str]) -> Survivors:
+        signatures = {name: sign_survivors(AT, peers, survivors, self.keys[name]) for name in survivors}
+        return Survivors(tuple(peers), tuple(survivors), signatures)
+
+    def revealed(self, survivors: Survivors, holders: list[str]) -> dict[str, dict[str, bytes]]:
+        peers = list(survivors.peers)
+        return {
+            name: reveal(self.secrets[name], self.members, self.received(name, peers), survivors, self.roster)
+            for name in holders
+        }
+
+    def plain(self, survivors: list[str]) -> Numbers:
+        return added([self.numbers[name] for name in survivors])
+
+
+def world_of(count: int, at: SumRound = AT) -> World:
+    names = [f"box-{number:02}" for number in range(count)]
+    keys = {name: SigningKey.generate() for name in names}
+    secrets = {name: SumSecrets.draw(name) for name in names}
+    members = Members(at, {name: secrets[name].announce(at, 5, keys[name]) for name in names})
+    members.check({name: key.public for name, key in keys.items()})
+    stream = np.random.default_rng(0)
+    numbers = {name: stream.integers(0, 1 << 20, SIZE, dtype=np.uint32) for name in names}
+    return World(keys, secrets, members, {name: share_out(secrets[name], members) for name in names}, numbers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_sum_of_those_who_sent_is_exact_whoever_is_lost_at_whichever_step(data: st.DataObject) -> None:
+    world = world_of(data.draw(st.integers(4, 7), "devices"))
+    needed = max(threshold_of(len(world.names)), 4)
+
+    def some_of(names: list[str], least: int, what: str) -> list[str]:
+        return sorted(data.draw(st.lists(st.sampled_from(names), min_size=least, unique=True), what))
+
+    peers = some_of(world.names, needed, "whose shares came")
+    survivors = some_of(peers, needed, "whose numbers came")
+    answered = some_of(survivors, threshold_of(len(world.names)), "who answered last")
+    signed = world.signed(peers, survivors)
+    total = world.total(peers, survivors)
+    assert not np.array_equal(total, world.plain(survivors))
+    found = unmask(total, world.members, signed, world.revealed(signed, answered))
+    assert np.array_equal(found, world.plain(survivors))
+
+
+def test_too_few_shares_open_nothing() -> None:
+    world = world_of(5)
+    assert (threshold_of(4), threshold_of(5), threshold_of(16)) == (3, 4, 9)
+    signed = world.signed(world.names, world.names)
+    answers = world.revealed(signed, world.names[:3])
+    with pytest.raises(SumError, match="box-00: 3 of 4 shares of its masks came"):
+        unmask(world.total(world.names, world.names), world.members, signed, answers)
+    with pytest.raises(SumError, match="takes 4 devices, not 3"):
+        world_of(3)
+
+
+def test_a_masked_number_says_nothing_without_the_masks() -> None:
+    world = world_of(4)
+    zeros = np.zeros(4096, np.uint32)
+    sent = masked(world.secrets["box-00"], world.members, world.names, zeros)
+    counts = np.bincount(sent >> 28, minlength=16)
+    assert counts.min() > 180  # 256 each, if uniform
+    assert counts.max() < 340
+    # An honest coordinator without the device's own mask: pair masks of all others do not open it.
+    others = added([masked(world.secrets[name], world.members, world.names, zeros) for name in world.names[1:]])
+    assert np.count_nonzero(sent + others) > 4000
+    again = masked(world.secrets["box-00"], world.members, world.names, zeros)
+    assert np.array_equal(sent, again)  # a resend is byte-identical
+
+
+def test_a_coordinator_can_neither_invent_devices_nor_change_what_they_announced() -> None:
+    world, invented = world_of(4), SigningKey.generate()
+    roster = world.roster
+    sybil = SumSecrets.draw("box-99").announce(AT, 5, invented)
+    with pytest.raises(SumError, match="box-99 is not on this device's roster"):
+        Members(AT, {**world.members.announced, "box-99": sybil}).check(roster)
+    posing = SumSecrets.draw("box-01").announce(AT, 5, invented)
+    with pytest.raises(SignatureError, match="box-01: its keys for a masked sum are not signed by its message key"):
+        Members(AT, {**world.members.announced, "box-01": posing}).check(roster)
+    one = world.members.announced["box-02"]
+    changes: list[Mapping[str, object]] = [
+        {"weight": 6},
+        {"mask": bytes(32)},
+        {"cipher": one.mask},
+        {"mark": bytes(32)},
+    ]
+    for change in changes:
+        changed: Announcement = replace(one, **change)  # type: ignore[arg-type]
+        with pytest.raises(SignatureError):
+            changed.check(AT, roster["box-02"])
+    for other in (SumRound("shapes", 3, 2), SumRound("shapes", 4, 1), SumRound("other", 3, 1)):
+        with pytest.raises(SignatureError):
+            one.check(other, roster["box-02"])
+    with pytest.raises(MalformedError, match="box-02: a key for a masked sum has 32 bytes"):
+        replace(one, mask=b"short").check(AT, roster["box-02"])
+
+
+def test_a_device_opens_only_a_list_that_enough_of_its_cohort_signed() -> None:
+    world = world_of(6)  # threshold 4
+    peers, name = world.names, "box-00"
+    received = world.received(name, peers)
+
+    def opened(survivors: Survivors, given: Mapping[str, bytes] = received) -> dict[str, bytes]:
+        return reveal(world.secrets[name], world.members, given, survivors, world.roster)
+
+    good = world.signed(peers, peers[:5])
+    assert opened(good).keys() == set(peers)
+    few = {one: good.signatures[one] for one in peers[:3]}
+    with pytest.raises(SumError, match="3 of 4 devices that must have signed the list of survivors did"):
+        opened(replace(good, signatures=few))
+    # Signatures over another list: the coordinator shows the sum of five to some and that of six to others.
+    other = world.signed(peers, peers)
+    with pytest.raises(SumError, match="0 of 4 devices"):
+        opened(replace(good, signatures=other.signatures))
+    forged = {one: sign_survivors(AT, peers, peers[:5], SigningKey.generate()) for one in peers[:5]}
+    with pytest.raises(SumError, match="0 of 4 devices"):
+        opened(replace(good, signatures=forged))
+    with pytest.raises(SumError, match="3 devices are too few to open a sum: 4 are needed"):
+        opened(world.signed(peers, peers[:3]))
+    with pytest.raises(SumError, match="lacks this device"):
+        opened(world.signed(peers, peers[1:]))
+    with pytest.raises(SumError, match="not of this sum's members"):
+        opened(world.signed([*peers, "box-99"], peers))
+    with pytest.raises(SumError, match="names other devices than those whose shares came"):
+        opened(good, {one: received[one] for one in peers[:5]})
+
+
+def test_one_dishonest_device_and_the_coordinator_cannot_have_two_lists_opened() -> None:
+    for count in range(4, 12):
+        world = world_of(count)
+        honest, dishonest = world.names[:-1], world.names[-1]
+        half = len(honest) // 2
+        lists = [world.names, world.names[1:]]
+        signers = [[*honest[half:], dishonest], [*honest[:half], dishonest]]
+        enough = [len(set(who) & set(of)) >= world.members.threshold for who, of in zip(signers, lists, strict=True)]
+        assert not all(enough)
+
+
+def test_a_device_never_gives_both_shares_of_another_one() -> None:
+    world = world_of(5)
+    peers, name = world.names, "box-01"
+    received = world.received(name, peers)
+    everyone, without = world.signed(peers, peers), world.signed(peers, peers[:4])
+    shares = [
+        reveal(world.secrets[name], world.members, received, signed, world.roster) for signed in (everyone, without)
+    ]
+    assert [len(share) for share in shares[0].values()] == [16] * 5
+    assert shares[0]["box-04"] != shares[1]["box-04"]
+    assert {one for one in peers if shares[0][one] != shares[1][one]} == {"box-04"}
+
+
+def test_shares_that_were_changed_or_are_of_other_secrets_are_noticed() -> None:
+    world = world_of(4)
+    peers = world.names
+    signed = world.signed(peers, peers)
+    received = world.received("box-00", peers)
+    bad = {**received, "box-02": received["box-02"][:-1] + bytes([received["box-02"][-1] ^ 1])}
+    with pytest.raises(SumError, match="can't be opened: they were changed on the way"):
+        reveal(world.secrets["box-00"], world.members, bad, signed, world.roster)
+    crossed = {**received, "box-02": world.dealt["box-02"]["box-01"]}
+    with pytest.raises(SumError, match="can't be opened"):
+        reveal(world.secrets["box-00"], world.members, crossed, signed, world.roster)
+    world.dealt["box-03"] = share_out(replace(world.secrets["box-03"], own=bytes(16)), world.members)
+    with pytest.raises(SumError, match="box-03: the shares of its own mask are not of what it announced"):
+        unmask(world.total(peers, peers), world.members, signed, world.revealed(signed, peers))
+    lost = world.signed(peers, peers)
+    world = world_of(5)
+    world.dealt["box-04"] = share_out(replace(world.secrets["box-04"], mask=bytes(16)), world.members)
+    lost = world.signed(world.names, world.names[:4])
+    with pytest.raises(SumError, match="box-04: the shares of its pair masks are not of what it announced"):
+        unmask(world.total(world.names, world.names[:4]), world.members, lost, world.revealed(lost, world.names[:4]))
