@@ -27,6 +27,7 @@ from typing_extensions import Self
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator
+from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import poisson_batches, private_step_count, private_steps, sampling_rate
 from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
@@ -45,8 +46,10 @@ from fedcg.learning.method import (
 from fedcg.learning.methods._averaging import init_client_of, init_server_of, local_result
 from fedcg.learning.networks import NETWORKS, load_part
 from fedcg.learning.networks.discriminators import rows_are_independent
+from fedcg.learning.networks.generators import ClassGaussians
 from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.round_checkpoint import Kept, stage_blocks
+from fedcg.learning.spec import NetworkSpec
 from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import (
@@ -69,6 +72,7 @@ from fedcg.learning.training.training_loop import (
     FeatureSource,
     Penalty,
     PenaltyMaker,
+    extract_features,
     feature_blocks,
     generate,
     slices,
@@ -97,6 +101,12 @@ class FedcgParams(TaughtParams):
     server_iterations: int = Field(default=2000, ge=1, description="student steps on the server (T)")
     server_batch: int = Field(default=16, ge=2, description="rows of a student step (B)")
     server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student (eta_3)")
+    generator_training: Literal["gan", "moments"] = Field(
+        default="gan",
+        exclude_if=lambda how: how == "gan",
+        description="how a client makes its generator: against its discriminator (eq. 4), or by means and standard deviations of its "
+        "features by class (generator gaussians)",
+    )
     aggregation: Literal["average", "kd", "crossed_kd"] = Field(
         default="kd", description="weighted average, eq. 6 on top, or FedMD-CG's eq. 12 on top (it needs label counts)"
     )
@@ -128,8 +138,13 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     """Algorithm 1: load both shared parts, train E and C on eq. 3, then G and D on eq. 4 with E frozen.
 
     Without an aggregate the client's own shared parts stand in for the global ones.
+
+    Raises:
+        PrivacyError: DP-SGD does not cover the moments of `generator_training = moments`.
     """
     params = FedcgParams.model_validate(ctx.spec.params)
+    if params.generator_training == "moments" and ctx.privacy.dp_sgd is not None:
+        raise PrivacyError("generator_training = moments can't be had with DP-SGD: set generator_training = gan")
     weights = {**state.parts, **(aggregate.parts if aggregate else {})}
     nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in NETWORKS}
     data = data.to(ctx.device)
@@ -138,6 +153,9 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], params.aux, ctx)
     average = moving_average(nets, params)
     loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average=average)
+    if params.generator_training == "moments":
+        take_moments(nets[Part.GENERATOR], nets[Part.EXTRACTOR], data, ctx)
+        return local_result(nets, SHARED, data, loss, LabelCounts.OPTIONAL, average)
     is_private = ctx.privacy.dp_sgd is not None
     steps = private_step_count(params, len(data)) if is_private else steps_of(params, len(data))
     source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, steps * params.batch_size)
@@ -145,6 +163,21 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         train = train_gan_privately if is_private else train_gan
         train(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
     return local_result(nets, SHARED, data, loss, LabelCounts.OPTIONAL, average)
+
+
+def networks(spec: NetworkSpec) -> str:
+    """Why the method can't have these networks with its parameters, if it can't."""
+    if spec.params.get("generator_training") == "moments" and spec.network.generator != "gaussians":
+        return f"generator_training = moments has no effect on generator {spec.network.generator}: take generator gaussians"
+    return ""
+
+
+def take_moments(generator: nn.Module, extractor: nn.Module, data: ImageSet, ctx: RoundContext) -> None:
+    """Set the generator's Gaussians to the moments of the frozen extractor's features, of both mirror images where the spec flips."""
+    assert isinstance(generator, ClassGaussians)  # `networks` has seen to it
+    sides = (False, True) if ctx.spec.augment_flip else (False,)
+    features = [extract_features(extractor, data.images, ctx.spec, flipped=side) for side in sides]
+    generator.fit(torch.cat(features), data.labels.repeat(len(sides)))
 
 
 def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContext) -> PenaltyMaker:
@@ -329,6 +362,7 @@ METHOD = Method(
     private_parts=PRIVATE,
     label_counts=LabelCounts.OPTIONAL,
     private_stages=2,
+    networks=networks,
     init_client=partial(init_client_of, frozenset(NETWORKS)),
     local_round=local_round,
     init_server=partial(init_server_of, SHARED),

@@ -59,6 +59,44 @@ class ConditionalGenerator(nn.Module):
         return features.reshape(-1, *self.feature_shape)
 
 
+class ClassGaussians(nn.Module):
+    """A Gaussian of its own for every feature of every class, cut to the features' range: z goes through fixed directions of length 1.
+
+    The directions are a formula of their indices, so that they are neither sent nor drawn; features share `noise_dim` of them.
+    """
+
+    def __init__(
+        self, feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange
+    ) -> None:
+        super().__init__()
+        self.mean, self.deviation = (empty_embedding(classes, math.prod(feature_shape)) for _ in range(2))
+        self.feature_shape, self.noise_dim = feature_shape, noise_dim
+        self.highest = 1.0 if feature_range is FeatureRange.UNIT else math.inf
+
+    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Features [B, *feature_shape] for z [B, noise_dim] and labels [B]."""
+        shared: torch.Tensor = noise @ self._directions(noise.device)
+        features: torch.Tensor = self.mean(labels) + self.deviation(labels) * shared
+        return features.clamp(0.0, self.highest).reshape(-1, *self.feature_shape)
+
+    def _directions(self, device: torch.device) -> torch.Tensor:
+        features = torch.arange(1, math.prod(self.feature_shape) + 1, dtype=torch.float64, device=device)
+        numbers = torch.arange(1, self.noise_dim + 1, dtype=torch.float64, device=device)
+        turns = torch.outer(numbers, features) * _GOLDEN
+        waves = torch.cos(2.0 * math.pi * (turns - turns.floor())).float()
+        directions: torch.Tensor = waves / waves.norm(dim=0, keepdim=True).clamp(min=1e-6)
+        return directions
+
+    @torch.no_grad()
+    def fit(self, features: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take means and standard deviations of features [N, ...] by class; a class without any stays as it is."""
+        rows = features.flatten(1)
+        for label in labels.unique():
+            of_class = rows[labels == label]
+            self.mean.weight[label] = of_class.mean(0)
+            self.deviation.weight[label] = of_class.std(0, unbiased=False)
+
+
 def spread_growth(size: int, layers: int) -> list[int]:
     """Kernel sizes of `layers` stride-1 (transposed) convolutions that together take a map from 1 to `size` (or back).
 
@@ -111,13 +149,17 @@ def _mlp(*widths: int) -> GeneratorBuilder:
 #   mlp3        1,167,312 (1,093,584)  FedMD-CG's three fully connected layers, with the widths of its authors' code
 #   mlp           526,288   (489,424)  two layers; with noise of 64, "64-256-features"
 #   mlp_small     264,144   (245,712)  half of its width; with noise of 64, "64-128-features"
+#   gaussians      32,000    (32,000)  a mean and a standard deviation of each feature by class
 GENERATORS: Mapping[str, GeneratorBuilder] = {
     "conv": _conv((512, 256, 128)),
     "conv_small": _conv((128, 64, 32)),
     "mlp": _mlp(256),
     "mlp3": _mlp(512, 256),
     "mlp_small": _mlp(128),
+    "gaussians": ClassGaussians,
 }
+
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 ENTRY_POINT_GROUP = "fedcg.generators"
 _ROWS = 3

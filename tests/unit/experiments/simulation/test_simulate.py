@@ -157,6 +157,6 @@ def test_a_client_with_one_image_is_left_out_and_named_and_the_others_go_on(tmp_
 
 
 def test_a_compact_generator_brings_the_discriminator_of_its_kind() -> None:
-    kinds = {"conv": "conv", "conv_small": "conv", "mlp": "mlp", "mlp3": "mlp", "mlp_small": "mlp"}
+    kinds = {"conv": "conv", "conv_small": "conv", "mlp": "mlp", "mlp3": "mlp", "mlp_small": "mlp", "gaussians": "mlp"}
     assert {name: discriminator_for(name) for name in kinds} == kinds
     assert set(kinds) == set(GENERATORS)

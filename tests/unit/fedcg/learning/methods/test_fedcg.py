@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
+from fedcg.learning.errors import NetworkError, PrivacyError
 from fedcg.learning.methods import fedcg
+from fedcg.learning.networks import load_part
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
+from fedcg.learning.registry import get_method
+from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.learning.training.losses import paired_labels
 from fedcg.learning.training.training_loop import (
     FeatureSource,
+    extract_features,
 )
+from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
+    bright_images,
     context,
+    local_round_of,
+    plan,
     quick_spec,
 )
 from tests.support.learning.stub_networks import Answer, GivenFeatures, block_of
@@ -73,3 +85,36 @@ def test_the_two_gan_networks_pull_in_opposite_directions() -> None:
     assert judge(real[:1], zeros).item() > judge(made.unsqueeze(0), zeros).item()
     assert made.max().item() < 0.9
     assert all(parameter.requires_grad for parameter in judge.parameters())
+
+
+def moments_spec() -> FederationSpec:
+    network = NetworkChoice(split="lenet5_relu", generator="gaussians", noise_dim=16)
+    return complete_spec(plan("fedcg", network, generator_training="moments"))
+
+
+def test_a_generator_of_moments_has_those_of_the_clients_own_features_and_no_discriminator_is_trained() -> None:
+    spec, data = moments_spec(), bright_images(24, 0)
+    initial = initial_parts(spec, b"cohort")
+    incoming = get_method("fedcg").init_server(spec, initial).aggregate
+    result = local_round_of(spec, data, incoming, context(spec))
+    extractor = load_part(spec, Part.EXTRACTOR, result.private.parts[Part.EXTRACTOR])
+    features = extract_features(extractor, data.images, spec).flatten(1)
+    made = result.shared.parts[Part.GENERATOR]
+    for label in range(3):
+        of_class = features[data.labels == label]
+        assert torch.allclose(made["mean.weight"][label], of_class.mean(0), atol=1e-5)
+        assert torch.allclose(made["deviation.weight"][label], of_class.std(0, unbiased=False), atol=1e-5)
+    judge = result.private.parts[Part.DISCRIMINATOR]
+    assert all(torch.equal(tensor, initial[Part.DISCRIMINATOR][name]) for name, tensor in judge.items())
+
+
+def test_moments_need_the_generator_that_has_them_and_are_not_covered_by_dp_sgd() -> None:
+    with pytest.raises(
+        NetworkError, match="generator_training = moments has no effect on generator mlp: take generator gaussians"
+    ):
+        complete_spec(plan("fedcg", NetworkChoice(generator="mlp", noise_dim=8), generator_training="moments"))
+    spec = moments_spec()
+    private = replace(context(spec), privacy=PrivacySettings(dp_sgd=DpSgdSettings(noise_multiplier=1.0)))
+    state = get_method("fedcg").init_client(spec, initial_parts(spec, b"cohort"))
+    with pytest.raises(PrivacyError, match="can't be had with DP-SGD: set generator_training = gan"):
+        get_method("fedcg").local_round(state, bright_images(24, 0), None, private)

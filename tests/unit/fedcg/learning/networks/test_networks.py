@@ -19,7 +19,7 @@ from fedcg.learning.networks import (
     load_part,
     weights_of,
 )
-from fedcg.learning.networks.generators import GENERATORS, spread_growth
+from fedcg.learning.networks.generators import GENERATORS, ClassGaussians, spread_growth
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts, shadow_spec
 from fedcg.learning.networks.layers.spectral import SpectralConv2d, SpectralLinear
 from fedcg.learning.seeds import Streams, spec_root
@@ -70,6 +70,7 @@ def test_the_network_of_fedmd_cgs_authors_has_their_sizes() -> None:
         ("mlp3", 1_167_312, 1_093_584),
         ("mlp", 526_288, 489_424),
         ("mlp_small", 264_144, 245_712),
+        ("gaussians", 32_000, 32_000),
     ],
 )
 def test_generators_have_the_published_sizes(kind: str, with_100: int, with_64: int) -> None:
@@ -96,6 +97,23 @@ def test_every_network_fits_every_feature_shape(split: str, kind: str, height: i
     assert made.shape == features.shape
     assert nets.classifier(features).shape == (4, len(CLASSES))
     assert nets.discriminator(features, labels).shape == (4,)
+
+
+def test_class_gaussians_have_the_moments_of_the_features_they_were_fitted_to() -> None:
+    generator = build_part(cifar(split="lenet5_relu", generator="gaussians", noise_dim=64), Part.GENERATOR)
+    assert isinstance(generator, ClassGaussians)
+    stream = torch.Generator().manual_seed(0)
+    before = generator.mean.weight[9].clone()
+    labels = torch.arange(2000) % 9  # nobody has the last class
+    wanted = 5.0 + labels.view(-1, 1, 1, 1) + 0.5 * torch.randn(2000, 16, 5, 5, generator=stream)
+    generator.fit(wanted, labels)
+    made = generator(torch.randn(20_000, 64, generator=stream), torch.full((20_000,), 3))
+    real = wanted[labels == 3]
+    assert torch.allclose(made.mean(0), real.mean(0), atol=0.03)
+    assert torch.allclose(made.std(0), real.std(0), rtol=0.1)
+    # Features of a class vary apart from each other, as far as 64 numbers can make 400.
+    assert torch.corrcoef(made.flatten(1).T).fill_diagonal_(0.0).abs().mean() < 0.15
+    assert torch.equal(generator.mean.weight[9], before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
