@@ -23,7 +23,7 @@ MIN_TRAIN_IMAGES = 40  # two batches of 16 after a validation split, and somethi
 COMMON_PER_CLASS = 200  # a sampling error of about one point with ten classes
 
 Validation = Literal["share", "test-half"]
-TestDeal = Literal["proportional", "even"]
+TestDeal = Literal["proportional", "even", "all"]
 
 # Purposes of the streams that came later than the first one; a stream of its own keeps all other draws where they were.
 _EVEN, _PUBLIC, _DOMAIN, _UNHELD = 1, 2, 3, 4
@@ -42,7 +42,7 @@ class DealOptions:
             `test-half`: half of a client's test images (FedCG's protocol: all training images train).
         test: `proportional`: a client's test images follow its training images' class proportions, and one balanced common set
             is held out; `even`: the test images are dealt out at random and evenly, and the common set is all of them
-            (FedMD-CG appendix E).
+            (FedMD-CG appendix E); `all`: every client is measured on all of them, or on all of its domain's.
         public_images: so many training images, without labels, for the server (FedDF); disjoint from every client's.
     """
 
@@ -194,6 +194,8 @@ def _deal_tests(
     if options.test == "proportional":
         rest = tuple(pictures[common:] for pictures in test)
         return _hand_out(rest, shares, None)[0], tuple(pictures[:common] for pictures in test)
+    if options.test == "all":
+        return [test] * options.clients, test
     flat = [(label, picture) for label, pictures in enumerate(test) for picture in pictures]
     order = np.random.default_rng([options.seed, _EVEN]).permutation(len(flat))
     dealt = [
@@ -291,7 +293,7 @@ def _domains_common(
     tests: list[PicturesPerClass], options: DealOptions
 ) -> tuple[list[PicturesPerClass], PicturesPerClass]:
     """Hold the same number of test images of every class and domain out for the common set, as far as a domain has them."""
-    if options.test == "even":
+    if options.test != "proportional":
         return tests, tuple(tuple(itertools.chain.from_iterable(of_class)) for of_class in zip(*tests, strict=True))
     fewest = min((len(pictures) // 5 for test in tests for pictures in test if pictures), default=0)
     share = min(max(1, COMMON_PER_CLASS // len(tests)), max(1, fewest))

@@ -26,6 +26,7 @@ FIELDS = {
     "after": "accuracy_after",
     "local": "accuracy_last",
     "global": "global_accuracy_last",
+    "deployed": "accuracy_deployed",
     ADR: "global_accuracy_last",
 }
 BEST_FIELDS = {**FIELDS, "local": "accuracy_personal", "global": "global_accuracy_best", ADR: "global_accuracy_best"}

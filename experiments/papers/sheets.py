@@ -11,7 +11,14 @@ from experiments.papers.lines import Differences, Figure, Line, figure_of, is_fa
 from experiments.papers.missing import Missing
 from experiments.papers.traffic import Traffic
 
-MEASURE_NAMES = {"personal": "accuracy", "after": "after download", "local": "L.acc", "global": "G.acc", "adr": "ADR"}
+MEASURE_NAMES = {
+    "personal": "accuracy",
+    "after": "after download",
+    "deployed": "deployed",
+    "local": "L.acc",
+    "global": "G.acc",
+    "adr": "ADR",
+}
 _NONE = "-"
 FAR_NOTE = "! differs from the paper by more than 2 of the paper's standard deviations"
 

@@ -82,8 +82,10 @@ class Setting(BaseModel):
         Field(description="share: of the training images; test-half: half of a client's test images"),
     ] = "share"
     test: Annotated[
-        Literal["proportional", "even"],
-        Field(description="proportional: as a client's training images; even: dealt out evenly"),
+        Literal["proportional", "even", "all"],
+        Field(
+            description="proportional: as a client's training images; even: dealt out evenly; all: all of them, for every client"
+        ),
     ] = "proportional"
     public_images: Annotated[int, Field(ge=0, description="images without labels for the server (feddf)")] = 0
     rounds: Annotated[int, Field(ge=1, description="rounds of the federation")] = 5

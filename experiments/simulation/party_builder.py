@@ -32,8 +32,8 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
         roots = replace(roots, cohort=spec_root(spec.seed))
     elif run.start == "random":
         roots = replace(roots, starts=roots.devices)
-    # Test images dealt out evenly are the common set: clients are measured on their own share, the average of them on all.
-    common, own = None if run.test == "even" else cohort.common, own_specs(spec, cohort)
+    # Where clients' own test images are those of the common set they are not measured on it again; the average of them is, on all.
+    common, own = cohort.common if run.test == "proportional" else None, own_specs(spec, cohort)
     coding = coding_of(spec)
     return Party(
         spec, cohort.clients, roots, common, run.device, cohort.public, run.precision, coding, run.privacy, own

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ FIGURES = (
     "accuracy_last",
     "accuracy_common_personal",
     "accuracy_common_local",
+    "accuracy_common_after",
+    "accuracy_deployed",
+    "accuracy_common_deployed",
     "consistency",
     "generator_spread",
 )
@@ -75,7 +78,7 @@ def record_of(
     """
     run, spec = planned.setting, party.spec
     method = get_method(spec.method)
-    clients = [_client(party, result, name) for name in sorted(result.states)]
+    clients = [client_record(party, result, name) for name in sorted(result.states)]
     trained = [record.seconds for curve in result.curves.values() for record in curve if record.seconds is not None]
     accuracies = [accuracy for _, accuracy in result.global_accuracy]
     return {
@@ -134,11 +137,13 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def _client(party: Party, result: Simulation, name: str) -> dict[str, Any]:
+def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]:
+    """One client's figures, and the curves behind them."""
     data = party.datasets[name]
     curve = result.curves[name]
     best, last = result.best(name), curve[-1]
     local = _local(result, name, best)
+    deployed = min(_candidates(best, last, local), key=lambda one: math.inf if one.loss is None else one.loss)
     below = None
     if name in result.shadows and best.accuracy is not None and local.local_accuracy is not None:
         below = best.accuracy < local.local_accuracy
@@ -154,6 +159,9 @@ def _client(party: Party, result: Simulation, name: str) -> dict[str, Any]:
         "accuracy_last": last.accuracy,
         "accuracy_common_personal": best.common,
         "accuracy_common_local": local.local_common,
+        "accuracy_common_after": last.common_after,
+        "accuracy_deployed": deployed.accuracy,
+        "accuracy_common_deployed": deployed.common,
         "consistency": last.consistency,
         "generator_spread": last.spread,
     }
@@ -165,6 +173,7 @@ def _client(party: Party, result: Simulation, name: str) -> dict[str, Any]:
         "label_counts": list(data.train.label_counts()),
         **{key: _rounded(value) for key, value in {**figures, **averaged, **epsilon}.items()},
         "best_round": best.round,
+        "deployed": deployed.name,
         "below_local": below,
         "failures": _failures(result.failures.get(name, ())),
         "shadow_failures": _failures(result.shadow_failures.get(name, ())),
@@ -172,6 +181,26 @@ def _client(party: Party, result: Simulation, name: str) -> dict[str, Any]:
             column: [_rounded(getattr(record, of_record)) for record in curve] for column, of_record in COLUMNS.items()
         },
     }
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A model that a client could use at the end, as its agent would choose: by the least calibrated loss on validation images."""
+
+    name: str
+    loss: float | None
+    accuracy: float | None
+    common: float | None
+
+
+def _candidates(best: RoundRecord, last: RoundRecord, local: RoundRecord) -> list[_Candidate]:
+    """Its own of the best round, the moving average and the downloaded one of the last, and the local-only one."""
+    return [
+        _Candidate("own", best.losses.get("own"), best.accuracy, best.common),
+        _Candidate("ema", last.losses.get("ema"), last.accuracy_ema, last.common_ema),
+        _Candidate("downloaded", last.losses.get("downloaded"), last.accuracy_after, last.common_after),
+        _Candidate("local", local.losses.get("local"), local.local_accuracy, local.local_common),
+    ]
 
 
 def _local(result: Simulation, name: str, best: RoundRecord) -> RoundRecord:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fedcg.learning.errors import DataError
@@ -32,7 +32,7 @@ from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.spec import FederationSpec
-from fedcg.learning.training.evaluation import evaluate, generator_figures
+from fedcg.learning.training.evaluation import calibrated_loss, evaluate, generator_figures, logits_of
 from fedcg.wire.parts import Part
 
 
@@ -90,6 +90,8 @@ class RoundRecord:
         consistency: share of own generated features that its classifier recognises; None without a generator.
         spread: mean std(G) / std(F) of its own generator.
         accuracy_ema: of the moving average, on its own test images; `common_ema` likewise.
+        common_after: as `accuracy_after`, on the common test images.
+        losses: calibrated, on its validation images, of the models that it could use: "own", "ema", "downloaded", "local".
         loss: mean training cross-entropy; None where it did not train in this round.
         seconds: of the local round, without shadow and evaluation; None where it did not train.
     """
@@ -108,6 +110,8 @@ class RoundRecord:
     spread: float | None
     accuracy_ema: float | None = None
     common_ema: float | None = None
+    common_after: float | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)
     loss: float | None = None
     seconds: float | None = None
 
@@ -222,18 +226,30 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple
         found = measured(of, weights, images)
         return None if found is None else found.accuracy
 
+    def loss(of: FederationSpec, weights: Mapping[Part, Weights] | None) -> float | None:
+        if weights is None or len(data.val) == 0:
+            return None
+        return calibrated_loss(logits_of(of, weights, data.val, party.device), data.val.labels)
+
     alone = shadow_spec(spec)
     val, local_val = measured(spec, parts, data.val), measured(alone, task.shadow, data.val)
     ctx = party.client_context(task.client, task.number)
     figures = generator_figures(spec, parts, data.train, ctx.streams.at("measure"))
-    downloaded = downloaded_parts(parts, aggregate, data.train, ctx)
+    changed = downloaded_parts(parts, aggregate, data.train, ctx)
+    downloaded = {**parts, **changed} if changed else None
+    losses = {
+        "own": loss(spec, parts),
+        "ema": loss(spec, task.averaged),
+        "downloaded": loss(spec, downloaded),
+        "local": loss(alone, task.shadow),
+    }
     return task.client, RoundRecord(
         round=task.number,
         accuracy=accuracy(spec, parts, data.test),
         validation=None if val is None else val.accuracy,
         validation_loss=None if val is None else val.loss,
         common=accuracy(spec, parts, common),
-        accuracy_after=accuracy(spec, {**parts, **downloaded}, data.test) if downloaded else None,
+        accuracy_after=accuracy(spec, downloaded, data.test),
         local_accuracy=accuracy(alone, task.shadow, data.test),
         local_validation=None if local_val is None else local_val.accuracy,
         local_validation_loss=None if local_val is None else local_val.loss,
@@ -242,4 +258,6 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple
         spread=figures.get("spread"),
         accuracy_ema=accuracy(spec, task.averaged, data.test),
         common_ema=accuracy(spec, task.averaged, common),
+        common_after=accuracy(spec, downloaded, common),
+        losses={name: value for name, value in losses.items() if value is not None},
     )

@@ -86,6 +86,12 @@ def test_the_test_set_dealt_out_evenly_is_all_of_it_and_so_is_the_common_set(dig
     assert min(min(client.test.label_counts()) for client in cohort.clients.values()) >= 5
 
 
+def test_every_client_may_be_measured_on_all_test_images(digits: Source) -> None:
+    cohort = cohort_of(digits, test="all")
+    assert all(rows(client.test) == rows(cohort.common) for client in cohort.clients.values())
+    assert len(cohort.common) == sum(len(client.test) for client in cohort_of(digits, test="even").clients.values())
+
+
 def test_public_images_are_nobodys_and_leave_everybody_elses_as_they_were(digits: Source) -> None:
     without = cohort_of(digits, "iid", most=100)
     cohort = cohort_of(digits, "iid", most=100, public=300)

@@ -32,7 +32,7 @@ def test_every_column_of_the_papers_has_all_its_rows_and_figures() -> None:
         "antigan:table2": 1,
         "antigan:table3": 5,
     }
-    published = [preset for preset in presets().values() if preset.stand_in is None]
+    published = [preset for preset in presets().values() if preset.stand_in is None and preset.name[:4] != "own:"]
     assert len(published) == (6 + 9 + 9 + 3 + 9) + (4 + 1 + 1) + (4 + 12 + 1)
     for preset in published:
         rows = sizes[preset.name.rpartition(":")[0]] - (preset.name == "fedcg:table1:office")  # FedDF was not measured
