@@ -127,7 +127,7 @@ def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Prog
     def report(phase: str, done: int, of: int) -> None:
         progress(_QUARTERS.get(phase, 2) * of + done, 4 * of)
 
-    ctx = RoundContext(view.spec, view.round, 1, view.spec.rounds, streams.at("run"), progress=report)
+    ctx = RoundContext(view.spec, view.round, 1, view.spec.rounds, streams.at("run"), progress=report, cohort=streams)
     result = view.method.local_round(ClientState(before), joined(case.truth.train, canaries), view.before, ctx)
     extractors = before[Part.EXTRACTOR], result.private.parts[Part.EXTRACTOR]
     return replace(view, update=result.shared.parts), extractors

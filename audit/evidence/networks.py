@@ -189,7 +189,8 @@ def of_simulated_client(view: View, images: ImageSet, streams: Streams, epochs: 
     """
     spec = _of_epochs(view.spec, epochs)
     state = view.method.init_client(spec, {**view.start(), **view.before.parts})
-    ctx = RoundContext(spec, view.round, 1, spec.rounds, streams)
+    # Whoever simulates a client knows no cohort's secret, and takes one of its own.
+    ctx = RoundContext(spec, view.round, 1, spec.rounds, streams, cohort=streams)
     sent = view.method.local_round(state, images, view.before, ctx).shared.parts
     update = {part: sent[part] for part in view.update}
     return replace(view, spec=spec, update=update, report=Report(examples=len(images)))

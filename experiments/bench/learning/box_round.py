@@ -76,7 +76,7 @@ def measure(plan: BoxRound, announce: Callable[[str], None]) -> dict[str, Any]:
     def run(count: int) -> float:
         drawn = torch.randint(0, 256, (count, 3, plan.size, plan.size), generator=streams.generator("images"))
         data = ImageSet(drawn.to(torch.uint8), torch.arange(count) % len(_CLASSES), _CLASSES)
-        ctx = RoundContext(spec, 2, 1, 2, streams, device=plan.device, progress=progress)
+        ctx = RoundContext(spec, 2, 1, 2, streams, device=plan.device, progress=progress, cohort=streams)
         started = time.perf_counter()
         method.local_round(method.init_client(spec, parts), data, aggregate, ctx)
         if plan.device.startswith("cuda"):
