@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import torch
 
 from devices.telemetry import read_telemetry
-from edge_client.config import AgentConfig
 from edge_client.errors import RoundError
 from edge_client.firewall import UpdateFacts, build_update
 from edge_client.session.events import TrainRound
@@ -26,10 +24,9 @@ from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.evaluation import Measured, measure, with_downloaded
-from edge_client.training.local_data import LocalData, RoundData
+from edge_client.training.local_data import RoundData
 from edge_client.training.privacy_budget import COVERED, begin_round
-from edge_client.training.progress_events import ProgressEvents
-from fedcg.event_log import EventLog
+from edge_client.training.workplace import ProgressEvents, Workplace
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts, protected_round
 from fedcg.learning.method import (
@@ -38,7 +35,6 @@ from fedcg.learning.method import (
     DivergedError,
     LocalResult,
     Method,
-    Progress,
     RoundContext,
     Weights,
     check_finite,
@@ -46,11 +42,10 @@ from fedcg.learning.method import (
 from fedcg.learning.networks.initial_weights import initial_parts, method_layouts, shadow_spec
 from fedcg.learning.networks.own_backbone import DeviceSpec, device_spec
 from fedcg.learning.networks.personal_model import personal_parts
-from fedcg.learning.networks.pretrained.features import KeptFeatures
 from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.round_checkpoint import RoundCheckpoint
-from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.evaluation import generator_figures
@@ -66,71 +61,10 @@ from fedcg.wire.parts import (
     PrivacySpent,
     Report,
     ReportField,
-    RoundCost,
     is_delta,
 )
 
 BEST_SLOTS = ("best", "best_shadow")
-
-
-@dataclass(frozen=True)
-class Workplace:
-    """The context of all local work.
-
-    Attributes:
-        place: torch device; `threads` of torch on the CPU.
-        batch_scale: share of the spec's batch that goes through the networks at once; the step is that of the whole batch.
-        working: called at every step.
-        cost: of the round so far.
-        features: of a frozen backbone, kept from round to round.
-    """
-
-    config: AgentConfig
-    store: PrivateStore
-    data: LocalData
-    events: EventLog
-    place: str = "cpu"
-    threads: int = 1
-    batch_scale: float = 1.0
-    clock: Callable[[], float] = time.monotonic
-    working: Callable[[], None] = lambda: None
-    cost: Callable[[], RoundCost | None] = lambda: None
-    features: KeptFeatures = field(default_factory=KeptFeatures)
-
-    def context(self, spec: FederationSpec, round_number: int, attempt: int, progress: Progress) -> RoundContext:
-        """The context of a round attempt on this device, with its mechanisms and as many rows at once as fit its memory."""
-        batch = spec.params.get("batch_size")
-        most_rows = None
-        if isinstance(batch, int) and self.batch_scale < 1.0:
-            most_rows = max(2, int(batch * self.batch_scale))
-        return RoundContext(
-            spec=spec,
-            round=round_number,
-            attempt=attempt,
-            horizon=spec.rounds,
-            streams=self.streams(spec, round_number, attempt),
-            device=self.place,
-            progress=progress,
-            privacy=self.config.privacy,
-            precision=self.config.training.precision,
-            most_rows=most_rows,
-            cohort=None if (secret := self.store.cohort_secret()) is None else Streams(secret).at(spec.federation),
-            warn=lambda text: self._warn(round_number, attempt, text),
-        )
-
-    def _warn(self, round_number: int, attempt: int, text: str) -> None:
-        self.events.write("method_warning", round=round_number, attempt=attempt, detail=text)
-
-    def seen(self, spec: FederationSpec, data: RoundData) -> tuple[RoundData, ImageSet | None]:
-        """A round's data and the common test set, a frozen backbone's features in the place of images where that is exact."""
-        common = self.data.common_test(spec)
-        sets = [data.train, data.val, data.test, *([] if common is None else [common])]
-        train, val, test, *shared = self.features.of(spec, sets, self.place, self.working)
-        return RoundData(train, val, test, data.snapshot), next(iter(shared), None)
-
-    def streams(self, spec: FederationSpec, round_number: int, attempt: int) -> Streams:
-        """The device's own streams for a round attempt."""
-        return Streams(self.store.device_secret()).at(spec.federation, round_number, attempt)
 
 
 @dataclass(frozen=True)

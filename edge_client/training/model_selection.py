@@ -20,8 +20,9 @@ from edge_client.session.events import ChooseModel
 from edge_client.store.generations import StoredState
 from edge_client.training.evaluation import Measured, measure, with_downloaded
 from edge_client.training.local_data import RoundData
-from edge_client.training.local_round import Workplace, as_aggregate, decode_aggregate, load_spec
+from edge_client.training.local_round import as_aggregate, decode_aggregate, load_spec
 from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
+from edge_client.training.workplace import Workplace
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
 from fedcg.learning.method import ClientState, DivergedError, Method, Progress, Weights

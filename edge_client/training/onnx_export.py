@@ -7,7 +7,8 @@ from pathlib import Path
 
 from edge_client.store.data_snapshot import Snapshot
 from edge_client.training.evaluation import Measured
-from edge_client.training.local_round import Workplace, load_spec
+from edge_client.training.local_round import load_spec
+from edge_client.training.workplace import Workplace
 from export.build.install_model import package_personal
 from export.build.variants import CALIBRATION_IMAGES, HeldOut
 from export.errors import GateError

@@ -27,12 +27,13 @@ from edge_client.store.generations import Generation
 from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.store.sent_record import LEDGER_FILE, append_line
 from edge_client.training.local_data import LocalData, LocalDefence
-from edge_client.training.local_round import Workplace, train_round
+from edge_client.training.local_round import train_round
 from edge_client.training.memory_share import MemoryShare
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
 from edge_client.training.trainer_handle import Committed, Failed, Noted, Ready, TrainerReport, Work, Working
 from edge_client.training.turns import Pauses, turn, yield_cpu
+from edge_client.training.workplace import Workplace
 from export.errors import ExportError
 from fedcg.event_log import EventLog
 from fedcg.files import advice_for
