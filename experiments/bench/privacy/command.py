@@ -14,7 +14,7 @@ def privacy_command(
     grid: Annotated[
         str,
         typer.Argument(
-            help="methods, pretrained, fedcg-table2, ppidsg, epochs, mechanisms, antigan, antigan-four or antigan-split"
+            help="methods, pretrained, fedcg-table2, ppidsg, epochs, mechanisms, antigan, antigan-four, antigan-four-curves or antigan-split"
         ),
     ],
     data: Annotated[str, typer.Option(help="as for `fedcg simulate --data`")] = "digits",
@@ -35,12 +35,13 @@ def privacy_command(
     """Simulate the federations of a grid, audit one client's last update of each, and print the tables of docs/privacy.md.
 
     The same command goes on where an interrupted one stopped. With the grid `mechanisms` it also draws frontier.png, with
-    `antigan` curves.png.
+    `antigan` and `antigan-four-curves` curves.png.
     """
     from experiments.bench.privacy.cells import Sizes, chosen_grid, run_grid
     from experiments.bench.privacy.tables import draw_antigan, draw_frontier, summary, table
 
-    pictures = {"mechanisms": ("frontier.png", draw_frontier), "antigan": ("curves.png", draw_antigan)}
+    curves = ("curves.png", draw_antigan)
+    pictures = {"mechanisms": ("frontier.png", draw_frontier), "antigan": curves, "antigan-four-curves": curves}
 
     chosen, sizes = chosen_grid(grid, row or ()), Sizes(data, clients, images, epochs, effort, processes)
     records, failed = run_grid(grid, chosen, sizes, seed or (0, 1, 2), out, only_show=show)

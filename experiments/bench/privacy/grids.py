@@ -61,6 +61,12 @@ class Grid:
                 yield row, column, (*self.common, *of_row, *of_column)
 
 
+_FIGURE_4 = {
+    "none": (),
+    **{f"v_e {value}": (*_ANTIGAN, "--defence-set", f"v_e={value}") for value in _TENTHS},
+    **{f"mu {value}": (*_ANTIGAN, "--defence-set", f"mu={value}") for value in _TENTHS if value != 0.5},
+}
+
 GRIDS: Mapping[str, Grid] = {
     "methods": Grid(
         "attack by attack, by method and by what the server knows of the extractors' start",
@@ -148,9 +154,7 @@ GRIDS: Mapping[str, Grid] = {
         _TWO,
         {"FedAvg": _METHODS["FedAvg"]},
         {
-            "none": (),
-            **{f"v_e {value}": (*_ANTIGAN, "--defence-set", f"v_e={value}") for value in _TENTHS},
-            **{f"mu {value}": (*_ANTIGAN, "--defence-set", f"mu={value}") for value in _TENTHS if value != 0.5},
+            **_FIGURE_4,
             "ATS": ("--defence", "ats"),
             "EtC": ("--defence", "etc"),
             "dropout 0.1": ("--mechanism", "dropout=0.1"),
@@ -171,6 +175,13 @@ GRIDS: Mapping[str, Grid] = {
         (*_RELU, *_SHORT, "--partition", "iid"),
         {name: _METHODS[name] for name in ("FedAvg", "FedSplit", "FedCG")},
         {"none": (), "Anti-GAN": _ANTIGAN},
+        ("class_inference",),
+    ),
+    "antigan-four-curves": Grid(
+        "Anti-GAN's figure 4 where four clients have all classes",
+        (*_RELU, *_SHORT, "--partition", "iid"),
+        {"FedAvg": _METHODS["FedAvg"]},
+        _FIGURE_4,
         ("class_inference",),
     ),
     "antigan-split": Grid(
