@@ -49,9 +49,15 @@ def read_json(files: StoreFiles, path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise damaged(path)
     check = values.pop(_CHECK, None)
-    if check is not None and check != _check_of(values):  # earlier programs wrote none
+    if check is None:  # earlier programs wrote none; else its very name is damaged
+        check = next((value for name, value in values.items() if value == _check_of(_without(values, name))), None)
+    if check is not None and check != _check_of(values):
         raise damaged(path)
     return values
+
+
+def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {other: value for other, value in values.items() if other != name}
 
 
 def write_json(files: StoreFiles, path: Path, values: Mapping[str, Any]) -> None:

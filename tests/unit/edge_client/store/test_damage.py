@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from edge_client.errors import StoreError
 from edge_client.store.private_store import PrivateStore
-from edge_client.store.sealed_files import StoreKey
+from edge_client.store.sealed_files import StoreFiles, StoreKey
+from edge_client.store.small_files import read_json, write_json
 from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.commands import run_fedcg
 from tests.support.edge.filled_store import SPEC, contents, files_of, fill
@@ -93,6 +94,23 @@ def check_told(error: StoreError, name: str) -> None:
     text = str(error)
     assert Path(name).name in text or "generation" in text or "store" in text, (name, text)
     assert any(remedy in text for remedy in REMEDIES), (name, text)
+
+
+def test_a_check_whose_very_name_is_damaged_is_no_file_of_an_earlier_program(tmp_path: Path) -> None:
+    files, path = StoreFiles(tmp_path), tmp_path / "privacy.json"
+    write_json(files, path, {"spent": "x", "epsilon": 1.0})
+    whole = path.read_bytes()
+    assert read_json(files, path) == {"format": 1, "spent": "x", "epsilon": 1.0}
+    name = whole.index(b"check")
+    for at in range(name, name + len(b"check")):
+        for bit in range(8):
+            changed = bytearray(whole)
+            changed[at] ^= 1 << bit
+            path.write_bytes(changed)
+            with pytest.raises(StoreError, match="damaged"):
+                read_json(files, path)
+    path.write_bytes(b'{"format": 1, "spent": "y"}')  # as earlier programs wrote it
+    assert read_json(files, path) == {"format": 1, "spent": "y"}
 
 
 def test_a_spec_that_was_damaged_is_replaced_by_the_next_download(tmp_path: Path) -> None:
