@@ -21,6 +21,7 @@ from fedcg.learning.method import (
     Aggregate,
     Aggregator,
     ClientState,
+    DivergedError,
     LabelCounts,
     LocalResult,
     Method,
@@ -61,7 +62,11 @@ HALF = LocalHalf(FedprobeParams, HEAD, unpenalised, LabelCounts.NEVER)
 def align(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContext) -> Mapping[Part, Weights]:
     """The client's extractor, fitted to the mean outputs; nothing where there are none, or none to be believed."""
     params = FedprobeParams.model_validate(ctx.spec.params)
-    mean = mean_outputs(aggregate.parts[Part.STATISTICS], params)
+    try:
+        mean = mean_outputs(aggregate.parts[Part.STATISTICS], params)
+    except DivergedError as error:  # one client's numbers must not end everybody's round
+        ctx.warn(f"{error}: it is not believed, and this round does without probes")
+        return {}
     if mean is None:
         return {}
     extractor = load_part(ctx.spec, Part.EXTRACTOR, own[Part.EXTRACTOR], ctx.device)

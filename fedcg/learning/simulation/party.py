@@ -116,8 +116,8 @@ class Party:
         """The context of a client in a round."""
         context = self._context(self.roots.devices[client], number, None)
         cohort = Streams(self.roots.cohort).at(self.spec.federation)
-        own = self.spec_of(client), self.datasets[client].val
-        return replace(context, spec=own[0], validation=own[1], privacy=self.privacy, cohort=cohort)
+        validation = self.datasets[client].val
+        return replace(context, spec=self.spec_of(client), privacy=self.privacy, validation=validation, cohort=cohort)
 
     def server_context(self, number: int) -> RoundContext:
         """The context of the server half in a round."""
