@@ -59,6 +59,19 @@ class ConditionalGenerator(nn.Module):
         return features.reshape(-1, *self.feature_shape)
 
 
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+@functools.lru_cache(maxsize=8)
+def _directions(numbers: int, features: int, device: torch.device) -> torch.Tensor:
+    """[numbers, features]: columns of length 1 that point apart, the same on every machine."""
+    rows, columns = (torch.arange(1, size + 1, dtype=torch.float64, device=device) for size in (numbers, features))
+    turns = torch.outer(rows, columns) * _GOLDEN
+    waves = torch.cos(2.0 * math.pi * (turns - turns.floor())).float()
+    directions: torch.Tensor = waves / waves.norm(dim=0, keepdim=True).clamp(min=1e-6)
+    return directions
+
+
 class ClassGaussians(nn.Module):
     """A Gaussian of its own for every feature of every class, cut to the features' range: z goes through fixed directions of length 1.
 
@@ -75,17 +88,9 @@ class ClassGaussians(nn.Module):
 
     def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Features [B, *feature_shape] for z [B, noise_dim] and labels [B]."""
-        shared: torch.Tensor = noise @ self._directions(noise.device)
+        shared: torch.Tensor = noise @ _directions(self.noise_dim, math.prod(self.feature_shape), noise.device)
         features: torch.Tensor = self.mean(labels) + self.deviation(labels) * shared
         return features.clamp(0.0, self.highest).reshape(-1, *self.feature_shape)
-
-    def _directions(self, device: torch.device) -> torch.Tensor:
-        features = torch.arange(1, math.prod(self.feature_shape) + 1, dtype=torch.float64, device=device)
-        numbers = torch.arange(1, self.noise_dim + 1, dtype=torch.float64, device=device)
-        turns = torch.outer(numbers, features) * _GOLDEN
-        waves = torch.cos(2.0 * math.pi * (turns - turns.floor())).float()
-        directions: torch.Tensor = waves / waves.norm(dim=0, keepdim=True).clamp(min=1e-6)
-        return directions
 
     @torch.no_grad()
     def fit(self, features: torch.Tensor, labels: torch.Tensor) -> None:
@@ -158,8 +163,6 @@ GENERATORS: Mapping[str, GeneratorBuilder] = {
     "mlp_small": _mlp(128),
     "gaussians": ClassGaussians,
 }
-
-_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 ENTRY_POINT_GROUP = "fedcg.generators"
 _ROWS = 3
