@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from fedcg.wire.errors import MalformedError, TooLargeError
 from fedcg.wire.messages.conditions import DeclineReason as DeclineReason  # part of the vocabulary of messages
 from fedcg.wire.messages.conditions import DeviceCondition, Readings
+from fedcg.wire.messages.sum_steps import FromDevice, ToDevice
 from fedcg.wire.versions import PROTOCOL_VERSION, Side
 
 MAX_MESSAGE_BYTES = 16 * 1024
@@ -338,6 +339,20 @@ class Receipt(_Message):
     reason: Annotated[str, Field(max_length=300)] = ""
 
 
+class SumUp(_Message):
+    """A device's step of the masked sum of (round, attempt)."""
+
+    kind: Literal["sum_up"] = "sum_up"
+    body: Annotated[FromDevice, Field(discriminator="step")]
+
+
+class SumDown(_Message):
+    """The coordinator's step of the masked sum of (round, attempt), to one device."""
+
+    kind: Literal["sum_down"] = "sum_down"
+    body: Annotated[ToDevice, Field(discriminator="step")]
+
+
 AnyMessage = (
     Offer
     | Finished
@@ -357,6 +372,8 @@ AnyMessage = (
     | Leave
     | Left
     | Receipt
+    | SumUp
+    | SumDown
 )
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="kind")])
 

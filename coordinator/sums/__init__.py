@@ -1,0 +1,1 @@
+"""The coordinator's part in sums that nobody looks into (`fedcg.wire.sums`)."""

@@ -1,0 +1,1 @@
+"""This device's part in sums that nobody looks into (`fedcg.wire.sums`)."""

@@ -1,0 +1,218 @@
+"""The coordinator's side of a masked sum against real keepers of devices: exact whoever is lost, off where too few are left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.sums.board import WAIT_S, Phase, Sends, SumBoard
+from edge_client.sums.keeper import SumKeeper
+from fedcg.wire.errors import SumError
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.messages.sum_steps import (
+    SumDealt,
+    SumMembers,
+    SumOff,
+    SumOpening,
+    SumSurvivors,
+    ToDevice,
+)
+from fedcg.wire.sums.protocol import added, threshold_of
+from fedcg.wire.sums.secrets import Numbers, SumRound
+
+AT = SumRound("shapes", 3, 1)
+SIZE = 5
+
+
+@dataclass
+class Disk:
+    """A record that outlives its keeper."""
+
+    content: bytes | None = None
+    writes: list[bytes] = field(default_factory=list)
+
+    def load(self) -> bytes | None:
+        return self.content
+
+    def save(self, content: bytes) -> None:
+        self.content = content
+        self.writes.append(content)
+
+
+class Cohort:
+    """Devices with keys, disks and keepers; a keeper is made anew for each step, as after a power cut."""
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"box-{number:02}" for number in range(count)]
+        self.keys = {name: SigningKey.generate() for name in self.names}
+        self.disks = {name: Disk() for name in self.names}
+        self.now = 0.0
+        stream = np.random.default_rng(0)
+        self.numbers = {name: stream.integers(0, 1 << 20, SIZE, dtype=np.uint32) for name in self.names}
+
+    def later(self) -> float:
+        """A time at which all that was waited for is late."""
+        self.now += WAIT_S
+        return self.now
+
+    @property
+    def roster(self) -> dict[str, VerifyKey]:
+        return {name: key.public for name, key in self.keys.items()}
+
+    def keeper(self, name: str) -> SumKeeper:
+        disk = self.disks[name]
+        return SumKeeper(name, self.keys[name], lambda: self.roster, disk.load, disk.save)
+
+    def answer(self, board: SumBoard, sends: Sends, deaf: set[str], at: SumRound = AT) -> Sends:
+        """Hand messages to devices, and their answers to the board; `deaf` ones never answer. What the board says next."""
+        following: Sends = []
+        for name, step in sends:
+            if name in deaf:
+                continue
+            reply = self.reply(name, step, at)
+            if reply is not None:
+                following += board.receive(name, reply, self.now)
+        return following or board.tick(self.later())
+
+    def reply(self, name: str, step: ToDevice, at: SumRound = AT):  # type: ignore[no-untyped-def]
+        keeper = self.keeper(name)
+        if isinstance(step, SumMembers):
+            return keeper.members(at, step)
+        if isinstance(step, SumDealt):
+            keeper.dealt(at, step)
+        elif isinstance(step, SumSurvivors):
+            return keeper.survivors(at, step)
+        elif isinstance(step, SumOpening):
+            return keeper.opening(at, step)
+        return None
+
+    def announce(self, board: SumBoard, deaf: set[str], at: SumRound = AT) -> Sends:
+        following: Sends = []
+        for name in self.names:
+            if name not in deaf and (keys := self.keeper(name).announce(at, 5)) is not None:
+                following += board.receive(name, keys, self.now)
+        return following or board.tick(self.later())
+
+
+def opened(cohort: Cohort, board: SumBoard, survivors: tuple[str, ...]) -> Numbers:
+    sent = [cohort.keeper(name).mask(AT, cohort.numbers[name]) for name in survivors]
+    return added([*sent, board.correction(SIZE)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_sum_is_exact_or_there_is_none_whoever_is_lost_at_whichever_step(data: st.DataObject) -> None:
+    cohort = Cohort(data.draw(st.integers(4, 7), "devices"))
+    deaf: set[str] = set()
+
+    def lose(what: str) -> None:
+        deaf.update(data.draw(st.lists(st.sampled_from(cohort.names), max_size=2), what))
+
+    board = SumBoard(AT, cohort.names, 0.0)
+    lose("before keys")
+    sends = cohort.announce(board, deaf)
+    lose("before shares")
+    sends = cohort.answer(board, sends, deaf)
+    if board.phase is Phase.NUMBERS:
+        cohort.answer(board, sends, deaf)  # what was dealt arrives
+        lose("before numbers")
+        sends = board.close([name for name in cohort.names if name not in deaf], cohort.now)
+    if board.phase is Phase.SIGNATURES:
+        lose("before signatures")
+        sends = cohort.answer(board, sends, deaf)
+    if board.phase is Phase.OPENING:
+        lose("before the opening")
+        cohort.answer(board, sends, deaf)
+    if board.phase is Phase.OPENED:
+        expected = added([cohort.numbers[name] for name in board.survivors])
+        assert np.array_equal(opened(cohort, board, board.survivors), expected)
+        assert len(board.survivors) >= max(4, threshold_of(len(board.peers)))
+    else:
+        assert board.phase is Phase.OFF
+        assert board.reason
+        assert deaf
+        with pytest.raises(SumError):
+            board.correction(SIZE)
+
+
+def whole(cohort: Cohort, at: SumRound = AT) -> SumBoard:
+    """A sum that ends well."""
+    board = SumBoard(at, cohort.names, 0.0)
+    sends = cohort.answer(board, cohort.announce(board, set(), at), set(), at)
+    for name, step in sends:
+        cohort.reply(name, step, at)
+    sends = board.close(cohort.names, cohort.now)
+    cohort.answer(board, cohort.answer(board, sends, set(), at), set(), at)
+    return board
+
+
+def test_a_device_opens_one_sum_a_round_and_takes_part_again_in_the_next() -> None:
+    cohort = Cohort(4)
+    assert whole(cohort).phase is Phase.OPENED
+    again = SumBoard(SumRound("shapes", 3, 2), cohort.names, 0.0)
+    cohort.announce(again, set(), again.at)
+    assert (again.phase, again.reason) == (Phase.OFF, "0 of 4 devices announced keys")
+    assert whole(cohort, SumRound("shapes", 4, 1)).phase is Phase.OPENED
+
+
+def test_every_step_repeats_byte_for_byte_after_a_power_cut() -> None:
+    cohort = Cohort(4)
+    board = SumBoard(AT, cohort.names, 0.0)
+    sends = cohort.announce(board, set())
+    name = cohort.names[0]
+    members = dict(sends)[name]
+    assert isinstance(members, SumMembers)
+    assert cohort.keeper(name).announce(AT, 5) == members.announced[name]
+    assert cohort.keeper(name).members(AT, members) == cohort.keeper(name).members(AT, members)
+    sends = cohort.answer(board, sends, set())
+    dealt = dict(sends)[name]
+    assert isinstance(dealt, SumDealt)
+    for one, step in sends:
+        cohort.reply(one, step)
+        cohort.reply(one, step)
+    mask = cohort.keeper(name).mask(AT, cohort.numbers[name])
+    assert np.array_equal(mask, cohort.keeper(name).mask(AT, cohort.numbers[name]))
+    writes = len(cohort.disks[name].writes)
+    cohort.keeper(name).dealt(AT, dealt)
+    assert len(cohort.disks[name].writes) == writes
+
+
+def test_a_coordinator_that_changes_its_mind_is_refused() -> None:
+    cohort = Cohort(5)
+    board = SumBoard(AT, cohort.names, 0.0)
+    sends = cohort.announce(board, set())
+    name = cohort.names[0]
+    members = dict(sends)[name]
+    assert isinstance(members, SumMembers)
+    sends = cohort.answer(board, sends, set())
+    fewer = SumMembers(announced={one: members.announced[one] for one in cohort.names[:4]})
+    with pytest.raises(SumError, match="names other members of the sum than before"):
+        cohort.keeper(name).members(AT, fewer)
+    for one, step in sends:
+        cohort.reply(one, step)
+    dealt = dict(sends)[name]
+    assert isinstance(dealt, SumDealt)
+    with pytest.raises(SumError, match="passes on other shares than before"):
+        cohort.keeper(name).dealt(AT, SumDealt(sealed={one: dealt.sealed[one] for one in cohort.names[:4]}))
+    cohort.keeper(name).survivors(AT, SumSurvivors(names=tuple(cohort.names)))
+    with pytest.raises(SumError, match="asks for a second list of survivors"):
+        cohort.keeper(name).survivors(AT, SumSurvivors(names=tuple(cohort.names[:4])))
+    with pytest.raises(SumError, match="another list of survivors than this device signed"):
+        cohort.keeper(name).opening(AT, SumOpening(names=tuple(cohort.names[:4]), signatures={}))
+    with pytest.raises(SumError, match="0 of 4 devices that must have signed"):
+        cohort.keeper(name).opening(AT, SumOpening(names=tuple(cohort.names), signatures={}))
+    with pytest.raises(SumError, match="announced no keys for the sum of round 9, attempt 1"):
+        cohort.keeper(name).mask(SumRound("shapes", 9, 1), cohort.numbers[name])
+
+
+def test_a_device_without_shares_takes_part_in_the_round_without_a_sum() -> None:
+    cohort = Cohort(6)
+    board = SumBoard(AT, cohort.names, 0.0)
+    sends = cohort.answer(board, cohort.announce(board, set()), {"box-05"})
+    assert dict(sends)["box-05"] == SumOff()
+    assert board.peers == tuple(cohort.names[:5])
+    assert board.gone("box-00", 0.0) == []
