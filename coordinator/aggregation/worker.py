@@ -28,6 +28,7 @@ from coordinator.aggregation.worker_messages import (
     JobDone,
     JobEased,
     JobFailed,
+    OpenedSum,
     PhaseStarted,
     Progressed,
     Reply,
@@ -48,7 +49,7 @@ from fedcg.worker_process import requests_of
 if TYPE_CHECKING:
     import torch
 
-    from fedcg.learning.method import Aggregator, Update
+    from fedcg.learning.method import Aggregator, Unmasking, Update
     from fedcg.learning.spec import ImageForm
 
 PROGRESS_EVERY_S = 0.2
@@ -107,6 +108,7 @@ class JobRunner:
         self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
         self._behaviours: dict[str, Behaviour] = {}
         self._has_diverged = False
+        self._opened = OpenedSum()
         self._failed = not self._guarded(self._open)
 
     def serve(self, request: AddUpdate | AssessJob | FinishJob) -> None:
@@ -178,6 +180,7 @@ class JobRunner:
             public=self._public(self._spec.image) if self._method.needs_public else None,
             graphs=not job.ease,
             most_rows=EASED_ROWS if job.ease else None,
+            unmasking=self._unmasking,
         )
         self._streams = context.streams
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
@@ -188,7 +191,7 @@ class JobRunner:
             )  # clipped updates and smaller batches have other rows
             rows = DirectorySpill(folder / sha256(plan.encode()).hexdigest()[:16])
             if job.ease >= AVERAGE:
-                return PartsAverage(self._method.shared_up, state, rows)
+                return PartsAverage(self._method.shared_up - self._method.summed, state, rows)
             return self._method.aggregator(state, context, rows)
 
         self._start = start
@@ -257,6 +260,7 @@ class JobRunner:
         from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
 
         job = self._job
+        self._opened = request.opened
         updates = {
             client: partial(self._update, client, artifact, weight) for client, artifact, weight in request.updates
         }
@@ -265,6 +269,18 @@ class JobRunner:
         packed = pack_aggregate(self._spec, aggregate, job.round, job.attempt, job.base, self._device)
         stored, extras = self._store.put(packed), self._store.put(encode_extras(state))
         self._send(JobDone(job.round, job.attempt, stored, len(packed), extras, job.ease))
+
+    def _unmasking(self) -> Unmasking | None:
+        """What opens the sum of the updates' masked numbers; None where the method masks none."""
+        import numpy as np
+        import torch
+
+        from fedcg.learning.method import Unmasking
+
+        if not self._method.summed:
+            return None
+        numbers = np.frombuffer(self._opened.correction, "<u4").astype(np.int64)
+        return Unmasking(dict(self._opened.weights), torch.from_numpy(numbers) if len(numbers) else None)
 
     def _update(self, client: str, artifact: str, weight: int) -> Update:
         """An update as it is merged: clipped, and with the weight that it is given (its own for 0)."""

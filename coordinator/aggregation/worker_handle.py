@@ -21,6 +21,7 @@ from coordinator.aggregation.worker_messages import (
     JobEased,
     JobFailed,
     JobReply,
+    OpenedSum,
     PhaseStarted,
     Reply,
     Request,
@@ -88,9 +89,9 @@ class AggregationWorker:
         """Request the figures of the open job's updates (artifacts by client)."""
         self._ask(AssessJob(tuple(sorted(updates.items()))))
 
-    def finish(self, updates: Updates, limits: Distances) -> None:
+    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
         """Request the merge of the open job's updates."""
-        self._ask(FinishJob(tuple(sorted(updates)), limits))
+        self._ask(FinishJob(tuple(sorted(updates)), limits, opened))
 
     def tick(self) -> None:
         """Start a worker in the place of one that died, when it is time."""

@@ -82,11 +82,27 @@ class AssessJob:
 
 
 @dataclass(frozen=True)
+class OpenedSum:
+    """What opens the sum of masked numbers: the announced weights of the clients in it, and 4 bytes a number, little endian, to be added to it.
+
+    `correction` is empty where the sum can't be opened.
+    """
+
+    weights: tuple[tuple[str, int], ...] = ()
+    correction: bytes = b""
+
+
+@dataclass(frozen=True)
 class FinishJob:
-    """Merge exactly these updates, sorted by client; other limits than the job's take another teacher pass."""
+    """Merge exactly these updates, sorted by client; other limits than the job's take another teacher pass.
+
+    Attributes:
+        opened: of a method whose updates are masked in part.
+    """
 
     updates: Updates
     limits: Distances = field(default_factory=dict)
+    opened: OpenedSum = OpenedSum()
 
 
 Request = Job | AddUpdate | AssessJob | FinishJob

@@ -151,6 +151,24 @@ def unwatched(loss: float) -> None:
 
 
 @dataclass(frozen=True)
+class Unmasking:
+    """What opens the sum of the clients' masked numbers (`Method.summed`).
+
+    Attributes:
+        weights: of the clients in the sum, as each announced its own.
+        correction: what is to be added to the sum of their numbers, modulo 2^32, [size] int64; None: it can't be opened.
+    """
+
+    weights: Mapping[str, int]
+    correction: torch.Tensor | None
+
+
+def no_unmasking() -> Unmasking | None:
+    """Nothing is masked."""
+    return None
+
+
+@dataclass(frozen=True)
 class RoundContext:
     """What a half of a method may use besides its state and data.
 
@@ -165,6 +183,7 @@ class RoundContext:
         validation: the client's validation images, to choose by and never to train on; None on a server, or where a client has none.
         cohort: randomness of the cohort's secret, scoped to the federation: alike on all clients, unknown to the coordinator. None on a
             server, or where there is no secret.
+        unmasking: what opens the updates' summed parts, asked for as they are merged; None: they are not masked, as in a simulation.
         warn: called with a sentence for the owner of the device.
         checkpoint: keeps the state inside a local round; None: a round that is killed begins anew.
         most_rows: rows that go through a teacher, or forth and back through the networks of a training step, at once, where memory is short;
@@ -190,6 +209,7 @@ class RoundContext:
     checkpoint: RoundCheckpoint | None = None
     cohort: Streams | None = None
     warn: Callable[[str], None] = unwarned
+    unmasking: Callable[[], Unmasking | None] = no_unmasking
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """The average of the classifiers, and the sums of outputs."""
     params = FedprobeParams.model_validate(ctx.spec.params)
-    return WithProbeSums(average_of(FedprobeParams, HEAD, state, ctx, spill), params)
+    return WithProbeSums(average_of(FedprobeParams, HEAD, state, ctx, spill), params, ctx.unmasking)
 
 
 METHOD = Method(

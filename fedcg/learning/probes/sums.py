@@ -19,8 +19,10 @@ from fedcg.learning.method import (
     DivergedError,
     MomentumParams,
     ServerState,
+    Unmasking,
     Update,
     Weights,
+    no_unmasking,
 )
 from fedcg.learning.networks.assembly import feature_shape
 from fedcg.learning.spec import NetworkSpec
@@ -98,10 +100,14 @@ class WithProbeSums:
     Args:
         inner: what is done with everything else.
         params: of the method.
+        unmasking: opens the sum; None: the numbers are not masked. Without a correction, or with other clients than the sum is of,
+            the aggregate has none.
     """
 
-    def __init__(self, inner: Aggregator, params: ProbeParams) -> None:
-        self._inner, self._params = inner, params
+    def __init__(
+        self, inner: Aggregator, params: ProbeParams, unmasking: Callable[[], Unmasking | None] = no_unmasking
+    ) -> None:
+        self._inner, self._params, self._unmasking = inner, params, unmasking
 
     def add(self, update: Update) -> None:
         """Count an update, without its sums."""
@@ -118,14 +124,34 @@ class WithProbeSums:
                 f"{len(updates)} clients, and sums are exact for {self._params.most_clients}: raise most_clients"
             )
         aggregate, state = self._inner.finish(updates)
+        unmasking = self._unmasking()
+        sums = self._plain(updates) if unmasking is None else self._opened(unmasking, updates)
+        merged = Aggregate({**aggregate.parts, Part.STATISTICS: sums}, aggregate.label_distribution)
+        return merged, ServerState(merged, state.extras)
+
+    def _plain(self, updates: Mapping[str, Callable[[], Update]]) -> dict[str, torch.Tensor]:
         sums: dict[str, torch.Tensor] = {}
         for client in sorted(updates):
             told = updates[client]().parts[Part.STATISTICS]
-            if not 0 < int(told[WEIGHT]) <= self._params.weight_cap:
-                raise DivergedError(
-                    f"{client}: its weight {int(told[WEIGHT])} is not of 1 to {self._params.weight_cap}"
-                )
+            self._check(client, int(told[WEIGHT]))
             sums = {name: told[name] + sums.get(name, 0) for name in told}
-        sums[OUTPUTS] = sums[OUTPUTS] % MODULUS
-        merged = Aggregate({**aggregate.parts, Part.STATISTICS: sums}, aggregate.label_distribution)
-        return merged, ServerState(merged, state.extras)
+        return {**sums, OUTPUTS: sums[OUTPUTS] % MODULUS}
+
+    def _opened(self, unmasking: Unmasking, updates: Mapping[str, Callable[[], Update]]) -> dict[str, torch.Tensor]:
+        total: torch.Tensor | None = None
+        is_whole = unmasking.correction is not None and unmasking.weights.keys() <= updates.keys()
+        for client in sorted(unmasking.weights if is_whole else updates):
+            self._check(client, unmasking.weights.get(client, 1))
+            told = updates[client]().parts[Part.STATISTICS][OUTPUTS]
+            total = told if total is None else total + told
+            if not is_whole:
+                break  # its shape is all that is needed
+        assert total is not None
+        if not is_whole or unmasking.correction is None:
+            return {OUTPUTS: torch.zeros_like(total), WEIGHT: torch.tensor(0)}
+        opened = (total + unmasking.correction.view_as(total)) % MODULUS
+        return {OUTPUTS: opened, WEIGHT: torch.tensor(sum(unmasking.weights.values()))}
+
+    def _check(self, client: str, weight: int) -> None:
+        if not 0 < weight <= self._params.weight_cap:
+            raise DivergedError(f"{client}: its weight {weight} is not of 1 to {self._params.weight_cap}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fedcg.learning.method import Aggregate, DivergedError, RoundContext, ServerState, Update, Weights
+from fedcg.learning.method import Aggregate, DivergedError, RoundContext, ServerState, Unmasking, Update, Weights
 from fedcg.learning.methods.fedprobe import align
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
@@ -200,3 +200,26 @@ def test_extractors_of_a_federation_agree_more_on_the_probes_than_without_them()
         return float((found - found.mean(0)).square().mean() / found.mean(0).var())
 
     assert disagreement(200, 3e-3) < 0.8 * disagreement(1, 1e-12)
+
+
+def test_masked_numbers_are_opened_for_exactly_the_clients_of_the_sum_and_else_there_is_no_mean() -> None:
+    a, b, c = (update(name, [1.0, 3.0], images) for name, images in (("a", 10), ("b", 50), ("c", 7)))
+    masks = {"a": torch.tensor([[4_000_000_000], [17]]), "b": torch.tensor([[9], [3_999_999_999]])}
+    for one in (a, b):
+        told = one.parts[Part.STATISTICS]
+        told[OUTPUTS] = (told[OUTPUTS] + masks[one.client]) % MODULUS  # type: ignore[index]
+    correction = -(masks["a"] + masks["b"]).flatten() % MODULUS
+    loaders = {one.client: partial(lambda one: one, one) for one in (a, b, c)}
+
+    def merged(unmasking: Unmasking, *clients: str) -> Weights:
+        server = WithProbeSums(Nothing(), PARAMS, lambda: unmasking)
+        return server.finish({name: loaders[name] for name in clients})[0].parts[Part.STATISTICS]
+
+    weights = {"a": 10, "b": 50}
+    found = merged(Unmasking(weights, correction), "a", "b", "c")  # c has no part in the sum
+    assert same(found, summed(update("a", [1.0, 3.0], 10), update("b", [1.0, 3.0], 50)))
+    for nothing in (merged(Unmasking(weights, None), "a", "b", "c"), merged(Unmasking(weights, correction), "a", "c")):
+        assert mean_outputs(nothing, PARAMS) is None
+        assert not nothing[OUTPUTS].any()
+    with pytest.raises(DivergedError, match="b: its weight 500 is not of 1 to 100"):
+        merged(Unmasking({"a": 10, "b": 500}, correction), "a", "b")
