@@ -8,10 +8,11 @@ Torch-free.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from edge_client.config import PolicySection
@@ -25,7 +26,7 @@ from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_head
 from fedcg.wire.artifacts.tensors import Array, PartArrays, beyond
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import DeclineReason
-from fedcg.wire.parts import VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
+from fedcg.wire.parts import SUM_NUMBERS, VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
 
 # Everything in a header about the device beside the report, with its form: the facts that a repetition with the same bits needs.
 FACTS = {
@@ -38,6 +39,7 @@ FACTS = {
     "threads": r"\d{1,5}",
     "torch": r"[0-9A-Za-z.+]{1,40}",
 }
+Mask = Callable[[npt.NDArray[np.uint32]], npt.NDArray[np.uint32]]
 _BOUNDS = {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}
 """Parameters of a spec, and the setting of the policy that bounds each."""
 
@@ -149,6 +151,7 @@ def build_update(
     policy: PolicySection,
     facts: UpdateFacts,
     base: Base,
+    mask: Mask | None = None,
 ) -> bytes:
     """The packed update of one local round.
 
@@ -159,6 +162,7 @@ def build_update(
         policy: the limits of this device.
         facts: the rest of the header.
         base: the aggregate that the round started from; a delta codec needs the parts of `spec.with_base`.
+        mask: puts numbers of `spec.summed` behind this device's masks; None: they stay here, and zeros that count for nothing leave.
 
     Raises:
         FirewallError: a part or tensor that may not leave, is missing, of another element type or shape, or not finite;
@@ -168,6 +172,7 @@ def build_update(
     _check_parts(frozenset(shared), spec, policy, facts.device)
     _check_facts(facts)
     parts = {part: _checked_part(part, shared[part], spec.layouts[part], facts.device) for part in sorted(shared)}
+    parts |= {part: _masked(parts[part], mask) for part in spec.summed}
     header = ArtifactHeader(
         kind="update",
         method=spec.method,
@@ -233,6 +238,15 @@ def _checked_part(
         if problem := _problem_of(tensors[name], layout):
             raise FirewallError(device, problem, part=part, tensor=name)
     return {name: tensors[name].copy(order="C") for name in sorted(tensors)}
+
+
+def _masked(tensors: Mapping[str, Array], mask: Mask | None) -> dict[str, Array]:
+    """The numbers behind masks, or zeros."""
+    if mask is None:
+        return {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+    numbers = tensors[SUM_NUMBERS]
+    masked = mask(numbers.reshape(-1).astype(np.uint32)).astype(np.int64)
+    return {**tensors, SUM_NUMBERS: masked.reshape(numbers.shape)}
 
 
 def _problem_of(tensor: Array, layout: TensorLayout) -> str:

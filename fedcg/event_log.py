@@ -22,7 +22,7 @@ Agent:
   agent_paused {until, reason}   agent_resumed {reason}    trainer_released {reason}
   approval_needed {spec, reason, detail}   approved / approval_revoked {spec}
   audited {round, attempt, passed, detail, report, seconds}   defended {defence, count, detail, samples, seconds}
-  defence_warning {detail}   method_warning {round, attempt, detail}
+  defence_warning {detail}   method_warning {round, attempt, detail}   sum_keys {round, attempt, weight}   sum_off {round, attempt, reason}
 
 Coordinator:
   started {epoch}   resumed {phase, round}   stopped   key_rotated {serial, key}   pruned {files, bytes}   link {up, down_s}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
@@ -38,6 +38,7 @@ Coordinator:
   weight_capped {client, reported, given}   update_clipped {client, part, kept}
   update_odd {client, action, reason}   late_merged {client, weight, of_round}   merge_eased {ease, reason}   artifact_store {reachable, reason}
   federation_created   steered {status, reason}   policy_changed {changed}   barred {clients}   device_disabled / device_enabled {client, reason}
+  sum_opened {round, attempt, clients}   sum_off {round, attempt, reason}
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}
 """
 

@@ -190,8 +190,8 @@ class JobRunner:
                 (limits, job.ease) if job.ease else limits
             )  # clipped updates and smaller batches have other rows
             rows = DirectorySpill(folder / sha256(plan.encode()).hexdigest()[:16])
-            if job.ease >= AVERAGE:
-                return PartsAverage(self._method.shared_up - self._method.summed, state, rows)
+            if job.ease >= AVERAGE and not self._method.summed:
+                return PartsAverage(self._method.shared_up, state, rows)
             return self._method.aggregator(state, context, rows)
 
         self._start = start

@@ -34,6 +34,7 @@ from fedcg.wire.messages.messages import (
     Manifest,
     Need,
     SelfReport,
+    SumUp,
 )
 from fedcg.wire.messages.ordering import Session, session_id
 from fedcg.wire.messages.signing import VerifyKey, open_envelope
@@ -51,7 +52,7 @@ class FromDevice:
     """A message of a device that passed every check."""
 
     device: str
-    message: Hello | DeviceStatus | Heartbeat | SelfReport | Accept | Decline | Manifest | Need | Leave
+    message: Hello | DeviceStatus | Heartbeat | SelfReport | Accept | Decline | Manifest | Need | Leave | SumUp
 
 
 @dataclass
@@ -180,7 +181,7 @@ class MessageChecks:
         if isinstance(message, Hello):
             self._sessions.check_hello(message)
             return FromDevice(parsed.device, message)
-        if isinstance(message, Heartbeat | SelfReport | Accept | Decline | Manifest | Need | Leave):
+        if isinstance(message, Heartbeat | SelfReport | Accept | Decline | Manifest | Need | Leave | SumUp):
             self._sessions.admit(parsed.device, message)
         elif not isinstance(message, DeviceStatus):
             raise MalformedError(f"a {message.kind} message is not for the coordinator")

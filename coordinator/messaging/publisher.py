@@ -37,9 +37,11 @@ from fedcg.wire.messages.messages import (
     Receipt,
     Refusal,
     RoundAttempt,
+    SumDown,
     Welcome,
 )
 from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.sum_steps import ToDevice
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, PRESETS, LinkLimits
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender
@@ -185,6 +187,10 @@ class Publisher:
     def left(self, device: str) -> bool:
         """Confirm that a device is no member any more."""
         return self._send(device, Left(**self._to(device)))
+
+    def sum_step(self, device: str, at: RoundAttempt, step: ToDevice) -> bool:
+        """Send a step of the masked sum of (round, attempt)."""
+        return self._send(device, SumDown(**self._to(device, at), body=step))
 
     def need(self, device: str, manifest: Manifest, ranges: Ranges) -> bool:
         """Grant chunks of an announced update."""

@@ -28,6 +28,7 @@ from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.parts import Part
+from fedcg.wire.sums.protocol import MIN_DEVICES
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights
@@ -141,11 +142,11 @@ def _make(request: _Request) -> InitialArtifacts | None:
     torch.set_num_threads(1)
     spec, public_data = complete_spec(request.plan), request.public_data
     method = get_method(spec.method)
-    if method.summed:
-        names = ", ".join(sorted(part.value for part in method.summed))
+    if spec.summed and request.plan.min_clients < MIN_DEVICES:
+        names = ", ".join(part.value for part in spec.summed)
         raise PlanError(
-            f"method {spec.method} can be simulated only (`fedcg simulate --method {spec.method}`): one by one, its devices' {names} give "
-            "their private networks away, and sums that nobody can look into are not there yet"
+            f"method {spec.method} sends {names} behind masks, and a sum of fewer than {MIN_DEVICES} devices shows too much of each: "
+            f"set min_clients = {MIN_DEVICES} or more"
         )
     if request.artifacts is None:
         return None

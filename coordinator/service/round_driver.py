@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from coordinator.aggregation.worker import spill_directory
@@ -20,6 +21,7 @@ from coordinator.aggregation.worker_messages import (
     JobDone,
     JobEased,
     JobFailed,
+    OpenedSum,
     PhaseStarted,
     Progressed,
     UpdateAdded,
@@ -58,9 +60,10 @@ from coordinator.service.progress import MergeProgress
 from coordinator.service.service_context import ServiceContext, Worker
 from coordinator.storage.pruning import Pruner
 from coordinator.storage.store import Key
+from coordinator.sums.open_attempt import MaskedSums
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
-from coordinator.updates.screening import Screening
+from coordinator.updates.screening import Choice, Screening
 from coordinator.updates.track_record import left_out, plateau_reason
 from fedcg.event_log import EventValue
 from fedcg.wire.messages.messages import Outcome, RoundAttempt
@@ -87,6 +90,7 @@ class RoundDriver:
         published: the artifacts that devices may fetch.
         worker: merges.
         receiver: holds the updates that are under way.
+        sums: the masked sums.
 
     Attributes:
         is_announced: whether the broker was handed the current offer (or end); when not, `announce` has to be repeated.
@@ -102,6 +106,7 @@ class RoundDriver:
         published: PublishedArtifacts,
         worker: Worker,
         receiver: Receiver,
+        sums: MaskedSums,
     ) -> None:
         self._context = context
         self._store = context.store
@@ -111,6 +116,7 @@ class RoundDriver:
         self._published = published
         self._worker = worker
         self._receiver = receiver
+        self._sums = sums
         self._pruner = Pruner(context.store, context.artifacts, self._id, context.keep_rounds, self._forget)
         self._screening = Screening(context.store, self._id, context.robustness, context.events)
         self._record = context.federation
@@ -294,6 +300,7 @@ class RoundDriver:
         rounds, participants = self._state.policy.rounds, sorted(command.participants)
         self._write("attempt_opened", command.at, rounds=rounds, participants=participants, aggregate=base.artifact)
         self._worker.open(self._job(command, base))
+        self._sums.begin(command.at, command.participants)
         self.announce()
         source = self._published.source(base.artifact)
         self._publisher.broadcast(source, lambda: self._state.is_open(command.at))
@@ -302,7 +309,9 @@ class RoundDriver:
         base, key = self._begin(command), self._key(command)
         self._store.move_deadline(key, command.deadline_at)
         stored = self._store.updates(key)
-        self._shares = {person.client: person.share for person in self._store.participants(key)}
+        people = self._store.participants(key)
+        self._shares = {person.client: person.share for person in people}
+        self._sums.begin(command.at, self._shares)
         accepted = [update for update in stored if update.outcome is Outcome.ACCEPTED]
         self._write("attempt_resumed", command.at, stored=[update.client for update in accepted])
         self._worker.open(self._job(command, base))
@@ -352,7 +361,11 @@ class RoundDriver:
         if reason:
             self.apply(AggregationFailed(assessed.round, assessed.attempt, reason))
         else:
-            self._worker.finish(choice.updates, choice.limits)
+            self._sums.open(self._state.updates, partial(self._merge, assessed.at, choice))
+
+    def _merge(self, at: RoundAttempt, choice: Choice, opened: OpenedSum) -> None:
+        if self._state.phase is Phase.DISTILLING and self._state.at == at:  # a sum takes a while to be opened
+            self._worker.finish(choice.updates, choice.limits, opened)
 
     def _fail_attempt(self, command: FailAttempt) -> None:
         now, first_attempt = self._context.clock(), command.first_attempt

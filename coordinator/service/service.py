@@ -30,6 +30,7 @@ from coordinator.service.progress import DeviceProgress, ProgressBoard
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
+from coordinator.sums.open_attempt import MaskedSums
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.update_checks import UpdateChecks
@@ -47,6 +48,7 @@ from fedcg.wire.messages.messages import (
     Manifest,
     Need,
     SelfReport,
+    SumUp,
 )
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transport.transport import Delivery
@@ -106,7 +108,10 @@ class Service:
             self._refusals,
             self._queue.put,
         )
-        self.round_driver = RoundDriver(context, self._publisher, self.published, self._worker, self.receiver)
+        self._sums = MaskedSums(context.spec, context.store, self._publisher, context.events, time.monotonic)
+        self.round_driver = RoundDriver(
+            context, self._publisher, self.published, self._worker, self.receiver, self._sums
+        )
         self.invitations = Invitations(context, self.round_driver, self._publisher, self.receiver)
         self._readers = ThreadPoolExecutor(1, "artifacts")
         read = partial(self._run_on, self._readers)
@@ -292,7 +297,9 @@ class Service:
                 self._liveness.mark_online(device)
             self._in_session(device, message)
 
-    def _in_session(self, device: str, message: Heartbeat | SelfReport | Accept | Decline | Manifest | Need) -> None:
+    def _in_session(
+        self, device: str, message: Heartbeat | SelfReport | Accept | Decline | Manifest | Need | SumUp
+    ) -> None:
         if isinstance(message, Accept | Decline):
             self.invitations.answered(device, message)
         elif isinstance(message, Heartbeat):
@@ -304,6 +311,8 @@ class Service:
             self.receiver.announce(device, message)
         elif isinstance(message, Need):
             self._requests.serve(device, message)
+        else:
+            self._sums.receive(device, message)
 
     def _hello(self, device: str, hello: Hello) -> None:
         version = versions.agree(hello.versions)
@@ -356,6 +365,7 @@ class Service:
             self._follow_key()
         if self.is_connected:
             self._liveness.miss_silent(now)
+            self._sums.tick(self.state.outstanding)
         self.invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:
             return

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.aggregation.worker_handle import AggregationWorker
-from coordinator.aggregation.worker_messages import Job, Reply, Updates, WorkerEvent, WorkerSettings
+from coordinator.aggregation.worker_messages import Job, OpenedSum, Reply, Updates, WorkerEvent, WorkerSettings
 from coordinator.config import KEEP_ROUNDS, RobustnessSettings, RoundSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import FederationRecord
@@ -37,8 +37,8 @@ class Worker(Protocol):
     def assess(self, updates: Mapping[str, str]) -> None:
         """Request the figures of the updates (artifacts by client)."""
 
-    def finish(self, updates: Updates, limits: Distances) -> None:
-        """Request the merge of the updates, none of them farther from the base than the limits."""
+    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
+        """Request the merge of the updates, none of them farther from the base than the limits; `opened`: their masked sum."""
 
     def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
         """Take a reply from the callback given at construction; returns the events that follow for the round."""

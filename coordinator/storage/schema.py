@@ -179,6 +179,14 @@ conditions = Table(
     Column("at", Float, nullable=False),
     Column("content", String, nullable=False),
 )
+masked_sums = Table(
+    "masked_sums",
+    metadata,
+    Column("federation", ForeignKey("federations.id"), primary_key=True),
+    Column("round", _Count, nullable=False),
+    Column("attempt", _Count, nullable=False),
+    Column("content", String, nullable=False),
+)
 api_tokens = Table(
     "api_tokens",
     metadata,

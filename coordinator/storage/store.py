@@ -37,6 +37,7 @@ from coordinator.storage.database import database_of, open_database
 from coordinator.storage.membership_store import Register
 from coordinator.storage.overview_store import Overview
 from coordinator.storage.presence_store import Presence
+from coordinator.storage.sum_store import MaskedSums
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
@@ -53,6 +54,7 @@ class Store(schema.Queries):
         presence: when devices came and went.
         overview: views of many devices and rounds.
         api: tokens of the operators' API, and answers to repeated requests.
+        masked_sums: of the open attempts.
     """
 
     def __init__(self, database: Path | URL) -> None:
@@ -61,6 +63,7 @@ class Store(schema.Queries):
         self.presence = Presence(self._engine)
         self.overview = Overview(self._engine)
         self.api = ApiStore(self._engine)
+        self.masked_sums = MaskedSums(self._engine)
 
     @classmethod
     def of(cls, home: Home) -> Store:

@@ -5,10 +5,11 @@ It never decides about the round: where too few answer in time there is no sum, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages.sum_steps import (
@@ -29,8 +30,12 @@ from fedcg.wire.sums.protocol import MIN_DEVICES, Survivors, threshold_of, unmas
 from fedcg.wire.sums.secrets import Numbers, SumRound
 from fedcg.wire.sums.steps import from_hex, members_of
 
+KEYS_WAIT_S = 60.0
+"""How long devices may take for their keys after the first one's: some load their images meanwhile."""
 WAIT_S = 15.0
-"""How long a step waits for those who have not answered."""
+"""How long any other step waits for those who have not answered."""
+REPEAT_S = 4.0
+"""After so long a step is sent again to those who have not answered: their link may have been lost."""
 Sends = list[tuple[str, ToDevice]]
 
 
@@ -46,72 +51,129 @@ class Phase(str, Enum):
     OFF = "off"
 
 
+_TIMED = (Phase.SHARES, Phase.SIGNATURES, Phase.OPENING)
+
+
+class _Record(BaseModel):
+    """All that the sum knows; bytes in hex.
+
+    Attributes:
+        awaited: who has not answered the last step.
+        members: whose keys were passed on; `peers` whose shares were dealt out; `survivors` those of them whose numbers came.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    phase: Phase = Phase.KEYS
+    reason: str = ""
+    awaited: set[str] = set()
+    keys: dict[str, SumKeys] = {}
+    members: SumMembers = SumMembers(announced={})
+    sealed: dict[str, dict[str, str]] = {}
+    peers: tuple[str, ...] = ()
+    survivors: tuple[str, ...] = ()
+    signatures: dict[str, str] = {}
+    shares: dict[str, dict[str, str]] = {}
+
+
 class SumBoard:
     """One sum.
 
     Args:
         at: of the attempt.
         participants: those who were invited.
-        now: seconds, of any clock.
-
-    Attributes:
-        phase: what it waits for.
-        reason: why there is no sum, once it is off.
-        peers: whose shares were dealt out; `survivors` those of them whose numbers came.
+        content: of the same attempt's board before a restart.
     """
 
-    def __init__(self, at: SumRound, participants: Iterable[str], now: float) -> None:
+    def __init__(self, at: SumRound, participants: Iterable[str], content: str | None = None) -> None:
         self.at = at
-        self.phase, self.reason = Phase.KEYS, ""
-        self.peers: tuple[str, ...] = ()
-        self.survivors: tuple[str, ...] = ()
-        self._awaited = set(participants)
-        self._until = now + WAIT_S
-        self._keys: dict[str, SumKeys] = {}
-        self._members = SumMembers(announced={})
-        self._sealed: dict[str, dict[str, str]] = {}
-        self._signatures: dict[str, str] = {}
-        self._shares: dict[str, dict[str, str]] = {}
+        self._kept = _Record(awaited=set(participants)) if content is None else _Record.model_validate_json(content)
+        self._until: float | None = None
+        self._repeat_at = 0.0
+
+    @property
+    def phase(self) -> Phase:
+        """What it waits for."""
+        return self._kept.phase
+
+    @property
+    def reason(self) -> str:
+        """Why there is no sum, once it is off."""
+        return self._kept.reason
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Whose shares were dealt out."""
+        return self._kept.peers
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Of the survivors, as each announced its own."""
+        return {device: self._kept.members.announced[device].weight for device in self._kept.survivors}
+
+    @property
+    def content(self) -> str:
+        """For the same board after a restart."""
+        return self._kept.model_dump_json()
 
     def receive(self, device: str, step: FromDevice, now: float) -> Sends:
-        """Take a device's step; what is not waited for from it is passed over."""
-        if device not in self._awaited:
-            return self._again(device)
-        if isinstance(step, SumKeys) and self.phase is Phase.KEYS:
-            self._keys[device] = step
-        elif isinstance(step, SumShares) and self.phase is Phase.SHARES:
-            if step.sealed.keys() != self._members.announced.keys():
+        """Take a device's step; what is not waited for from it is passed over, and keys that come again or too late are answered."""
+        kept = self._kept
+        if isinstance(step, SumKeys) and kept.phase is not Phase.KEYS:
+            return self._again(device, step)
+        if device not in kept.awaited:
+            return []
+        if isinstance(step, SumKeys):
+            kept.keys[device] = step
+        elif isinstance(step, SumShares) and kept.phase is Phase.SHARES:
+            if step.sealed.keys() != kept.members.announced.keys():
                 return []
-            self._sealed[device] = step.sealed
-        elif isinstance(step, SumSigned) and self.phase is Phase.SIGNATURES:
-            self._signatures[device] = step.signature
-        elif isinstance(step, SumRevealed) and self.phase is Phase.OPENING:
-            if step.shares.keys() != set(self.peers):
+            kept.sealed[device] = step.sealed
+        elif isinstance(step, SumSigned) and kept.phase is Phase.SIGNATURES:
+            kept.signatures[device] = step.signature
+        elif isinstance(step, SumRevealed) and kept.phase is Phase.OPENING:
+            if step.shares.keys() != set(kept.peers):
                 return []
-            self._shares[device] = step.shares
+            kept.shares[device] = step.shares
         else:
             return []
-        self._awaited.discard(device)
-        return self._next(now) if not self._awaited else []
+        kept.awaited.discard(device)
+        return [] if kept.awaited else self._next(now)
 
-    def gone(self, device: str, now: float) -> Sends:
-        """A device declined, or is no member any more: nothing more comes from it."""
-        self._awaited.discard(device)
-        return self._next(now) if not self._awaited else []
+    def tick(self, there: Collection[str], now: float) -> Sends:
+        """Time went on.
 
-    def tick(self, now: float) -> Sends:
-        """Go on without those who did not answer in time."""
-        is_waiting = self.phase in (Phase.KEYS, Phase.SHARES, Phase.SIGNATURES, Phase.OPENING)
-        return self._next(now) if is_waiting and now >= self._until else []
+        Args:
+            there: who may still take part in the attempt; in its first two steps nobody else is waited for.
+            now: seconds, of any clock.
+        """
+        kept = self._kept
+        if kept.phase in (Phase.KEYS, Phase.SHARES):
+            kept.awaited &= set(there)
+        if self._until is None and kept.phase in (Phase.KEYS, *_TIMED) and kept.keys:  # the first keys, or a restart
+            self._until, self._repeat_at = now + (KEYS_WAIT_S if kept.phase is Phase.KEYS else WAIT_S), now
+        is_over = self._until is not None and now >= self._until
+        if kept.phase in (Phase.KEYS, *_TIMED) and (is_over or not kept.awaited):
+            return self._next(now)
+        if kept.phase not in _TIMED or now < self._repeat_at:
+            return []
+        self._repeat_at = now + REPEAT_S
+        return [(device, self._asked) for device in sorted(kept.awaited)]
 
     def close(self, accepted: Iterable[str], now: float) -> Sends:
-        """The attempt's updates are these: ask for signatures over the list of those that hold masked numbers."""
-        if self.phase is not Phase.NUMBERS:
-            return self._off(f"the attempt was closed while it waited for {self.phase.value}")
-        self.survivors = tuple(sorted(set(accepted) & set(self.peers)))
-        if len(self.survivors) < self._needed:
-            return self._off(f"{len(self.survivors)} of {self._needed} masked numbers came")
-        return self._ask(Phase.SIGNATURES, SumSurvivors(names=self.survivors), now)
+        """The attempt's updates are these: ask for signatures over the list of those that hold masked numbers.
+
+        The list stays what it was, whatever is called later.
+        """
+        kept = self._kept
+        if kept.phase in (Phase.KEYS, Phase.SHARES):
+            return self._off(f"the attempt was closed while it waited for {kept.phase.value}")
+        if kept.phase is not Phase.NUMBERS:
+            return []
+        kept.survivors = tuple(sorted(set(accepted) & set(kept.peers)))
+        if len(kept.survivors) < self._needed:
+            return self._off(f"{len(kept.survivors)} of {self._needed} masked numbers came")
+        return self._ask(Phase.SIGNATURES, kept.survivors, now)
 
     def correction(self, size: int) -> Numbers:
         """What is to be added, modulo 2^32, to the sum of the survivors' masked numbers, [size] uint32.
@@ -119,68 +181,83 @@ class SumBoard:
         Raises:
             SumError: it is not opened, or shares do not fit what was announced; names the device.
         """
-        if self.phase is not Phase.OPENED:
-            raise SumError(f"the sum waits for {self.phase.value}")
-        signatures = from_hex(self._signatures)
-        survivors = Survivors(self.peers, self.survivors, signatures)
-        revealed = {device: from_hex(shares) for device, shares in self._shares.items()}
-        return unmask(np.zeros(size, np.uint32), members_of(self.at, self._members), survivors, revealed)
+        kept = self._kept
+        if kept.phase is not Phase.OPENED:
+            raise SumError(f"the sum waits for {kept.phase.value}")
+        survivors = Survivors(kept.peers, kept.survivors, from_hex(kept.signatures))
+        revealed = {device: from_hex(shares) for device, shares in kept.shares.items()}
+        return unmask(np.zeros(size, np.uint32), members_of(self.at, kept.members), survivors, revealed)
+
+    @property
+    def _threshold(self) -> int:
+        return threshold_of(len(self._kept.members.announced))
 
     @property
     def _needed(self) -> int:
-        return max(MIN_DEVICES, threshold_of(len(self._members.announced)))
-
-    def _next(self, now: float) -> Sends:
-        if self.phase is Phase.KEYS:
-            return self._begin(now)
-        if self.phase is Phase.SHARES:
-            return self._deal()
-        if self.phase is Phase.SIGNATURES:
-            if len(self._signatures) < self._members_threshold:
-                return self._off(f"{len(self._signatures)} of {self._members_threshold} devices signed the list")
-            return self._ask(Phase.OPENING, SumOpening(names=self.survivors, signatures=self._signatures), now)
-        if self.phase is Phase.OPENING:
-            if len(self._shares) < self._members_threshold:
-                return self._off(f"{len(self._shares)} of {self._members_threshold} devices gave their shares")
-            self.phase = Phase.OPENED
-        return []
+        return max(MIN_DEVICES, self._threshold)
 
     @property
-    def _members_threshold(self) -> int:
-        return threshold_of(len(self._members.announced))
+    def _asked(self) -> ToDevice:
+        """What the devices that are waited for were sent last."""
+        kept = self._kept
+        if kept.phase is Phase.SHARES:
+            return kept.members
+        if kept.phase is Phase.SIGNATURES:
+            return SumSurvivors(names=kept.survivors)
+        return SumOpening(names=kept.survivors, signatures=kept.signatures)
+
+    def _next(self, now: float) -> Sends:
+        kept = self._kept
+        if kept.phase is Phase.KEYS:
+            return self._begin(now)
+        if kept.phase is Phase.SHARES:
+            return self._deal()
+        answers, done = (
+            (kept.signatures, "signed the list") if kept.phase is Phase.SIGNATURES else (kept.shares, "gave shares")
+        )
+        if len(answers) < self._threshold:
+            return self._off(f"{len(answers)} of {self._threshold} devices {done}")
+        if kept.phase is Phase.SIGNATURES:
+            return self._ask(Phase.OPENING, kept.survivors, now)
+        kept.phase, kept.awaited = Phase.OPENED, set()
+        return []
 
     def _begin(self, now: float) -> Sends:
-        chosen = sorted(self._keys)[:MAX_SUM_DEVICES]
+        kept = self._kept
+        chosen = sorted(kept.keys)[:MAX_SUM_DEVICES]
         if len(chosen) < MIN_DEVICES:
             return self._off(f"{len(chosen)} of {MIN_DEVICES} devices announced keys")
-        self._members = SumMembers(announced={device: self._keys[device] for device in chosen})
-        self.phase, self._awaited, self._until = Phase.SHARES, set(chosen), now + WAIT_S
-        left = [(device, SumOff()) for device in sorted(self._keys) if device not in chosen]
-        return [*((device, self._members) for device in chosen), *left]
+        kept.members = SumMembers(announced={device: kept.keys[device] for device in chosen})
+        left = [(device, SumOff()) for device in sorted(kept.keys.keys() - set(chosen))]
+        return [*self._ask(Phase.SHARES, chosen, now), *left]
 
     def _deal(self) -> Sends:
-        self.peers = tuple(sorted(self._sealed))
-        if len(self.peers) < self._needed:
-            return self._off(f"{len(self.peers)} of {self._needed} devices dealt out shares")
-        self.phase = Phase.NUMBERS
-        others = [(device, SumOff()) for device in self._members.announced if device not in self.peers]
-        return [*((device, self._dealt_to(device)) for device in self.peers), *others]
+        kept = self._kept
+        kept.peers = tuple(sorted(kept.sealed))
+        if len(kept.peers) < self._needed:
+            return self._off(f"{len(kept.peers)} of {self._needed} devices dealt out shares")
+        kept.phase, kept.awaited = Phase.NUMBERS, set()
+        others = [(device, SumOff()) for device in kept.members.announced if device not in kept.peers]
+        return [*((device, self._dealt_to(device)) for device in kept.peers), *others]
 
     def _dealt_to(self, device: str) -> SumDealt:
-        return SumDealt(sealed={peer: self._sealed[peer][device] for peer in self.peers})
+        return SumDealt(sealed={peer: self._kept.sealed[peer][device] for peer in self._kept.peers})
 
-    def _ask(self, phase: Phase, step: ToDevice, now: float) -> Sends:
-        self.phase, self._awaited, self._until = phase, set(self.survivors), now + WAIT_S
-        return [(device, step) for device in self.survivors]
+    def _ask(self, phase: Phase, devices: Collection[str], now: float) -> Sends:
+        self._kept.phase, self._kept.awaited = phase, set(devices)
+        self._until, self._repeat_at = now + WAIT_S, now + REPEAT_S
+        return [(device, self._asked) for device in devices]
 
     def _off(self, reason: str) -> Sends:
-        self.phase, self.reason, self._awaited = Phase.OFF, reason, set()
-        return [(device, SumOff()) for device in sorted(self._keys)]
+        kept = self._kept
+        kept.phase, kept.reason, kept.awaited = Phase.OFF, reason, set()
+        return [(device, SumOff()) for device in sorted(kept.keys)]
 
-    def _again(self, device: str) -> Sends:
-        """What a device missed that asks again: its last step came twice."""
-        if self.phase is Phase.SHARES and device in self._members.announced:
-            return [(device, self._members)]
-        if self.phase is Phase.NUMBERS and device in self.peers:
-            return [(device, self._dealt_to(device))]
-        return [(device, SumOff())] if self.phase is Phase.OFF or device not in self.peers else []
+    def _again(self, device: str, keys: SumKeys) -> Sends:
+        """What a device missed that announces its keys once more, or too late."""
+        kept = self._kept
+        if kept.phase is Phase.OFF or kept.members.announced.get(device) != keys:
+            return [(device, SumOff())]
+        if kept.phase is Phase.SHARES:
+            return [(device, kept.members)] if device in kept.awaited else []
+        return [(device, self._dealt_to(device) if device in kept.peers else SumOff())]

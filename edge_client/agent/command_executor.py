@@ -11,6 +11,8 @@ from edge_client.agent.owner_control import OwnerControl
 from edge_client.config import AgentConfig
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.session.events import (
+    AnnounceSum,
+    AnswerSum,
     ArtifactLost,
     CheckSpec,
     ChooseModel,
@@ -22,22 +24,30 @@ from edge_client.session.events import (
     OutboxFound,
     RecordDelivery,
     ReleaseTrainer,
+    RoundFailed,
     Send,
     SendChunks,
     SendHello,
     SpecChecked,
     StartTrainer,
+    SumReady,
     TrainerDied,
     TrainRound,
     Want,
+    WeighRound,
 )
 from edge_client.session.state import SessionState
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.sums.keeper import SumKeeper
 from edge_client.training.trainer_handle import TrainerHandle
 from edge_client.transfer.artifact_transfer import ArtifactTransfer
 from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError, WireError
-from fedcg.wire.messages.messages import ArtifactRef, DeclineReason
+from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, RoundAttempt, SumUp
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.sum_steps import SumDealt, SumOff
+from fedcg.wire.sums.secrets import SumRound
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 
 
@@ -47,6 +57,7 @@ class CommandExecutor:
     Args:
         config: of this device.
         store: its private store.
+        signing: its message key.
         link: sends messages to the coordinator.
         transfer: moves artifacts.
         trainer: the training process.
@@ -64,6 +75,7 @@ class CommandExecutor:
         self,
         config: AgentConfig,
         store: PrivateStore,
+        signing: SigningKey,
         link: CoordinatorLink,
         transfer: ArtifactTransfer,
         trainer: TrainerHandle,
@@ -85,6 +97,8 @@ class CommandExecutor:
         self._sent = ""
         self.why: dict[DeclineReason, str] = {}
         self.outcome: bool | None = None
+        self._sums = SumKeeper(config.device, signing, store.roster, store.sum_record, store.save_sum_record)
+        self._announced: RoundAttempt | None = None
         self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
             SendHello: self._send_hello,
             Send: self._send,
@@ -94,6 +108,9 @@ class CommandExecutor:
             CheckSpec: self._check_spec,
             StartTrainer: self._start_trainer,
             ReleaseTrainer: self._release_trainer,
+            WeighRound: self._weigh,
+            AnnounceSum: self._announce_sum,
+            AnswerSum: self._answer_sum,
             TrainRound: self._start_job,
             ChooseModel: self._start_job,
             RecordDelivery: self._record_delivery,
@@ -158,13 +175,60 @@ class CommandExecutor:
         spec = self._store.spec(command.digest)
         refusal: tuple[DeclineReason, str] | None = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
         if spec is not None and spec.federation == self._config.federation:
-            refusal = self._owner.check(spec)
-        if refusal is None:
-            return SpecChecked(command.digest, None)
+            refusal = self._owner.check(spec) or self._without_roster(spec)
+        if spec is not None and refusal is None:
+            return SpecChecked(command.digest, None, is_summed=bool(spec.summed))
+        assert refusal is not None
         reason, detail = refusal
         self._events.write("refused", what="spec", reason=reason.value, detail=detail)
         self.why[reason] = detail
         return SpecChecked(command.digest, reason)
+
+    def _without_roster(self, spec: FederationSpec) -> tuple[DeclineReason, str] | None:
+        if not spec.summed or self._config.device in self._store.roster():
+            return None
+        way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all the cards, then start the agent again"
+        return DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the roster of the cohort's message keys: {way}"
+
+    def _weigh(self, command: WeighRound, state: SessionState) -> None:
+        self._trainer.send(command)
+
+    def _announce_sum(self, command: AnnounceSum, state: SessionState) -> Event | None:
+        at, spec = command.round_attempt, self._store.spec(command.spec)
+        cap = None if spec is None else spec.params.get("weight_cap")
+        weight = min(command.images, cap) if isinstance(cap, int) else command.images
+        keys = self._sums.announce(self._sum_round(at), weight)
+        where = {"round": at.round, "attempt": at.attempt}
+        if keys is None:
+            self._events.write("sum_off", **where, reason="this device's numbers of the round are in an earlier sum")
+            return SumReady(at)
+        if self._announced != at:
+            self._announced = at
+            self._events.write("sum_keys", **where, weight=keys.weight)
+        self._link.send(SumUp(**state.addressed(at), body=keys))
+        return None
+
+    def _answer_sum(self, command: AnswerSum, state: SessionState) -> Event | None:
+        """Answer, or refuse what an honest coordinator does not ask for; a device that dealt shares and can't mask declines the round."""
+        at, step, sum_round = command.round_attempt, command.step, self._sum_round(command.round_attempt)
+        if isinstance(step, SumOff):
+            if at == state.offered and state.sum_ready != at:
+                reason = "too few devices answered in time"
+                self._events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
+            return SumReady(at)
+        try:
+            if isinstance(step, SumDealt):
+                self._sums.dealt(sum_round, step)
+                return SumReady(at)
+            answer = self._sums.answer(sum_round, step)
+        except WireError as error:
+            self._events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
+            return RoundFailed(at, DeclineReason.TRAINING_FAILED) if isinstance(step, SumDealt) else None
+        self._link.send(SumUp(**state.addressed(at), body=answer))
+        return None
+
+    def _sum_round(self, at: RoundAttempt) -> SumRound:
+        return SumRound(self._config.federation, at.round, at.attempt)
 
     def _start_trainer(self, command: StartTrainer, state: SessionState) -> Event | None:
         try:

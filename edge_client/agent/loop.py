@@ -49,6 +49,7 @@ from edge_client.session.events import (
     TrainerDied,
     TrainerReady,
     TrainingAbandoned,
+    Weighed,
     Welcomed,
     given_up,
 )
@@ -138,7 +139,16 @@ class Agent:
         self._control = ControlSocket(store.root, self._inbox.put_nowait)
         self._service = ServiceManager(os.environ, time.monotonic)
         self._executor = CommandExecutor(
-            config, store, self._link, self._transfer, self._trainer, self._owner, self._chunk_bytes, events, clock
+            config,
+            store,
+            keys.signing,
+            self._link,
+            self._transfer,
+            self._trainer,
+            self._owner,
+            self._chunk_bytes,
+            events,
+            clock,
         )
         self._events_due: deque[Event] = deque()
         self._owners_reason: DeclineReason | None = None
@@ -365,6 +375,9 @@ class Agent:
             self._reporter.failed(report)
             self._executor.why[report.reason] = report.detail
             self._handle(RoundFailed(report.round_attempt, report.reason))
+        elif isinstance(report, Weighed):
+            self._reporter.progress = None
+            self._handle(report)
         elif isinstance(report, Chosen):
             self._reporter.progress = None
             self.self_reporter.look_at_model()

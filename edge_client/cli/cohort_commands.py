@@ -1,4 +1,4 @@
-"""`fedcg cohort create|join|status`: the secret that the devices of a federation share and the coordinator never sees."""
+"""`fedcg cohort create|join|status|card|roster`: what the devices of a federation know of each other and not from the coordinator."""
 
 from __future__ import annotations
 
@@ -78,24 +78,73 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     store, federation = _store_of(config)
     mark = mark_in(store, federation)
     if as_json:
-        print_data({"mark": mark})
+        print_data({"mark": mark, "roster": sorted(store.roster())})
     elif mark is not None:
-        typer.echo(f"mark {mark}")
+        typer.echo(f"mark {mark}; {len(store.roster()) or 'no'} devices on the roster of masked sums")
     else:
         typer.echo("no cohort secret: `fedcg cohort create` on the first device, `fedcg cohort join` on the others")
     raise typer.Exit(0 if mark else 1)
 
 
+@app.command("card")
+def card_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Print this device's name and public message key: a line of the cohort's roster, which methods with masked sums need.
+
+    Collect the lines of all devices in one file, by people and not through the coordinator, and give it to `fedcg cohort roster` on each.
+    Exit codes: 0 done; 1 the device has no keys; 2 the configuration is wrong.
+    """
+    from edge_client.identity.keys import load_keys
+
+    settings = read_config(config)
+    key = load_keys(settings).signing.public.hex
+    if as_json:
+        print_data({"device": settings.device, "key": key})
+    else:
+        typer.echo(f"{settings.device} {key}")
+
+
+@app.command("roster")
+def roster_command(
+    file: Annotated[str, typer.Argument(help="lines of `fedcg cohort card`, one for each device; - for stdin")],
+    config: ConfigOption = Path("agent.toml"),
+    as_json: JsonOption = False,
+) -> None:
+    """Take the message keys of all devices of the cohort, in the place of those that were given before.
+
+    A masked sum counts only devices whose keys are here, so that nobody can invent some.
+    Exit codes: 0 done; 1 the private store refuses; 2 a bad line or configuration.
+    """
+    from edge_client.identity.keys import load_keys
+    from edge_client.store.cohort_secret import roster_of
+
+    text = _text_of(file, "FILE", 1 << 20)
+    store, _ = _store_of(config)
+    settings = read_config(config)
+    roster = roster_of(text)
+    own = load_keys(settings).signing.public
+    if roster.get(settings.device) != own:
+        raise BadInputError(f"{file} lacks this device's own card: {settings.device} {own.hex}")
+    store.save_roster(roster)
+    if as_json:
+        print_data({"devices": sorted(roster)})
+    else:
+        typer.echo(f"{len(roster)} devices: {', '.join(sorted(roster))}")
+
+
 def _code(code_file: str | None) -> str:
     if code_file is None:
         return str(typer.prompt("Cohort code", hide_input=True))
-    if code_file == "-":
-        return sys.stdin.read(1024)
+    return _text_of(code_file, "--code-file", 1024)
+
+
+def _text_of(path: str, option: str, most: int) -> str:
+    if path == "-":
+        return sys.stdin.read(most)
     try:
-        with Path(code_file).open(encoding="ascii") as file:
-            return file.read(1024)
+        with Path(path).open(encoding="ascii") as file:
+            return file.read(most)
     except (OSError, ValueError) as error:
-        raise BadInputError(f"--code-file {code_file} can't be read: {error}") from error
+        raise BadInputError(f"{option} {path} can't be read: {error}") from error
 
 
 def _store_of(config: Path) -> tuple[PrivateStore, str]:

@@ -17,6 +17,7 @@ from edge_client.session.events import (
     Invited,
     Offered,
     Receipted,
+    SumStepped,
     Welcomed,
 )
 from edge_client.session.events import Left as LeftEvent
@@ -41,6 +42,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Receipt,
     Refusal,
+    SumDown,
     Welcome,
 )
 from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
@@ -196,6 +198,8 @@ class CoordinatorLink:
             return Granted(message)
         if isinstance(message, Receipt):
             return Receipted(message)
+        if isinstance(message, SumDown):
+            return SumStepped(message.at, message.body)
         if isinstance(message, Left):
             return LeftEvent()
         raise MalformedError(f"a {message.kind} message on a device's own topic")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from edge_client.session.events import (
+    AnnounceSum,
     CheckSpec,
     ChooseModel,
     Command,
@@ -19,6 +20,7 @@ from edge_client.session.events import (
     TrainRound,
     Want,
     Wanted,
+    WeighRound,
 )
 from edge_client.session.state import (
     BROADCAST_PATIENCE_S,
@@ -26,6 +28,7 @@ from edge_client.session.state import (
     LEAVE_EVERY_S,
     MANIFEST_MAX_S,
     SILENCE_S,
+    SUM_EVERY_S,
     Purpose,
     SessionState,
     Trainer,
@@ -97,10 +100,24 @@ def _advance_round(state: SessionState, now: float) -> Step:
         accept = Accept(**state.addressed(round_attempt), predicted_s=state.predicted_s)
         commands = (Send(accept), Note("accepted", round_attempt))
     is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
-    if is_free and offer.aggregate.id in state.stored:
+    if not is_free or offer.aggregate.id not in state.stored:
+        return state, commands
+    if state.is_summed and state.sum_ready != round_attempt:
+        state, more = _advance_sum(state, round_attempt, offer.spec.id, now)
+    else:
         state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=offer.spec.id)
-        commands += (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id, state.share),)
-    return state, commands
+        more = (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id, state.share),)
+    return state, commands + more
+
+
+def _advance_sum(state: SessionState, round_attempt: RoundAttempt, spec: str, now: float) -> Step:
+    """What comes before training where the update is masked: count the images, announce keys, wait for the others' ones."""
+    if state.weighed is None or state.weighed[0] != round_attempt:
+        state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=spec, sum_at=now)
+        return state, (WeighRound(round_attempt, spec),)
+    if not state.welcomed or now < state.sum_at:
+        return state, ()
+    return replace(state, sum_at=now + SUM_EVERY_S), (AnnounceSum(round_attempt, spec, state.weighed[1]),)
 
 
 def _advance_end(state: SessionState, now: float) -> Step:

@@ -16,6 +16,7 @@ from fedcg.wire.messages.messages import (
     Receipt,
     RoundAttempt,
 )
+from fedcg.wire.messages.sum_steps import ToDevice
 
 # ------------------------------------------------------------------ events
 
@@ -127,10 +128,34 @@ class DownloadSilent:
 
 @dataclass(frozen=True)
 class SpecChecked:
-    """The firewall checked a spec."""
+    """The firewall checked a spec; `is_summed`: what it asks for leaves behind masks in part."""
 
     digest: str
     refusal: DeclineReason | None
+    is_summed: bool = False
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """The images of a round are fixed and counted; comes from the training process as it is."""
+
+    round_attempt: RoundAttempt
+    images: int
+
+
+@dataclass(frozen=True)
+class SumStepped:
+    """The coordinator takes a step of the masked sum of a round attempt."""
+
+    round_attempt: RoundAttempt
+    step: ToDevice
+
+
+@dataclass(frozen=True)
+class SumReady:
+    """The masks of a round attempt are agreed on, or it has no sum on this device: it can be trained."""
+
+    round_attempt: RoundAttempt
 
 
 @dataclass(frozen=True)
@@ -235,6 +260,9 @@ Event = (
     | ArtifactLost
     | DownloadSilent
     | SpecChecked
+    | Weighed
+    | SumStepped
+    | SumReady
     | TrainerReady
     | TrainerDied
     | RoundCommitted
@@ -312,6 +340,31 @@ class ReleaseTrainer:
 
 
 @dataclass(frozen=True)
+class WeighRound:
+    """Fix the images of this round attempt and count them; goes to the training process as it is."""
+
+    round_attempt: RoundAttempt
+    spec: str
+
+
+@dataclass(frozen=True)
+class AnnounceSum:
+    """Announce this device's keys for the masked sum of a round attempt, with the images that its numbers count for."""
+
+    round_attempt: RoundAttempt
+    spec: str
+    images: int
+
+
+@dataclass(frozen=True)
+class AnswerSum:
+    """Answer a step of the coordinator's in the masked sum of a round attempt."""
+
+    round_attempt: RoundAttempt
+    step: ToDevice
+
+
+@dataclass(frozen=True)
 class TrainRound:
     """Train this round attempt and commit it; goes to the training process as it is. `share`: of the spec's local steps."""
 
@@ -364,6 +417,9 @@ Command = (
     | CheckSpec
     | StartTrainer
     | ReleaseTrainer
+    | WeighRound
+    | AnnounceSum
+    | AnswerSum
     | TrainRound
     | ChooseModel
     | RecordDelivery
@@ -374,7 +430,7 @@ Command = (
 
 def given_up(command: Command) -> Event | None:
     """The event that stands for a command that could not be carried out; None for one that is repeated, or that a message asks for again."""
-    if isinstance(command, TrainRound):
+    if isinstance(command, TrainRound | WeighRound | AnnounceSum):
         return RoundFailed(command.round_attempt, DeclineReason.TRAINING_FAILED)
     if isinstance(command, ChooseModel):
         return Chosen(command.aggregate, succeeded=False)

@@ -25,6 +25,7 @@ MANIFEST_MAX_S = 30.0
 GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated
 SILENCE_S = 6.0  # an unanswered manifest or download of this age means that the coordinator lost the session
 BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long is over, or lost chunks
+SUM_EVERY_S = 4.0  # until keys for a masked sum are announced again that nobody has answered
 TRAINER_DEATHS = 5  # in one job, before it is given up
 TRAINER_BACKOFF_S = 0.5
 TRAINER_BACKOFF_MAX_S = 30.0
@@ -81,6 +82,9 @@ class SessionState:
         obstructed: the attempt that was declined for it.
         stored: digests of specs and aggregates at hand.
         verdict: the firewall's decision on a spec: (digest, refusal or None).
+        is_summed: whether what that spec asks for leaves behind masks in part.
+        weighed: the last round attempt whose images were counted for its masked sum, and how many.
+        sum_at: when keys for that sum are due (again); `sum_ready`: the attempt whose masks are agreed on.
         bound_spec: the spec that the private state belongs to.
         job: the trainer's work: a round attempt, or the final aggregate's id; `job_spec` is the round's spec.
         finalised: final aggregate whose personal model is chosen; `succeeded` is the result.
@@ -106,6 +110,10 @@ class SessionState:
     obstructed: RoundAttempt | None = None
     stored: frozenset[str] = frozenset()
     verdict: tuple[str, DeclineReason | None] | None = None
+    is_summed: bool = False
+    weighed: tuple[RoundAttempt, int] | None = None
+    sum_at: float = 0.0
+    sum_ready: RoundAttempt | None = None
     bound_spec: str | None = None
     committed: RoundAttempt | None = None
     delivery: Delivery | None = None
@@ -123,6 +131,12 @@ class SessionState:
     def offered(self) -> RoundAttempt | None:
         """The round attempt that is open, by the last offer."""
         return None if self.offer is None else self.offer.at
+
+    @property
+    def awaits_sum(self) -> bool:
+        """Whether the open attempt's images are counted, and its masks not agreed on yet."""
+        is_counted = self.weighed is not None and self.weighed[0] == self.offered
+        return self.is_summed and is_counted and self.sum_ready != self.offered
 
     @property
     def release_reason(self) -> str:
@@ -152,6 +166,8 @@ def next_deadline(state: SessionState) -> float | None:
         times.append(state.leave_at)
     if state.trainer is Trainer.GONE and not state.release_reason:
         times.append(state.trainer_at)
+    if state.welcomed and state.awaits_sum and state.accepted == state.offered:
+        times.append(state.sum_at)
     if state.delivery is not None and (state.welcomed or state.delivery.update is None):
         times.append(state.delivery.manifest_at)
         if state.delivery.silent_since is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from edge_client.session.due_commands import Step, advance, decline, is_asked
 from edge_client.session.events import (
+    AnswerSum,
     ArtifactLost,
     ArtifactStored,
     Chosen,
@@ -43,10 +44,13 @@ from edge_client.session.events import (
     Sending,
     SpecChecked,
     Stopping,
+    SumReady,
+    SumStepped,
     Tick,
     TrainerDied,
     TrainerReady,
     TrainingAbandoned,
+    Weighed,
     Welcomed,
 )
 from edge_client.session.state import (
@@ -184,7 +188,19 @@ def _download_silent(state: SessionState, event: DownloadSilent, now: float) -> 
 
 
 def _spec_checked(state: SessionState, event: SpecChecked, now: float) -> Step:
-    return replace(state, verdict=(event.digest, event.refusal)), ()
+    return replace(state, verdict=(event.digest, event.refusal), is_summed=event.is_summed), ()
+
+
+def _weighed(state: SessionState, event: Weighed, now: float) -> Step:
+    return replace(_idle(state), weighed=(event.round_attempt, event.images)), ()
+
+
+def _sum_stepped(state: SessionState, event: SumStepped, now: float) -> Step:
+    return state, (AnswerSum(event.round_attempt, event.step),)
+
+
+def _sum_ready(state: SessionState, event: SumReady, now: float) -> Step:
+    return replace(state, sum_ready=event.round_attempt), ()
 
 
 def _trainer_ready(state: SessionState, event: TrainerReady, now: float) -> Step:
@@ -274,6 +290,9 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     ArtifactLost: _artifact_lost,
     DownloadSilent: _download_silent,
     SpecChecked: _spec_checked,
+    Weighed: _weighed,
+    SumStepped: _sum_stepped,
+    SumReady: _sum_ready,
     TrainerReady: _trainer_ready,
     TrainerDied: _trainer_died,
     RoundCommitted: _round_committed,

@@ -14,6 +14,8 @@ import secrets
 
 from edge_client.errors import CohortError, StoreError
 from edge_client.store.private_store import SECRET_BYTES, PrivateStore
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages.signing import VerifyKey
 
 _CHECK_BYTES = 3
 _GROUP = 4
@@ -100,6 +102,26 @@ def mark_in(store: PrivateStore, federation: str) -> str | None:
     """The mark of a store's secret, None without one."""
     secret = store.cohort_secret()
     return None if secret is None else mark_of(secret, federation)
+
+
+def roster_of(text: str) -> dict[str, VerifyKey]:
+    """The message keys in lines of `fedcg cohort card`.
+
+    Raises:
+        CohortError: names the line that is none, or a device that is there twice.
+    """
+    roster: dict[str, VerifyKey] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        device, _, key = line.strip().partition(" ")
+        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", device) or device in roster:
+            raise CohortError(f"line {number} of the roster: {device!r} is no device, or there twice")
+        try:
+            roster[device] = VerifyKey.from_hex(key.strip())
+        except WireError as error:
+            raise CohortError(f"line {number} of the roster: not a card of `fedcg cohort card`: {error}") from error
+    return roster
 
 
 def _check(secret: bytes) -> bytes:

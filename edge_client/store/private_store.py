@@ -310,6 +310,29 @@ class PrivateStore:
         """Store what DP-SGD has spent."""
         write_json(self.files, self.root / PRIVACY_FILE, record)
 
+    def sum_record(self) -> dict[str, Any]:
+        """What this device keeps of the last masked sum; empty before the first one."""
+        return read_json(self.files, self.root / "sums.json")
+
+    def save_sum_record(self, record: Mapping[str, Any]) -> None:
+        """Store what this device keeps of a masked sum."""
+        write_json(self.files, self.root / "sums.json", record)
+
+    def roster(self) -> dict[str, VerifyKey]:
+        """Message keys of the cohort's devices, as this device's owner gave them; empty before that."""
+        path = self.root / "roster.json"
+        try:
+            return {
+                str(device): VerifyKey.from_hex(str(key))
+                for device, key in dict(read_json(self.files, path).get("keys", {})).items()
+            }
+        except (WireError, TypeError, ValueError) as error:
+            raise damaged(path) from error
+
+    def save_roster(self, roster: Mapping[str, VerifyKey]) -> None:
+        """Store the message keys of the cohort's devices."""
+        write_json(self.files, self.root / "roster.json", {"keys": {name: key.hex for name, key in roster.items()}})
+
     def prune_artifacts(self, kept: set[str]) -> None:
         """Delete downloads that nothing refers to any more."""
         self.artifacts.delete_all(set(self.artifacts.ids()) - kept)

@@ -19,6 +19,8 @@ _LOST = {
     "accepted.json": "It holds which images the next round uses and nothing else: delete it, and the round begins anew",
     "left_out.json": "It lists images that could not be read and nothing else: delete it; the next round writes it anew",
     "format.json": "It holds whose store this is: restore it from a backup; the trained state beside it is untouched",
+    "sums.json": "It holds the secrets of the open round's masked sum: when that round is over, delete it, and the next one has a sum again",
+    "roster.json": "It holds the message keys of the cohort's devices and nothing else: delete it, and give them again with `fedcg cohort roster`",
     "seen.json": f"Without it an old broadcast could be played again: {_RESTORE}",
     "coordinator.json": f"Without it a coordinator's key that was replaced would be trusted: {_RESTORE}",
 }

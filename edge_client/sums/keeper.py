@@ -1,12 +1,14 @@
 """What this device keeps of the masked sum of a round attempt, on disk before anything of it is said: resends are byte-identical.
 
-It signs and opens one list per round, whatever attempt: a repeated attempt has the same outputs, and differences of two sums would open
-them. So a round of which this device gave shares out has no second sum here.
+A device's numbers of a round are in one sum at most, whatever attempt: a repeated attempt would have much the same outputs, and
+differences of two sums would open them. So once its peers are known, no other attempt of that round has a sum here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -23,7 +25,7 @@ from fedcg.wire.messages.sum_steps import (
     SumSigned,
     SumSurvivors,
 )
-from fedcg.wire.sums.protocol import Survivors, masked, reveal, share_out, sign_survivors
+from fedcg.wire.sums.protocol import MIN_DEVICES, Survivors, masked, reveal, share_out, sign_survivors
 from fedcg.wire.sums.secrets import Numbers, SumRound, SumSecrets
 from fedcg.wire.sums.steps import from_hex, in_hex, keys_of, members_of
 
@@ -34,7 +36,6 @@ class _Kept(BaseModel):
     Attributes:
         sealed: shares that this device dealt out; `dealt` those that it got.
         signed: the list that it signed.
-        opened: the last round that it gave shares out for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,7 +49,6 @@ class _Kept(BaseModel):
     sealed: dict[str, str] = {}
     dealt: dict[str, str] = {}
     signed: tuple[str, ...] | None = None
-    opened: int = 0
 
 
 class SumKeeper:
@@ -58,7 +58,7 @@ class SumKeeper:
         device: its name.
         key: its message key.
         roster: message keys of the cohort's devices, from this device's owner.
-        load, save: the record on disk; `save` returns once it is durable.
+        load, save: the record on disk, empty before the first sum; `save` returns once it is durable.
     """
 
     def __init__(
@@ -66,35 +66,28 @@ class SumKeeper:
         device: str,
         key: SigningKey,
         roster: Callable[[], Mapping[str, VerifyKey]],
-        load: Callable[[], bytes | None],
-        save: Callable[[bytes], None],
+        load: Callable[[], Mapping[str, Any]],
+        save: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._device, self._key, self._roster = device, key, roster
         self._load, self._save = load, save
 
     def announce(self, at: SumRound, weight: int) -> SumKeys | None:
-        """This device's keys for the sum of an attempt; None where it opened a sum of that round before.
+        """This device's keys for the sum of an attempt; None where its numbers of that round are in the sum of another one.
 
         Raises:
             StoreError: the record can't be read.
         """
         kept = self._read()
-        if kept is not None and (kept.federation, kept.opened) == (at.federation, at.round):
-            return None
         if kept is None or _at(kept) != at:
+            if kept is not None and kept.dealt and (kept.federation, kept.round) == (at.federation, at.round):
+                return None
             drawn = SumSecrets.draw(self._device)
             seeds = (drawn.cipher.hex(), drawn.mask.hex(), drawn.own.hex())
-            opened = 0 if kept is None or kept.federation != at.federation else kept.opened
-            kept = _Kept(
-                federation=at.federation,
-                round=at.round,
-                attempt=at.attempt,
-                secrets=seeds,
-                weight=weight,
-                opened=opened,
-            )
+            where = {"federation": at.federation, "round": at.round, "attempt": at.attempt}
+            kept = _Kept(**where, secrets=seeds, weight=weight)
             self._write(kept)
-        return keys_of(self._secrets(kept).announce(at, kept.weight, self._key))
+        return keys_of(_secrets(self._device, kept).announce(at, kept.weight, self._key))
 
     def members(self, at: SumRound, step: SumMembers) -> SumShares:
         """Deal out shares among the members.
@@ -108,7 +101,7 @@ class SumKeeper:
             if kept.members != step:
                 raise SumError("the coordinator names other members of the sum than before")
             return SumShares(sealed=kept.sealed)
-        secrets = self._secrets(kept)
+        secrets = _secrets(self._device, kept)
         if step.announced.get(self._device) != keys_of(secrets.announce(at, kept.weight, self._key)):
             raise SumError("the members of the sum lack this device, or have other keys of it")
         members = members_of(at, step)
@@ -128,27 +121,13 @@ class SumKeeper:
             raise SumError("shares of devices that are no members of the sum")
         if self._device not in step.sealed:
             raise SumError("this device's own shares were not passed on")
+        if len(step.sealed) < max(MIN_DEVICES, members_of(at, kept.members).threshold):
+            raise SumError(f"{len(step.sealed)} devices are too few for a sum")
         if kept.dealt:
             if kept.dealt != step.sealed:
                 raise SumError("the coordinator passes on other shares than before")
             return
         self._write(kept.model_copy(update={"dealt": dict(step.sealed)}))
-
-    def peers(self, at: SumRound) -> tuple[str, ...]:
-        """Those that this device masks with; empty where there is no sum."""
-        kept = self._read()
-        return tuple(sorted(kept.dealt)) if kept is not None and _at(kept) == at else ()
-
-    def mask(self, at: SumRound, numbers: Numbers) -> Numbers:
-        """Numbers behind this device's masks, the same at each call.
-
-        Raises:
-            SumError: there is no sum of this attempt here.
-        """
-        kept = self._of(at)
-        if kept.members is None or not kept.dealt:
-            raise SumError("no shares were dealt out for this attempt")
-        return masked(self._secrets(kept), members_of(at, kept.members), kept.dealt, numbers)
 
     def survivors(self, at: SumRound, step: SumSurvivors) -> SumSigned:
         """Sign the list of survivors, one per attempt.
@@ -171,7 +150,7 @@ class SumKeeper:
         """Give the shares out that open the sum of the list that this device signed.
 
         Raises:
-            SumError: another list, too few signatures over it, or a sum of this round was opened before.
+            SumError: another list, or too few signatures over it.
         """
         kept = self._of(at)
         names = tuple(sorted(step.names))
@@ -179,12 +158,18 @@ class SumKeeper:
             raise SumError("the sum of another list of survivors than this device signed")
         survivors = Survivors(tuple(sorted(kept.dealt)), names, from_hex(step.signatures))
         members = members_of(at, kept.members)
-        shares = reveal(self._secrets(kept), members, from_hex(kept.dealt), survivors, self._roster())
-        self._write(kept.model_copy(update={"opened": at.round}))
+        shares = reveal(_secrets(self._device, kept), members, from_hex(kept.dealt), survivors, self._roster())
         return SumRevealed(shares=in_hex(shares))
 
-    def _secrets(self, kept: _Kept) -> SumSecrets:
-        return SumSecrets(self._device, *(bytes.fromhex(seed) for seed in kept.secrets))
+    def answer(self, at: SumRound, step: SumMembers | SumSurvivors | SumOpening) -> SumShares | SumSigned | SumRevealed:
+        """The answer to a step that asks for one.
+
+        Raises:
+            SumError, SignatureError, MalformedError: as of the step's own method.
+        """
+        if isinstance(step, SumMembers):
+            return self.members(at, step)
+        return self.survivors(at, step) if isinstance(step, SumSurvivors) else self.opening(at, step)
 
     def _of(self, at: SumRound) -> _Kept:
         kept = self._read()
@@ -193,17 +178,51 @@ class SumKeeper:
         return kept
 
     def _read(self) -> _Kept | None:
-        content = self._load()
-        try:
-            return None if content is None else _Kept.model_validate_json(content)
-        except ValidationError as error:
-            raise StoreError(
-                "the record of masked sums is damaged: this device takes part in none until it is deleted"
-            ) from error
+        return _read(self._load())
 
     def _write(self, kept: _Kept) -> None:
         if kept != self._read():
-            self._save(kept.model_dump_json().encode())
+            self._save(kept.model_dump(mode="json"))
+
+
+@dataclass(frozen=True)
+class SumMasks:
+    """A device's masks in the sum of an attempt.
+
+    Attributes:
+        weight: that it announced for its numbers.
+        mask: numbers [size] uint32 behind them, the same at each call.
+    """
+
+    weight: int
+    mask: Callable[[Numbers], Numbers]
+
+
+def masks_in(record: Mapping[str, Any], device: str, at: SumRound) -> SumMasks | None:
+    """The masks in a device's record; None where it has no part in a sum of that attempt.
+
+    Raises:
+        StoreError: the record can't be read.
+    """
+    kept = _read(record)
+    if kept is None or _at(kept) != at or kept.members is None or not kept.dealt:
+        return None
+    secrets, members, peers = _secrets(device, kept), members_of(at, kept.members), tuple(kept.dealt)
+    return SumMasks(kept.weight, lambda numbers: masked(secrets, members, peers, numbers))
+
+
+def _read(record: Mapping[str, Any]) -> _Kept | None:
+    content = {name: value for name, value in record.items() if name != "format"}
+    try:
+        return _Kept.model_validate(content) if content else None
+    except ValidationError as error:
+        raise StoreError(
+            "the record of masked sums is damaged: this device takes part in none until it is deleted"
+        ) from error
+
+
+def _secrets(device: str, kept: _Kept) -> SumSecrets:
+    return SumSecrets(device, *(bytes.fromhex(seed) for seed in kept.secrets))
 
 
 def _at(kept: _Kept) -> SumRound:

@@ -18,11 +18,12 @@ import torch
 from devices.telemetry import read_telemetry
 from edge_client.errors import RoundError
 from edge_client.firewall import UpdateFacts, build_update
-from edge_client.session.events import TrainRound
+from edge_client.session.events import TrainRound, WeighRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PrivateStore
+from edge_client.sums.keeper import SumMasks, masks_in
 from edge_client.training.evaluation import Measured, measure, with_downloaded
 from edge_client.training.local_data import RoundData
 from edge_client.training.privacy_budget import COVERED, begin_round
@@ -52,7 +53,7 @@ from fedcg.learning.training.evaluation import generator_figures
 from fedcg.learning.training.training_loop import paced
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import (
     AuditFigure,
     ClassAccuracies,
@@ -63,6 +64,7 @@ from fedcg.wire.parts import (
     ReportField,
     is_delta,
 )
+from fedcg.wire.sums.secrets import SumRound
 
 BEST_SLOTS = ("best", "best_shadow")
 
@@ -93,8 +95,10 @@ def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts to code as differences")
     if method_layouts(spec, method) != dict(spec.layouts):
         raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
-    if method.summed:
-        raise RoundError(DeclineReason.SPEC_REFUSED, f"what method {spec.method} sends gives a private network away")
+    if frozenset(spec.summed) != method.summed:
+        raise RoundError(
+            DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts that leave behind masks only"
+        )
     if method.needs_cohort and work.store.cohort_secret() is None:
         way = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others"
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the cohort secret: {way}")
@@ -118,6 +122,19 @@ def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, 
 def as_aggregate(decoded: Artifact) -> Aggregate:
     """A decoded aggregate in the form that a method takes."""
     return Aggregate(to_weights(decoded.parts), decoded.header.label_distribution)
+
+
+def images_of_round(work: Workplace, command: WeighRound) -> int:
+    """Fix the training images of a round, and count them: what its numbers in a masked sum count for.
+
+    Raises:
+        RoundError, LearningError, DivergedError: as of `train_round`.
+    """
+    spec, _ = load_spec(work, command.spec)
+    attempt = command.round_attempt
+    progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
+    progress("load", 0, 1)
+    return len(work.data.for_round(spec, attempt.round, progress).train)
 
 
 def train_round(work: Workplace, command: TrainRound) -> Generation:
@@ -146,13 +163,19 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     start = _start(work, spec, method, stored)
     seen, common = work.seen(spec, data)
     at_pace = paced(spec, method, command.share, len(data.train))
-    ctx = replace(work.context(at_pace, attempt.round, attempt.attempt, progress), validation=seen.val)
+    masks = _masks(work, spec, attempt)
+    sum_weight = None if masks is None else masks.weight
+    ctx = replace(
+        work.context(at_pace, attempt.round, attempt.attempt, progress), validation=seen.val, sum_weight=sum_weight
+    )
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
     result = protected_round(method, start.personal, seen.train, as_aggregate(base), ctx)
     check_finite(result.private.parts, "after the round")
     shadow = _train_shadow(work, start, seen, ctx, progress)
-    kept = _commit(work, command, spec, _Outcome(data, seen, common, base, result, shadow, start, ctx, started, spent))
+    kept = _commit(
+        work, command, spec, _Outcome(data, seen, common, base, result, shadow, start, ctx, started, spent, masks)
+    )
     work.store.checkpoint.delete()
     return kept
 
@@ -198,6 +221,15 @@ class _Outcome:
     ctx: RoundContext
     started: float
     spent: PrivacySpent | None
+    masks: SumMasks | None
+
+
+def _masks(work: Workplace, spec: FederationSpec, at: RoundAttempt) -> SumMasks | None:
+    """This device's masks in the sum of an attempt; None where it has no part in one."""
+    if not spec.summed:
+        return None
+    sum_round = SumRound(spec.federation, at.round, at.attempt)
+    return masks_in(work.store.sum_record(), work.config.device, sum_round)
 
 
 def _start(work: Workplace, spec: FederationSpec, method: Method, stored: StoredState | None) -> _Start:
@@ -294,8 +326,9 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
         determinism=_determinism(work, done.ctx),
     )
     shared = to_arrays(done.result.shared.parts)
+    mask = None if done.masks is None else done.masks.mask
     policy = Consent(work.store.root).policy_for(work.config.policy, spec)
-    update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base)
+    update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, mask=mask)
     if not work.config.audit.is_on:
         return update
     gains = _audit(work, spec, done, update, base)
@@ -303,7 +336,7 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
         return update
     # The same tensors in the same coding; the header gains the figures that were found in them.
     report = report.model_copy(update={"audit": gains})
-    return build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base)
+    return build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, mask=mask)
 
 
 def _audit(

@@ -22,12 +22,12 @@ from devices.profile import DeviceProfile, Gpu, TrainingPlan, batch_share, plan_
 from devices.telemetry import Sensors, read_power, read_telemetry
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
-from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound
+from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound, Weighed, WeighRound
 from edge_client.store.generations import Generation
 from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.store.sent_record import LEDGER_FILE, append_line
 from edge_client.training.local_data import LocalData, LocalDefence
-from edge_client.training.local_round import train_round
+from edge_client.training.local_round import images_of_round, train_round
 from edge_client.training.memory_share import MemoryShare
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
@@ -146,13 +146,15 @@ class Trainer:
 
     def do(self, command: Work) -> TrainerReport:
         """Carry out one command in this device's turn; a failure becomes a report and leaves the state as it was before."""
-        attempt = command.round_attempt if isinstance(command, TrainRound) else NO_ATTEMPT
+        attempt = NO_ATTEMPT if isinstance(command, ChooseModel) else command.round_attempt
         self._pauses.at = attempt
         try:
             with self._turn(attempt):
+                if isinstance(command, WeighRound):
+                    return self._weigh(command)
                 return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
         except OSError as error:  # of the lock: errors of the work are reports
-            if isinstance(command, TrainRound):
+            if not isinstance(command, ChooseModel):
                 return Failed(attempt, DeclineReason.TRAINING_FAILED, self._explain(error))
             self._events.write("finalise_failed", detail=self._explain(error))
             return Chosen(command.aggregate, succeeded=False)
@@ -165,6 +167,12 @@ class Trainer:
             self._events.write("phase_started", phase="wait", **where)
 
         return turn(lock, waits, working)
+
+    def _weigh(self, command: WeighRound) -> TrainerReport:
+        try:
+            return Weighed(command.round_attempt, images_of_round(self._work, command))
+        except (EdgeError, LearningError, DivergedError, OSError) as error:
+            return Failed(command.round_attempt, reason_for(error), self._explain(error))
 
     def _train(self, command: TrainRound) -> TrainerReport:
         if self._obstacle is not None:

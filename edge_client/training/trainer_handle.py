@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from edge_client.config import AgentConfig
-from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound
+from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound, Weighed, WeighRound
 from fedcg.event_log import EventValue
 from fedcg.log.output import set_up_log
 from fedcg.log.settings import LogSettings
@@ -54,9 +54,9 @@ class Noted:
     event: dict[str, EventValue]
 
 
-Work = TrainRound | ChooseModel
+Work = WeighRound | TrainRound | ChooseModel
 TrainerCommand = Work | ReleaseTrainer
-TrainerReport = Ready | Committed | Failed | Chosen | Noted | Exited
+TrainerReport = Ready | Committed | Failed | Weighed | Chosen | Noted | Exited
 
 
 class TrainerHandle(Protocol):

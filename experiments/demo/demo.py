@@ -122,6 +122,10 @@ class Demo:
         await data
         self._allowed = self._policy()
         await processes.line(observer, "ready", READY_S)  # before the agents: it misses nothing that a device sends
+        for client in self._clients:
+            write_secrets(run.bundle(client) / "store" / "secrets", run.setting.seed, client)
+        if self._is_summed:
+            await self._give_rosters(processes)
         agents = [await self._start_agent(processes, client) for client in self._clients]
         self._kept_up = (broker, observer, coordinator)
         return agents
@@ -181,9 +185,25 @@ class Demo:
             outlives_others=True,
         )  # fmt: skip
 
+    async def _give_rosters(self, processes: Children) -> None:
+        """Give every device the message keys of all, as people do on real boxes."""
+        roster = self._run.root / "roster.txt"
+        with contextlib.closing(Store.of(Home(self._run.home))) as store:
+            lines = [f"{device.id} {device.public_key}\n" for device in store.members()]
+        roster.write_text("".join(lines), encoding="ascii")
+        given = [
+            await processes.start(
+                f"{client}-roster",
+                fedcg("cohort", "roster", roster, "--config", self._run.bundle(client) / "agent.toml"),
+            )
+            for client in self._clients
+        ]
+        for child in given:
+            if await child.process.wait():
+                raise child.ended_too_early()
+
     async def _start_agent(self, processes: Children, client: str) -> Child:
         run, bundle = self._run, self._run.bundle(client)
-        write_secrets(bundle / "store" / "secrets", run.setting.seed, client)
         environment = {
             "FEDCG_AGENT_BROKER_PROTOCOL": run.protocol,
             "FEDCG_AGENT_DATA_ROOT": str(run.data / client),
@@ -206,6 +226,7 @@ class Demo:
         home = Home(self._run.home)
         with contextlib.closing(Store.of(home)) as store:
             spec = FederationSpec.parse((home.artifacts / store.federations()[0].spec).read_bytes())
+        self._is_summed = bool(spec.summed)
         self._backbones = spec.network.backbone_names  # in turn, as in a simulation
         parts, fields = frozenset(spec.upload) - DEFAULT_ALLOW_UPLOAD, spec.required_report - DEFAULT_ALLOW_REPORT
         for key, more in (("allow_upload", parts), ("allow_report", fields)):

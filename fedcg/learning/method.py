@@ -184,6 +184,7 @@ class RoundContext:
         cohort: randomness of the cohort's secret, scoped to the federation: alike on all clients, unknown to the coordinator. None on a
             server, or where there is no secret.
         unmasking: what opens the updates' summed parts, asked for as they are merged; None: they are not masked, as in a simulation.
+        sum_weight: what the client announced that its numbers count for in a masked sum; None: nothing, they count for its images.
         warn: called with a sentence for the owner of the device.
         checkpoint: keeps the state inside a local round; None: a round that is killed begins anew.
         most_rows: rows that go through a teacher, or forth and back through the networks of a training step, at once, where memory is short;
@@ -210,6 +211,7 @@ class RoundContext:
     cohort: Streams | None = None
     warn: Callable[[str], None] = unwarned
     unmasking: Callable[[], Unmasking | None] = no_unmasking
+    sum_weight: int | None = None
 
 
 @dataclass(frozen=True)
@@ -342,7 +344,7 @@ class Method:
             are not coded as the difference to it.
         needs_public: the server half can't do without `RoundContext.public`.
         summed: parts of updates that only their sum over clients may be known of: one by one they give away what the method keeps private.
-            Federations of devices can't have them yet; simulations can.
+            Their tensors are `outputs`, whole numbers, and `weight`; devices send them behind masks, a simulation as they are.
         needs_cohort: clients can't do without `RoundContext.cohort`.
         align: (a client's own parts, aggregate, context) -> further parts of its own that a download changes; what measures, exports or
             goes on from a downloaded model uses them. None: a download replaces the parts that it holds, and that is all.

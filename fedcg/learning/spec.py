@@ -52,7 +52,7 @@ class _Frozen(BaseModel):
 
 
 # Fields that came later, and what a spec without them means.
-_EARLIER_VALUES: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": []}
+_EARLIER_VALUES: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": [], "summed": []}
 _EARLIER_NETWORK_VALUES: dict[str, object] = {"weights": None, "freeze": "none", "backbones": []}
 
 
@@ -155,6 +155,7 @@ class FederationSpec(_Frozen):
         optional_report: those of them that the method uses when they are reported and does not require.
         codec: of updates; `aggregate_codec` of aggregates.
         with_base: parts of an update that a delta codec takes to the aggregate which the round started from; the others go by value.
+        summed: parts that leave a device only behind masks, which the sum over devices takes off.
     """
 
     format: Literal[1] = 1
@@ -175,6 +176,7 @@ class FederationSpec(_Frozen):
     codec: UpdateCodec = "f32"
     aggregate_codec: AggregateCodec = "f32"
     with_base: tuple[Part, ...] = ()
+    summed: tuple[Part, ...] = ()
 
     _crop_fits = field_validator("augment_crop")(_within_image)
 

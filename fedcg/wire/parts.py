@@ -5,6 +5,7 @@ Everything that may cross the wire is listed here. Nothing here knows how a part
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Literal
@@ -145,6 +146,14 @@ class TensorLayout(BaseModel):
 
 
 PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
+
+SUM_NUMBERS, SUM_WEIGHT = "outputs", "weight"
+"""The two tensors of a part that only its sum over clients may be known of: whole numbers modulo 2^32, and what they count for."""
+
+
+def numbers_size(layouts: tuple[TensorLayout, ...]) -> int:
+    """How many numbers such a part has."""
+    return sum(math.prod(layout.shape) for layout in layouts if layout.name == SUM_NUMBERS)
 
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.aggregation.worker_messages import Updates
+from coordinator.aggregation.worker_messages import OpenedSum, Updates
 from coordinator.updates.robustness import Distances
 from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection
@@ -124,7 +124,7 @@ def alter(passing: Passing, rng: random.Random) -> bytes:
 class DigestWorker(PlainWorker):
     """Merges without torch into something that depends on every update."""
 
-    def finish(self, updates: Updates, limits: Distances) -> None:
+    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
         self.merged = updates
         super().finish(updates, limits)
 

@@ -19,6 +19,7 @@ from coordinator.aggregation.worker_messages import (
     Assessed,
     Job,
     JobDone,
+    OpenedSum,
     Updates,
     WorkerEvent,
     WorkerReady,
@@ -85,7 +86,7 @@ class NoWorker:
         assert self.job is not None
         self.notify(Assessed(self.job.round, self.job.attempt, dict.fromkeys(updates, Figures())))
 
-    def finish(self, updates: Updates, limits: Distances) -> None:
+    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
         """Hand the base back."""
         assert self.job is not None
         size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size

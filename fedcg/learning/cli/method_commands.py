@@ -83,7 +83,9 @@ def _as_text(method: Method) -> str:
         *(["  needs unlabelled public images on the coordinator"] if method.needs_public else []),
         *(["  needs the cohort secret on every device"] if method.needs_cohort else []),
         *(
-            ["  can be simulated only: " + names(frozenset(method.summed)) + " must be summed unseen"]
+            [
+                f"  leaves behind masks only, which the sum over 4 devices or more takes off: {names(frozenset(method.summed))}"
+            ]
             if method.summed
             else []
         ),

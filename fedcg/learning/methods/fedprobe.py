@@ -89,7 +89,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     down = None if aggregate is None else replace(aggregate, parts={part: aggregate.parts[part] for part in HEAD})
     result = HALF.round_of(ClientState(trained), data, down, ctx)
     extractor = load_part(ctx.spec, Part.EXTRACTOR, result.private.parts[Part.EXTRACTOR], ctx.device)
-    told = counted(outputs_on(extractor, probe_inputs(ctx, params.probes)), len(data), params)
+    told = counted(outputs_on(extractor, probe_inputs(ctx, params.probes)), ctx.sum_weight or len(data), params)
     kept = {name: tensor.clone() for name, tensor in told.items()}
     return replace(
         result,

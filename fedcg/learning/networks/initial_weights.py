@@ -94,6 +94,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         codec=plan.codec,
         aggregate_codec=plan.aggregate_codec,
         with_base=tuple(sorted(method.with_base)) if is_delta(plan.codec) else (),
+        summed=tuple(sorted(method.summed)),
     )
 
 
@@ -111,6 +112,7 @@ def shadow_spec(spec: FederationSpec) -> FederationSpec:
             "upload": (),
             "report": _REPORT,
             "optional_report": (),
+            "summed": (),
             "layouts": {part: layout for part, layout in spec.layouts.items() if part in parts},
         }
     )

@@ -26,9 +26,9 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.networks.assembly import feature_shape
 from fedcg.learning.spec import NetworkSpec
-from fedcg.wire.parts import Part, TensorLayout
+from fedcg.wire.parts import SUM_NUMBERS, SUM_WEIGHT, Part, TensorLayout
 
-OUTPUTS, WEIGHT = "outputs", "weight"
+OUTPUTS, WEIGHT = SUM_NUMBERS, SUM_WEIGHT
 MODULUS = 1 << 32
 
 
@@ -41,7 +41,9 @@ class ProbeParams(MomentumParams):
     weight_cap: int = Field(
         default=1024, ge=1, description="highest weight of a client, otherwise its number of images"
     )
-    most_clients: int = Field(default=64, ge=2, description="clients of a round, for whom sums stay exact")
+    most_clients: int = Field(
+        default=64, ge=32, description="clients of a round, for whom sums stay exact; a masked sum has 32 at most"
+    )
 
     @model_validator(mode="after")
     def _sums_fit(self) -> Self:
@@ -119,12 +121,12 @@ class WithProbeSums:
         Raises:
             DivergedError: more clients than sums stay exact for, or a client that counts for more than its cap.
         """
-        if len(updates) > self._params.most_clients:
+        unmasking = self._unmasking()
+        if unmasking is None and len(updates) > self._params.most_clients:
             raise DivergedError(
                 f"{len(updates)} clients, and sums are exact for {self._params.most_clients}: raise most_clients"
             )
         aggregate, state = self._inner.finish(updates)
-        unmasking = self._unmasking()
         sums = self._plain(updates) if unmasking is None else self._opened(unmasking, updates)
         merged = Aggregate({**aggregate.parts, Part.STATISTICS: sums}, aggregate.label_distribution)
         return merged, ServerState(merged, state.extras)
@@ -138,19 +140,17 @@ class WithProbeSums:
         return {**sums, OUTPUTS: sums[OUTPUTS] % MODULUS}
 
     def _opened(self, unmasking: Unmasking, updates: Mapping[str, Callable[[], Update]]) -> dict[str, torch.Tensor]:
-        total: torch.Tensor | None = None
-        is_whole = unmasking.correction is not None and unmasking.weights.keys() <= updates.keys()
-        for client in sorted(unmasking.weights if is_whole else updates):
-            self._check(client, unmasking.weights.get(client, 1))
-            told = updates[client]().parts[Part.STATISTICS][OUTPUTS]
-            total = told if total is None else total + told
-            if not is_whole:
-                break  # its shape is all that is needed
-        assert total is not None
-        if not is_whole or unmasking.correction is None:
-            return {OUTPUTS: torch.zeros_like(total), WEIGHT: torch.tensor(0)}
-        opened = (total + unmasking.correction.view_as(total)) % MODULUS
-        return {OUTPUTS: opened, WEIGHT: torch.tensor(sum(unmasking.weights.values()))}
+        weights, correction = unmasking.weights, unmasking.correction
+        if correction is not None and weights.keys() <= updates.keys():
+            told = [updates[client]().parts[Part.STATISTICS] for client in sorted(weights)]
+            if [int(one[WEIGHT]) for one in told] == [weights[client] for client in sorted(weights)]:
+                for client, weight in weights.items():
+                    self._check(client, weight)
+                numbers = torch.stack([one[OUTPUTS] for one in told]).sum(0)
+                opened = (numbers + correction.view_as(numbers)) % MODULUS
+                return {OUTPUTS: opened, WEIGHT: torch.tensor(sum(weights.values()))}
+        empty = next(iter(updates.values()))().parts[Part.STATISTICS]
+        return {name: torch.zeros_like(tensor) for name, tensor in empty.items()}
 
     def _check(self, client: str, weight: int) -> None:
         if not 0 < weight <= self._params.weight_cap:

@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from coordinator.aggregation.worker_messages import Job, JobDone, UpdateAdded, Updates, WorkerSettings
+from coordinator.aggregation.worker_messages import Job, JobDone, OpenedSum, UpdateAdded, Updates, WorkerSettings
 from coordinator.config import RoundSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
@@ -56,7 +56,7 @@ class PlainWorker(NoWorker):
         self.asked.append(("add", client, artifact))
         self._reply(UpdateAdded(self.job.round, self.job.attempt, client))
 
-    def finish(self, updates: Updates, limits: Distances) -> None:
+    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
         assert self.job is not None
         self.asked.append(("finish", updates))
         store = ArtifactStore(self.settings.artifacts)

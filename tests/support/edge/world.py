@@ -15,7 +15,7 @@ from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
 from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound
+from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound, Weighed, WeighRound
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from edge_client.store.generations import NewGeneration
 from edge_client.store.private_store import PrivateStore
@@ -204,6 +204,9 @@ class FakeTrainer:
         if isinstance(command, ChooseModel):
             self.store.save_finalised({"aggregate": command.aggregate})
             self.deliver(Chosen(command.aggregate, succeeded=True))
+            return
+        if isinstance(command, WeighRound):
+            self.deliver(Weighed(command.round_attempt, 7))
             return
         self.commit(command)
         self.deliver(Committed(command.round_attempt))

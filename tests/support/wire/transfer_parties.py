@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.aggregation.worker_messages import JobDone, Updates, WorkerSettings
+from coordinator.aggregation.worker_messages import JobDone, OpenedSum, Updates, WorkerSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
@@ -134,7 +134,7 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
 class DigestWorker(NoWorker):
     """Makes an aggregate that depends on every bit of every update, whoever brought it in whatever way."""
 
-    def finish(self, updates: Updates, limits: Distances) -> None:
+    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
         assert self.job is not None
         artifacts, job = ArtifactStore(self.settings.artifacts), self.job
         spec = FederationSpec.parse(artifacts.get(job.spec))

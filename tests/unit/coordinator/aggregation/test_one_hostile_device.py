@@ -111,7 +111,7 @@ def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_de
 class RejectingWorker(PlainWorker):
     """Can't merge one client's update, which it says when it is asked to merge."""
 
-    def finish(self, updates: Any, limits: Any) -> None:
+    def finish(self, updates: Any, limits: Any, opened: Any = None) -> None:
         assert self.job is not None
         if any(client == "b" for client, *_ in updates):
             self.asked.append(("finish", updates))

@@ -92,7 +92,7 @@ def test_a_coordinator_that_was_killed_before_the_figures_came_decides_the_same(
 class Eased(PlainWorker):
     """Merges by averaging, since it ran out of memory."""
 
-    def finish(self, updates: Any, limits: Any) -> None:
+    def finish(self, updates: Any, limits: Any, opened: Any = None) -> None:
         assert self.job is not None
         self._reply(JobEased(self.job.round, self.job.attempt, 2, "MemoryError: 3 GiB"))
         store, base = self.settings.artifacts, self.job

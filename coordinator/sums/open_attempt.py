@@ -1,0 +1,93 @@
+"""The masked sum of a federation's open attempt: kept in the database before anything is sent, and opened before the merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from coordinator.aggregation.worker_messages import OpenedSum
+from coordinator.messaging.publisher import Publisher
+from coordinator.storage.store import Store
+from coordinator.sums.board import Phase, Sends, SumBoard
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages.messages import RoundAttempt, SumUp
+from fedcg.wire.parts import numbers_size
+from fedcg.wire.sums.secrets import SumRound
+
+Merge = Callable[[OpenedSum], None]
+
+
+class MaskedSums:
+    """The sums of one federation, one attempt after the other.
+
+    Args:
+        spec: of the federation; one without summed parts has no sums, and every call does nothing.
+        store: the database.
+        publisher: sends the steps.
+        events: the event log.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, spec: FederationSpec, store: Store, publisher: Publisher, events: EventLog, clock: Callable[[], float]
+    ) -> None:
+        self._spec, self._store, self._publisher, self._events, self._clock = spec, store, publisher, events, clock
+        self._board: SumBoard | None = None
+        self._at = RoundAttempt(0, 0)
+        self._merge: Merge | None = None
+
+    def begin(self, at: RoundAttempt, participants: Collection[str]) -> None:
+        """An attempt is open; after a restart its sum goes on."""
+        if not self._spec.summed:
+            return
+        self._at, self._merge = at, None
+        content = self._store.masked_sums.of(self._key)
+        sum_round = SumRound(self._spec.federation, at.round, at.attempt)
+        self._board = SumBoard(sum_round, participants, content)
+
+    def receive(self, device: str, message: SumUp) -> None:
+        """Take a device's step."""
+        if self._board is not None and message.at == self._at:
+            self._follow(self._board, self._board.receive(device, message.body, self._clock()))
+
+    def tick(self, there: Collection[str]) -> None:
+        """Time went on, with a link; `there`: who may still take part in the attempt."""
+        if self._board is not None:
+            self._follow(self._board, self._board.tick(there, self._clock()))
+
+    def open(self, accepted: Collection[str], merge: Merge) -> None:
+        """Open the sum of these clients' masked numbers, then call `merge`; where it can't be opened, without it."""
+        if self._board is None:
+            merge(OpenedSum())
+            return
+        self._merge = merge
+        self._follow(self._board, self._board.close(accepted, self._clock()))
+
+    @property
+    def _key(self) -> tuple[str, int, int]:
+        return (self._spec.federation, self._at.round, self._at.attempt)
+
+    def _follow(self, board: SumBoard, sends: Sends) -> None:
+        if board.content != self._store.masked_sums.of(self._key):
+            self._store.masked_sums.keep(self._key, board.content)
+        for device, step in sends:
+            self._publisher.sum_step(device, self._at, step)
+        if board.phase in (Phase.OPENED, Phase.OFF) and self._merge is not None:
+            merge, self._merge = self._merge, None
+            merge(self._opened(board))
+
+    def _opened(self, board: SumBoard) -> OpenedSum:
+        about = {"round": self._at.round, "attempt": self._at.attempt}
+        reason = board.reason
+        if board.phase is Phase.OPENED:
+            try:
+                size = sum(numbers_size(self._spec.layouts[part]) for part in self._spec.summed)
+                correction = board.correction(size)
+            except WireError as error:  # a device lied about its shares
+                reason = str(error)
+            else:
+                self._events.write("sum_opened", **about, clients=sorted(board.weights))
+                return OpenedSum(tuple(sorted(board.weights.items())), correction.astype("<u4").tobytes())
+        self._events.write("sum_off", **about, reason=reason)
+        return OpenedSum()
