@@ -67,6 +67,7 @@ class Stack:
     allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health", "shadow")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     min_clients: int | None = None  # all devices when None
+    deadline_s: float | None = None  # of a round
     enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
     certificate_days: float | None = None
     retry_s: float = 0.5  # after a failed attempt
@@ -141,6 +142,7 @@ class Stack:
         return (
             f'federation = "shapes"\nclasses = {json.dumps(list(CLASSES))}\nmethod = "{self.method}"\nrounds = {self.rounds}\n'
             f"seed = 7\nmin_clients = {self.min_clients or len(self.devices)}\nmin_cohort = 1\n"
+            f"{f'deadline_s = {self.deadline_s}' if self.deadline_s else ''}\n"
             '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n'
             f'[network]\nsplit = "{self.split}"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n'
             f"[params]\n{params}\n"

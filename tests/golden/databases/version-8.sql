@@ -78,8 +78,8 @@ CREATE TABLE leases (
 INSERT INTO "leases" VALUES(1,2);
 CREATE TABLE masked_sums (
 	federation VARCHAR NOT NULL, 
-	round BIGINT NOT NULL, 
-	attempt BIGINT NOT NULL, 
+	round INTEGER NOT NULL, 
+	attempt INTEGER NOT NULL, 
 	content VARCHAR NOT NULL, 
 	PRIMARY KEY (federation), 
 	FOREIGN KEY(federation) REFERENCES federations (id)

@@ -57,9 +57,12 @@ from fedcg.wire.messages.messages import (
     Refusal,
     RoundAttempt,
     SelfReport,
+    SumDown,
+    SumUp,
     Welcome,
 )
 from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.sum_steps import SumShares, SumSurvivors
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.versions import PROTOCOL_VERSION
 from tests.support.edge.world import toy_generation, toy_parts, toy_spec
@@ -136,6 +139,8 @@ def messages() -> tuple[AnyMessage, ...]:
         Leave(**up),
         Left(**down),
         Receipt(**down, artifact="a" * 64, outcome=Outcome.REJECTED, reason="not finite"),
+        SumUp(**up, body=SumShares(sealed={"line-1": "a" * 96})),
+        SumDown(**down, body=SumSurvivors(names=("line-1", "line-2"))),
     )
 
 

@@ -13,10 +13,11 @@ depends_on = None
 
 def upgrade() -> None:
     """Add the table."""
+    count = sa.Integer().with_variant(sa.BigInteger, "postgresql")
     op.create_table(
         "masked_sums",
         sa.Column("federation", sa.String, sa.ForeignKey("federations.id"), primary_key=True),
-        sa.Column("round", sa.BigInteger, nullable=False),
-        sa.Column("attempt", sa.BigInteger, nullable=False),
+        sa.Column("round", count, nullable=False),
+        sa.Column("attempt", count, nullable=False),
         sa.Column("content", sa.String, nullable=False),
     )

@@ -109,16 +109,17 @@ def test_statistics_leave_only_with_the_owners_word(tmp_path: Path) -> None:
     assert "statistics" in report.detail
 
 
-def test_a_method_of_which_only_sums_may_be_seen_is_declined_and_one_that_needs_the_cohort_secret_without_it(
+def test_a_spec_without_masks_is_declined_for_a_method_that_has_some_and_so_is_one_without_the_cohort_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = allowing(Site(tmp_path, real_spec("fedprobe")))
+    monkeypatch.setattr(local_round, "get_method", lambda name: replace(get_method(name), summed=frozenset()))
     report = site.declined()
     assert (report.reason, report.detail) == (
         DeclineReason.SPEC_REFUSED,
-        "what method fedprobe sends gives a private network away",
+        "method fedprobe has other parts that leave behind masks only",
     )
-    monkeypatch.setattr(local_round, "get_method", lambda name: replace(get_method(name), summed=frozenset()))
+    monkeypatch.undo()
     report = site.declined()
     assert report.reason is DeclineReason.SPEC_REFUSED
     assert report.detail.startswith(

@@ -221,5 +221,7 @@ def test_masked_numbers_are_opened_for_exactly_the_clients_of_the_sum_and_else_t
     for nothing in (merged(Unmasking(weights, None), "a", "b", "c"), merged(Unmasking(weights, correction), "a", "c")):
         assert mean_outputs(nothing, PARAMS) is None
         assert not nothing[OUTPUTS].any()
+    assert mean_outputs(merged(Unmasking({"a": 10, "b": 500}, correction), "a", "b"), PARAMS) is None  # it sent another
+    b.parts[Part.STATISTICS][WEIGHT] = torch.tensor(500)  # type: ignore[index]
     with pytest.raises(DivergedError, match="b: its weight 500 is not of 1 to 100"):
         merged(Unmasking({"a": 10, "b": 500}, correction), "a", "b")
