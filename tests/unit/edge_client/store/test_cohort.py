@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from coordinator.messaging.cohort_marks import Cohorts
 from edge_client.errors import CohortError, StoreError
-from edge_client.store.cohort_secret import code_of, create, join, mark_of, secret_of
+from edge_client.store.cohort_secret import code_of, create, join, mark_of, roster_of, secret_of
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
 from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
+from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import data_of
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, toy_generation, toy_spec, write_device
 
@@ -122,7 +123,7 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(
     assert run("join", "--config", str(second), "--code-file", str(code)) == 0
     assert f"Joined; mark {made['mark']}" in capsys.readouterr().out
     assert run("status", "--config", str(second), "--json") == 0
-    assert data_of(capsys.readouterr().out) == {"mark": made["mark"]}
+    assert data_of(capsys.readouterr().out) == {"mark": made["mark"], "roster": []}
     assert run("create", "--config", str(first)) == 1
     assert "has a cohort secret already" in capsys.readouterr().err
     code.write_text("ABCD")
@@ -142,3 +143,16 @@ def test_an_agent_sends_its_mark_and_records_when_others_have_another_secret(mak
     world.coordinator.work_until(
         lambda: [event["others"] for event in world.events("cohort")] == ["different"], "the other secret is recorded"
     )
+
+
+def test_a_roster_names_the_line_that_is_no_card() -> None:
+    keys = [SigningKey.generate().public for _ in range(2)]
+    lines = [f"line-{number} {key.hex}" for number, key in enumerate(keys, 1)]
+    assert roster_of("\n".join(["", *lines, ""])) == {"line-1": keys[0], "line-2": keys[1]}
+    for bad, problem in (
+        (lines[0], "line 3 of the roster: 'line-1' is no device, or there twice"),
+        ("Line-3 " + keys[0].hex, "line 3 of the roster: 'Line-3' is no device"),
+        ("line-3 " + keys[0].hex[:-1], "line 3 of the roster: not a card of `fedcg cohort card`"),
+    ):
+        with pytest.raises(CohortError, match=problem):
+            roster_of("\n".join([*lines, bad]))
