@@ -371,6 +371,7 @@ class RoundDriver:
         now, first_attempt = self._context.clock(), command.first_attempt
         self._store.fail_attempt(self._key(command), command.reason, now, first_attempt)
         self._receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
+        self._sums.end()
         self._write("attempt_failed", command.at, reason=command.reason)
         self._drop_rows(command)
         self._judge_devices(command.round)

@@ -37,7 +37,7 @@ from coordinator.storage.database import database_of, open_database
 from coordinator.storage.membership_store import Register
 from coordinator.storage.overview_store import Overview
 from coordinator.storage.presence_store import Presence
-from coordinator.storage.sum_store import MaskedSums
+from coordinator.storage.sum_store import SumRecords
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
@@ -63,7 +63,7 @@ class Store(schema.Queries):
         self.presence = Presence(self._engine)
         self.overview = Overview(self._engine)
         self.api = ApiStore(self._engine)
-        self.masked_sums = MaskedSums(self._engine)
+        self.masked_sums = SumRecords(self._engine)
 
     @classmethod
     def of(cls, home: Home) -> Store:

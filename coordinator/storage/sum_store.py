@@ -7,7 +7,7 @@ from sqlalchemy import delete, insert, select
 from coordinator.storage import schema
 
 
-class MaskedSums(schema.Queries):
+class SumRecords(schema.Queries):
     """One record per federation, of the last attempt that had a sum."""
 
     def keep(self, key: tuple[str, int, int], content: str) -> None:

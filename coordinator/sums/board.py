@@ -112,6 +112,11 @@ class SumBoard:
         return {device: self._kept.members.announced[device].weight for device in self._kept.survivors}
 
     @property
+    def waits(self) -> bool:
+        """Whether it goes on by itself as time does."""
+        return self._kept.phase in (Phase.KEYS, *_TIMED)
+
+    @property
     def content(self) -> str:
         """For the same board after a restart."""
         return self._kept.model_dump_json()
@@ -150,10 +155,10 @@ class SumBoard:
         kept = self._kept
         if kept.phase in (Phase.KEYS, Phase.SHARES):
             kept.awaited &= set(there)
-        if self._until is None and kept.phase in (Phase.KEYS, *_TIMED) and kept.keys:  # the first keys, or a restart
+        if self._until is None and self.waits and kept.keys:  # the first keys, or a restart
             self._until, self._repeat_at = now + (KEYS_WAIT_S if kept.phase is Phase.KEYS else WAIT_S), now
         is_over = self._until is not None and now >= self._until
-        if kept.phase in (Phase.KEYS, *_TIMED) and (is_over or not kept.awaited):
+        if self.waits and (is_over or not kept.awaited):
             return self._next(now)
         if kept.phase not in _TIMED or now < self._repeat_at:
             return []

@@ -36,15 +36,20 @@ class MaskedSums:
         self._board: SumBoard | None = None
         self._at = RoundAttempt(0, 0)
         self._merge: Merge | None = None
+        self._stored: str | None = None
 
     def begin(self, at: RoundAttempt, participants: Collection[str]) -> None:
         """An attempt is open; after a restart its sum goes on."""
         if not self._spec.summed:
             return
         self._at, self._merge = at, None
-        content = self._store.masked_sums.of(self._key)
+        self._stored = self._store.masked_sums.of(self._key)
         sum_round = SumRound(self._spec.federation, at.round, at.attempt)
-        self._board = SumBoard(sum_round, participants, content)
+        self._board = SumBoard(sum_round, participants, self._stored)
+
+    def end(self) -> None:
+        """The attempt failed."""
+        self._board = self._merge = None
 
     def receive(self, device: str, message: SumUp) -> None:
         """Take a device's step."""
@@ -53,7 +58,7 @@ class MaskedSums:
 
     def tick(self, there: Collection[str]) -> None:
         """Time went on, with a link; `there`: who may still take part in the attempt."""
-        if self._board is not None:
+        if self._board is not None and self._board.waits:
             self._follow(self._board, self._board.tick(there, self._clock()))
 
     def open(self, accepted: Collection[str], merge: Merge) -> None:
@@ -69,8 +74,9 @@ class MaskedSums:
         return (self._spec.federation, self._at.round, self._at.attempt)
 
     def _follow(self, board: SumBoard, sends: Sends) -> None:
-        if board.content != self._store.masked_sums.of(self._key):
-            self._store.masked_sums.keep(self._key, board.content)
+        if (content := board.content) != self._stored:
+            self._store.masked_sums.keep(self._key, content)
+            self._stored = content
         for device, step in sends:
             self._publisher.sum_step(device, self._at, step)
         if board.phase in (Phase.OPENED, Phase.OFF) and self._merge is not None:

@@ -223,7 +223,8 @@ class CommandExecutor:
             answer = self._sums.answer(sum_round, step)
         except WireError as error:
             self._events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
-            return RoundFailed(at, DeclineReason.TRAINING_FAILED) if isinstance(step, SumDealt) else None
+            is_due = at == state.offered and state.sum_ready != at  # else it is trained already, or is none to train
+            return RoundFailed(at, DeclineReason.TRAINING_FAILED) if isinstance(step, SumDealt) and is_due else None
         self._link.send(SumUp(**state.addressed(at), body=answer))
         return None
 
