@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
-from edge_client.firewall import UpdateFacts, build_update, check_kept, check_spec
+from edge_client.firewall import Mask, UpdateFacts, build_update, check_kept, check_spec
 from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.inspection import inspect
@@ -62,6 +62,7 @@ def built(
     report: Report = REPORT,
     spec: FederationSpec | None = None,
     policy: PolicySection | None = None,
+    mask: Mask | None = None,
 ) -> bytes:
     return build_update(
         toy_parts(1, SHARED) if shared is None else shared,
@@ -70,6 +71,7 @@ def built(
         policy=policy or PolicySection(),
         facts=FACTS,
         base=Base(BASE_ID, {}),
+        mask=mask,
     )
 
 
@@ -324,3 +326,26 @@ def test_a_device_that_does_not_list_statistics_declines_and_says_what_they_are(
     assert refused is not None
     assert refused[0] is DeclineReason.UPLOAD_NOT_ALLOWED
     assert "statistics (numbers computed of the images" in refused[1]
+
+
+def test_numbers_of_a_masked_sum_leave_behind_masks_and_without_masks_stay_here() -> None:
+    layouts = (
+        TensorLayout(name="outputs", dtype="int64", shape=(2, 2), low=0.0, high=float(2**32 - 1)),
+        TensorLayout(name="weight", dtype="int64", shape=()),
+    )
+    plain = toy_spec(upload=(Part.STATISTICS,), layouts={Part.STATISTICS: layouts})
+    spec = plain.model_copy(update={"summed": (Part.STATISTICS,)})
+    numbers = np.array([[1, 2], [3, 2**32 - 1]])
+    shared: Parts = {Part.STATISTICS: {"outputs": numbers, "weight": np.array(7)}}
+
+    def left(mask: Mask | None) -> dict[str, Array]:
+        packed = built(shared, spec=spec, policy=EVERYTHING, mask=mask)
+        return dict(unpack(packed, dict(spec.layouts)).parts[Part.STATISTICS])
+
+    masks = np.arange(10, 14, dtype=np.uint32)
+    masked = left(lambda bare: np.add(bare, masks, dtype=np.uint32))
+    assert masked["outputs"].tolist() == [[11, 13], [15, 12]], "modulo 2^32"
+    assert masked["weight"] == 7
+    kept = left(None)
+    assert not kept["outputs"].any()
+    assert kept["weight"] == 0

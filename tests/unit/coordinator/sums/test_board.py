@@ -128,6 +128,11 @@ def test_the_sum_is_exact_or_there_is_none_whoever_is_lost_at_whichever_step(dat
     cohort = Cohort(data.draw(st.integers(4, 7), "devices"))
     deaf: set[str] = set()
 
+    def restarted() -> SumBoard:
+        """The board, or the one that a coordinator has after a restart."""
+        is_killed = data.draw(st.booleans(), "restart")
+        return SumBoard(AT, cohort.names, board.content) if is_killed else board
+
     def lose(what: str) -> None:
         deaf.update(data.draw(st.lists(st.sampled_from(cohort.names), max_size=2), what))
 
@@ -136,16 +141,20 @@ def test_the_sum_is_exact_or_there_is_none_whoever_is_lost_at_whichever_step(dat
     sends = cohort.announce(board, deaf)
     lose("before shares")
     sends = cohort.answer(board, sends, deaf)
+    board = restarted()
     if board.phase is Phase.NUMBERS:
         cohort.answer(board, sends, deaf)  # what was dealt arrives
         lose("before numbers")
         sends = board.close([name for name in cohort.names if name not in deaf], cohort.now)
+    board = restarted()
     if board.phase is Phase.SIGNATURES:
         lose("before signatures")
         sends = cohort.answer(board, sends, deaf)
+    board = restarted()
     if board.phase is Phase.OPENING:
         lose("before the opening")
         cohort.answer(board, sends, deaf)
+    board = restarted()
     if board.phase is Phase.OPENED:
         survivors = tuple(board.weights)
         expected = added([cohort.numbers[name] for name in survivors])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from edge_client.session.events import (
+    AnnounceSum,
+    AnswerSum,
     ArtifactStored,
     CheckSpec,
     ChooseModel,
@@ -25,14 +27,18 @@ from edge_client.session.events import (
     SpecChecked,
     StartTrainer,
     Stopping,
+    SumReady,
+    SumStepped,
     Tick,
     TrainerDied,
     TrainerReady,
     TrainRound,
     Want,
+    Weighed,
+    WeighRound,
     Welcomed,
 )
-from edge_client.session.state import TRAINER_DEATHS, SessionState, next_deadline
+from edge_client.session.state import SUM_EVERY_S, TRAINER_DEATHS, SessionState, next_deadline
 from edge_client.session.state_machine import step
 from fedcg.wire.messages.messages import (
     Accept,
@@ -40,6 +46,7 @@ from fedcg.wire.messages.messages import (
     Outcome,
     RoundAttempt,
 )
+from fedcg.wire.messages.sum_steps import SumOff
 from tests.support.edge.session_events import (
     OTHER_SPEC,
     SPEC,
@@ -251,3 +258,45 @@ def test_a_share_of_the_steps_is_trained_as_asked_and_the_accept_says_how_long_i
     told = [command.message for command in commands if isinstance(command, Send)]
     assert [message.predicted_s for message in told if isinstance(message, Accept)] == [12.5]
     assert TrainRound(at, SPEC.id, aggregate(1).id, share=0.25) in commands
+
+
+def summed(ready: SessionState) -> SessionState:
+    """Round 1 of a method with masked sums is accepted and at hand."""
+    known = (ArtifactStored(SPEC.id), SpecChecked(SPEC.id, None, is_summed=True), ArtifactStored(aggregate(1).id))
+    state, commands = drive(ready, offer(1), Invited(RoundAttempt(1, 1)), *known)
+    assert WeighRound(RoundAttempt(1, 1), SPEC.id) in commands
+    return state
+
+
+def test_a_masked_round_counts_its_images_announces_keys_until_answered_and_trains_once_its_masks_are_agreed_on(
+    ready: SessionState,
+) -> None:
+    at = RoundAttempt(1, 1)
+    announce, train = AnnounceSum(at, SPEC.id, 40), TrainRound(at, SPEC.id, aggregate(1).id)
+    state, commands = drive(summed(ready), Weighed(at, 40))
+    assert commands == [announce]
+    assert next_deadline(state) == SUM_EVERY_S
+    state, early = drive(state, Tick(), now=SUM_EVERY_S - 0.1)
+    state, due = drive(state, Tick(), now=SUM_EVERY_S)
+    assert (early, due) == ([], [announce])
+    state, commands = drive(state, SumStepped(at, SumOff()), now=SUM_EVERY_S)
+    assert commands == [AnswerSum(at, SumOff())]
+    state, commands = drive(state, SumReady(at), now=SUM_EVERY_S)
+    assert commands == [train]
+    _, later = drive(state, Tick(), SumReady(at), now=10 * SUM_EVERY_S)
+    assert later == []
+
+
+def test_masks_of_an_earlier_attempt_do_not_let_the_next_one_be_trained(ready: SessionState) -> None:
+    at, again = RoundAttempt(1, 1), RoundAttempt(1, 2)
+    state, _ = drive(summed(ready), Weighed(at, 40), offer(1, 2), Invited(again))
+    state, commands = drive(state, SumReady(at))
+    assert not any(isinstance(command, TrainRound) for command in commands)
+    _, commands = drive(state, Weighed(again, 41))
+    assert AnnounceSum(again, SPEC.id, 41) in commands
+
+
+def test_a_training_process_that_dies_while_it_counts_counts_again(ready: SessionState) -> None:
+    state, _ = drive(summed(ready), TrainerDied())
+    _, commands = drive(state, Tick(), TrainerReady())
+    assert WeighRound(RoundAttempt(1, 1), SPEC.id) in commands
