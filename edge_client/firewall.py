@@ -88,7 +88,7 @@ def _refusal(
     if stranger := _unlisted(spec, policy):
         return DeclineReason.NEEDS_APPROVAL, stranger
     if forbidden := frozenset(spec.upload) - policy.allow_upload:
-        parts = "; ".join(f"{part.value} ({part.meaning})" for part in sorted(forbidden))
+        parts = "; ".join(f"{part.value} ({spec.meaning_of(part)})" for part in sorted(forbidden))
         problem = f"the spec asks for what policy.allow_upload of this device does not list: {parts}"
         return DeclineReason.UPLOAD_NOT_ALLOWED, problem
     if kept := spec.required_report - policy.allow_report:

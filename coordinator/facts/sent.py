@@ -110,5 +110,5 @@ def _parts(spec: FederationSpec) -> list[PartSent]:
         tensors = spec.layouts[part]
         codec = spec.codec.removesuffix("-delta") if delta and part not in spec.with_base else spec.codec
         numbers = sum(math.prod(each.shape) for each in tensors)
-        found.append(PartSent(part.value, part.meaning, len(tensors), numbers, codec))
+        found.append(PartSent(part.value, spec.meaning_of(part), len(tensors), numbers, codec))
     return found

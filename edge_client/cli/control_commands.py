@@ -182,13 +182,13 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
         )
     policy, sizes = settings.policy, part_bytes(spec)
     reported = widened(policy, spec).allow_report & (frozenset(spec.report) | VOLUNTARY_REPORT)
-    new, masked = "   (not in [policy])", "; behind masks, so that only their sum over 4 devices or more can be read"
+    new = "   (not in [policy])"
     lines = [
         f"Federation {spec.federation}, method {spec.method}, {spec.rounds} rounds, spec {digest[:SHORT]}.",
         f"Why it waits: {why}",
         f"After each round this would leave {settings.device}, up to {_size(sum(sizes.values()))}:",
         *(
-            f"  {part.value:<16} {_size(sizes[part.value]):>9}  {part.meaning}{masked if part in spec.summed else ''}"
+            f"  {part.value:<16} {_size(sizes[part.value]):>9}  {spec.meaning_of(part)}"
             f"{'' if part in policy.allow_upload else new}"
             for part in spec.upload
         ),

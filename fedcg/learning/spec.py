@@ -205,6 +205,11 @@ class FederationSpec(_Frozen):
         """The report fields without which an update can't be merged."""
         return (_WEIGHING & frozenset(self.report)) - frozenset(self.optional_report)
 
+    def meaning_of(self, part: Part) -> str:
+        """What a part of an update is, for people."""
+        masked = "; behind masks, so that only their sum over 4 devices or more can be read"
+        return part.meaning + (masked if part in self.summed else "")
+
     @staticmethod
     def parse(payload: bytes) -> FederationSpec:
         """Read a spec from its canonical bytes.

@@ -349,3 +349,6 @@ def test_numbers_of_a_masked_sum_leave_behind_masks_and_without_masks_stay_here(
     kept = left(None)
     assert not kept["outputs"].any()
     assert kept["weight"] == 0
+    refused = check_spec(spec, PolicySection())
+    assert refused is not None
+    assert "such as the mean features of each class; behind masks, so that only their sum" in refused[1]
