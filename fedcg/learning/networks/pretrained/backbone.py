@@ -84,7 +84,7 @@ class ProjectedBackbone(nn.Module):
 
     def pooled(self, images: torch.Tensor) -> torch.Tensor:
         """[B, 1 or 3, H, W] normalised images -> [B, K]; a grey image has three equal channels."""
-        colour = images.expand(-1, 3, -1, -1)
+        colour = images if images.shape[1] == 3 else images.expand(-1, 3, -1, -1)
         if self._stage is None:
             found: torch.Tensor = self.backbone(colour)
             return found
@@ -97,6 +97,21 @@ class ProjectedBackbone(nn.Module):
         pooled = images if images.ndim == 2 else self.pooled(images)
         features: torch.Tensor = torch.relu(self.project(pooled))
         return features
+
+
+class _PaddedConv(nn.Conv2d):
+    """A convolution with TensorFlow's padding. An exported graph holds it as numbers; timm's own layer would compute it at each call."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[B, C, H, W] -> [B, C', ceil(H / stride), ceil(W / stride)]."""
+        padding: list[int] = []
+        for side, kernel, stride, dilation in zip(
+            map(int, images.shape[2:]), self.kernel_size, self.stride, self.dilation, strict=True
+        ):
+            lacking = max((math.ceil(side / stride) - 1) * stride + (kernel - 1) * dilation + 1 - side, 0)
+            padding = [lacking // 2, lacking - lacking // 2, *padding]
+        padded = nn.functional.pad(images, padding)
+        return nn.functional.conv2d(padded, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
 def constant_layers(network: nn.Module) -> frozenset[nn.Module]:
@@ -251,6 +266,9 @@ def _prototype(name: str, freeze: str) -> ProjectedBackbone:
         raise NetworkError(
             f"{parsed.timm} can't be made from its shapes alone ({error}); choose another network"
         ) from error
+    for layer in model.modules():
+        if isinstance(layer, timm.layers.Conv2dSame):
+            layer.__class__ = _PaddedConv  # the same tensors and settings
     stage, pooled = None, int(getattr(model, "head_hidden_size", model.num_features))
     if parsed.stage:
         stages = {info["module"]: (at, info["num_chs"]) for at, info in enumerate(model.feature_info)}

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import safetensors.torch
@@ -347,3 +348,24 @@ def test_the_exported_model_is_one_graph_that_answers_as_torch_does(weights: Pat
         expected = personal_model(spec, parts)(batch).numpy()
     logits = session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0]
     assert np.allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("height", "width"), [(96, 96), (65, 90)])
+def test_padding_is_as_timm_has_it(height: int, width: int) -> None:
+    """TensorFlow's: as much as the image's sides ask for, more of it below and right."""
+    timm = backbones.timm_library()
+    theirs = timm.create_model("tf_efficientnet_lite0", pretrained=False, num_classes=0).eval()
+    ours = extractor_of(complete_spec(tiny_plan("local", None, "none", "efficientnet_lite0+project:8"))).eval()
+    ours.backbone.load_state_dict(theirs.state_dict())
+    batch = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(ours.pooled(batch), theirs(batch))
+
+
+def test_an_exported_graph_computes_no_padding(tmp_path: Path) -> None:
+    """Its sizes are numbers: arithmetic on them would be made int8 with the network's, and the padding then be another."""
+    spec = complete_spec(tiny_plan("local", None, "none", "efficientnet_lite0+project:8"))
+    export_personal(spec, initial_parts(spec, b"cohort"), tmp_path / "model.onnx", takes="normalised")
+    operators = {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
+    assert "Conv" in operators
+    assert not operators & {"Shape", "Expand", "Gather", "Div", "Ceil", "Sub", "Mul"}
