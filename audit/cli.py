@@ -84,6 +84,10 @@ def run(
     auxiliary: Annotated[
         Path | None, typer.Option(help="labelled images of the same kind that an attacker could have")
     ] = None,
+    cohort: Annotated[
+        Path | None,
+        typer.Option(help="the cohort's secret (secrets/cohort.key of a store): attack with the help of one other box"),
+    ] = None,
     federation: Annotated[str | None, typer.Option(help="which one, where there are several")] = None,
     client: Annotated[str | None, typer.Option(help="whose update, where there are several")] = None,
     round_number: Annotated[int | None, typer.Option("--round", min=1, help="default: the client's last one")] = None,
@@ -113,7 +117,7 @@ def run(
     names = tuple(filter(None, (name.strip() for given in attacks or () for name in given.split(","))))
     options = AuditOptions(
         updates, data, out, private, held_out, auxiliary, federation, client, round_number, names, Effort(effort), seed,
-        processes or len(os.sched_getaffinity(0)), gate, force,
+        processes or len(os.sched_getaffinity(0)), gate, force, cohort,
     )  # fmt: skip
     console = Console(stderr=True)
     done = run_audit(options, console)

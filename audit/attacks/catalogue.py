@@ -19,6 +19,7 @@ _MODULES = {
     "class_inference": "class_inference",
     "memorisation": "generator_memory",
     "image_generator": "image_generator",
+    "extractor": "extractor_recovery",
     "epsilon": "canaries",
 }
 ATTACKS = tuple(_MODULES)

@@ -130,6 +130,8 @@ def _settings(view: View, effort: Effort) -> list[Setting]:
         return [*found, Setting(sent, Match.COSINE, prior, 0)]
     sources = [Extractor.RANDOM, Extractor.START, *([] if view.auxiliary is None else [Extractor.SURROGATE])]
     found = [Setting(Extractor.RANDOM, Match.GRADIENT, paper)]
+    if view.colluder is not None:
+        sources.append(Extractor.COLLUDER)
     if quick:
         return [*found, Setting(sources[-1], Match.FEATURES, loose), Setting(Extractor.TRUE, Match.FEATURES, prior)]
     if Part.GENERATOR in view.update:

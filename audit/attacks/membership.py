@@ -177,6 +177,8 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     assert case.view.auxiliary is not None
     streams, done = case.streams.at(ATTACK.name), [0]
     sources = (Extractor.SENT,) if case.view.shares_extractor else (Extractor.START, Extractor.SURROGATE)
+    if case.view.colluder is not None and not case.view.shares_extractor:
+        sources = (*sources, Extractor.COLLUDER)
     count = effort.of(2, 4, 16)
     steps = count + 8 + len(sources) * (2 * count + 5)
 

@@ -148,7 +148,9 @@ def _sources(case: Case) -> list[Extractor]:
     if case.view.shares_extractor:
         return [Extractor.SENT]
     given = [] if case.truth.before is None else [Extractor.TRUE]
-    return [*given, Extractor.RANDOM, Extractor.START, *([] if case.view.auxiliary is None else [Extractor.SURROGATE])]
+    helped = [] if case.view.colluder is None else [Extractor.COLLUDER]
+    blind = [Extractor.RANDOM, Extractor.START, *([] if case.view.auxiliary is None else [Extractor.SURROGATE])]
+    return [*given, *helped, *blind]
 
 
 def _before(case: Case, source: Extractor, streams: Streams, epochs: int) -> WholeModel:
@@ -164,7 +166,7 @@ def _round_of(case: Case, source: Extractor, before: WholeModel) -> Target | Non
     extractors = (case.truth.after or {}) if source is Extractor.TRUE else view.update
     if Part.EXTRACTOR in extractors:
         after = whole_model(view.spec, extractors[Part.EXTRACTOR], sent)
-    elif source in (Extractor.START, Extractor.SURROGATE):
+    elif source in (Extractor.START, Extractor.SURROGATE, Extractor.COLLUDER):
         after = replace(before, classifier=load_part(view.spec, Part.CLASSIFIER, sent).eval())
     else:
         return None

@@ -12,6 +12,7 @@ from enum import Enum
 
 import torch
 
+from audit.evidence.colluder import Colluder
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Method, Weights
 from fedcg.learning.networks.initial_weights import initial_parts
@@ -33,6 +34,7 @@ class Knowledge(str, Enum):
     START = "the weights that the private networks started from, as the public seed gives them"
     AUXILIARY = "labelled images of the same kind"
     CANDIDATES = "a list of images one of which is the right one"
+    COLLUDER = "the cohort's secret, from one of its boxes"
     PRIVATE = "the private extractor itself (not sent; a ceiling)"
 
 
@@ -48,6 +50,7 @@ class View:
         auxiliary: labelled images of the same kind that no client holds.
         artifact: sha256 of the update's bytes; empty where only its content is known.
         private: private parts that the attacker has been given: empty, but for ceilings and positive controls.
+        colluder: another box of the cohort that helps the attacker; None where none does.
     """
 
     spec: FederationSpec
@@ -61,6 +64,7 @@ class View:
     auxiliary: ImageSet | None = None
     private: Mapping[Part, Weights] = field(default_factory=dict)
     artifact: str = ""
+    colluder: Colluder | None = None
 
     @property
     def method(self) -> Method:

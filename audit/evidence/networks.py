@@ -46,6 +46,7 @@ class Extractor(str, Enum):
     RANDOM = "random"
     START = "start of the public seed"
     SURROGATE = "surrogate"
+    COLLUDER = "of a colluding box"
     TRUE = "true"
 
     @property
@@ -54,6 +55,7 @@ class Extractor(str, Enum):
         needed = {
             Extractor.START: {Knowledge.START},
             Extractor.SURROGATE: {Knowledge.AUXILIARY},
+            Extractor.COLLUDER: {Knowledge.COLLUDER},
             Extractor.TRUE: {Knowledge.PRIVATE},
         }
         return frozenset(needed.get(self, set()))
@@ -138,6 +140,10 @@ def estimated_extractor(
         return weights_of(build_part(view.spec, Part.EXTRACTOR, streams.generator("extractor", 0)))
     if source is Extractor.START:
         return view.start()[Part.EXTRACTOR]
+    if source is Extractor.COLLUDER:
+        if view.colluder is None:
+            raise ValueError("no box of the cohort helps this attacker")
+        return view.colluder.extractor
     if view.auxiliary is None:
         raise ValueError("a surrogate extractor is trained on auxiliary images, and there are none")
     return _surrogate(view.spec, view.start()[Part.EXTRACTOR], classifier, view.auxiliary, streams, epochs)

@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from audit.attacks.attack import Effort
 from audit.attacks.catalogue import chosen_attacks
 from audit.evidence.case import Case
+from audit.evidence.colluder import Colluder, read_secret
 from audit.evidence.device_data import own_view, read_truth
 from audit.evidence.updates import RecordedUpdates, read_updates
 from audit.measures.figures import Outcome
@@ -51,6 +52,7 @@ class AuditOptions:
     processes: int = 2
     gate: str = ""
     force: bool = False
+    cohort: Path | None = None
 
     def command(self) -> str:
         """The command that repeats the audit."""
@@ -108,6 +110,8 @@ def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     if options.auxiliary is not None:
         auxiliary = read_images(options.auxiliary, spec.classes, spec.image).images
     view = own_view(recorded.view(options.client, options.round, auxiliary), options.private)
+    if options.cohort is not None:
+        view = replace(view, colluder=Colluder.of(view.spec, read_secret(options.cohort), view.after))
     truth = read_truth(view, options.data, options.private, options.held_out)
     return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
 
@@ -121,6 +125,7 @@ def _identity(options: AuditOptions, case: Case, recorded: RecordedUpdates) -> d
         "seed": options.seed,
         "images": [len(truth.train), len(truth.held_out), 0 if view.auxiliary is None else len(view.auxiliary)],
         "with_private": truth.after is not None,
+        **({} if view.colluder is None else {"cohort": hashlib.sha256(view.colluder.secret).hexdigest()}),
     }
 
 

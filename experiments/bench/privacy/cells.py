@@ -109,6 +109,7 @@ def run_cell(grid: Grid, options: Sequence[str], sizes: Sizes, seed: int) -> dic
             "--private", str(truth / f"{CLIENT}-round-{rounds}.safetensors"), "--auxiliary", str(recording / "auxiliary.npz"),
             "--effort", sizes.effort, "--seed", str(seed), "--processes", str(sizes.processes),
             *(("--attacks", ",".join(grid.attacks)) if grid.attacks else ()),
+            *(("--cohort", str(recording / "initial.json")) if grid.colluder else ()),
         ]  # fmt: skip
         report = _result([*audited, "--out", str(out / "audit")])
         return {

@@ -14,7 +14,7 @@ def privacy_command(
     grid: Annotated[
         str,
         typer.Argument(
-            help="methods, pretrained, fedcg-table2, ppidsg, epochs, mechanisms, antigan, antigan-four, antigan-four-curves or antigan-split"
+            help="methods, pretrained, fedprobe, fedcg-table2, ppidsg, epochs, mechanisms, antigan, antigan-four, antigan-four-curves or antigan-split"
         ),
     ],
     data: Annotated[str, typer.Option(help="as for `fedcg simulate --data`")] = "digits",

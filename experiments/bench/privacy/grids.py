@@ -45,6 +45,7 @@ class Grid:
         common: options of every run; a row's and a column's come after them.
         attacks: which ones are carried out; empty: all.
         rounds: of every run whose column does not say otherwise.
+        colluder: one box of the cohort helps the attacker.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Grid:
     columns: Mapping[str, tuple[str, ...]]
     attacks: tuple[str, ...] = ()
     rounds: int = 3
+    colluder: bool = False
 
     def cells(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(row, column, options) of every run."""
@@ -68,6 +70,21 @@ _FIGURE_4 = {
 }
 
 GRIDS: Mapping[str, Grid] = {
+    "fedprobe": Grid(
+        "fedprobe, with one box of the cohort helping the server: what the mean outputs of 4, 8 and 16 boxes give away",
+        (*_RELU, *_SHORT, "--partition", "iid", "--start", "cohort"),
+        {
+            **{
+                f"fedprobe, {clients} clients": ("--method", "fedprobe", "--clients", str(clients))
+                for clients in (4, 8, 16)
+            },
+            "FedSplit, 4 clients": _METHODS["FedSplit"],
+            "FedAvg, 4 clients": _METHODS["FedAvg"],
+        },
+        {"": ()},
+        ("extractor", "membership", "reidentification", "inversion"),
+        colluder=True,
+    ),
     "methods": Grid(
         "attack by attack, by method and by what the server knows of the extractors' start",
         (*_RELU, *_SHORT, "--partition", "dirichlet:0.5"),

@@ -54,6 +54,11 @@ class ProbeParams(MomentumParams):
             )
         return self
 
+    @classmethod
+    def of(cls, spec: NetworkSpec) -> Self:
+        """Of a spec, whose method may have more."""
+        return cls.model_validate({name: value for name, value in spec.params.items() if name in cls.model_fields})
+
     def weight_of(self, images: int) -> int:
         """The weight of a client with so many training images."""
         return min(images, self.weight_cap)
@@ -61,9 +66,7 @@ class ProbeParams(MomentumParams):
 
 def sums_layout(spec: NetworkSpec) -> tuple[TensorLayout, ...]:
     """`outputs` [M, D], whole numbers, and `weight`; D numbers are a feature."""
-    params = ProbeParams.model_validate(
-        {name: value for name, value in spec.params.items() if name in ProbeParams.model_fields}
-    )
+    params = ProbeParams.of(spec)
     size = math.prod(feature_shape(spec))
     most = float(params.most_clients * params.weight_cap)
     return (

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from audit.evidence.case import Case, Truth, View
+from audit.evidence.colluder import Colluder
 from audit.evidence.device_data import joined
 from experiments.data.client_datasets import build_cohort
 from experiments.settings.options import root_secret
@@ -25,12 +26,13 @@ from fedcg.wire.parts import Part, Report
 
 
 @functools.lru_cache(maxsize=8)
-def simulated_case(*, auxiliary: int = 300, client: str = "client-1", **setting: object) -> Case:
+def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bool = False, **setting: object) -> Case:
     """The last round of a simulation, as an audit has it of one client.
 
     Args:
         auxiliary: images that no client holds, from the common test set.
         client: whose update.
+        helped: another box of the cohort tells the attacker what it has.
         setting: of the run (`RunSetting`); small by default: 3 clients, 2 rounds, 100 images each, 2 epochs, digits, FedCG.
     """
     defaults = {
@@ -59,6 +61,7 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", **setting:
         {name: parts for name, parts in sent.items() if name != client},
         Report(examples=len(data.train)),
         _first(party.common, auxiliary),
+        colluder=Colluder.of(spec, party.roots.cohort, after.aggregate, steps=100) if helped else None,
     )
     start, end = (_some(one.states[client].parts, method.private_parts) for one in (before, after))
     truth = Truth(data.train, joined(data.val, data.test), start, end, after.states[client].extras)
