@@ -24,6 +24,7 @@ from coordinator.updates.robustness import (
     over,
 )
 from experiments.bench.attacks.attackers import Attack
+from fedcg.learning.mechanisms.protected_round import downloaded_parts
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
@@ -144,15 +145,17 @@ class Defence:
         yardstick = Yardstick(Base(_NO_ARTIFACT, to_arrays(aggregate.parts)), self._typical)
         measured: dict[str, Behaviour] = {}
         reasons: dict[str, str] = {}
+        hidden = get_method(self._trainer.party.spec.method).summed  # behind masks: nobody can look into it
         for client, update in updates.items():
-            arrays = to_arrays(update.parts)
+            seen = replace(update, parts={part: some for part, some in update.parts.items() if part not in hidden})
+            arrays = to_arrays(seen.parts)
             try:
                 assert_finite(arrays)
                 yardstick.check(client, yardstick.distances(arrays))
             except ValidationError as error:
                 reasons[client] = error.reason
                 continue
-            measured[client] = self._trainer.behaviour(number, update, yardstick)
+            measured[client] = self._trainer.behaviour(number, seen, yardstick)
         figures = figures_of(measured, has_trained_base=number > 1)
         verdicts = {client: verdict_of(each, self._settings) for client, each in figures.items()}
         reported = {client: updates[client].examples for client in measured}
@@ -214,6 +217,12 @@ def attacked_run(
 
 
 def _accuracy(party: Party, states: Mapping[str, ClientState], server: ServerState, honest: list[str]) -> float:
-    assert party.common is not None
-    parts = [{**states[name].parts, **server.aggregate.parts} for name in honest]
-    return 100.0 * fmean(evaluate(party.spec, each, party.common).accuracy for each in parts)
+    common = party.common
+    assert common is not None
+
+    def accuracy(name: str) -> float:
+        own, context = states[name].parts, party.client_context(name, party.spec.rounds)
+        parts = {**own, **downloaded_parts(own, server.aggregate, party.datasets[name].train, context)}
+        return evaluate(party.spec, parts, common).accuracy
+
+    return 100.0 * fmean(map(accuracy, honest))

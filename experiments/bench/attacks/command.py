@@ -85,16 +85,19 @@ def _run_cases(
 ) -> None:
     """Run what the record lacks, and write it after every case."""
     from coordinator.config import RobustnessSettings
-    from experiments.bench.attacks.attackers import ATTACKS
+    from experiments.bench.attacks.attackers import ATTACKS, PROBE_ATTACKS
     from fedcg.files import READABLE, replace_durably
+    from fedcg.learning.registry import get_method
 
-    unknown = sorted(set(chosen or ()) - ATTACKS.keys())
+    attacks = {**ATTACKS, **(PROBE_ATTACKS if get_method(setting["method"]).summed else {})}
+    unknown = sorted(set(chosen or ()) - attacks.keys())
     if unknown:
         raise typer.BadParameter(
-            f"no attack {', '.join(unknown)}; there are {', '.join(ATTACKS)}", param_hint="--attack"
+            f"no attack {', '.join(unknown)} on {setting['method']}; there are {', '.join(attacks)}",
+            param_hint="--attack",
         )
     wanted = [(HONEST, False), (HONEST, True), (ABSENT, False)]
-    wanted += [(name, defended) for name in chosen or ATTACKS for defended in (True, False)]
+    wanted += [(name, defended) for name in chosen or attacks for defended in (True, False)]
     wanted = [case for case in wanted if only is None or case[1] is only or case[0] == ABSENT]
     done = {(case["attack"], case["defended"]) for case in record["cases"]}
     trainer: Trainer | None = None
@@ -105,7 +108,7 @@ def _run_cases(
 
         trainer = trainer or _trainer(setting)
         settings = RobustnessSettings() if defended else None
-        run = attacked_run(trainer, ATTACKS.get(name), settings, is_absent=name == ABSENT)
+        run = attacked_run(trainer, attacks.get(name), settings, is_absent=name == ABSENT)
         typer.echo(
             f"seed {setting['seed']}, {name}, {'with' if defended else 'without'} the defence: {run.accuracy:.1f}",
             err=True,

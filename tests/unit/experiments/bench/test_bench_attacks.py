@@ -41,6 +41,19 @@ def test_an_unknown_attack_is_refused_with_the_names_that_there_are() -> None:
     assert all(name in refused.output for name in ("charm", *list(ATTACKS)[:2]))
 
 
+def test_probes_can_be_attacked_where_there_are_any_and_no_defence_sees_it() -> None:
+    refused = run_fedcg("bench", "attacks", *QUICK, "--attack", "probes-x10")
+    assert refused.exit_code == 2
+    assert "on fedcg" in refused.output
+    words = (*QUICK[:-2], "--method", "fedprobe")
+    done = run_fedcg("bench", "attacks", *words, "--attack", "probes-highest", "--json")
+    assert done.exit_code == 0, done.output
+    cases = {(one["attack"], one["defended"]): one for one in data_of(done.stdout)[0]["cases"]}
+    hostile = cases["probes-highest", True]
+    assert all(entry["weight"] > 0 for entry in hostile["screened"])
+    assert hostile["accuracy"] == cases["probes-highest", False]["accuracy"] > 0
+
+
 def test_the_table_has_the_mean_and_every_seed() -> None:
     def record(accuracy: float, weight: int) -> dict[str, object]:
         screened = [{"client": "client-1", "weight": 5}, {"client": "client-2", "weight": weight}]
