@@ -145,8 +145,8 @@ class RoundDriver:
 
     @property
     def requires_cohort_secret(self) -> bool:
-        """Whether devices without the others' cohort secret are not invited."""
-        return self._state.policy.require_cohort
+        """Whether devices without the others' cohort secret are not invited; probes of another secret would spoil a sum."""
+        return self._state.policy.require_cohort or bool(self._context.spec.summed)
 
     def restart(self) -> None:
         """Rebuild the state from the database and go on where it was left."""

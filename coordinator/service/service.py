@@ -327,6 +327,8 @@ class Service:
         self._context.store.saw_device(device, now, hello.agent)
         if unlike := self.cohorts.note(device, hello.cohort):
             self._events.write("cohort_differs", client=device, unlike=",".join(unlike))
+            if self.round_driver.requires_cohort_secret:
+                self._members.refresh()  # before a round opens, not some seconds later
         self._publisher.welcome(device, hello.nonce, nonce, now, version)
         self._liveness.expect(device, hello.heartbeat_s, time.monotonic())
         self._liveness.mark_online(device)

@@ -135,6 +135,20 @@ def test_a_device_without_the_roster_declines_and_says_what_to_do(tmp_path: Path
         assert int(opened["weight"]) > 0
 
 
+def test_a_device_with_another_cohort_secret_is_in_no_sum(tmp_path: Path) -> None:
+    stack = made(tmp_path, min_clients=4, rounds=1)
+    (stack.store("site-5") / "secrets" / "cohort.key").write_bytes(b"d" * 32)
+    with stack.up(agents=True):
+        stack.wait_finished(deadline_s=90.0)
+        (barred, *_) = [event for event in stack.events("coordinator") if event["event"] == "barred"]
+        assert barred["clients"] == ["site-5: its cohort secret is not that of most devices"]
+        assert sum_events(stack) == [("sum_opened", 1)]
+        opened, told = of_round(stack, 1)
+        assert sorted(told) == list(DEVICES[:4])
+        left = [private_numbers(stack, device)["outputs"] for device in DEVICES[:4]]
+        assert np.array_equal(opened["outputs"], sum(left))
+
+
 def trains(event: dict[str, Any]) -> bool:
     """Progress inside the classifier's training of round 1."""
     return bool(event["event"] == "progress" and event["phase"] == "classify" and event["round"] == 1)
