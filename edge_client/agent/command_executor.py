@@ -10,32 +10,26 @@ from edge_client.agent.event_reporter import describe_end
 from edge_client.agent.owner_control import OwnerControl
 from edge_client.config import AgentConfig
 from edge_client.messaging.coordinator_link import CoordinatorLink
-from edge_client.session.events import (
+from edge_client.session.commands import (
     AnnounceSum,
     AnswerSum,
-    ArtifactLost,
     CheckSpec,
     ChooseModel,
     Command,
     Done,
-    Event,
     LoadUpdate,
     Note,
-    OutboxFound,
     RecordDelivery,
     ReleaseTrainer,
-    RoundFailed,
     Send,
     SendChunks,
     SendHello,
-    SpecChecked,
     StartTrainer,
-    SumReady,
-    TrainerDied,
     TrainRound,
     Want,
     WeighRound,
 )
+from edge_client.session.events import ArtifactLost, Event, OutboxFound, RoundFailed, SpecChecked, SumReady, TrainerDied
 from edge_client.session.state import SessionState
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from edge_client.sums.keeper import SumKeeper

@@ -31,9 +31,9 @@ from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.inbox import Inbox, Item
 from edge_client.messaging.owner_requests import ApproveRequest, Asked, PauseRequest, RevokeRequest
+from edge_client.session.commands import Command, SendHello, given_up
 from edge_client.session.events import (
     Chosen,
-    Command,
     ConsentChanged,
     Event,
     Invited,
@@ -42,7 +42,6 @@ from edge_client.session.events import (
     OutboxFound,
     RoundCommitted,
     RoundFailed,
-    SendHello,
     Sending,
     Stopping,
     Tick,
@@ -51,7 +50,6 @@ from edge_client.session.events import (
     TrainingAbandoned,
     Weighed,
     Welcomed,
-    given_up,
 )
 from edge_client.session.state import Trainer, next_deadline
 from edge_client.session.state_machine import step

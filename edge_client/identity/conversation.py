@@ -13,7 +13,8 @@ from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
-from edge_client.session.events import CoordinatorSeen, Done, Event, HelloRefused, LinkChanged, Send, SendHello, Tick
+from edge_client.session.commands import Done, Send, SendHello
+from edge_client.session.events import CoordinatorSeen, Event, HelloRefused, LinkChanged, Tick
 from edge_client.session.state import Purpose, SessionState
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in

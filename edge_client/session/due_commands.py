@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from edge_client.session.events import (
+from edge_client.session.commands import (
     AnnounceSum,
     CheckSpec,
     ChooseModel,

@@ -14,15 +14,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from edge_client.session.commands import AnswerSum, Done, LoadUpdate, RecordDelivery, Send, SendChunks
 from edge_client.session.due_commands import Step, advance, decline, is_asked
 from edge_client.session.events import (
-    AnswerSum,
     ArtifactLost,
     ArtifactStored,
     Chosen,
     ConsentChanged,
     CoordinatorSeen,
-    Done,
     DownloadSilent,
     Ended,
     Event,
@@ -31,16 +30,12 @@ from edge_client.session.events import (
     Invited,
     Left,
     LinkChanged,
-    LoadUpdate,
     ObstacleChanged,
     Offered,
     OutboxFound,
     Receipted,
-    RecordDelivery,
     RoundCommitted,
     RoundFailed,
-    Send,
-    SendChunks,
     Sending,
     SpecChecked,
     Stopping,

@@ -18,7 +18,7 @@ import torch
 from devices.telemetry import read_telemetry
 from edge_client.errors import RoundError
 from edge_client.firewall import UpdateFacts, build_update
-from edge_client.session.events import TrainRound, WeighRound
+from edge_client.session.commands import TrainRound, WeighRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent

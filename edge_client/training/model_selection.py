@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edge_client.session.events import ChooseModel
+from edge_client.session.commands import ChooseModel
 from edge_client.store.generations import StoredState
 from edge_client.training.evaluation import Measured, measure, with_downloaded
 from edge_client.training.local_data import RoundData

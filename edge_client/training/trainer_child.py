@@ -22,7 +22,8 @@ from devices.profile import DeviceProfile, Gpu, TrainingPlan, batch_share, plan_
 from devices.telemetry import Sensors, read_power, read_telemetry
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
-from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound, Weighed, WeighRound
+from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound
+from edge_client.session.events import Chosen, Weighed
 from edge_client.store.generations import Generation
 from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.store.sent_record import LEDGER_FILE, append_line

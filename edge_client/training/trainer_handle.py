@@ -11,7 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from edge_client.config import AgentConfig
-from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound, Weighed, WeighRound
+from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound
+from edge_client.session.events import Chosen, Weighed
 from fedcg.event_log import EventValue
 from fedcg.log.output import set_up_log
 from fedcg.log.settings import LogSettings

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from edge_client.session.events import ArtifactStored, DownloadSilent, Event, Wanted
+from edge_client.session.commands import Wanted
+from edge_client.session.events import ArtifactStored, DownloadSilent, Event
 from edge_client.session.state import SessionState
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.downloads import Downloaded, Downloads

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_client.session.events import Wanted
+from edge_client.session.commands import Wanted
 from edge_client.session.state import SILENCE_S
 from fedcg.wire.errors import IntegrityError, TooLargeError
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, ArtifactRef

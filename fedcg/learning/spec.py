@@ -258,7 +258,10 @@ class RoundPolicy(_Frozen):
         ),
     ] = "equal-steps"
     require_cohort: Annotated[
-        bool, Field(description="devices without the cohort secret of most others are not invited")
+        bool,
+        Field(
+            description="devices without the cohort secret of most others are not invited; with `fedprobe` always so"
+        ),
     ] = False
     stop_patience: Annotated[
         int | None, Field(ge=1, description="end after so many rounds without a better mean validation accuracy")

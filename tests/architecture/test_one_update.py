@@ -25,7 +25,7 @@ from coordinator.rounds.records import ParticipantState
 from edge_client.agent.loop import Agent
 from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.events import TrainRound
+from edge_client.session.commands import TrainRound
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import Committed, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog

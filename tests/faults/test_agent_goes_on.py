@@ -10,15 +10,8 @@ import pytest
 
 from edge_client.agent.loop import Agent
 from edge_client.messaging.inbox import MAX_BYTES
-from edge_client.session.events import (
-    Event,
-    LinkChanged,
-    LoadUpdate,
-    OutboxFound,
-    RoundCommitted,
-    Tick,
-    TrainRound,
-)
+from edge_client.session.commands import LoadUpdate, TrainRound
+from edge_client.session.events import Event, LinkChanged, OutboxFound, RoundCommitted, Tick
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.training.trainer_handle import Committed, TrainerCommand

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from edge_client.config import AgentConfig
-from edge_client.session.events import TrainRound
+from edge_client.session.commands import TrainRound
 from edge_client.training.trainer_handle import Committed, Noted, Ready, TrainerReport, trainer_process
 from fedcg.log.settings import LogSettings
 from fedcg.worker_process import Exited

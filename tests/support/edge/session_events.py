@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from edge_client.session.events import (
-    Command,
-    Ended,
-    Event,
-    Granted,
-    Offered,
-    Receipted,
-    Send,
-)
+from edge_client.session.commands import Command, Send
+from edge_client.session.events import Ended, Event, Granted, Offered, Receipted
 from edge_client.session.state import SessionState
 from edge_client.session.state_machine import step
 from fedcg.wire.messages.messages import (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.config import DataSection, KeysSection
-from edge_client.session.events import TrainRound
+from edge_client.session.commands import TrainRound
 from edge_client.store.generations import StoredState
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_child import Trainer

@@ -15,7 +15,8 @@ from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
 from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.events import ChooseModel, Chosen, ReleaseTrainer, TrainRound, Weighed, WeighRound
+from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound
+from edge_client.session.events import Chosen, Weighed
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from edge_client.store.generations import NewGeneration
 from edge_client.store.private_store import PrivateStore

@@ -32,7 +32,7 @@ from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, TlsSection
 from edge_client.identity.keys import AgentKeys, mqtt_config
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.events import TrainRound
+from edge_client.session.commands import TrainRound
 from edge_client.store.private_store import PrivateStore
 from experiments.bench.transport.rounds import NoWorker, classifier_spec, packed
 from fedcg.event_log import EventLog

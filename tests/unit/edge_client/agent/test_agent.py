@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from edge_client.config import PolicySection
-from edge_client.session.events import TrainRound
+from edge_client.session.commands import TrainRound
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import Failed, Noted
 from fedcg.wire.messages.messages import (

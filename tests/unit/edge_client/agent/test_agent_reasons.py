@@ -14,7 +14,7 @@ from edge_client.agent.event_reporter import LinkProblems
 from edge_client.cli.status import Status, read_status
 from edge_client.config import PolicySection
 from edge_client.errors import StoreLockedError
-from edge_client.session.events import ChooseModel
+from edge_client.session.commands import ChooseModel
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import Failed, TrainerCommand
 from fedcg.event_log import EventLog, read_events

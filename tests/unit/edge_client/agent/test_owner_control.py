@@ -16,7 +16,7 @@ from edge_client.messaging.owner_requests import (
     RevokeRequest,
     StatusRequest,
 )
-from edge_client.session.events import ReleaseTrainer
+from edge_client.session.commands import ReleaseTrainer
 from edge_client.store.owner_record import Consent, DayTraffic, Pause, PauseFile
 from edge_client.store.sent_record import SENT_FILE, sent_items
 from fedcg.wire.artifacts.artifacts import artifact_id

@@ -12,7 +12,8 @@ from devices.throttling import Causes
 from edge_client.agent.self_report import EVERY_S, SelfReporter, readings, served_model
 from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
-from edge_client.session.events import ChooseModel, Chosen
+from edge_client.session.commands import ChooseModel
+from edge_client.session.events import Chosen
 from edge_client.store.sent_record import SENT_FILE, read_lines
 from fedcg.wire.messages.conditions import DoctorFinding
 from fedcg.wire.messages.messages import Hello, SelfReport

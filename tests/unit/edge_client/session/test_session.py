@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import pytest
 
-from edge_client.session.events import (
+from edge_client.session.commands import (
     AnnounceSum,
     AnswerSum,
-    ArtifactStored,
     CheckSpec,
     ChooseModel,
-    Chosen,
-    CoordinatorSeen,
     Done,
-    DownloadSilent,
-    Invited,
-    LinkChanged,
     Note,
-    ObstacleChanged,
     RecordDelivery,
     ReleaseTrainer,
-    RoundCommitted,
     Send,
     SendChunks,
     SendHello,
-    SpecChecked,
     StartTrainer,
+    TrainRound,
+    Want,
+    WeighRound,
+)
+from edge_client.session.events import (
+    ArtifactStored,
+    Chosen,
+    CoordinatorSeen,
+    DownloadSilent,
+    Invited,
+    LinkChanged,
+    ObstacleChanged,
+    RoundCommitted,
+    SpecChecked,
     Stopping,
     SumReady,
     SumStepped,
     Tick,
     TrainerDied,
     TrainerReady,
-    TrainRound,
-    Want,
     Weighed,
-    WeighRound,
     Welcomed,
 )
 from edge_client.session.state import SUM_EVERY_S, TRAINER_DEATHS, SessionState, next_deadline

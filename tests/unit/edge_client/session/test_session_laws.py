@@ -7,36 +7,38 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge_client.session.commands import (
+    ChooseModel,
+    Command,
+    LoadUpdate,
+    RecordDelivery,
+    ReleaseTrainer,
+    Send,
+    SendChunks,
+    StartTrainer,
+    TrainRound,
+)
 from edge_client.session.events import (
     ArtifactLost,
     ArtifactStored,
-    ChooseModel,
     Chosen,
-    Command,
     ConsentChanged,
     CoordinatorSeen,
     DownloadSilent,
     Event,
     Invited,
     LinkChanged,
-    LoadUpdate,
     ObstacleChanged,
     OutboxFound,
     Receipted,
-    RecordDelivery,
-    ReleaseTrainer,
     RoundCommitted,
     RoundFailed,
-    Send,
-    SendChunks,
     SpecChecked,
-    StartTrainer,
     Stopping,
     Tick,
     TrainerDied,
     TrainerReady,
     TrainingAbandoned,
-    TrainRound,
     Welcomed,
 )
 from edge_client.session.state import SessionState

@@ -16,7 +16,8 @@ from edge_client.cli.status import read_status
 from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
-from edge_client.session.events import ChooseModel, Chosen
+from edge_client.session.commands import ChooseModel
+from edge_client.session.events import Chosen
 from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.event_log import EventLog
 from fedcg.learning.backbone_names import WEIGHTS_VARIABLE, weights_digest

@@ -19,7 +19,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerSettings,
 )
 from edge_client.config import TrainingSection
-from edge_client.session.events import TrainRound
+from edge_client.session.commands import TrainRound
 from edge_client.training.trainer_handle import Committed, Ready, TrainerReport, trainer_process
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.log.settings import LogSettings

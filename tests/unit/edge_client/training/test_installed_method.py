@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from edge_client.config import PolicySection
-from edge_client.session.events import ChooseModel, Chosen
+from edge_client.session.commands import ChooseModel
+from edge_client.session.events import Chosen
 from edge_client.training import local_round
 from edge_client.training.trainer_handle import Committed
 from export.model.versions import Slots

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from edge_client.config import PolicySection
-from edge_client.session.events import ChooseModel, Chosen
+from edge_client.session.commands import ChooseModel
+from edge_client.session.events import Chosen
 from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
 from edge_client.training.model_selection import Candidate, choose

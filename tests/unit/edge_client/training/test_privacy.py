@@ -15,7 +15,7 @@ from opacus.accountants import RDPAccountant
 from audit.measures.figures import Outcome
 from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
-from edge_client.session.events import ChooseModel
+from edge_client.session.commands import ChooseModel
 from edge_client.training import local_round
 from edge_client.training.evaluation import measure
 from edge_client.training.model_selection import choose_model

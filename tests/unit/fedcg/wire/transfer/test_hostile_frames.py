@@ -20,7 +20,7 @@ from coordinator.messaging.message_checks import MessageChecks, Sessions
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
-from edge_client.session.events import Wanted
+from edge_client.session.commands import Wanted
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.downloads import Downloads
 from fedcg.wire.errors import IntegrityError, WireError
