@@ -235,6 +235,14 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
                 "On the device: `fedcg cohort join` with the code that `fedcg cohort create` printed on the first one."
             )
             yield Problem("cohort differs", f"{device} in {record.id}", why, remedy, device=device)
+    if service.sums.failure is not None:
+        number, why = service.sums.failure
+        yield Problem(
+            "no masked sum",
+            record.id,
+            f"round {number} went on without the sum over its devices: {why}",
+            "Give every device a file with all devices' lines (`fedcg cohort card`, `fedcg cohort roster FILE`); see sum_off in its event log.",
+        )
     yield from _of_reports(record.id, state, service)
     for device, change in known.store.presence.latest(record.id).items():
         away = known.now - change.at

@@ -73,6 +73,7 @@ class Service:
         epoch: number of the lease.
         published: the artifacts that devices may fetch.
         receiver: takes updates; `invitations` keeps the answers of devices.
+        sums: the masked sums of its rounds.
         round_driver: drives the rounds; has the merge that runs or the last one, and the worker's process.
         floods: the devices that are silenced for a while.
         conditions: what its devices report of themselves.
@@ -108,9 +109,9 @@ class Service:
             self._refusals,
             self._queue.put,
         )
-        self._sums = MaskedSums(context.spec, context.store, self._publisher, context.events, time.monotonic)
+        self.sums = MaskedSums(context.spec, context.store, self._publisher, context.events, time.monotonic)
         self.round_driver = RoundDriver(
-            context, self._publisher, self.published, self._worker, self.receiver, self._sums
+            context, self._publisher, self.published, self._worker, self.receiver, self.sums
         )
         self.invitations = Invitations(context, self.round_driver, self._publisher, self.receiver)
         self._readers = ThreadPoolExecutor(1, "artifacts")
@@ -312,7 +313,7 @@ class Service:
         elif isinstance(message, Need):
             self._requests.serve(device, message)
         else:
-            self._sums.receive(device, message)
+            self.sums.receive(device, message)
 
     def _hello(self, device: str, hello: Hello) -> None:
         version = versions.agree(hello.versions)
@@ -367,7 +368,7 @@ class Service:
             self._follow_key()
         if self.is_connected:
             self._liveness.miss_silent(now)
-            self._sums.tick(self.state.outstanding)
+            self.sums.tick(self.state.outstanding)
         self.invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:
             return

@@ -27,6 +27,9 @@ class MaskedSums:
         publisher: sends the steps.
         events: the event log.
         clock: seconds.
+
+    Attributes:
+        failure: (round, reason) of the last sum, if it could not be opened; kept in memory only.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class MaskedSums:
         self._at = RoundAttempt(0, 0)
         self._merge: Merge | None = None
         self._stored: str | None = None
+        self.failure: tuple[int, str] | None = None
 
     def begin(self, at: RoundAttempt, participants: Collection[str]) -> None:
         """An attempt is open; after a restart its sum goes on."""
@@ -93,7 +97,9 @@ class MaskedSums:
             except WireError as error:  # a device lied about its shares
                 reason = str(error)
             else:
+                self.failure = None
                 self._events.write("sum_opened", **about, clients=sorted(board.weights))
                 return OpenedSum(tuple(sorted(board.weights.items())), correction.astype("<u4").tobytes())
+        self.failure = (self._at.round, reason)
         self._events.write("sum_off", **about, reason=reason)
         return OpenedSum()

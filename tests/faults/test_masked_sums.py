@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ PARAMS = {"epochs": 12, "probes": 4, "align_steps": 5, "align_until": 0.0}
 SHARED = ("classifier", "statistics")
 
 
-def made(root: Path, *, without_roster: str = "", **wishes: Any) -> Stack:
-    """Five devices that know each other's message keys by their owners' files."""
+def made(root: Path, *, without_roster: str = "", newcomer: str = "", **wishes: Any) -> Stack:
+    """Five devices that know each other's message keys by their owners' files; the others' do not have a newcomer yet."""
     stack = Stack(
         root=root,
         devices=DEVICES,
@@ -38,10 +39,10 @@ def made(root: Path, *, without_roster: str = "", **wishes: Any) -> Stack:
         **wishes,
     )
     stack.prepare()
-    cards = "".join(stack.command("cohort", "card", "--config", str(stack.config(device))) for device in DEVICES)
+    cards = {device: stack.command("cohort", "card", "--config", str(stack.config(device))) for device in DEVICES}
     roster = root / "roster.txt"
-    roster.write_text(cards)
     for device in DEVICES:
+        roster.write_text("".join(card for of, card in cards.items() if device == newcomer or of != newcomer))
         if device != without_roster:
             stack.command("cohort", "roster", str(roster), "--config", str(stack.config(device)))
     return stack
@@ -147,6 +148,19 @@ def test_a_device_with_another_cohort_secret_is_in_no_sum(tmp_path: Path) -> Non
         assert sorted(told) == list(DEVICES[:4])
         left = [private_numbers(stack, device)["outputs"] for device in DEVICES[:4]]
         assert np.array_equal(opened["outputs"], sum(left))
+
+
+def test_a_newcomer_that_others_do_not_know_costs_the_sum_and_the_operator_is_told(tmp_path: Path) -> None:
+    stack = made(tmp_path, newcomer="site-5", rounds=3)
+    with stack.up(agents=True):
+        wait_for(lambda: ("sum_off", 1) in sum_events(stack), "the sum is given up")
+        status = stack.command("coordinator", "status", "--dir", str(stack.home), "--json")
+        (problem,) = [one for one in json.loads(status)["data"]["problems"] if one["kind"] == "no masked sum"]
+        assert "round 1 went on without the sum" in problem["what"]
+        assert "fedcg cohort roster" in problem["remedy"]
+        stack.wait_finished()
+        opened, _ = of_round(stack, 3)
+        assert not opened["outputs"].any()
 
 
 def trains(event: dict[str, Any]) -> bool:
