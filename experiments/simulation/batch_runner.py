@@ -189,6 +189,9 @@ def _troubles(record: Mapping[str, Any]) -> Iterator[str]:
         failures = [failure for client in clients for failure in client[field]]
         if failures:
             yield f"{what} undone: {len(failures)} ({failures[0]['reason']})"
+    warnings = [warning for client in clients for warning in client.get("warnings", ())]
+    if warnings:
+        yield f"warnings: {len(warnings)} ({warnings[0]['reason']})"
     if record["server_failures"]:
         yield f"rounds without a merge: {len(record['server_failures'])} ({record['server_failures'][0]['reason']})"
     if record["skipped"]:

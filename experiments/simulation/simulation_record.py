@@ -177,6 +177,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
         "below_local": below,
         "failures": _failures(result.failures.get(name, ())),
         "shadow_failures": _failures(result.shadow_failures.get(name, ())),
+        "warnings": _failures(result.warnings.get(name, ())),
         "curve": {
             column: [_rounded(getattr(record, of_record)) for record in curve] for column, of_record in COLUMNS.items()
         },

@@ -158,6 +158,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
         shadow_failures=_noted(
             now.shadow_failures, {name: outcome.shadow_failure for name, outcome in outcomes.items()}, number
         ),
+        warnings=_noted(now.warnings, {name: outcome.warning for name, outcome in outcomes.items()}, number),
         server_failures=now.server_failures + (() if server_failure is None else (Failure(number, server_failure),)),
         aggregate_seconds=(*now.aggregate_seconds, seconds),
         update_bytes=now.update_bytes

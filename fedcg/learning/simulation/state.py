@@ -43,7 +43,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that could not train in a round, or the server that could not merge, and why."""
+    """A client that could not train in a round, or warned, or the server that could not merge, and why."""
 
     round: int
     reason: str
@@ -58,6 +58,7 @@ class Simulation:
         server: what the server keeps; `states` and `shadows` what the clients keep.
         curves: one record per client and measured round.
         failures: rounds in which a client could not train; `shadow_failures` its shadow; `server_failures` the student.
+        warnings: what owners of clients would be told, by client.
         aggregate_seconds: of each round.
         global_accuracy: (round, accuracy) of the average of all clients' models, for measured rounds.
         update_bytes: of each round, mean over its updates as they were coded; 0 where there were none. Empty without a coding.
@@ -73,6 +74,7 @@ class Simulation:
     curves: Mapping[str, tuple[RoundRecord, ...]]
     failures: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
     shadow_failures: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
+    warnings: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
     server_failures: tuple[Failure, ...] = ()
     aggregate_seconds: tuple[float, ...] = ()
     global_accuracy: tuple[tuple[int, float], ...] = ()

@@ -56,6 +56,7 @@ class LocalOutcome:
         shadow: the shadow after the round (from before it where the shadow diverged).
         seconds: of the local round, without the shadow.
         shadow_failure: why the shadow stood still.
+        warning: what the client's owner would be told.
     """
 
     client: str
@@ -65,6 +66,7 @@ class LocalOutcome:
     shadow: ClientState | None
     seconds: float
     shadow_failure: str | None = None
+    warning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,13 @@ def local_task(party: Party, task: LocalTask, aggregate: Aggregate) -> LocalOutc
 def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) -> list[LocalOutcome]:
     """`local_task` of several clients, together where the method can; the shadows together as well."""
     method, alone = get_method(party.spec.method), get_method("local")
+    told: dict[str, list[str]] = {task.client: [] for task in tasks}
     turns = [
-        Turn(task.state, party.datasets[task.client].train, party.client_context(task.client, task.number))
+        Turn(
+            task.state,
+            party.datasets[task.client].train,
+            replace(party.client_context(task.client, task.number), warn=told[task.client].append),
+        )
         for task in tasks
     ]
     shadowed = {
@@ -157,7 +164,10 @@ def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) 
     }
     results = _attempts(method, turns, aggregate)
     shadows = dict(zip(shadowed, _attempts(alone, list(shadowed.values()), None), strict=True))
-    return [_outcome(task, result, shadows.get(task.client)) for task, result in zip(tasks, results, strict=True)]
+    return [
+        replace(_outcome(task, result, shadows.get(task.client)), warning="; ".join(told[task.client]) or None)
+        for task, result in zip(tasks, results, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,16 @@ def test_a_client_that_cannot_train_keeps_its_state_and_the_others_go_on_as_if_i
     assert done.server_failures == ()
 
 
+def test_what_owners_would_be_told_is_kept_by_client_and_round() -> None:
+    wary = party_of("fedprobe", probes=4, align_steps=1, trust=1e-9)
+    done = simulate(wary, Schedule(rounds=2, shadow=False))
+    assert set(done.warnings) == set(NAMES)
+    (warning,) = done.warnings["a"]
+    assert warning.round == 2  # the first round has no mean to be believed yet
+    assert "is not believed: its residual is" in warning.reason
+    assert not simulate(party_of("fedprobe", probes=4, align_steps=1, trust=1e9), Schedule(rounds=2)).warnings
+
+
 def test_a_round_in_which_everybody_diverges_changes_nothing_and_the_run_goes_on() -> None:
     wild = party_of("fedavg", optimiser="sgd", lr=1e18)
     done = simulate(wild, Schedule(rounds=2))
