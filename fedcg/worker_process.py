@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -199,3 +200,16 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the request was made
         os._exit(1)
+
+
+def abandon(pool: ProcessPoolExecutor) -> None:
+    """Kill a pool's processes and end it, whatever they were at; futures that are not done never will be.
+
+    The thread that sends them tasks may be in the middle of a large one. CPython before 3.11.7 waits for it for ever (gh-94777), since
+    nobody reads any more and this process holds the pipe's other end open.
+    """
+    for process in list((pool._processes or {}).values()):  # noqa: SLF001 - Python 3.14 has `kill_workers`; ours is older
+        process.kill()
+    if (queue := pool._call_queue) is not None:  # type: ignore[attr-defined]  # noqa: SLF001
+        queue._reader.close()  # noqa: SLF001
+    pool.shutdown(cancel_futures=True)

@@ -20,7 +20,7 @@ from audit.errors import CaptureError
 from audit.evidence.case import Case
 from audit.measures.figures import Outcome
 from fedcg.files import replace_durably
-from fedcg.worker_process import die_with_parent
+from fedcg.worker_process import abandon, die_with_parent
 
 LOOK_EVERY_S = 0.2
 SEND_EVERY_S = 0.5
@@ -142,10 +142,9 @@ def carry_out(
                 outcomes[outcome.attack] = outcome
                 on_done(outcome)
         except BaseException:  # Ctrl-C above all
-            _kill(pool)
+            abandon(pool)
             raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+        pool.shutdown()
     return tuple(outcomes[attack.name] for attack in attacks)
 
 
@@ -165,8 +164,3 @@ def _as_completed(
                 yield future.result(), True
             else:
                 yield Outcome(name, skipped=f"failed: {type(error).__name__}: {error}"), False
-
-
-def _kill(pool: ProcessPoolExecutor) -> None:
-    for process in (pool._processes or {}).values():  # noqa: SLF001 - Python 3.14 has `kill_workers`; ours is older
-        process.kill()

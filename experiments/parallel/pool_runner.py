@@ -28,6 +28,7 @@ from fedcg.learning.simulation.tasks import (
     measure_task,
     teacher_task,
 )
+from fedcg.worker_process import abandon
 
 MAX_TRIES = 3  # a task that kills three workers (out of memory, most likely) would kill the fourth
 
@@ -83,6 +84,7 @@ class PoolRunner:
 
     def start(self, party: Party) -> None:
         """Take a federation's data, which every worker gets as it begins."""
+        self.close()
         self._party = pickle.dumps(party)
         self._open()
 
@@ -105,7 +107,6 @@ class PoolRunner:
             self._pool = None
 
     def _open(self) -> ProcessPoolExecutor:
-        self.close()
         given = (self._threads, self._party)
         self._pool = ProcessPoolExecutor(self._count, get_context("spawn"), initializer=_begin, initargs=given)
         return self._pool
@@ -130,6 +131,7 @@ class PoolRunner:
                     deaths = 0
                     yield answer
             except BrokenProcessPool as error:
+                abandon(pool)
                 deaths, pool = deaths + 1, self._open()
                 if deaths == MAX_TRIES:
                     raise RunError(

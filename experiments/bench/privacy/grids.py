@@ -70,21 +70,6 @@ _FIGURE_4 = {
 }
 
 GRIDS: Mapping[str, Grid] = {
-    "fedprobe": Grid(
-        "fedprobe, with one box of the cohort helping the server: what the mean outputs of 4, 8 and 16 boxes give away",
-        (*_RELU, *_SHORT, "--partition", "iid", "--start", "cohort"),
-        {
-            **{
-                f"fedprobe, {clients} clients": ("--method", "fedprobe", "--clients", str(clients))
-                for clients in (4, 8, 16)
-            },
-            "FedSplit, 4 clients": _METHODS["FedSplit"],
-            "FedAvg, 4 clients": _METHODS["FedAvg"],
-        },
-        {"": ()},
-        ("extractor", "membership", "reidentification", "inversion"),
-        colluder=True,
-    ),
     "methods": Grid(
         "attack by attack, by method and by what the server knows of the extractors' start",
         (*_RELU, *_SHORT, "--partition", "dirichlet:0.5"),
@@ -114,6 +99,21 @@ GRIDS: Mapping[str, Grid] = {
         },
         {"": ()},
         ("labels", "membership", "memorisation", "reidentification"),
+    ),
+    "fedprobe": Grid(
+        "fedprobe, with one box of the cohort helping the server: what the mean outputs of 4, 8 and 16 boxes give away",
+        (*_RELU, *_SHORT, "--partition", "iid", "--start", "cohort"),
+        {
+            **{
+                f"fedprobe, {clients} clients": ("--method", "fedprobe", "--clients", str(clients))
+                for clients in (4, 8, 16)
+            },
+            "FedSplit, 4 clients": _METHODS["FedSplit"],
+            "FedAvg, 4 clients": _METHODS["FedAvg"],
+        },
+        {"": ()},
+        ("extractor", "membership", "reidentification", "inversion"),
+        colluder=True,
     ),
     "fedcg-table2": Grid(
         "FedCG's table 2: one network, what is sent and with how much noise",

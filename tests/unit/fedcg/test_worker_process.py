@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import queue
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from fedcg.worker_process import Exited, WorkerProcess, requests_of
+from fedcg.worker_process import Exited, WorkerProcess, abandon, requests_of
 from tests.support.waiting import wait_until
 
 
@@ -77,3 +81,13 @@ def test_of_a_process_that_was_replaced_nothing_more_is_reported() -> None:
         assert reports.get(timeout=60) == "two"
         os.kill(second, 9)
         assert reports.get(timeout=60).pid == second
+
+
+def test_a_pool_is_abandoned_while_a_large_task_is_on_its_way_to_a_worker_that_is_busy() -> None:
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    busy, large = pool.submit(time.sleep, 600), pool.submit(len, bytes(20_000_000))
+    wait_until(busy.running, "the worker begins")
+    time.sleep(0.5)  # until the pipe is full; nothing shows that
+    abandon(pool)
+    assert isinstance(large.exception(timeout=0), BrokenProcessPool)
+    assert not multiprocessing.active_children()

@@ -177,6 +177,7 @@ def test_the_attacks_are_listed_with_their_papers() -> None:
         "class_inference",
         "memorisation",
         "image_generator",
+        "extractor",
         "epsilon",
     ]
     assert all(one["source"] and one["question"].endswith("?") for one in listed)
