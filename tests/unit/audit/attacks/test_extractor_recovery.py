@@ -97,6 +97,7 @@ def test_other_attacks_use_what_the_colluder_knows() -> None:
         assert all(Extractor.COLLUDER.value in one.setting for one in settings)
 
 
+@pytest.mark.slow
 def test_the_command_reads_the_secret_of_a_store_or_of_a_simulation(tmp_path: Path) -> None:
     case = helped()
     assert case.view.colluder is not None
