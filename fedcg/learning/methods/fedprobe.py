@@ -33,7 +33,7 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.methods._averaging import LocalHalf, average_of, init_client_of, init_server_of, unpenalised
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.probes.alignment import fit, outputs_on, probe_inputs
+from fedcg.learning.probes.alignment import distance, fit, outputs_on, probe_inputs
 from fedcg.learning.probes.sums import ProbeParams, WithProbeSums, counted, mean_outputs, sums_layout
 from fedcg.wire.parts import Part
 
@@ -52,7 +52,7 @@ class FedprobeParams(ProbeParams):
     trust: float = Field(
         default=4.0,
         gt=0,
-        description="highest residual of the own extractor at which the mean is believed; above, the round does without",
+        description="how far from the own outputs the mean is believed, in variances; beyond, the round does without",
     )
 
 
@@ -71,11 +71,18 @@ def align(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContext) 
         return {}
     extractor = load_part(ctx.spec, Part.EXTRACTOR, own[Part.EXTRACTOR], ctx.device)
     inputs = probe_inputs(ctx, params.probes)
-    before, after = fit(extractor, inputs, mean, params.align_steps, params.align_lr, params.align_until, ctx)
-    if not (before <= params.trust and after <= before and math.isfinite(after)):
+    away = distance(outputs_on(extractor, inputs), mean)
+    if not away <= params.trust:
         ctx.warn(
-            f"the mean of outputs on the probes is not believed: its residual is {before:.3g} (trust: {params.trust:g}), "
-            f"{after:.3g} after the fit; this round does without probes"
+            f"the mean of outputs on the probes is not believed: it is {away:.3g} variances away from this device's own "
+            f"(trust: {params.trust:g}); this round does without probes"
+        )
+        return {}
+    before, after = fit(extractor, inputs, mean, params.align_steps, params.align_lr, params.align_until, ctx)
+    if not (after <= before and math.isfinite(after)):
+        ctx.warn(
+            f"the extractor can't be fitted to the mean of outputs on the probes: its residual went from {before:.3g} to {after:.3g}; "
+            "this round does without probes"
         )
         return {}
     return {Part.EXTRACTOR: weights_of(extractor)}

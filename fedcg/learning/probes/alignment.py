@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -11,6 +13,8 @@ from fedcg.learning.method import RoundContext
 from fedcg.learning.networks.pretrained.features import with_features
 from fedcg.learning.probes.images import probe_images
 from fedcg.learning.training.optimisers import adam
+
+_MOST_KINDS = 100
 
 
 def probe_inputs(ctx: RoundContext, count: int) -> torch.Tensor:
@@ -33,6 +37,18 @@ def residual(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The mean squared difference, in variances of what is wanted: 1 for the best constant of each feature."""
     spread = (wanted - wanted.mean(0)).square().mean().clamp(min=1e-8)
     return (outputs - wanted).square().mean() / spread
+
+
+def distance(own: torch.Tensor, mean: torch.Tensor) -> float:
+    """Of a mean from the own outputs [M, D]: the squared difference in variances of the one that varies more.
+
+    Backbones of different kinds have a mean that varies less than each of them: n of them have an n-th. One that hardly varies is of no
+    extractors: infinitely far away.
+    """
+    of_own, of_mean = (float((some - some.mean(0)).square().mean()) for some in (own, mean))
+    if of_mean < of_own / _MOST_KINDS:
+        return math.inf
+    return float((own - mean).square().mean()) / max(of_own, of_mean, 1e-8)
 
 
 def fit(

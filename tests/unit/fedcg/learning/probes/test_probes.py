@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from fedcg.learning.method import Aggregate, DivergedError, RoundContext, Server
 from fedcg.learning.methods.fedprobe import align
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.probes.alignment import fit, outputs_on, probe_inputs, residual
+from fedcg.learning.probes.alignment import distance, fit, outputs_on, probe_inputs, residual
 from fedcg.learning.probes.images import probe_images
 from fedcg.learning.probes.sums import (
     MODULUS,
@@ -176,7 +177,7 @@ def test_a_mean_that_no_extractor_is_near_to_is_not_believed_and_the_round_says_
     assert align(own, beyond, ctx) == {}
     text, other = said
     assert "beyond 16: it is not believed, and this round does without probes" in other
-    assert text.startswith("the mean of outputs on the probes is not believed: its residual is ")
+    assert text.startswith("the mean of outputs on the probes is not believed: it is ")
     assert "this round does without probes" in text
 
 
@@ -225,3 +226,14 @@ def test_masked_numbers_are_opened_for_exactly_the_clients_of_the_sum_and_else_t
     b.parts[Part.STATISTICS][WEIGHT] = torch.tensor(500)  # type: ignore[index]
     with pytest.raises(DivergedError, match="b: its weight 500 is not of 1 to 100"):
         merged(Unmasking({"a": 10, "b": 500}, correction), "a", "b")
+
+
+def test_a_mean_is_as_far_away_as_in_variances_of_the_one_that_varies_more() -> None:
+    own = torch.tensor([[0.0, 4.0], [4.0, 0.0]])  # a variance of 4
+    assert distance(own, own) == 0.0
+    half = own.mean(0) + 0.5 * (own - own.mean(0))  # as of backbones of four kinds
+    assert distance(own, half) == distance(half, own) == 0.25
+    assert distance(own, own.mean(0).expand(2, 2)) == math.inf  # all outputs alike
+    assert distance(own, own + 4.0) == 4.0
+    assert distance(own, 10.0 * own) == pytest.approx(1.62)
+    assert not distance(own, own * float("nan")) <= 4.0

@@ -51,7 +51,7 @@ def test_what_owners_would_be_told_is_kept_by_client_and_round() -> None:
     assert set(done.warnings) == set(NAMES)
     (warning,) = done.warnings["a"]
     assert warning.round == 2  # the first round has no mean to be believed yet
-    assert "is not believed: its residual is" in warning.reason
+    assert "is not believed: it is" in warning.reason
     assert not simulate(party_of("fedprobe", probes=4, align_steps=1, trust=1e9), Schedule(rounds=2)).warnings
 
 
