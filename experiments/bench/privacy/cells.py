@@ -21,8 +21,6 @@ from experiments.simulation.recorded_updates import REAL
 from fedcg.errors import BadInputError
 from fedcg.files import READABLE, replace_durably
 
-CLIENT = "client-1"
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -103,10 +101,11 @@ def run_cell(grid: Grid, options: Sequence[str], sizes: Sizes, seed: int) -> dic
         (run,) = _result([*simulated, "--out", str(out / "runs")])["runs"]
         (recording,) = (out / "runs" / "updates").iterdir()
         truth = recording / "truth"
-        images = next(file for file in (truth / REAL / f"{CLIENT}.npz", truth / f"{CLIENT}.npz") if file.is_file())
+        images = min((truth / REAL).glob("*.npz"), default=None) or min(truth.glob("*.npz"))
+        client = images.stem  # the first one, however many digits the names of so many clients have
         audited = [
-            "audit", "run", "--updates", str(recording), "--client", CLIENT, "--data", str(images),
-            "--private", str(truth / f"{CLIENT}-round-{rounds}.safetensors"), "--auxiliary", str(recording / "auxiliary.npz"),
+            "audit", "run", "--updates", str(recording), "--client", client, "--data", str(images),
+            "--private", str(truth / f"{client}-round-{rounds}.safetensors"), "--auxiliary", str(recording / "auxiliary.npz"),
             "--effort", sizes.effort, "--seed", str(seed), "--processes", str(sizes.processes),
             *(("--attacks", ",".join(grid.attacks)) if grid.attacks else ()),
             *(("--cohort", str(recording / "initial.json")) if grid.colluder else ()),
