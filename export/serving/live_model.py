@@ -173,10 +173,10 @@ class ServedModel:
         return None
 
     def _promote(self, model: Model) -> None:
-        """Put the version that is chosen in service, and end the stage if there was one."""
+        """Put the version that is chosen in service, and end the stage if there was one: on disk first, for who was answered by it."""
         self._drop()
-        self._serve(model, self._seen)
         self._end_stage()
+        self._serve(model, self._seen)
 
     def _serve(self, model: Model, seen: Look | None) -> None:
         self.current, self.since, self._served = model, datetime.now(timezone.utc), seen

@@ -108,6 +108,22 @@ def test_a_successor_is_compared_on_the_answered_images_and_then_takes_the_reque
     assert Slots(root).current().name == "0002"
 
 
+def test_nobody_is_answered_by_the_candidate_before_the_end_of_its_stage_is_on_disk(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = _started(root, clock)
+    _choose(models, root, "0002")
+    _compare(models, 9)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("export.serving.live_model.note_serving", die)
+    with pytest.raises(KeyboardInterrupt):
+        models.refresh()
+    assert _states(models)[0] == "0001"
+
+
 def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chosen_again(
     root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
