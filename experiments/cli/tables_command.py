@@ -25,6 +25,7 @@ from experiments.papers.sheets import (
     missing_sheet,
     orders_sheet,
     traffic_sheet,
+    transfer_sheet,
 )
 from experiments.papers.traffic import traffic
 from fedcg.json_output import print_data
@@ -46,7 +47,10 @@ def tables_command(
         bool,
         typer.Option("--bytes", help="bytes per update against accuracy, where runs differ in generator or codecs"),
     ] = False,
-    by_client: Annotated[bool, typer.Option("--clients", help="add each client's points over local-only")] = False,
+    by_client: Annotated[
+        bool,
+        typer.Option("--clients", help="add each client's points over local-only, and the worst client of all seeds"),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON with everything")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
@@ -69,7 +73,7 @@ def tables_command(
 def _comparison_sheets(found: Sequence[Comparison], *, by_client: bool) -> list[Sheet]:
     sheets = [comparison_sheet(comparison) for comparison in found]
     if by_client:
-        sheets += [sheet for comparison in found if (sheet := gains_sheet(comparison)).rows]
+        sheets += [sheet for one in found for sheet in (gains_sheet(one), transfer_sheet(one)) if sheet.rows]
     orders = orders_sheet(found)
     return [*sheets, Sheet(orders.title, orders.columns, orders.rows, (CRITERION,))] if orders.rows else sheets
 

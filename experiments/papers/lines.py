@@ -17,6 +17,7 @@ from statistics import fmean, stdev
 from experiments.papers.catalogue import Preset, Published, Row, row_fields
 from experiments.papers.plan import variant_text
 from experiments.papers.records import RunRecord
+from experiments.papers.transfer import Transfer, transfer_of
 from experiments.simulation.batch import PARAM_OPTIONS
 from fedcg.learning.spec import ParameterValue
 
@@ -60,6 +61,7 @@ class Line:
             that is measured comes down.
         losing: how many of `compared` clients, over all seeds, are below their local-only model.
         gains: points over local-only for each client, mean over seeds.
+        transfer: what the deployed models give over local-only ones; None where the records do not say.
         failures: local rounds that diverged and were undone.
         unmerged: rounds, over all seeds, in which the server merged nothing.
         from_shadow: the figures are those of the other runs' local-only shadows.
@@ -77,6 +79,7 @@ class Line:
     compared: int
     gains: Mapping[str, float]
     failures: int
+    transfer: Transfer | None = None
     unmerged: int = 0
     after: Figure | None = None
     from_shadow: bool = False
@@ -145,6 +148,7 @@ def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: i
         losing=sum(client.below_local is True for client in clients),
         compared=sum(client.below_local is not None for client in clients),
         gains={name: fmean(values) for name, values in sorted(gains.items())},
+        transfer=transfer_of(clients),
         failures=sum(len(client.failures) for client in clients),
         unmerged=sum(len(run.server_failures) for run in runs.values()),
         after=figure_of(value for value in after if value is not None),

@@ -38,6 +38,11 @@ class ClientRecord(_Part):
     id: str
     accuracy_personal: float | None = None
     accuracy_local: float | None = None
+    accuracy_deployed: float | None = None
+    accuracy_common_local: float | None = None
+    accuracy_common_deployed: float | None = None
+    test_images: int | None = None
+    common_images: int | None = None
     below_local: bool | None = None
     failures: list[object] = []
     curve: Curve = Curve()

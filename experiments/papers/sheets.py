@@ -35,9 +35,9 @@ class Sheet:
 
 def comparison_sheet(found: Comparison) -> Sheet:
     """The paper's rows beside ours."""
-    first, *others = found.preset.measures
-    # Of a measure beside the first, the paper's column is left out where it prints none.
-    measures = {first: True} | {name: any(name in row.figures for row in found.preset.rows.values()) for name in others}
+    first = found.preset.measures[0]
+    # The paper's column of a measure is left out where it prints none.
+    measures = {name: any(name in row.figures for row in found.preset.rows.values()) for name in found.preset.measures}
     columns = ["row"]
     for measure, is_printed in measures.items():
         name = MEASURE_NAMES[measure]
@@ -54,7 +54,11 @@ def comparison_sheet(found: Comparison) -> Sheet:
             is_exact = not found.reduced and (shown is None or not shown.reduced)
             rows.append(_cells(row, shown, measures, common, alone, is_exact=is_exact))
     reduced = {**found.reduced, **common}
-    budget = "published settings" if not reduced else f"REDUCED: {_differences(reduced)}"
+    budget = (
+        ("published settings" if any(measures.values()) else "settings as planned")
+        if not reduced
+        else f"REDUCED: {_differences(reduced)}"
+    )
     notes = [f"data: {', '.join(found.data)}"]
     notes += [FAR_NOTE] if any(cell.endswith(" !") for cells in rows for cell in cells) else []
     if found.preset.stand_in is not None:
@@ -81,6 +85,29 @@ def gains_sheet(found: Comparison) -> Sheet:
         if line.gains and line.row.key != "local"
     ]
     return Sheet(f"{found.preset.base}: points over local-only, per client", ("row", *clients), tuple(rows))
+
+
+def transfer_sheet(found: Comparison) -> Sheet:
+    """The worst client's deployed model against its local-only one, and how many clients lost by the federation."""
+    rows = [
+        (
+            line.row.label,
+            f"{told.worst.points:+.1f} ± {told.worst.margin:.1f}",
+            f"{told.below} of {told.clients}",
+            str(told.beyond),
+            f"{told.lost:.1f}" if told.below else _NONE,
+        )
+        for line in found.lines
+        if (told := line.transfer) is not None and line.row.key != "local"
+    ]
+    columns = (
+        "row",
+        "worst client, points",
+        "clients below local-only",
+        "by more than the interval",
+        "mean of those below",
+    )
+    return Sheet(f"{found.preset.base}: the deployed model over local-only", columns, tuple(rows))
 
 
 def missing_sheet(missing: Sequence[Missing]) -> Sheet:

@@ -170,6 +170,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
         "train_images": len(data.train),
         "val_images": len(data.val),
         "test_images": len(data.test),
+        "common_images": None if party.common is None else len(party.common),
         "label_counts": list(data.train.label_counts()),
         **{key: _rounded(value) for key, value in {**figures, **averaged, **epsilon}.items()},
         "best_round": best.round,
