@@ -35,7 +35,12 @@ MODULUS = 1 << 32
 class ProbeParams(MomentumParams):
     """Parameters of methods that send outputs on probes."""
 
-    probes: int = Field(default=32, ge=2, le=4096, description="images that the cohort's secret makes")
+    probes: int = Field(
+        default=32,
+        ge=2,
+        le=4096,
+        description="images that the cohort's secret makes; 128 for networks of few features, such as cnn_bn",
+    )
     clip: float = Field(default=16.0, gt=0, description="highest output that is told")
     scale: int = Field(default=32, ge=1, description="steps of an output of 1, times a client's weight")
     weight_cap: int = Field(
