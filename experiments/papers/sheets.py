@@ -54,11 +54,8 @@ def comparison_sheet(found: Comparison) -> Sheet:
             is_exact = not found.reduced and (shown is None or not shown.reduced)
             rows.append(_cells(row, shown, measures, common, alone, is_exact=is_exact))
     reduced = {**found.reduced, **common}
-    budget = (
-        ("published settings" if any(measures.values()) else "settings as planned")
-        if not reduced
-        else f"REDUCED: {_differences(reduced)}"
-    )
+    planned = "published settings" if any(measures.values()) else "settings as planned"
+    budget = f"REDUCED: {_differences(reduced)}" if reduced else planned
     notes = [f"data: {', '.join(found.data)}"]
     notes += [FAR_NOTE] if any(cell.endswith(" !") for cells in rows for cell in cells) else []
     if found.preset.stand_in is not None:
