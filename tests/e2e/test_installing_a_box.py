@@ -36,21 +36,33 @@ def after(box: Box, done: subprocess.CompletedProcess[str]) -> After:
 
 
 @pytest.fixture(scope="module")
-def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, After]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Box]:
+    """A folder for wheels, and a box."""
+    return tmp_path_factory.mktemp("wheels"), Box(tmp_path_factory.mktemp("box"))
+
+
+@pytest.fixture(scope="module")
+def life(place: tuple[Path, Box]) -> dict[str, After]:
     """One box from its installation on; each entry is the state after a step."""
-    wheels, box = tmp_path_factory.mktemp("wheels"), Box(tmp_path_factory.mktemp("box"))
+    wheels, box = place
     make_wheel(wheels, "1.0")
     found = {"installed": after(box, box.put("install", wheels))}  # of the folder, without an index
     box.add_store("shapes", 1)
     found["upgraded"] = after(box, box.put("upgrade", make_wheel(wheels, "1.1")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def refusals(place: tuple[Path, Box], life: dict[str, After]) -> dict[str, After]:
+    """The same box after releases that it can't have."""
+    wheels, box = place
     shutil.rmtree(box.stores / "shapes")
     fill_store(box.stores / "shapes", 1)
     box.add_store("zebra", STORE_FORMAT)
     (box.stores / "zebra" / "format.json").write_text('{"format": 99, "federation": "shapes", "device": "site-1"}')
-    found["store too new"] = after(box, box.put("upgrade", make_wheel(wheels, "1.2")))
+    found = {"store too new": after(box, box.put("upgrade", make_wheel(wheels, "1.2")))}
     broken = {"edge_client/cli/units.py": "raise ImportError('half a release')\n"}
-    found["broken release"] = after(box, box.put("upgrade", make_wheel(wheels, "1.3", broken)))
-    return found
+    return {**life, **found, "broken release": after(box, box.put("upgrade", make_wheel(wheels, "1.3", broken)))}
 
 
 def test_the_installed_program_is_the_wheels_and_its_units_are_in_place(life: dict[str, After]) -> None:
@@ -85,25 +97,27 @@ def test_an_upgrade_leaves_no_copy_of_private_data_and_no_earlier_version_behind
     assert life["upgraded"].prefix == {"venv", "venv-b", ".lock"}
 
 
+@pytest.mark.slow
 def test_a_store_that_the_new_version_cannot_read_keeps_the_old_version_and_every_store_as_it_was(
-    life: dict[str, After],
+    refusals: dict[str, After],
 ) -> None:
-    refused = life["store too new"]
+    refused = refusals["store too new"]
     assert refused.done.returncode == 1
     assert f"has store format 99; this program reads up to {STORE_FORMAT}" in " ".join(refused.done.stderr.split())
     assert "version 1.1, units and private stores are as before" in refused.done.stderr
     assert f"has format {STORE_FORMAT}" in refused.done.stdout, (
         "the other store was migrated before, and must come back"
     )
-    assert (refused.version, refused.prefix) == ("1.1", life["upgraded"].prefix)
+    assert (refused.version, refused.prefix) == ("1.1", refusals["upgraded"].prefix)
     assert {name: data for name, data in refused.stores.items() if name.startswith("shapes/")} == {
         f"shapes/{name}": data for name, data in content(STORES / "format-1").items()
     }
     assert json.loads(refused.stores["zebra/format.json"])["format"] == 99
 
 
-def test_a_release_that_does_not_run_changes_nothing(life: dict[str, After]) -> None:
-    refused, before = life["broken release"], life["store too new"]
+@pytest.mark.slow
+def test_a_release_that_does_not_run_changes_nothing(refusals: dict[str, After]) -> None:
+    refused, before = refusals["broken release"], refusals["store too new"]
     assert refused.done.returncode == 1
     assert "half a release" in refused.done.stderr
     assert (refused.version, refused.stores, refused.units, refused.prefix) == (

@@ -37,6 +37,7 @@ def test_a_broker_with_too_small_packets_does_not_end_the_coordinator_which_conn
             broker.close()
 
 
+@pytest.mark.slow
 def test_time_without_a_broker_is_not_blamed_on_the_devices(tmp_path: Path) -> None:
     names = ("coordinator", "a", "b")
     with closing(World(tmp_path, tiny_spec(1), deadline_s=4.0)) as world:  # most of it is left when the link is back

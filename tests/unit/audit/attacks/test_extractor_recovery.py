@@ -47,6 +47,7 @@ def test_own_outputs_give_the_extractor_away_and_a_mean_gives_the_mean(outcome: 
     assert difference.is_possible
 
 
+@pytest.mark.slow
 def test_a_difference_of_rounds_is_a_devices_outputs_where_the_others_stand_still() -> None:
     case = helped()
     after, before = case.truth.after, case.truth.before

@@ -52,6 +52,7 @@ def test_the_attackers_figures_stand_beside_those_with_the_true_extractor(outcom
     assert len(outcome.pictures[0].rows[0][1]) == 10
 
 
+@pytest.mark.slow
 def test_shuffling_which_images_were_trained_on_leaves_no_gain() -> None:
     case = generator_case()
     images = torch.cat([case.truth.train.images, case.truth.held_out.images])
@@ -79,6 +80,7 @@ class BlankDecoder(torch.nn.Module):
         return self.grey.expand(len(vectors), *self.grey.shape)
 
 
+@pytest.mark.slow
 def test_a_repetition_gives_the_same_figures_and_leaves_torchs_random_state_alone(outcome: Outcome) -> None:
     state, seen = torch.random.get_rng_state(), list[tuple[int, int]]()
     again = ATTACK.run(generator_case(), Effort.QUICK, lambda done, total: seen.append((done, total)))

@@ -45,6 +45,7 @@ def named(outcome: Outcome, name: str) -> list[Figure]:
     return [one for one in outcome.figures if one.name == name]
 
 
+@pytest.mark.slow
 def test_members_are_told_by_how_far_the_round_moved_the_output(outcome: Outcome) -> None:
     assert outcome.is_proven("mia_auc")
     assert [one.setting for one in named(outcome, "mia_auc")] == [
@@ -54,6 +55,7 @@ def test_members_are_told_by_how_far_the_round_moved_the_output(outcome: Outcome
     assert all(one.gain.low > 0.05 for one in named(outcome, "mia_auc"))
 
 
+@pytest.mark.slow
 def test_shuffling_which_images_were_trained_on_leaves_no_gain() -> None:
     case = translating_case()
     both = joined(case.truth.train, case.truth.held_out)
@@ -64,6 +66,7 @@ def test_shuffling_which_images_were_trained_on_leaves_no_gain() -> None:
     assert all(one.gain.low <= 0 for one in named(found, "mia_auc"))
 
 
+@pytest.mark.slow
 def test_the_key_is_tried_where_it_was_given_and_a_planted_generator_shows_it_whole(outcome: Outcome) -> None:
     case = translating_case()
     (figure,) = named(outcome, "scrambled_blocks")

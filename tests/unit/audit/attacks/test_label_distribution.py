@@ -82,7 +82,9 @@ def test_the_conditional_logit_finds_the_weights_that_made_the_shares() -> None:
     assert (found - shares[20:]).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("method", ["fedcg", "fedsplit", "fedavg"])
+@pytest.mark.parametrize(
+    "method", ["fedcg", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedsplit", "fedavg"))]
+)
 def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str) -> None:
     outcome = run(skewed(method))
     shares = figure(outcome, "label_l1", HEADLINE)
@@ -110,6 +112,7 @@ def test_a_truth_that_the_update_does_not_come_from_gives_no_gain() -> None:
     assert min(gain.value for gain in gains) < 0
 
 
+@pytest.mark.slow
 def test_an_iid_client_has_nothing_to_leak() -> None:
     case = simulated_case(method="fedcg")
     assert figure(run(case), "label_l1", HEADLINE).gain.value < 0.05
@@ -136,7 +139,7 @@ def test_the_single_class_control_fails_with_a_broken_formula(monkeypatch: pytes
     assert not single_class_control(case).passed
 
 
-@pytest.mark.parametrize("method", ["fedcg", "fedsplit"])
+@pytest.mark.parametrize("method", [pytest.param("fedcg", marks=pytest.mark.slow), "fedsplit"])
 def test_the_two_class_control_fails_with_a_broken_readout(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = skewed(method)
     assert headline_control(case, Effort.QUICK, lambda: None).passed
@@ -166,6 +169,7 @@ def test_a_simulated_client_sends_what_the_method_sends_and_its_own_generator() 
             assert any(not torch.equal(weights, others[part][key]) for key, weights in planted.update[part].items())
 
 
+@pytest.mark.slow
 def test_a_run_repeats_itself_and_leaves_global_randomness_alone() -> None:
     case, state = simulated_case(method="fedsplit"), torch.random.get_rng_state()
     steps: list[tuple[int, int]] = []

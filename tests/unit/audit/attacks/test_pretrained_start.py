@@ -16,6 +16,7 @@ from tests.support.audit.cases import simulated_case
 from tests.support.learning.tiny_backbone import SPLIT, write_tiny_weights
 
 
+@pytest.mark.slow
 def test_positive_controls_have_their_own_network_and_attacks_work_on_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

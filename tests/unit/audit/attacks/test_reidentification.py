@@ -92,6 +92,7 @@ def test_a_control_fails_when_its_attack_is_broken(
     assert [control.passed for control in controls] == [at != failed for at in range(2)]
 
 
+@pytest.mark.slow
 def test_gradients_of_other_images_give_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_noise(spec, model, pixels, labels, parts):  # type: ignore[no-untyped-def]
         return batch_gradient(
@@ -103,6 +104,7 @@ def test_gradients_of_other_images_give_no_gain(monkeypatch: pytest.MonkeyPatch)
     assert figure.gain.low < 0.02
 
 
+@pytest.mark.slow
 def test_the_same_case_gives_the_same_figures() -> None:
     case = simulated_case(method="fedavg")
     assert run(case).figures == run(case).figures

@@ -31,6 +31,7 @@ def api(home: Home) -> Iterator[Api]:
         yield running
 
 
+@pytest.mark.slow
 def test_no_request_that_the_schema_allows_or_almost_allows_is_answered_with_a_server_error(api: Api) -> None:
     token = {"Authorization": f"Bearer {api.tokens.create('machine', Role.ADMIN).text}"}
     schema: Any = schemathesis.openapi.from_url(f"{api.url}/openapi.json")

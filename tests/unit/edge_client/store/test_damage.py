@@ -22,7 +22,7 @@ KEY = StoreKey(b"k" * 32)
 REMEDIES = ("estore", "delete it", "move it away", "enrol", "[encryption]", "agent store rekey")
 
 
-@pytest.fixture(scope="module", params=["plain", pytest.param("encrypted", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["plain", "encrypted"])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StoreKey | None]:
     folder = tmp_path_factory.mktemp(request.param)
     config = write_device(folder)
@@ -52,6 +52,7 @@ def damaged(content: bytes, place: float, kind: str, value: int) -> bytes:
     return content[:at] + bytes([content[at] ^ value]) + content[at + 1 :] if content else bytes([value])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(damages())
 def test_a_damaged_file_never_leads_to_other_state_in_silence(
