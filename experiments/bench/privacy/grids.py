@@ -108,6 +108,10 @@ GRIDS: Mapping[str, Grid] = {
                 f"fedprobe, {clients} clients": ("--method", "fedprobe", "--clients", str(clients))
                 for clients in (4, 8, 16)
             },
+            # A coordinator that plans rounds in which nobody moves, so that what a device adds to a sum stands out.
+            "fedprobe, 4 clients, one step a round": (
+                *("--method", "fedprobe", "--clients", "4", "--rounds", "10", "--set", "steps=1"),
+            ),
             "FedSplit, 4 clients": _METHODS["FedSplit"],
             "FedAvg, 4 clients": _METHODS["FedAvg"],
         },
