@@ -108,7 +108,7 @@ class JobRunner:
         self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
         self._behaviours: dict[str, Behaviour] = {}
         self._has_diverged = False
-        self._opened = OpenedSum()
+        self._opened, self._sum_lost = OpenedSum(), ""
         self._failed = not self._guarded(self._open)
 
     def serve(self, request: AddUpdate | AssessJob | FinishJob) -> None:
@@ -181,6 +181,7 @@ class JobRunner:
             graphs=not job.ease,
             most_rows=EASED_ROWS if job.ease else None,
             unmasking=self._unmasking,
+            warn=self._lose_sum,
         )
         self._streams = context.streams
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
@@ -260,7 +261,7 @@ class JobRunner:
         from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
 
         job = self._job
-        self._opened = request.opened
+        self._opened, self._sum_lost = request.opened, ""
         updates = {
             client: partial(self._update, client, artifact, weight) for client, artifact, weight in request.updates
         }
@@ -268,7 +269,10 @@ class JobRunner:
         check_parts(aggregate.parts, self._spec, self._method)
         packed = pack_aggregate(self._spec, aggregate, job.round, job.attempt, job.base, self._device)
         stored, extras = self._store.put(packed), self._store.put(encode_extras(state))
-        self._send(JobDone(job.round, job.attempt, stored, len(packed), extras, job.ease))
+        self._send(JobDone(job.round, job.attempt, stored, len(packed), extras, job.ease, self._sum_lost))
+
+    def _lose_sum(self, reason: str) -> None:
+        self._sum_lost = reason
 
     def _unmasking(self) -> Unmasking | None:
         """What opens the sum of the updates' masked numbers; None where the method masks none."""

@@ -173,12 +173,13 @@ class JobEased(OfAttempt):
 
 @dataclass(frozen=True)
 class JobDone(OfAttempt):
-    """Aggregate and server state are in the artifact store; `ease` as in `Job`."""
+    """Aggregate and server state are in the artifact store; `ease` as in `Job`; `sum_lost`: why it has no sum that was opened, or ""."""
 
     aggregate: str
     size: int
     server_state: str
     ease: int = 0
+    sum_lost: str = ""
 
 
 @dataclass(frozen=True)

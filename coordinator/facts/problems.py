@@ -14,6 +14,7 @@ from coordinator.facts.known import Known
 from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantState
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.service.service import Service
+from coordinator.sums.board import Phase as SumPhase
 from fedcg.log.sentences import DECLINE_ADVICE
 from fedcg.wire.messages.messages import DeclineReason
 
@@ -80,6 +81,11 @@ REMEDIES |= {
     for reason in DeclineReason
     if reason.value not in REMEDIES and (reason.passes or reason is DeclineReason.NO_TIME)
 }
+SUM_REMEDIES = {
+    SumPhase.KEYS: "At least four devices have to accept a round and announce keys: start those that are offline; sum_refused in the event log names others.",
+    SumPhase.SHARES: "Give every device a file with all devices' lines (`fedcg cohort card`, `fedcg cohort roster FILE`); see `refused` in its event log.",
+}
+SUM_REMEDY = "After one round, nothing. Else see to it that devices stay to the end: four at least, and more than half of those that announced keys."
 HEALTH = {
     "low_disk": "On the device: free some space; it declines rounds before its disk is full.",
     "hot": "On the device: improve its cooling, or lower its power mode; it declines rounds above its limit.",
@@ -235,13 +241,13 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
                 "On the device: `fedcg cohort join` with the code that `fedcg cohort create` printed on the first one."
             )
             yield Problem("cohort differs", f"{device} in {record.id}", why, remedy, device=device)
-    if service.sums.failure is not None:
-        number, why = service.sums.failure
+    if (failure := service.sums.failure) is not None:
+        what = f"round {failure.round} went on without the sum over its devices: {failure.reason}"
         yield Problem(
             "no masked sum",
             record.id,
-            f"round {number} went on without the sum over its devices: {why}",
-            "Give every device a file with all devices' lines (`fedcg cohort card`, `fedcg cohort roster FILE`); see sum_off in its event log.",
+            what,
+            SUM_REMEDY if failure.ended is None else SUM_REMEDIES.get(failure.ended, SUM_REMEDY),
         )
     yield from _of_reports(record.id, state, service)
     for device, change in known.store.presence.latest(record.id).items():

@@ -88,6 +88,17 @@ def check_plan(plan: FederationPlan) -> None:
     _completed(_Request(plan=plan))
 
 
+def too_few_for_sums(spec: FederationSpec, min_clients: int) -> str:
+    """Why rounds of so few clients can't be had with what a method sends behind masks; empty where they can."""
+    if not spec.summed or min_clients >= MIN_DEVICES:
+        return ""
+    names = ", ".join(part.value for part in spec.summed)
+    return (
+        f"method {spec.method} sends {names} behind masks, and a sum of fewer than {MIN_DEVICES} devices shows too much of each: "
+        f"set min_clients = {MIN_DEVICES} or more"
+    )
+
+
 def make_artifacts(
     plan: FederationPlan,
     artifacts: Path,
@@ -142,12 +153,8 @@ def _make(request: _Request) -> InitialArtifacts | None:
     torch.set_num_threads(1)
     spec, public_data = complete_spec(request.plan), request.public_data
     method = get_method(spec.method)
-    if spec.summed and request.plan.min_clients < MIN_DEVICES:
-        names = ", ".join(part.value for part in spec.summed)
-        raise PlanError(
-            f"method {spec.method} sends {names} behind masks, and a sum of fewer than {MIN_DEVICES} devices shows too much of each: "
-            f"set min_clients = {MIN_DEVICES} or more"
-        )
+    if problem := too_few_for_sums(spec, request.plan.min_clients):
+        raise PlanError(problem)
     if request.artifacts is None:
         return None
     store = ArtifactStore(request.artifacts)

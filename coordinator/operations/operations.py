@@ -18,9 +18,10 @@ from coordinator.operations.steering import Follow, Steering, federation_of
 from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord, FederationStatus, TokenRecord
 from coordinator.storage.locks import changing_members
+from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
-from fedcg.learning.spec import FederationPlan, RoundPolicy
+from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
 
 ResultT = TypeVar("ResultT")
 
@@ -63,7 +64,10 @@ class Operations:
             SteeringError: it can't be made now.
         """
         with self._changing:
-            return change(Steering(self.store, self.events, self.follow, self.clock))
+            return change(Steering(self.store, self._spec, self.events, self.follow, self.clock))
+
+    def _spec(self, record: FederationRecord) -> FederationSpec:
+        return FederationSpec.parse(artifacts_of(self.home).get(record.spec))
 
     def change_policy(
         self, federation: str, changes: Mapping[str, Any], check: Callable[[RoundPolicy], None] = lambda policy: None

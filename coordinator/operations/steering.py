@@ -12,12 +12,13 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from coordinator.errors import NotFoundError, SteeringError, StoreError
+from coordinator.operations.create_federation import too_few_for_sums
 from coordinator.rounds.records import DeviceRecord, DeviceState, FederationRecord, FederationStatus
 from coordinator.rounds.round_engine import Phase
 from coordinator.storage.store import Store
 from fedcg.config_file import listed, problems_of
 from fedcg.event_log import EventLog
-from fedcg.learning.spec import FederationPlan, RoundPolicy
+from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
 
 BY_OPERATOR = "held by an operator; `fedcg federation resume` lets it go on"
 STOPPED = "stopped by an operator"
@@ -64,15 +65,22 @@ class Steering:
 
     Args:
         store: the database.
+        spec: gives the spec of a federation.
         events: the event log.
         follow: of the running coordinator.
         clock: unix time.
     """
 
     def __init__(
-        self, store: Store, events: EventLog, follow: Follow = nobody_follows, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        spec: Callable[[FederationRecord], FederationSpec],
+        events: EventLog,
+        follow: Follow = nobody_follows,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
+        self._spec = spec
         self._events = events
         self._follow = follow
         self._clock = clock
@@ -127,10 +135,12 @@ class Steering:
         """Change fields of the policy; the open attempt goes on by the new one.
 
         Raises:
-            SteeringError: a field or a value that can't be; names all of them.
+            SteeringError: a field or a value that can't be; names all of them. Fewer clients than the method's sums take.
         """
         record = federation_of(self._store, federation)
         policy = _changed(record, changes)
+        if "min_clients" in changes and (problem := too_few_for_sums(self._spec(record), policy.min_clients)):
+            raise SteeringError(problem)
         state = self._store.round_state(federation)
         least = state.round if state.phase in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED) else state.round - 1
         if policy.rounds < least:

@@ -247,6 +247,8 @@ class RoundDriver:
         self._store.close_attempt(record, EASED.get(done.ease, ""))
         self._published.allow(done.aggregate)
         self._write("aggregate_stored", done.at, artifact=done.aggregate, size=done.size)
+        if done.sum_lost:
+            self._sums.lost(done.at, done.sum_lost)
         self._drop_rows(done)
         self._prune(done.round)
         self._judge_devices(done.round + 1)

@@ -109,7 +109,8 @@ class Service:
             self._refusals,
             self._queue.put,
         )
-        self.sums = MaskedSums(context.spec, context.store, self._publisher, context.events, time.monotonic)
+        key_of = self._message_checks.key_of
+        self.sums = MaskedSums(context.spec, context.store, self._publisher, context.events, time.monotonic, key_of)
         self.round_driver = RoundDriver(
             context, self._publisher, self.published, self._worker, self.receiver, self.sums
         )
@@ -344,6 +345,7 @@ class Service:
             self.round_driver.apply(change)
             return
         self._liveness.pardon(now)
+        self.sums.link_is_back()
         self.published.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)

@@ -11,7 +11,8 @@ from enum import Enum
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from fedcg.wire.errors import SumError
+from fedcg.wire.errors import SignatureError, SumError
+from fedcg.wire.messages.signing import VerifyKey
 from fedcg.wire.messages.sum_steps import (
     MAX_SUM_DEVICES,
     FromDevice,
@@ -26,9 +27,9 @@ from fedcg.wire.messages.sum_steps import (
     SumSurvivors,
     ToDevice,
 )
-from fedcg.wire.sums.protocol import MIN_DEVICES, Survivors, threshold_of, unmask
+from fedcg.wire.sums.protocol import MIN_DEVICES, Survivors, survivors_label, threshold_of, unmask
 from fedcg.wire.sums.secrets import Numbers, SumRound
-from fedcg.wire.sums.steps import from_hex, members_of
+from fedcg.wire.sums.steps import announcement_of, from_hex, members_of
 
 KEYS_WAIT_S = 60.0
 """How long devices may take for their keys after the first one's: some load their images meanwhile."""
@@ -59,6 +60,7 @@ class _Record(BaseModel):
 
     Attributes:
         awaited: who has not answered the last step.
+        ended: the phase in which it went off.
         members: whose keys were passed on; `peers` whose shares were dealt out; `survivors` those of them whose numbers came.
     """
 
@@ -66,6 +68,7 @@ class _Record(BaseModel):
 
     phase: Phase = Phase.KEYS
     reason: str = ""
+    ended: Phase | None = None
     awaited: set[str] = set()
     keys: dict[str, SumKeys] = {}
     members: SumMembers = SumMembers(announced={})
@@ -102,6 +105,11 @@ class SumBoard:
         return self._kept.reason
 
     @property
+    def ended(self) -> Phase | None:
+        """What it waited for when it went off."""
+        return self._kept.ended
+
+    @property
     def peers(self) -> tuple[str, ...]:
         """Whose shares were dealt out."""
         return self._kept.peers
@@ -121,6 +129,35 @@ class SumBoard:
         """For the same board after a restart."""
         return self._kept.model_dump_json()
 
+    def check(self, device: str, step: FromDevice, key: VerifyKey, weight_cap: int | None) -> None:
+        """Check what the other devices will check, so that one device can't cost all of them the sum.
+
+        Args:
+            device: whose step it is; one that is not waited for is not checked.
+            step: keys, or a signature over the list of survivors; others need no check.
+            key: its message key.
+            weight_cap: the highest weight of the plan.
+
+        Raises:
+            SumError, SignatureError, MalformedError: with the device's name.
+        """
+        if device not in self._kept.awaited:
+            return
+        if isinstance(step, SumKeys) and self._kept.phase is Phase.KEYS:
+            announcement_of(device, step).check(self.at, key)
+            if weight_cap is not None and step.weight > weight_cap:
+                raise SumError(f"{device}: its weight {step.weight} is above the plan's weight_cap, {weight_cap}")
+        if isinstance(step, SumSigned) and self._kept.phase is Phase.SIGNATURES:
+            label = survivors_label(self.at, self._kept.peers, self._kept.survivors)
+            if not key.verifies(bytes.fromhex(step.signature), label):
+                raise SignatureError(f"{device}: its signature is not of the list of survivors")
+
+    def leave_out(self, device: str, now: float) -> Sends:
+        """Wait for a device no longer whose step is not as it must be."""
+        self._kept.awaited.discard(device)
+        is_last = self.waits and not self._kept.awaited
+        return [(device, SumOff()), *(self._next(now) if is_last else [])]
+
     def receive(self, device: str, step: FromDevice, now: float) -> Sends:
         """Take a device's step; what is not waited for from it is passed over, and keys that come again or too late are answered."""
         kept = self._kept
@@ -137,7 +174,7 @@ class SumBoard:
         elif isinstance(step, SumSigned) and kept.phase is Phase.SIGNATURES:
             kept.signatures[device] = step.signature
         elif isinstance(step, SumRevealed) and kept.phase is Phase.OPENING:
-            if step.shares.keys() != set(kept.peers):
+            if not step.shares.keys() <= set(kept.peers):
                 return []
             kept.shares[device] = step.shares
         else:
@@ -164,6 +201,10 @@ class SumBoard:
             return []
         self._repeat_at = now + REPEAT_S
         return [(device, self._asked) for device in sorted(kept.awaited)]
+
+    def wait_anew(self) -> None:
+        """Nobody could answer for a while: from the next tick on all have their time again."""
+        self._until = None
 
     def close(self, accepted: Iterable[str], now: float) -> Sends:
         """The attempt's updates are these: ask for signatures over the list of those that hold masked numbers.
@@ -255,7 +296,7 @@ class SumBoard:
 
     def _off(self, reason: str) -> Sends:
         kept = self._kept
-        kept.phase, kept.reason, kept.awaited = Phase.OFF, reason, set()
+        kept.phase, kept.reason, kept.ended, kept.awaited = Phase.OFF, reason, kept.phase, set()
         return [(device, SumOff()) for device in sorted(kept.keys)]
 
     def _again(self, device: str, keys: SumKeys) -> Sends:

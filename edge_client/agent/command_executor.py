@@ -194,7 +194,9 @@ class CommandExecutor:
         keys = self._sums.announce(self._sum_round(at), weight)
         where = {"round": at.round, "attempt": at.attempt}
         if keys is None:
-            self._events.write("sum_off", **where, reason="this device's numbers of the round are in an earlier sum")
+            self._events.write(
+                "sum_off", **where, reason="this device's numbers of the round, or of a later one, are in a sum"
+            )
             return SumReady(at)
         if self._announced != at:
             self._announced = at

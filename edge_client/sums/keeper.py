@@ -36,6 +36,7 @@ class _Kept(BaseModel):
     Attributes:
         sealed: shares that this device dealt out; `dealt` those that it got.
         signed: the list that it signed.
+        masked_until: the highest round before this one in whose sum this device's numbers may be.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,6 +50,12 @@ class _Kept(BaseModel):
     sealed: dict[str, str] = {}
     dealt: dict[str, str] = {}
     signed: tuple[str, ...] | None = None
+    masked_until: int = 0
+
+    @property
+    def last_masked(self) -> int:
+        """The highest round in whose sum this device's numbers may be, 0 if there is none."""
+        return max(self.masked_until, self.round) if self.dealt else self.masked_until
 
 
 class SumKeeper:
@@ -73,19 +80,22 @@ class SumKeeper:
         self._load, self._save = load, save
 
     def announce(self, at: SumRound, weight: int) -> SumKeys | None:
-        """This device's keys for the sum of an attempt; None where its numbers of that round are in the sum of another one.
+        """This device's keys for the sum of an attempt; None where its numbers of that round, or of a later one, are in another one's.
 
         Raises:
             StoreError: the record can't be read.
         """
         kept = self._read()
         if kept is None or _at(kept) != at:
-            if kept is not None and kept.dealt and (kept.federation, kept.round) == (at.federation, at.round):
+            masked_until = 0 if kept is None or kept.federation != at.federation else kept.last_masked
+            if (
+                at.round <= masked_until
+            ):  # a coordinator that goes back, as from a backup, gets no second sum of a round
                 return None
             drawn = SumSecrets.draw(self._device)
             seeds = (drawn.cipher.hex(), drawn.mask.hex(), drawn.own.hex())
             where = {"federation": at.federation, "round": at.round, "attempt": at.attempt}
-            kept = _Kept(**where, secrets=seeds, weight=weight)
+            kept = _Kept(**where, secrets=seeds, weight=weight, masked_until=masked_until)
             self._write(kept)
         return keys_of(_secrets(self._device, kept).announce(at, kept.weight, self._key))
 

@@ -385,6 +385,20 @@ class Method:
     predict: Callable[[NetworkSpec, Mapping[Part, Weights]], nn.Module] | None = None
     local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
 
+    def __post_init__(self) -> None:
+        """Check what masks can be put on.
+
+        Raises:
+            ValueError: `summed` has other parts than `statistics`, or the method does not share that one or does not lay it out.
+        """
+        is_laid_out = Part.STATISTICS in self.shared_up and self.statistics is not None
+        if self.summed and not (self.summed == {Part.STATISTICS} and is_laid_out):
+            names = ", ".join(sorted(self.summed))
+            raise ValueError(
+                f"method {self.name}: summed = {names}, and masks are for whole numbers of the part statistics alone: share that part, "
+                "with a layout of its own (`statistics`), or leave summed out"
+            )
+
     @property
     def with_base(self) -> frozenset[Part]:
         """Parts of an update that lie near the aggregate which the round started from."""

@@ -16,6 +16,7 @@ from fedcg.imaging import ImageForm as ImageForm
 from fedcg.wire.parts import (
     DEFAULT_AGGREGATE_CODEC,
     DEFAULT_UPDATE_CODEC,
+    SUMMED_MEANING,
     AggregateCodec,
     Part,
     ReportField,
@@ -207,8 +208,7 @@ class FederationSpec(_Frozen):
 
     def meaning_of(self, part: Part) -> str:
         """What a part of an update is, for people."""
-        masked = "; behind masks, so that only their sum over 4 devices or more can be read"
-        return part.meaning + (masked if part in self.summed else "")
+        return SUMMED_MEANING if part in self.summed else part.meaning
 
     @staticmethod
     def parse(payload: bytes) -> FederationSpec:

@@ -353,6 +353,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "sum_keys": (INFO, "{at}: keys for the masked sum are sent; training begins when the other devices' have come"),
     "sum_opened": (INFO, "{at}: the masked sum is opened"),
     "sum_off": (WARNING, "{at}: there is no masked sum: {reason}"),
+    "sum_refused": (WARNING, "{at}: {client} is left out of the masked sum: {reason}"),
     "cohort_differs": (WARNING, "{client}: its cohort secret is not that of {unlike}: private networks start apart"),
     "silenced": (WARNING, "{client} is silenced for {seconds:.0f} s: {reason}"),
     "silence_ended": (INFO, "{client} may send again"),

@@ -40,6 +40,14 @@ _MEANINGS: Mapping[Part, str] = {
 }
 
 
+SUMMED_MEANING = (
+    "outputs of the private extractor on images that the cohort's secret makes, behind masks: only their sum over 4 devices or more can be "
+    "read, nobody can inspect a single device's, and one device of the cohort that helps the coordinator lets it learn the mean of all "
+    "extractors, which is near to each. Coordinator and other devices learn this device's number of images up to a cap, its weight in the sum"
+)
+"""What `statistics` are of which only the sum over clients may be known, for the owner of a device."""
+
+
 class ReportField(str, Enum):
     """A field that a device may report beside the tensors of an update."""
 

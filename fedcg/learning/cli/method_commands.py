@@ -8,7 +8,7 @@ import typer
 
 from fedcg.json_output import print_data
 from fedcg.learning.registry import method_names
-from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, SUMMED_MEANING
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Method
@@ -79,17 +79,21 @@ def _as_text(method: Method) -> str:
         f"  goes up: {names(frozenset(method.shared_up))}" + _LABEL_COUNTS[method.label_counts.value],
         f"  comes down: {names(frozenset(method.shared_down))}",
         f"  stays on the box: {names(frozenset(method.private_parts))}",
-        *(f"  {part.value}: {part.meaning}" for part in sorted(method.shared_up - DEFAULT_ALLOW_UPLOAD)),
+        *(
+            f"  {part.value}: {SUMMED_MEANING if part in method.summed else part.meaning}"
+            for part in sorted(method.shared_up - DEFAULT_ALLOW_UPLOAD)
+        ),
         *(["  needs unlabelled public images on the coordinator"] if method.needs_public else []),
         *(["  needs the cohort secret on every device"] if method.needs_cohort else []),
-        *(
-            [
-                f"  leaves behind masks only, which the sum over 4 devices or more takes off: {names(frozenset(method.summed))}"
-            ]
-            if method.summed
-            else []
-        ),
+        *(_masked_lines(names(frozenset(method.summed))) if method.summed else []),
         "  parameters (--set key=value):",
     ]
     lines += [f"    {key:<{width}}  {field.default!s:<10}  {field.description or ''}" for key, field in fields.items()]
     return "\n".join(lines)
+
+
+def _masked_lines(parts: str) -> list[str]:
+    return [
+        f"  leaves behind masks only, which the sum over 4 devices or more takes off: {parts}",
+        "  nobody can inspect these numbers one by one: no norm, no comparison",
+    ]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+import torch
 from pydantic import Field
 
 from fedcg.learning.image_set import ImageSet
@@ -39,6 +40,8 @@ from fedcg.wire.parts import Part
 
 HEAD = frozenset({Part.CLASSIFIER})
 SHARED = HEAD | {Part.STATISTICS}
+_MOST_CUT = 0.01
+"""Share of outputs that may lie outside what can be told; a few outliers move no mean far."""
 
 
 class FedprobeParams(ProbeParams):
@@ -96,7 +99,9 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     down = None if aggregate is None else replace(aggregate, parts={part: aggregate.parts[part] for part in HEAD})
     result = HALF.round_of(ClientState(trained), data, down, ctx)
     extractor = load_part(ctx.spec, Part.EXTRACTOR, result.private.parts[Part.EXTRACTOR], ctx.device)
-    told = counted(outputs_on(extractor, probe_inputs(ctx, params.probes)), ctx.sum_weight or len(data), params)
+    outputs = outputs_on(extractor, probe_inputs(ctx, params.probes))
+    _warn_of_cut(outputs, params.clip, ctx)
+    told = counted(outputs, ctx.sum_weight or len(data), params)
     kept = {name: tensor.clone() for name, tensor in told.items()}
     return replace(
         result,
@@ -105,10 +110,21 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     )
 
 
+def _warn_of_cut(outputs: torch.Tensor, clip: float, ctx: RoundContext) -> None:
+    """Warn where many outputs [M, D] are cut to [0, clip] as they are told: their mean is another then."""
+    share = float(((outputs < 0.0) | (outputs > clip)).float().mean())
+    if share > _MOST_CUT:
+        ctx.warn(
+            f"{share:.1%} of the outputs on the probes lie outside [0, {clip:g}] (lowest {float(outputs.min()):.3g}, highest "
+            f"{float(outputs.max()):.3g}) and are cut to it, which biases their mean: plan with a higher clip (--set clip=N), or "
+            "where they are negative with a network whose extractor ends in a ReLU"
+        )
+
+
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """The average of the classifiers, and the sums of outputs."""
     params = FedprobeParams.model_validate(ctx.spec.params)
-    return WithProbeSums(average_of(FedprobeParams, HEAD, state, ctx, spill), params, ctx.unmasking)
+    return WithProbeSums(average_of(FedprobeParams, HEAD, state, ctx, spill), params, ctx.unmasking, ctx.warn)
 
 
 METHOD = Method(

@@ -110,14 +110,18 @@ class WithProbeSums:
     Args:
         inner: what is done with everything else.
         params: of the method.
-        unmasking: opens the sum; None: the numbers are not masked. Without a correction, or with other clients than the sum is of,
-            the aggregate has none.
+        unmasking: opens the sum; None: the numbers are not masked. Without a correction the aggregate has none.
+        warn: told why an aggregate has none although there is a correction.
     """
 
     def __init__(
-        self, inner: Aggregator, params: ProbeParams, unmasking: Callable[[], Unmasking | None] = no_unmasking
+        self,
+        inner: Aggregator,
+        params: ProbeParams,
+        unmasking: Callable[[], Unmasking | None] = no_unmasking,
+        warn: Callable[[str], None] = lambda _sentence: None,
     ) -> None:
-        self._inner, self._params, self._unmasking = inner, params, unmasking
+        self._inner, self._params, self._unmasking, self._warn = inner, params, unmasking, warn
 
     def add(self, update: Update) -> None:
         """Count an update, without its sums."""
@@ -127,7 +131,7 @@ class WithProbeSums:
         """The aggregate of exactly these updates.
 
         Raises:
-            DivergedError: more clients than sums stay exact for, or a client that counts for more than its cap.
+            DivergedError: more clients than unmasked sums stay exact for, or one that counts for more than its cap there.
         """
         unmasking = self._unmasking()
         if unmasking is None and len(updates) > self._params.most_clients:
@@ -149,14 +153,20 @@ class WithProbeSums:
 
     def _opened(self, unmasking: Unmasking, updates: Mapping[str, Callable[[], Update]]) -> dict[str, torch.Tensor]:
         weights, correction = unmasking.weights, unmasking.correction
-        if correction is not None and weights.keys() <= updates.keys():
-            told = [updates[client]().parts[Part.STATISTICS] for client in sorted(weights)]
-            if [int(one[WEIGHT]) for one in told] == [weights[client] for client in sorted(weights)]:
-                for client, weight in weights.items():
-                    self._check(client, weight)
-                numbers = torch.stack([one[OUTPUTS] for one in told]).sum(0)
-                opened = (numbers + correction.view_as(numbers)) % MODULUS
-                return {OUTPUTS: opened, WEIGHT: torch.tensor(sum(weights.values()))}
+        clients = sorted(weights.keys() & updates.keys())
+        told = {client: updates[client]().parts[Part.STATISTICS] for client in clients}
+        unlike = [
+            client for client in sorted(weights) if client not in told or int(told[client][WEIGHT]) != weights[client]
+        ]
+        if correction is not None and not unlike:
+            numbers = torch.stack([told[client][OUTPUTS] for client in clients]).sum(0)
+            opened = (numbers + correction.view_as(numbers)) % MODULUS
+            return {OUTPUTS: opened, WEIGHT: torch.tensor(sum(weights.values()))}
+        if correction is not None:
+            names = ", ".join(unlike)
+            self._warn(
+                f"the sum has clients whose updates are not merged, or tell another weight than they announced: {names}"
+            )
         empty = next(iter(updates.values()))().parts[Part.STATISTICS]
         return {name: torch.zeros_like(tensor) for name, tensor in empty.items()}
 

@@ -5,7 +5,7 @@
 3. `masked`: its numbers plus its own mask plus one mask per other device, which that one subtracts.
 4. `sign_survivors`: all sign the one list of those whose masked numbers came.
 5. `reveal`: against enough signatures over that list, each gives its share of a survivor's own mask, or of a lost device's pair masks, never both.
-6. `unmask`: with `threshold` shares of each the coordinator takes the masks off the sum.
+6. `unmask`: with `threshold` shares of each the coordinator takes the masks off the sum; with one more it does so although one is wrong.
 
 With a threshold above (n + 1) / 2 no two lists can both get enough signatures, even when one device and the coordinator work together: of the
 n - 1 honest devices each signs one list, and the one dishonest device both.
@@ -13,6 +13,7 @@ n - 1 honest devices each signs one list, and the one dishonest device both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,9 @@ def reveal(
         survivors: the list, signed.
         roster: message keys from the device's owner.
 
+    Returns:
+        By peer; without those whose shares can't be opened: they were dealt out wrong, or changed on the way.
+
     Raises:
         SumError: a list that this device must not open; names what is wrong with it.
     """
@@ -193,10 +197,10 @@ def reveal(
     private, shares = private_key(members.at, secrets.cipher), dict[str, bytes]()
     for name in sorted(peers):
         pair = SealedPair.between(members.at, private, members.announced[name].cipher, name, secrets.device)
-        share = pair.open(received[name])
-        if len(share) != 2 * SEED_BYTES:
-            raise SumError(f"{name}: its shares are {len(share)} bytes")
-        shares[name] = share[SEED_BYTES:] if name in names else share[:SEED_BYTES]
+        with contextlib.suppress(SumError):
+            share = pair.open(received[name])
+            if len(share) == 2 * SEED_BYTES:
+                shares[name] = share[SEED_BYTES:] if name in names else share[:SEED_BYTES]
     return shares
 
 
@@ -212,29 +216,49 @@ def unmask(
         revealed: by device, what `reveal` gave.
 
     Raises:
-        SumError: too few shares, or shares of other secrets than were announced; names the device concerned.
+        SumError: too few shares, or shares of other secrets than were announced; names the device whose masks they are of.
     """
-    at, size = members.at, len(total)
+    at, size, given = members.at, len(total), dict(revealed)
+
+    def seed_of(name: str, *, is_own: bool) -> bytes:
+        seed, doubted = _recombined(name, members, given, is_own)
+        given.pop(doubted, None)  # what else it gave is not tried first
+        return seed
+
     for name in survivors.names:
-        seed = _combined(name, members, revealed)
-        if own_mark(at, name, seed) != members.announced[name].mark:
-            raise SumError(f"{name}: the shares of its own mask are not of what it announced")
-        total = total - own_mask(at, name, seed, size)
+        total = total - own_mask(at, name, seed_of(name, is_own=True), size)
     for name in sorted(set(survivors.peers) - set(survivors.names)):
-        private = private_key(at, _combined(name, members, revealed))
-        if public_of(private) != members.announced[name].mask:
-            raise SumError(f"{name}: the shares of its pair masks are not of what it announced")
+        private = private_key(at, seed_of(name, is_own=False))
         for other in survivors.names:
             total = total + pair_mask(at, private, name, members.announced[other], size)
     return total
 
 
-def _combined(name: str, members: Members, revealed: Mapping[str, Mapping[str, bytes]]) -> bytes:
+def _recombined(
+    name: str, members: Members, revealed: Mapping[str, Mapping[str, bytes]], is_own: bool
+) -> tuple[bytes, str]:
+    """The seed of a device's own mask, or of its pair masks, and the holder without whose share alone it fits what was announced, or ""."""
     shares = [
-        (number, revealed[holder][name])
+        (holder, (number, revealed[holder][name]))
         for number, holder in enumerate(members.names, 1)
         if holder in revealed and name in revealed[holder]
     ]
     if len(shares) < members.threshold:
         raise SumError(f"{name}: {len(shares)} of {members.threshold} shares of its masks came")
-    return bytes(Shamir.combine(shares[: members.threshold]))
+    spare = shares[members.threshold :]
+    for doubted in ("", *(holder for holder, _ in shares[: members.threshold] if spare)):
+        believed = [share for holder, share in shares if holder != doubted]
+        seed = bytes(Shamir.combine(believed[: members.threshold]))
+        if _fits(seed, name, members, is_own):
+            return seed, doubted
+    kind = "own mask" if is_own else "pair masks"
+    raise SumError(
+        f"{name}: the shares of its {kind} are not of what it announced; it dealt out wrong ones, or others gave wrong ones"
+    )
+
+
+def _fits(seed: bytes, name: str, members: Members, is_own: bool) -> bool:
+    announced = members.announced[name]
+    if is_own:
+        return own_mark(members.at, name, seed) == announced.mark
+    return public_of(private_key(members.at, seed)) == announced.mask

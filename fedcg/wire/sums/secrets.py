@@ -66,13 +66,19 @@ class Announcement:
         """Check that the device of that message key announced this for this sum.
 
         Raises:
-            MalformedError: a key of another length.
+            MalformedError: a key of another length, or one that nobody can agree on a key with.
             SignatureError: it did not.
         """
         if {len(self.cipher), len(self.mask), len(self.mark)} != {KEY_BYTES}:
             raise MalformedError(f"{self.device}: a key for a masked sum has {KEY_BYTES} bytes")
         if not key.verifies(self.signature, self.signed(at)):
             raise SignatureError(f"{self.device}: its keys for a masked sum are not signed by its message key")
+        trial = X25519PrivateKey.generate()
+        try:
+            for public in (self.cipher, self.mask):
+                agreed(trial, public, b"")
+        except MalformedError as error:
+            raise MalformedError(f"{self.device}: {error}") from error
 
     def signed(self, at: SumRound) -> bytes:
         """The bytes that the signature is over."""

@@ -67,7 +67,7 @@ class Federations:
             self._add(name)
         events = world.service_context().events
         self.coordinator = Coordinator(world.store, world.artifacts, events, self._context)
-        self.steering = Steering(world.store, events, self.coordinator.follow)
+        self.steering = Steering(world.store, self.coordinator.spec, events, self.coordinator.follow)
 
     def _add(self, name: str) -> None:
         world = self.world

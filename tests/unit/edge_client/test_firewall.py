@@ -351,4 +351,8 @@ def test_numbers_of_a_masked_sum_leave_behind_masks_and_without_masks_stay_here(
     assert kept["weight"] == 0
     refused = check_spec(spec, PolicySection())
     assert refused is not None
-    assert "such as the mean features of each class; behind masks, so that only their sum" in refused[1]
+    assert (
+        "statistics (outputs of the private extractor on images that the cohort's secret makes, behind masks"
+        in refused[1]
+    )
+    assert "mean features of each class" not in refused[1]

@@ -80,6 +80,7 @@ def test_the_key_is_tried_where_it_was_given_and_a_planted_generator_shows_it_wh
     assert "its keys were not given" in without.notes[-1]
 
 
+@pytest.mark.slow
 def test_a_control_whose_client_learns_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     case = translating_case()
     assert image_generator._membership_control(case, case.streams).passed

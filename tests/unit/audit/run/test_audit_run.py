@@ -124,6 +124,7 @@ def test_an_attack_that_needs_images_of_the_attacker_is_not_tried_without(place:
     assert "class_inference: the attacker needs labelled images of the same kind: give --auxiliary" in done.stderr
 
 
+@pytest.mark.slow
 def test_attacks_may_be_named_one_by_one_and_with_commas(place: Path, tmp_path: Path) -> None:
     named = ("--attacks", "image_generator", "--attacks", "class_inference, memorisation")
     done = run_fedcg(*words(place, tmp_path / "out", *named, "--json"))
@@ -132,6 +133,7 @@ def test_attacks_may_be_named_one_by_one_and_with_commas(place: Path, tmp_path: 
     assert tried == {"image_generator", "class_inference", "memorisation"}
 
 
+@pytest.mark.slow
 def test_an_attack_that_fails_ends_neither_the_others_nor_is_it_kept(tmp_path: Path) -> None:
     folder = AuditFolder(tmp_path, {"format": 1})
     seen: list[str] = []

@@ -52,6 +52,7 @@ def figures(said: list[Reply]) -> dict[str, Figures]:
     return found
 
 
+@pytest.mark.slow
 def test_figures_are_the_same_in_a_worker_that_starts_anew_and_in_any_order(work: Benches) -> None:
     updates = [(client, work.update(client, far if client == "d" else lambda parts: None)) for client in "abcd"]
     runner, said = work.open("first")

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from coordinator.operations.create_federation import too_few_for_sums
 from coordinator.paths import Home
+from fedcg.wire.parts import Part
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg
-from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.homes import add_federation
+from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
 from tests.support.waiting import free_port, wait_until
 
 SECOND = """
@@ -164,6 +167,19 @@ def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with
         assert line in error["message"], error
     code, error = failure("federation", "set", FEDERATION, "min_clients=2", "min_cohort=3", "--dir", home.root)
     assert (code, "min_clients = 2 is below min_cohort = 3" in error["message"]) == (2, True)
+
+
+def test_a_policy_of_fewer_clients_than_masked_sums_take_is_refused_with_the_reason_that_a_plan_gets(
+    home: Home,
+) -> None:
+    summed = tiny_spec().model_copy(update={"federation": "masked", "method": "fedprobe", "summed": (Part.STATISTICS,)})
+    add_federation(home, "masked", spec=summed, method="fedprobe", policy='{"min_clients": 5}')
+    code, error = failure("federation", "set", "masked", "min_clients=3", "--dir", home.root)
+    assert code == 2
+    assert error["message"] == too_few_for_sums(summed, 3)
+    assert "a sum of fewer than 4 devices shows too much of each: set min_clients = 4 or more" in error["message"]
+    assert ask(home, "federation", "set", "masked", "min_clients=4")["policy"]["min_clients"] == 4
+    assert ask(home, "federation", "set", FEDERATION, "min_clients=3")["policy"]["min_clients"] == 3
 
 
 def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

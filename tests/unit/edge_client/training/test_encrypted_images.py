@@ -67,6 +67,7 @@ def keyed(root: bytes) -> Scrambling:
     return scrambling_of(draw_keys(Streams(root).at(FEDERATION, "defence"), size), size, EtcParams().order(1))
 
 
+@pytest.mark.slow
 def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits_and_with_another_key_that_of_chance(
     tmp_path: Path,
 ) -> None:

@@ -128,6 +128,17 @@ def test_a_spec_without_masks_is_declined_for_a_method_that_has_some_and_so_is_o
     )
 
 
+def test_a_spec_with_another_number_of_probes_than_its_statistics_have_rows_is_declined(tmp_path: Path) -> None:
+    spec = real_spec("fedprobe", probes=4)
+    site = allowing(Site(tmp_path, spec.model_copy(update={"params": {**spec.params, "probes": 8}})))
+    (site.store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
+    report = site.declined()
+    assert (report.reason, report.detail) == (
+        DeclineReason.SPEC_REFUSED,
+        "the spec's tensor layouts are not those of its networks",
+    )
+
+
 def test_image_generators_leave_only_with_the_owners_word(tmp_path: Path) -> None:
     report = Site(tmp_path, real_spec("ppidsg")).declined()
     assert report.reason is DeclineReason.UPLOAD_NOT_ALLOWED

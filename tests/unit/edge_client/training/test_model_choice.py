@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,19 @@ from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
 from edge_client.training.model_selection import Candidate, choose
 from fedcg.learning.method import Weights
+from fedcg.learning.networks import load_part
+from fedcg.learning.probes.alignment import outputs_on, probe_inputs, residual
+from fedcg.learning.probes.sums import ProbeParams, counted
 from fedcg.learning.registry import get_method
-from fedcg.learning.spec import FederationSpec, ParameterValue
-from fedcg.learning.tensor_conversion import to_weights
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
+from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.evaluation import calibrated_loss
 from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.parts import Part
 from tests.support.edge.training_site import Site, real_spec
+from tests.support.edge.world import aggregate_of
+from tests.support.learning.learning_cases import context
 
 NAMES = ["own", "downloaded", "interpolated", "tuned", "averaged"]
 
@@ -142,6 +149,31 @@ def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
     for part in (Part.EXTRACTOR, Part.CLASSIFIER) if brought else ():
         wanted = first[part] if part in brought else latest[part]
         assert all(np.array_equal(seen[1][part][name].numpy(), wanted[name]) for name in wanted)
+
+
+def test_the_downloaded_candidate_of_a_fedprobe_device_has_the_extractor_that_was_fitted_to_the_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relu = NetworkChoice(split="lenet5_relu", noise_dim=8)
+    site = Site(tmp_path, real_spec("fedprobe", network=relu, probes=4, align_steps=60, align_lr=3e-3))
+    (site.store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
+    policy = PolicySection(allow_upload=frozenset({Part.CLASSIFIER, Part.STATISTICS}))
+    site.config = site.config.model_copy(update={"policy": policy})
+    site.trainer().do(site.round())
+    latest = to_weights(site.state().slots["personal"])
+    inputs = probe_inputs(replace(context(site.spec), cohort=Streams(b"c" * 32).at(site.spec.federation)), 4)
+
+    def outputs(parts: Mapping[Part, Weights]) -> torch.Tensor:
+        return outputs_on(load_part(site.spec, Part.EXTRACTOR, parts[Part.EXTRACTOR]), inputs)
+
+    wanted = 1.5 * outputs(latest)
+    sums = counted(wanted, 50, ProbeParams(probes=4))
+    parts = to_arrays({Part.CLASSIFIER: latest[Part.CLASSIFIER], Part.STATISTICS: sums})
+    site.aggregate = site.store.artifacts.put(aggregate_of(parts, site.spec, 1))
+    seen = watch(monkeypatch)
+    assert site.trainer().do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    downloaded = seen[NAMES.index("downloaded")]
+    assert float(residual(outputs(downloaded), wanted)) < 0.1 * float(residual(outputs(latest), wanted))
 
 
 def test_test_and_common_images_have_no_part_in_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from tests.support.edge.world import aggregate_of
 
 EPOCHS = 3
 METHODS = ("fedcg", "fedavg", "fedprox", "fedsplit", "local", "fedmd_cg", "fedproto", "fedgh", "ppidsg")
+QUICK = ("fedcg", "fedsplit", "fedproto")
 PRIVATE = NetworkChoice(noise_dim=8, discriminator="mlp_plain")
 SETTINGS = {
     "noise": PrivacySettings(gradient_noise=0.01, dropout=0.2),
@@ -125,7 +126,9 @@ def check_every_interruption(
         assert again[0] == saves[0] - at, "blocks before the checkpoint are not trained on again"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_a_round_that_is_interrupted_after_any_checkpoint_ends_in_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -136,7 +139,9 @@ def test_a_moving_average_goes_on_too(tmp_path: Path, monkeypatch: pytest.Monkey
     check_every_interruption(tmp_path, monkeypatch, "fedsplit", params={"ema": 0.9})
 
 
-@pytest.mark.parametrize("setting", ["noise", "balance", pytest.param("dp_sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "setting", ["noise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("balance", "dp_sgd"))]
+)
 def test_streams_of_mechanisms_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     check_every_interruption(tmp_path, monkeypatch, "fedcg", SETTINGS[setting])
 

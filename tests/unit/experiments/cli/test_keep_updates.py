@@ -57,6 +57,7 @@ def test_a_finished_run_without_a_recording_is_named_with_what_to_do(tmp_path: P
     assert "recorded updates" not in late.stderr
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_begin_to_record_its_later_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, save = tmp_path / "out", Checkpoints.save
 

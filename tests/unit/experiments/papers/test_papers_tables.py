@@ -366,6 +366,7 @@ def test_the_command_prints_a_table_and_names_what_it_could_not_use(tmp_path: Pa
     assert "Damaged: torn.json" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_group_shows_its_stand_ins_that_have_runs_and_misses_none_of_theirs(tmp_path: Path) -> None:
     folder = write(tmp_path, record("ppidsg", 0, 0.5, paper="ppidsg:table7:digits", variant="no-semantic"))
     for group in ("ppidsg:table7", "ppidsg:table7@small"):

@@ -134,6 +134,7 @@ def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tm
     assert store.newest() is None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_cut_off_by_a_power_loss_does_not_count(tmp_path: Path) -> None:
     one, stages = party_of("fedavg"), list[Simulation]()
     simulate(one, Schedule(rounds=2, shadow=False), on_round=stages.append)

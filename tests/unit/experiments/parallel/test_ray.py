@@ -55,6 +55,7 @@ def test_without_the_package_the_command_names_the_extra_and_makes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_ray_is_imported_neither_for_help_nor_for_a_simulation_without_it(tmp_path: Path) -> None:
     call = f"simulate {TINY} --workers 1 --no-plot --no-tensorboard --out {tmp_path / 'out'}"
     for arguments in ("simulate --help", call):

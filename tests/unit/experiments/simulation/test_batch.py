@@ -248,6 +248,10 @@ def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Pa
             "--method ppidsg --method local --network local=image_small",
             "network.split must be image_small or image_paper",
         ),
+        (
+            "--method fedprobe --clients 65",
+            "fedprobe: most_clients = 64, and a round has 65 clients: raise it (--set most_clients=65",
+        ),
         ("--image-size 12", "lenet5_relu needs images of at least 16x16, not 12x12"),
         ("--codec i4", "--codec"),
         ("--precision bf16", "needs --device cuda"),

@@ -160,6 +160,7 @@ def test_classes_of_one_image_are_a_warning_before_antigan_trains(tmp_path: Path
 LEARNING = {**SMALL, "images_per_client": 300, "local_epochs": 12, "lr": 0.003, "shadow": True}
 
 
+@pytest.mark.slow
 def test_every_image_that_a_model_gets_is_encrypted_with_its_clients_key(tmp_path: Path) -> None:
     caught = _Caught()
     runs = Runs(tmp_path, caught, lambda *_: None)

@@ -76,6 +76,7 @@ def test_a_coding_of_plain_numbers_changes_none() -> None:
     assert size > 50_000
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_numbers() -> None:
     one, schedule = coded("fedavg"), Schedule(rounds=1, shadow=False)
     runner = PoolRunner(2)
@@ -142,6 +143,7 @@ def test_the_record_shows_the_bytes_of_an_update_as_it_is_coded(tmp_path: Path) 
     assert (runs["i8-delta"]["setting"]["codec"], runs["i8-delta"]["setting"]["aggregate_codec"]) == ("i8-delta", "f16")
 
 
+@pytest.mark.slow
 def test_the_bench_measures_every_codec_of_updates_and_aggregates() -> None:
     torch.set_num_threads(1)
     found = cases(Teachers(clients=2, rounds=2, epochs=1), ["mlp_small"], lambda _line: None)

@@ -110,6 +110,7 @@ def test_the_adversarial_losses_are_those_of_eq_3_by_hand() -> None:
     assert float(generator_loss(generated)) == pytest.approx(fooled)
 
 
+@pytest.mark.slow
 def test_the_generator_learns_what_each_class_looks_like() -> None:
     shades = torch.tensor([40, 210], dtype=torch.uint8)
     noise = torch.randint(30, (40, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

@@ -189,6 +189,7 @@ def test_a_private_round_of_a_method_needs_an_image_and_no_more() -> None:
         private_round(spec, bright_images(1, 0).rows([]))
 
 
+@pytest.mark.slow
 def test_training_with_little_noise_still_learns() -> None:
     privacy = PrivacySettings.model_validate({"dp_sgd": {"noise_multiplier": 0.01, "clip": 5.0}})
     spec = private_spec("fedcg", epochs=24, lr=3e-3)

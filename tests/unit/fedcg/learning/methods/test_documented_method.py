@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,20 @@ def test_a_package_that_cannot_be_imported_is_named(folder: Path) -> None:
     register(folder, "ours", "fedcg.methods", "our_prototypes", "nowhere:METHOD")
     with pytest.raises(ExtensionError, match="nowhere:METHOD: ModuleNotFoundError"):
         get_method("our_prototypes")
+
+
+def test_a_method_whose_masks_are_to_cover_other_parts_than_its_statistics_is_refused(folder: Path) -> None:
+    (folder / "our_package.py").write_text(
+        "from dataclasses import replace\n"
+        "from fedcg.learning.methods import fedsplit\n"
+        "METHOD = replace(fedsplit.METHOD, name='masked', summed=fedsplit.METHOD.shared_up)\n"
+    )
+    register(folder, "ours", "fedcg.methods", "masked", "our_package:METHOD")
+    with pytest.raises(ExtensionError, match="method masked: summed = classifier, and masks are for whole numbers of"):
+        get_method("masked")
+    for without in ({"statistics": None}, {"shared_up": frozenset({Part.CLASSIFIER})}):
+        with pytest.raises(ValueError, match="method fedprobe: summed = statistics"):
+            replace(get_method("fedprobe"), **without)
 
 
 def test_a_package_cannot_take_the_name_of_a_built_in_method(folder: Path) -> None:

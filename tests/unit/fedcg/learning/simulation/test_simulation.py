@@ -143,6 +143,11 @@ def test_a_method_shows_its_parameters_and_what_leaves_the_box() -> None:
     text = command("show", "fedmd_cg")
     assert "stays on the box: extractor" in text
     assert "label counts" in text
+    masked = command("show", "fedprobe")
+    assert (
+        "statistics: outputs of the private extractor on images that the cohort's secret makes, behind masks" in masked
+    )
+    assert "  nobody can inspect these numbers one by one: no norm, no comparison\n" in masked
     shown = data_of(command("show", "fedcg", "--json"))
     assert shown["private"] == ["discriminator", "extractor"]
     assert shown["params"]["ramp_rounds"]["default"] == 50

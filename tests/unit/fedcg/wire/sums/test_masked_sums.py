@@ -153,6 +153,17 @@ def test_a_coordinator_can_neither_invent_devices_nor_change_what_they_announced
         replace(one, mask=b"short").check(AT, roster["box-02"])
 
 
+def test_keys_that_nobody_can_agree_on_a_key_with_are_refused_although_they_are_signed() -> None:
+    key, secrets = SigningKey.generate(), SumSecrets.draw("box-00")
+    announced = secrets.announce(AT, 5, key)
+    announced.check(AT, key.public)
+    for change in ({"mask": bytes(32)}, {"cipher": bytes(32)}, {"mask": bytes([1]) + bytes(31)}):
+        bad = replace(announced, **change)  # type: ignore[arg-type]
+        signed = replace(bad, signature=key.sign(bad.signed(AT)))
+        with pytest.raises(MalformedError, match="box-00: a public key for a masked sum is none of X25519"):
+            signed.check(AT, key.public)
+
+
 def test_a_device_opens_only_a_list_that_enough_of_its_cohort_signed() -> None:
     world = world_of(6)  # threshold 4
     peers, name = world.names, "box-00"
@@ -207,21 +218,48 @@ def test_a_device_never_gives_both_shares_of_another_one() -> None:
     assert {one for one in peers if shares[0][one] != shares[1][one]} == {"box-04"}
 
 
-def test_shares_that_were_changed_or_are_of_other_secrets_are_noticed() -> None:
+def test_shares_that_can_not_be_opened_are_not_given_and_the_sum_is_opened_with_others() -> None:
+    world = world_of(4)
+    peers = world.names
+    signed, received = world.signed(peers, peers), world.received("box-00", peers)
+    changed = received["box-02"][:-1] + bytes([received["box-02"][-1] ^ 1])
+    for bad in (changed, world.dealt["box-02"]["box-01"]):
+        given = reveal(world.secrets["box-00"], world.members, {**received, "box-02": bad}, signed, world.roster)
+        assert given.keys() == {"box-00", "box-01", "box-03"}
+        answers = {**world.revealed(signed, peers), "box-00": given}
+        assert np.array_equal(unmask(world.total(peers, peers), world.members, signed, answers), world.plain(peers))
+    world.dealt["box-02"] = dict.fromkeys(peers, changed)
+    with pytest.raises(SumError, match="box-02: 0 of 3 shares of its masks came"):
+        unmask(world.total(peers, peers), world.members, signed, world.revealed(signed, peers))
+
+
+def test_one_holder_with_wrong_shares_is_found_out_where_one_more_than_needed_answered() -> None:
+    world = world_of(5)
+    peers, survivors = world.names, world.names[:4]
+    signed = world.signed(peers, survivors)
+    total = world.total(peers, survivors)
+    for liar in survivors:
+        answers = world.revealed(signed, survivors)
+        answers[liar] = dict.fromkeys(peers, bytes(16))
+        with pytest.raises(SumError, match=r"its own mask are not of what it announced.*or others gave wrong ones"):
+            unmask(
+                total, world.members, signed, answers
+            )  # exactly as many as are needed: nobody can tell which is wrong
+    signed = world.signed(peers, peers)
+    total = world.total(peers, peers)
+    for liar in peers:
+        answers = world.revealed(signed, peers)
+        answers[liar] = dict.fromkeys(peers, bytes(16))
+        assert np.array_equal(unmask(total, world.members, signed, answers), world.plain(peers))
+
+
+def test_shares_of_other_secrets_than_were_announced_are_noticed() -> None:
     world = world_of(4)
     peers = world.names
     signed = world.signed(peers, peers)
-    received = world.received("box-00", peers)
-    bad = {**received, "box-02": received["box-02"][:-1] + bytes([received["box-02"][-1] ^ 1])}
-    with pytest.raises(SumError, match="can't be opened: they were changed on the way"):
-        reveal(world.secrets["box-00"], world.members, bad, signed, world.roster)
-    crossed = {**received, "box-02": world.dealt["box-02"]["box-01"]}
-    with pytest.raises(SumError, match="can't be opened"):
-        reveal(world.secrets["box-00"], world.members, crossed, signed, world.roster)
     world.dealt["box-03"] = share_out(replace(world.secrets["box-03"], own=bytes(16)), world.members)
     with pytest.raises(SumError, match="box-03: the shares of its own mask are not of what it announced"):
         unmask(world.total(peers, peers), world.members, signed, world.revealed(signed, peers))
-    lost = world.signed(peers, peers)
     world = world_of(5)
     world.dealt["box-04"] = share_out(replace(world.secrets["box-04"], mask=bytes(16)), world.members)
     lost = world.signed(world.names, world.names[:4])

@@ -1,0 +1,105 @@
+"""Devices that take part in masked sums, each with a message key and a keeper on a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from coordinator.sums.board import KEYS_WAIT_S, Phase, Sends, SumBoard
+from edge_client.sums.keeper import SumKeeper, SumMasks, masks_in
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.messages.sum_steps import FromDevice, SumDealt, SumMembers, SumOpening, SumSurvivors, ToDevice
+from fedcg.wire.sums.secrets import Numbers, SumRound
+
+AT = SumRound("shapes", 3, 1)
+SIZE = 5
+
+
+@dataclass
+class Disk:
+    """A record that outlives its keeper."""
+
+    content: Mapping[str, Any] = field(default_factory=dict)
+    writes: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def load(self) -> Mapping[str, Any]:
+        return self.content
+
+    def save(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+        self.writes.append(content)
+
+
+class Cohort:
+    """Devices with keys, disks and keepers; a keeper is made anew for each step, as after a power cut."""
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"box-{number:02}" for number in range(count)]
+        self.keys = {name: SigningKey.generate() for name in self.names}
+        self.disks = {name: Disk() for name in self.names}
+        self.now = 0.0
+        stream = np.random.default_rng(0)
+        self.numbers = {name: stream.integers(0, 1 << 20, SIZE, dtype=np.uint32) for name in self.names}
+
+    def later(self) -> float:
+        """A time at which all that was waited for is late."""
+        self.now += KEYS_WAIT_S
+        return self.now
+
+    def late(self, board: SumBoard) -> Sends:
+        """What the board does without those that have not answered."""
+        return board.tick(self.names, self.now) if board.phase is Phase.OFF else self._late(board)
+
+    def _late(self, board: SumBoard) -> Sends:
+        board.tick(self.names, self.now)
+        return board.tick(self.names, self.later())
+
+    def masks(self, name: str, at: SumRound = AT) -> SumMasks | None:
+        return masks_in(self.disks[name].content, name, at)
+
+    def masked(self, name: str) -> Numbers:
+        masks = self.masks(name)
+        assert masks is not None
+        assert masks.weight == 5
+        return masks.mask(self.numbers[name])
+
+    @property
+    def roster(self) -> dict[str, VerifyKey]:
+        return {name: key.public for name, key in self.keys.items()}
+
+    def keeper(self, name: str) -> SumKeeper:
+        disk = self.disks[name]
+        return SumKeeper(name, self.keys[name], lambda: self.roster, disk.load, disk.save)
+
+    def answer(self, board: SumBoard, sends: Sends, deaf: set[str], at: SumRound = AT) -> Sends:
+        """Hand messages to devices, and their answers to the board; `deaf` ones never answer. What the board says next."""
+        following: Sends = []
+        for name, step in sends:
+            if name in deaf:
+                continue
+            reply = self.reply(name, step, at)
+            if reply is not None:
+                following += board.receive(name, reply, self.now)
+        return following or self.late(board)
+
+    def reply(self, name: str, step: ToDevice, at: SumRound = AT) -> FromDevice | None:
+        keeper = self.keeper(name)
+        if isinstance(step, SumMembers):
+            return keeper.members(at, step)
+        if isinstance(step, SumDealt):
+            keeper.dealt(at, step)
+        elif isinstance(step, SumSurvivors):
+            return keeper.survivors(at, step)
+        elif isinstance(step, SumOpening):
+            return keeper.opening(at, step)
+        return None
+
+    def announce(self, board: SumBoard, deaf: set[str], at: SumRound = AT) -> Sends:
+        following: Sends = []
+        for name in self.names:
+            if name not in deaf and (keys := self.keeper(name).announce(at, 5)) is not None:
+                following += board.receive(name, keys, self.now)
+        return following or self.late(board)

@@ -1,0 +1,264 @@
+"""The masked sum of an open attempt beside a real database: a device that lies is left out, or costs a sum that both sides hear of."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from coordinator.aggregation.worker_messages import OpenedSum
+from coordinator.facts.known import Known
+from coordinator.facts.problems import open_problems
+from coordinator.messaging.publisher import Publisher
+from coordinator.sums.board import WAIT_S, Phase, Sends
+from coordinator.sums.open_attempt import MaskedSums, SumFailure
+from fedcg.event_log import EventLog, read_events
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.messages.messages import COORDINATOR, RoundAttempt, SumUp
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.sum_steps import (
+    FromDevice,
+    SumKeys,
+    SumMembers,
+    SumOff,
+    SumRevealed,
+    SumShares,
+    SumSigned,
+    ToDevice,
+)
+from fedcg.wire.parts import SUM_NUMBERS, SUM_WEIGHT, Part, TensorLayout
+from fedcg.wire.sums.protocol import added
+from fedcg.wire.sums.secrets import SumRound, SumSecrets
+from fedcg.wire.sums.steps import keys_of
+from tests.support.coordinator.sum_cohort import SIZE, Cohort
+from tests.support.coordinator.toy_artifacts import tiny_spec
+from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
+
+HERE = RoundAttempt(3, 1)
+LOW_ORDER = bytes(32)
+"""A public key of X25519 that nobody can agree on a key with."""
+
+
+def summing_spec() -> FederationSpec:
+    layouts = (
+        TensorLayout(name=SUM_NUMBERS, dtype="int64", shape=(SIZE,), low=0.0, high=2.0**32 - 1),
+        TensorLayout(name=SUM_WEIGHT, dtype="int64", shape=(), low=0.0, high=1000.0),
+    )
+    spec = tiny_spec(2)
+    changes = {
+        "summed": (Part.STATISTICS,),
+        "params": {**spec.params, "weight_cap": 100},
+        "layouts": {**spec.layouts, Part.STATISTICS: layouts},
+    }
+    return spec.model_copy(update=changes)
+
+
+class Attempt:
+    """The coordinator's masked sums of an attempt, and devices that answer what they are sent; some of them otherwise than they should."""
+
+    def __init__(self, world: World, count: int = 5) -> None:
+        self.spec = summing_spec()
+        self.cohort = Cohort(count)
+        self.at = SumRound(self.spec.federation, HERE.round, HERE.attempt)
+        self.store, self.log = world.store, world.root / "sums.jsonl"
+        self.sent: Sends = []
+        self.merged: list[OpenedSum] = []
+        self.now = 0.0
+        self.lies: dict[str, Any] = {}
+        self.header = {
+            "federation": self.spec.federation,
+            "recipient": COORDINATOR,
+            "epoch": 1,
+            "round": HERE.round,
+            "attempt": HERE.attempt,
+            "session": "0" * 64,
+            "counter": 1,
+        }
+        self.sums = self.started()
+
+    def started(self) -> MaskedSums:
+        """A coordinator's, as after a start."""
+        keys = {name: key.public for name, key in self.cohort.keys.items()}
+        events = EventLog(self.log, time.time)
+        sums = MaskedSums(self.spec, self.store, cast(Publisher, self), events, lambda: self.now, keys.get)
+        sums.begin(HERE, self.cohort.names)
+        return sums
+
+    def sum_step(self, device: str, at: RoundAttempt, step: ToDevice) -> None:
+        """The publisher's."""
+        assert at == HERE
+        self.sent.append((device, step))
+
+    def answer(self, device: str, step: FromDevice) -> None:
+        lie = self.lies.get(step.step)
+        told = lie(step) if lie is not None and device == "box-00" else step
+        self.sums.receive(device, SumUp(**self.header, sender=device, body=told))
+
+    def announce(self) -> None:
+        for name in self.cohort.names:
+            keys = self.cohort.keeper(name).announce(self.at, 5)
+            assert keys is not None
+            self.answer(name, keys)
+
+    def answer_all(self) -> None:
+        """Devices answer until nothing is sent any more."""
+        while self.sent:
+            sent, self.sent = self.sent, []
+            for device, step in sent:
+                if (reply := self.cohort.reply(device, step, self.at)) is not None:
+                    self.answer(device, reply)
+
+    def wait(self, seconds: float) -> None:
+        """Time goes on, and those who have not answered are late."""
+        self.sums.tick(self.cohort.names)
+        self.now += seconds
+        self.sums.tick(self.cohort.names)
+
+    def run(self) -> OpenedSum:
+        """The whole attempt."""
+        self.announce()
+        self.answer_all()
+        self.sums.open(self.cohort.names, self.merged.append)
+        self.answer_all()
+        for _ in range(2):
+            self.wait(WAIT_S)
+            self.answer_all()
+        (opened,) = self.merged
+        return opened
+
+    def exact(self, opened: OpenedSum) -> bool:
+        """Whether the correction gives the sum of the clients' numbers."""
+        names = [client for client, _ in opened.weights]
+        sent = added([self._masked(name) for name in names])
+        wanted = added([self.cohort.numbers[name] for name in names])
+        return np.array_equal(sent + np.frombuffer(opened.correction, "<u4"), wanted)
+
+    def _masked(self, name: str) -> np.ndarray[Any, Any]:
+        masks = self.cohort.masks(name, self.at)
+        assert masks is not None
+        return masks.mask(self.cohort.numbers[name])
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.log) if event["event"] == name]
+
+
+@pytest.fixture
+def attempt(make_world: MakeWorld) -> Attempt:
+    return Attempt(make_world())
+
+
+def bad_keys(attempt: Attempt, key: SigningKey, weight: int = 5, **changes: bytes) -> SumKeys:
+    """Keys of box-00, with changes, signed by `key`."""
+    unsigned = replace(SumSecrets.draw("box-00").announce(attempt.at, weight, key), **changes)  # type: ignore[arg-type]
+    return keys_of(replace(unsigned, signature=key.sign(unsigned.signed(attempt.at))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mask": LOW_ORDER}, "box-00: a public key for a masked sum is none of X25519"),
+        ({"cipher": LOW_ORDER}, "box-00: a public key for a masked sum is none of X25519"),
+        ({"weight": 101}, "box-00: its weight 101 is above the plan's weight_cap, 100"),
+        ({"key": SigningKey.generate()}, "box-00: its keys for a masked sum are not signed by its message key"),
+    ],
+)
+def test_a_device_with_keys_that_others_would_refuse_is_left_out_and_the_sum_is_that_of_the_others(
+    attempt: Attempt, changes: dict[str, Any], said: str
+) -> None:
+    given = {"key": attempt.cohort.keys["box-00"], **changes}
+    attempt.lies["keys"] = lambda keys: bad_keys(attempt, **given)
+    opened = attempt.run()
+    assert [client for client, _ in opened.weights] == attempt.cohort.names[1:]
+    assert attempt.exact(opened)
+    (refused,) = attempt.events("sum_refused")
+    assert (refused["client"], refused["reason"]) == ("box-00", said)
+    assert attempt.sums.failure is None
+
+
+def test_a_signature_over_another_list_counts_for_nothing(attempt: Attempt) -> None:
+    attempt.lies["signed"] = lambda step: SumSigned(signature="0" * 128)
+    opened = attempt.run()
+    assert len(opened.weights) == 5
+    assert attempt.exact(opened)
+    (refused,) = attempt.events("sum_refused")
+    assert refused["reason"] == "box-00: its signature is not of the list of survivors"
+
+
+def test_a_device_that_gives_wrong_shares_does_not_keep_the_sum_closed(attempt: Attempt) -> None:
+    attempt.lies["revealed"] = lambda step: SumRevealed(shares=dict.fromkeys(step.shares, "ab" * 16))
+    assert attempt.exact(attempt.run())
+
+
+def test_a_device_that_deals_out_rubbish_costs_the_sum_and_is_named(attempt: Attempt) -> None:
+    attempt.lies["shares"] = lambda step: SumShares(sealed=dict.fromkeys(step.sealed, "ab" * 48))
+    assert attempt.run() == OpenedSum()
+    reason = "box-00: 0 of 4 shares of its masks came"
+    assert attempt.sums.failure == SumFailure(3, reason, None)
+    assert [event["reason"] for event in attempt.events("sum_off")] == [reason]
+
+
+def test_devices_that_can_not_know_each_other_leave_the_round_without_a_sum(attempt: Attempt) -> None:
+    attempt.lies["shares"] = lambda step: SumShares(sealed={})
+    attempt.announce()
+    for device, step in attempt.sent:
+        if isinstance(step, SumMembers) and device in {"box-00", "box-01", "box-02"}:
+            attempt.answer(device, cast(SumShares, attempt.cohort.reply(device, step, attempt.at)))
+    attempt.wait(WAIT_S)
+    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
+    assert attempt.merged == [OpenedSum()]
+    assert attempt.sums.failure == SumFailure(3, "2 of 4 devices dealt out shares", Phase.SHARES)
+    assert (attempt.cohort.names[4], SumOff()) in attempt.sent
+
+
+def test_a_coordinator_that_was_without_a_link_waits_anew_for_signatures(attempt: Attempt) -> None:
+    attempt.announce()
+    attempt.answer_all()
+    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
+    attempt.sums.tick(attempt.cohort.names)
+    attempt.now += 10 * WAIT_S  # nobody heard of the list
+    attempt.sums.link_is_back()
+    attempt.sums.tick(attempt.cohort.names)
+    attempt.answer_all()
+    assert attempt.exact(attempt.merged[0])
+
+
+@pytest.mark.parametrize("answered", range(5))
+def test_a_coordinator_that_is_started_again_while_it_opens_a_sum_opens_the_same(
+    attempt: Attempt, answered: int
+) -> None:
+    attempt.announce()
+    attempt.answer_all()
+    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
+    for device, step in attempt.sent[:answered]:
+        attempt.answer(device, cast(SumSigned, attempt.cohort.reply(device, step, attempt.at)))
+    attempt.sent = []
+    attempt.sums = attempt.started()
+    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
+    attempt.wait(5.0)
+    attempt.answer_all()
+    assert attempt.exact(attempt.merged[0])
+    assert len(attempt.merged[0].weights) == 5
+
+
+class LosesTheSum(PlainWorker):
+    """Merges an aggregate without the sum that was opened for it."""
+
+    def finish(self, updates: Any, limits: Any, opened: OpenedSum = OpenedSum()) -> None:
+        reply, self._reply = self._reply, lambda done: reply(replace(done, sum_lost="the sum has clients: b"))
+        super().finish(updates, limits, opened)
+        self._reply = reply
+
+
+def test_a_sum_that_is_in_no_aggregate_is_a_problem_too(make_world: MakeWorld) -> None:
+    world = make_world(1, make_worker=LosesTheSum)
+    with RunningService(world) as running:
+        world.start_devices()
+        world.wait_event("finished")
+        known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+        (problem,) = [one for one in open_problems(known) if one.kind == "no masked sum"]
+    assert problem.what == "round 1 went on without the sum over its devices: the sum has clients: b"
+    assert problem.remedy.startswith("After one round, nothing")
+    assert [event["reason"] for event in world.events("sum_off")] == ["the sum has clients: b"]
