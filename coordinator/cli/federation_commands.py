@@ -73,7 +73,7 @@ def federation_show(client: Client, federation: Named = None) -> Result:
     found = client.get(f"/federations/{client.federation(federation)}")
     policy = ", ".join(f"{name} = {_toml(value)}" for name, value in found["policy"].items() if value is not None)
     coded = f"updates coded {found['codec']}, aggregates {found['aggregate_codec']}"
-    return found, f"{_line(found)}\n{policy}\n{coded}"
+    return found, f"{_line(found)}\n{policy}\n{coded}{_masked(found)}"
 
 
 @federation_app.command("start")
@@ -137,7 +137,17 @@ def _opened(client: Client, plan: Path, *, held: bool, continued_from: str | Non
     wanted = {"plan": read_plan(plan).model_dump(mode="json"), "held": held, "continued_from": continued_from}
     made = client.change("POST", "/federations", wanted)
     started = "held until `fedcg federation start`" if held else "it starts when devices come"
-    return made, f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}."
+    return (
+        made,
+        f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}.{_masked(made)}",
+    )
+
+
+def _masked(found: Mapping[str, Any]) -> str:
+    """What a coordinator can't check of updates that are masked in part."""
+    parts = ", ".join(found["summed"])
+    unseen = "only the sum over 4 devices or more is read, and no screening sees one device's numbers: no norm, no comparison"
+    return f"\n{parts} behind masks: {unseen}" if parts else ""
 
 
 def _steered(

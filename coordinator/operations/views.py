@@ -32,6 +32,7 @@ class FederationView(BaseModel):
     Attributes:
         status: what the operator wants of it; `phase` is what it does.
         online, participants: of the running service; empty where none runs.
+        summed: of `upload` what leaves devices behind masks only.
     """
 
     federation: str
@@ -39,6 +40,7 @@ class FederationView(BaseModel):
     spec: str
     classes: tuple[str, ...]
     upload: tuple[Part, ...]
+    summed: tuple[Part, ...]
     report: tuple[ReportField, ...]
     codec: str
     aggregate_codec: str
@@ -175,6 +177,7 @@ def federation_view(running: Coordinator, record: FederationRecord) -> Federatio
         spec=record.spec,
         classes=spec.classes,
         upload=spec.upload,
+        summed=spec.summed,
         report=spec.report,
         codec=spec.codec,
         aggregate_codec=spec.aggregate_codec,

@@ -209,7 +209,7 @@ class CommandExecutor:
         at, step, sum_round = command.round_attempt, command.step, self._sum_round(command.round_attempt)
         if isinstance(step, SumOff):
             if at == state.offered and state.sum_ready != at:
-                reason = "too few devices answered in time"
+                reason = "too few devices answered in time, or the coordinator refused what this one announced"
                 self._events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
             return SumReady(at)
         try:

@@ -180,6 +180,12 @@ def test_a_policy_of_fewer_clients_than_masked_sums_take_is_refused_with_the_rea
     assert "a sum of fewer than 4 devices shows too much of each: set min_clients = 4 or more" in error["message"]
     assert ask(home, "federation", "set", "masked", "min_clients=4")["policy"]["min_clients"] == 4
     assert ask(home, "federation", "set", FEDERATION, "min_clients=3")["policy"]["min_clients"] == 3
+    shown = run_fedcg("federation", "show", "masked", "--dir", home.root).stdout
+    assert (
+        "statistics behind masks: only the sum over 4 devices or more is read, and no screening sees one device's"
+        in shown
+    )
+    assert "behind masks" not in run_fedcg("federation", "show", FEDERATION, "--dir", home.root).stdout
 
 
 def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
