@@ -58,10 +58,9 @@ def test_single_settings_take_the_place_of_a_presets_own() -> None:
     assert limits_for("aws-iot") == PRESETS["aws-iot"]
 
 
+@pytest.mark.slow
 @pytest.mark.broker
-@pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=[] if name == "aws-iot" else [pytest.mark.slow]) for name in PRESETS]
-)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_round_goes_through_a_broker_limited_like_the_presets(
     tmp_path: Path, mosquitto: StartMosquitto, preset: PresetName
 ) -> None:

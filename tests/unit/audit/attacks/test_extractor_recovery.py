@@ -35,6 +35,7 @@ def outcome() -> Outcome:
     return ATTACK.run(helped(), Effort.QUICK, lambda done, total: None)
 
 
+@pytest.mark.slow
 def test_own_outputs_give_the_extractor_away_and_a_mean_gives_the_mean(outcome: Outcome) -> None:
     mean, difference, own = outcome.figures
     assert outcome.controls[0].passed

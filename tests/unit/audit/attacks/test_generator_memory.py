@@ -33,6 +33,7 @@ def outcome() -> Outcome:
     return attacked(generator_case())
 
 
+@pytest.mark.slow
 def test_a_planted_generator_that_returns_training_features_is_found(outcome: Outcome) -> None:
     distances, decoded = outcome.controls
     assert distances.passed

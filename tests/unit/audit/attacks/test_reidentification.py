@@ -57,6 +57,7 @@ def test_a_whole_model_gives_every_image_away() -> None:
     assert "sent (whole model)" in figure.setting
 
 
+@pytest.mark.slow
 def test_a_whole_update_is_tried_from_every_extractor_that_knows_something() -> None:
     case = simulated_case(method="fedcg")
     found = by_extractor(run(case), UPDATE)

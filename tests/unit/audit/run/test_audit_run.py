@@ -118,6 +118,7 @@ def test_bad_input_is_named_before_anything_is_attacked(
     assert not (tmp_path / "out" / "attacks").exists()
 
 
+@pytest.mark.slow
 def test_an_attack_that_needs_images_of_the_attacker_is_not_tried_without(place: Path, tmp_path: Path) -> None:
     done = run_fedcg(*words(place, tmp_path / "out", "--attacks", "class_inference"))
     assert done.exit_code == 0, done.output

@@ -123,6 +123,7 @@ def test_a_method_that_needs_public_images_is_refused_without_them(tmp_path: Pat
         make_artifacts(plan, tmp_path / "artifacts")
 
 
+@pytest.mark.slow
 def test_a_method_with_masked_sums_takes_a_plan_with_four_clients(tmp_path: Path) -> None:
     plan = read_plan(plan_file(tmp_path, "fedprobe", params=""))
     with pytest.raises(PlanError, match=r"method fedprobe sends statistics behind masks.* set min_clients = 4 or more"):

@@ -58,6 +58,7 @@ def test_a_late_update_teaches_the_next_round_with_decayed_weight(make_world: Ma
     ]
 
 
+@pytest.mark.slow
 def test_a_kept_update_is_there_after_a_restart_and_counts_once(make_world: MakeWorld) -> None:
     world = late_world(make_world, "next")
     with RunningService(world) as running:

@@ -48,6 +48,7 @@ def test_a_goodbye_that_the_device_did_not_sign_ends_nothing(service_world: Worl
     assert [device.state for device in service_world.store.devices()] == [DeviceState.ENROLLED] * 2
 
 
+@pytest.mark.slow
 def test_a_recorded_goodbye_of_another_session_ends_nothing(service_world: World, tmp_path: Path) -> None:
     """The device leaves, is enrolled again with the same key, and somebody repeats what was said the first time."""
     heard: list[Delivery] = []

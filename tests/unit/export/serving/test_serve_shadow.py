@@ -141,6 +141,7 @@ def test_a_version_that_was_taken_back_and_is_chosen_again_serves_at_once_and_is
         assert server.metric(rollbacks) == 1
 
 
+@pytest.mark.slow
 def test_with_little_traffic_it_serves_when_the_time_is_up(tmp_path: Path) -> None:
     install_versions(tmp_path, 1)
     with serving(tmp_path, "--shadow", 1000, "--shadow-minutes", "0.05") as server:

@@ -17,7 +17,7 @@ from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
-from tests.support.commands import data_of
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.learning_cases import (
     NAMES,
     bright_images,
@@ -140,14 +140,14 @@ def test_methods_are_listed_without_importing_torch() -> None:
 
 
 def test_a_method_shows_its_parameters_and_what_leaves_the_box() -> None:
-    text = command("show", "fedmd_cg")
+    text = run_fedcg("method", "show", "fedmd_cg").stdout
     assert "stays on the box: extractor" in text
     assert "label counts" in text
-    masked = command("show", "fedprobe")
+    masked = run_fedcg("method", "show", "fedprobe").stdout
     assert (
         "statistics: outputs of the private extractor on images that the cohort's secret makes, behind masks" in masked
     )
     assert "  nobody can inspect these numbers one by one: no norm, no comparison\n" in masked
-    shown = data_of(command("show", "fedcg", "--json"))
+    shown = data_of(run_fedcg("method", "show", "fedcg", "--json").stdout)
     assert shown["private"] == ["discriminator", "extractor"]
     assert shown["params"]["ramp_rounds"]["default"] == 50
