@@ -16,7 +16,7 @@ from fedcg.learning.networks.own_backbone import check_backbones
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkSpec
-from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayout, is_delta
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, SUM_NUMBERS, SUM_WEIGHT, Part, ReportField, TensorLayout, is_delta
 
 _REPORT = (ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH)
 
@@ -54,8 +54,14 @@ def _zeros(layout: TensorLayout) -> torch.Tensor:
 
 
 def method_layouts(spec: NetworkSpec, method: Method) -> dict[Part, tuple[TensorLayout, ...]]:
-    """The tensors of every part that a method's client has: of its networks, and its statistics as it lays them out."""
+    """The tensors of every part that a method's client has: of its networks, and its statistics as it lays them out.
+
+    Raises:
+        NetworkError: statistics that masks can't be put on.
+    """
     stated = {} if method.statistics is None else {Part.STATISTICS: method.statistics(spec)}
+    if method.summed and {one.name for one in stated[Part.STATISTICS]} != {SUM_NUMBERS, SUM_WEIGHT}:
+        raise NetworkError(f"{method.name}: its masked statistics must be the tensors {SUM_NUMBERS} and {SUM_WEIGHT}")
     return layouts(spec, method.parts - stated.keys()) | stated
 
 

@@ -13,12 +13,13 @@ import torch
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
 from fedcg.learning import extensions, methods
-from fedcg.learning.errors import ExtensionError
+from fedcg.learning.errors import ExtensionError, NetworkError
+from fedcg.learning.networks.initial_weights import method_layouts
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule
 from fedcg.wire.messages.messages import DeclineReason
-from fedcg.wire.parts import Part
+from fedcg.wire.parts import Part, TensorLayout
 from tests.support.installed import importable, register
 from tests.support.learning.learning_cases import party_of, quick_spec, same_parts
 
@@ -80,6 +81,9 @@ def test_a_method_whose_masks_are_to_cover_other_parts_than_its_statistics_is_re
     for without in ({"statistics": None}, {"shared_up": frozenset({Part.CLASSIFIER})}):
         with pytest.raises(ValueError, match="method fedprobe: summed = statistics"):
             replace(get_method("fedprobe"), **without)
+    means = (TensorLayout(name="means", dtype="int64", shape=(3,), low=0.0, high=9.0),)
+    with pytest.raises(NetworkError, match="fedprobe: its masked statistics must be the tensors outputs and weight"):
+        method_layouts(quick_spec("fedprobe"), replace(get_method("fedprobe"), statistics=lambda _spec: means))
 
 
 def test_a_package_cannot_take_the_name_of_a_built_in_method(folder: Path) -> None:
