@@ -109,6 +109,8 @@ def _parts(spec: FederationSpec) -> list[PartSent]:
     for part in spec.upload:
         tensors = spec.layouts[part]
         codec = spec.codec.removesuffix("-delta") if delta and part not in spec.with_base else spec.codec
+        if all(each.dtype == "int64" for each in tensors):
+            codec = "whole numbers"
         numbers = sum(math.prod(each.shape) for each in tensors)
         found.append(PartSent(part.value, spec.meaning_of(part), len(tensors), numbers, codec))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coordinator.facts.known import Known
 from coordinator.facts.sent import sent
+from fedcg.wire.parts import Part, TensorLayout
 from tests.support.coordinator.world import MakeWorld
 
 
@@ -19,3 +20,14 @@ def test_a_public_backbone_is_stated_with_what_is_private_beside_it(make_world: 
         "device without one"
     )
     assert facts.open_start == []
+
+
+def test_a_part_of_whole_numbers_is_not_said_to_be_coded_as_weights_are(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1, clients=())
+    counts = (TensorLayout(name="outputs", dtype="int64", shape=(2, 3), low=0.0, high=9.0),)
+    changes = {"upload": (*world.spec.upload, Part.STATISTICS), "codec": "i8-delta"}
+    layouts = {**world.spec.layouts, Part.STATISTICS: counts}
+    spec = world.spec.model_copy(update={**changes, "layouts": layouts})
+    parts = {one.part: one for one in sent(Known(world.store, lambda record: spec, world.root), "tiny").parts}
+    assert (parts["statistics"].codec, parts["statistics"].numbers) == ("whole numbers", 6)
+    assert parts["classifier"].codec.startswith("i8")
