@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 
 from cryptography import x509
 from fastapi import FastAPI, Request
@@ -82,7 +83,13 @@ async def serving(application: FastAPI, listener: Listener, context: ssl.SSLCont
     finally:
         server.close()
         for connection in list(state.connections):
-            connection.transport.abort()
+            hang_up(connection.transport)
+
+
+def hang_up(transport: asyncio.Transport) -> None:
+    """Cut a connection; one that has just closed has no protocol any more, and older releases of Python 3.11 fail over it."""
+    with suppress(AttributeError):
+        transport.abort()
 
 
 def peer_of(request: Request) -> x509.Certificate | None:
@@ -94,4 +101,4 @@ def peer_of(request: Request) -> x509.Certificate | None:
 def _identify(transport: asyncio.Transport) -> tuple[str | None, dict[str, object]]:
     der = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
     name = None if der is None else common_name(x509.load_der_x509_certificate(der))
-    return name, {PEER: der, HANG_UP: transport.abort}
+    return name, {PEER: der, HANG_UP: partial(hang_up, transport)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import ssl
 import threading
+from asyncio.sslproto import _SSLProtocolTransport
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.http import carrier_api
+from coordinator.http.tls_listeners import hang_up
 from coordinator.paths import CRL_NAME
 from coordinator.pki.authority import write_revocations
 from edge_client.config import load_config
@@ -129,3 +131,9 @@ def test_refusals_of_strangers_delay_no_renewal_and_those_of_devices_are_limited
     own = desk.context()
     own.load_cert_chain(config.tls.cert, config.tls.key)
     assert 429 in [refused(desk, "/v1/renew", own) for _ in range(21)]
+
+
+def test_a_connection_that_closed_by_itself_a_moment_ago_is_hung_up_on_without_an_error() -> None:
+    closed = _SSLProtocolTransport(None, None)  # type: ignore[arg-type]  # as asyncio leaves one
+    hang_up(closed)
+    assert closed.is_closing()
