@@ -88,9 +88,8 @@ class SumKeeper:
         kept = self._read()
         if kept is None or _at(kept) != at:
             masked_until = 0 if kept is None or kept.federation != at.federation else kept.last_masked
-            if (
-                at.round <= masked_until
-            ):  # a coordinator that goes back, as from a backup, gets no second sum of a round
+            # A coordinator that goes back, as from a backup, gets no second sum of a round.
+            if at.round <= masked_until:
                 return None
             drawn = SumSecrets.draw(self._device)
             seeds = (drawn.cipher.hex(), drawn.mask.hex(), drawn.own.hex())

@@ -153,22 +153,21 @@ class WithProbeSums:
 
     def _opened(self, unmasking: Unmasking, updates: Mapping[str, Callable[[], Update]]) -> dict[str, torch.Tensor]:
         weights, correction = unmasking.weights, unmasking.correction
-        clients = sorted(weights.keys() & updates.keys())
-        told = {client: updates[client]().parts[Part.STATISTICS] for client in clients}
-        unlike = [
-            client for client in sorted(weights) if client not in told or int(told[client][WEIGHT]) != weights[client]
-        ]
-        if correction is not None and not unlike:
-            numbers = torch.stack([told[client][OUTPUTS] for client in clients]).sum(0)
-            opened = (numbers + correction.view_as(numbers)) % MODULUS
-            return {OUTPUTS: opened, WEIGHT: torch.tensor(sum(weights.values()))}
-        if correction is not None:
-            names = ", ".join(unlike)
-            self._warn(
-                f"the sum has clients whose updates are not merged, or tell another weight than they announced: {names}"
-            )
         empty = next(iter(updates.values()))().parts[Part.STATISTICS]
-        return {name: torch.zeros_like(tensor) for name, tensor in empty.items()}
+        nothing = {name: torch.zeros_like(tensor) for name, tensor in empty.items()}
+        if correction is None:
+            return nothing
+        told = {client: updates[client]().parts[Part.STATISTICS] for client in sorted(weights.keys() & updates.keys())}
+        unlike = [name for name in sorted(weights) if name not in told or int(told[name][WEIGHT]) != weights[name]]
+        if unlike:
+            self._warn(
+                "the sum has clients whose updates are not merged, or tell another weight than they announced: "
+                + ", ".join(unlike)
+            )
+            return nothing
+        numbers = torch.stack([one[OUTPUTS] for one in told.values()]).sum(0)
+        opened = (numbers + correction.view_as(numbers)) % MODULUS
+        return {OUTPUTS: opened, WEIGHT: torch.tensor(sum(weights.values()))}
 
     def _check(self, client: str, weight: int) -> None:
         if not 0 < weight <= self._params.weight_cap:
