@@ -3,7 +3,7 @@
 A split's name reaches a device in the spec, from the coordinator. A name is therefore never taken as something to import
 because a spec names it: only what the owner of this machine installed or allowed counts.
 
-  * `lenet5`, `lenet5_relu`: part of this program;
+  * `lenet5`, `lenet5_relu`, `lenet5_wide`, `cnn_bn`, `image_small`, `image_paper`: part of this program;
   * `resnet18`, `mobilenet_v3_small`, or one of them `@` a layer's name: torchvision's, cut after that layer;
   * a backbone of timm's with a private projection (`fedcg.learning.backbone_names`);
   * a name in the entry-point group `fedcg.splits` of a package that is installed here, or the `module:function` it stands for;
@@ -23,7 +23,7 @@ from fedcg.learning import extensions
 from fedcg.learning.backbone_names import check_projected, is_projected
 from fedcg.learning.errors import NetworkError
 
-BUILT_IN = ("lenet5", "lenet5_relu", "cnn_bn", "image_small", "image_paper")
+BUILT_IN = ("lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn", "image_small", "image_paper")
 ENTRY_POINT_GROUP = "fedcg.splits"
 ALLOW_VARIABLE = "FEDCG_ALLOW_SPLITS"
 INSTALL_VISION = "install torchvision: pip install 'fedcg-edge[vision]'"

@@ -2,6 +2,7 @@
 
 `lenet5` is FedCG's backbone as its authors' code has it (facts in the paper's README): sigmoid after average pooling, so a
 feature of a 32x32 image is 16x5x5 in (0, 1). `lenet5_relu` is the same cut with ReLU and max pooling: features >= 0.
+`lenet5_wide` is `lenet5_relu` with twice as many channels: 32x5x5 features.
 `cnn_bn` is what FedMD-CG's authors run under the name of LeNet: two strided 3x3 convolutions with batch norm, and a classifier of
 two linear layers with nothing between them; 32x2x2 features of a 32x32 image.
 """
@@ -58,10 +59,13 @@ def _extractor_sigmoid(channels: int) -> nn.Module:
     return nn.Sequential(first, nn.Identity(), nn.Sigmoid(), second, nn.Identity(), nn.Sigmoid())
 
 
-def _extractor_relu(channels: int) -> nn.Module:
-    # Pooling before the activation: max and ReLU commute, and ReLU then works on a quarter of the elements.
-    first, second = MaxedConv2d(channels, 6, 5), MaxedConv2d(6, 16, 5)
-    return nn.Sequential(first, nn.Identity(), nn.ReLU(), second, nn.Identity(), nn.ReLU())
+def _extractor_relu(width: int) -> Callable[[int], nn.Module]:
+    def build(channels: int) -> nn.Module:
+        # Pooling before the activation: max and ReLU commute, and ReLU then works on a quarter of the elements.
+        first, second = MaxedConv2d(channels, 6 * width, 5), MaxedConv2d(6 * width, 16 * width, 5)
+        return nn.Sequential(first, nn.Identity(), nn.ReLU(), second, nn.Identity(), nn.ReLU())
+
+    return build
 
 
 def _classifier(activation: Callable[[], nn.Module]) -> Callable[[tuple[int, ...], int], nn.Module]:
@@ -92,7 +96,8 @@ def _classifier_linear(feature_shape: tuple[int, ...], classes: int) -> nn.Modul
 # Two 5x5 convolutions, each followed by halving: ((16 - 4) / 2 - 4) / 2 = 1.
 SPLITS: Mapping[str, Split] = {
     "lenet5": Split(_extractor_sigmoid, _classifier(nn.Sigmoid), FeatureRange.UNIT, 16),
-    "lenet5_relu": Split(_extractor_relu, _classifier(nn.ReLU), FeatureRange.NON_NEGATIVE, 16),
+    "lenet5_relu": Split(_extractor_relu(1), _classifier(nn.ReLU), FeatureRange.NON_NEGATIVE, 16),
+    "lenet5_wide": Split(_extractor_relu(2), _classifier(nn.ReLU), FeatureRange.NON_NEGATIVE, 16),
     # Four halvings of a side.
     "cnn_bn": Split(_extractor_bn, _classifier_linear, FeatureRange.NON_NEGATIVE, 16),
 }

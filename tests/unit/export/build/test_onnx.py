@@ -49,7 +49,7 @@ def _torch_logits(spec: FederationSpec, parts: Parts, pixels: np.ndarray) -> np.
     return result
 
 
-@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "cnn_bn"])
+@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn"])
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 def test_the_file_gives_the_logits_of_the_trained_networks_for_any_batch(tmp_path: Path, split: str, mode: str) -> None:
     spec = make_spec(image_form(mode), split)

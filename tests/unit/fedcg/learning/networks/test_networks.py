@@ -55,6 +55,13 @@ def test_lenet_has_the_published_sizes() -> None:
         assert feature_shape(cifar(split=split)) == (16, 5, 5)
 
 
+def test_the_wide_lenet_has_twice_the_channels() -> None:
+    # 3*12*25 + 12 and 12*32*25 + 32; linear layers from 32*5*5 numbers to 120, 84 and 10
+    assert parameter_bytes(cifar(split="lenet5_wide"), Part.EXTRACTOR) == 4 * (912 + 9632)
+    assert parameter_bytes(cifar(split="lenet5_wide"), Part.CLASSIFIER) == 4 * (96_120 + 10_164 + 850)
+    assert feature_shape(cifar(split="lenet5_wide")) == (32, 5, 5)
+
+
 def test_the_network_of_fedmd_cgs_authors_has_their_sizes() -> None:
     # convolutions 3*16*9 + 16 and 16*32*9 + 32, batch norm 2*(16 + 32); linear 128*128 + 128 and 128*10 + 10
     assert parameter_bytes(cifar(split="cnn_bn"), Part.EXTRACTOR) == 4 * (448 + 4640 + 96)
@@ -84,7 +91,7 @@ def test_the_published_generator_grows_by_two_by_two_kernels() -> None:
         assert sum(kernel - 1 for kernel in spread_growth(size, 4)) == size - 1
 
 
-@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "cnn_bn"])
+@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("height", "width"), [(16, 16), (28, 28), (20, 36)])
 def test_every_network_fits_every_feature_shape(split: str, kind: str, height: int, width: int) -> None:
