@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from coordinator.broker.mosquitto import QueueLimits
+from coordinator.operations import create_federation
 from fedcg.find_mosquitto import find_mosquitto
 from tests.support.broker.brokers import DEVICES, Pki, RunningMosquitto
 from tests.support.postgres import WHY_MISSING, Cluster, programs, running_cluster
@@ -20,6 +21,14 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "explore")
 
 StartMosquitto = Callable[..., RunningMosquitto]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plans_are_completed_here() -> Iterator[None]:
+    """By the same function as in a process of its own, which would load torch for each; tests of commands have that process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(create_federation, "in_a_process", create_federation.answer)
+        yield
 
 
 @pytest.fixture(scope="session")

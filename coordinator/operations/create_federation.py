@@ -125,19 +125,19 @@ def make_artifacts(
 
 
 def _completed(request: _Request) -> str:
-    """What a process of its own makes of a plan: torch comes with it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "coordinator.operations.create_federation"],
-        input=request.model_dump_json(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        errors = done.stderr.strip()
-        reason = errors if done.returncode == BAD_PLAN else errors.rpartition("\n")[2] or "no reason given"
+    code, answer = in_a_process(request.model_dump_json())
+    if code != 0:
+        errors = answer.strip()
+        reason = errors if code == BAD_PLAN else errors.rpartition("\n")[2] or "no reason given"
         raise PlanError(f"the plan can't be completed: {reason}")
-    return done.stdout
+    return answer
+
+
+def in_a_process(request: str) -> tuple[int, str]:
+    """`answer` of a process of its own, because torch comes with it."""
+    command = [sys.executable, "-m", "coordinator.operations.create_federation"]
+    done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr if done.returncode else done.stdout
 
 
 def _make(request: _Request) -> InitialArtifacts | None:
@@ -243,24 +243,28 @@ def open_federation(
     return record
 
 
-def main() -> int:
-    """The process: a plan on standard input, the ids on standard output."""
+def answer(given: str) -> tuple[int, str]:
+    """The ids that a plan gets, as JSON, with 0; or why there are none, with the exit code."""
     from fedcg.learning.errors import LearningError
 
-    request = _Request.model_validate_json(sys.stdin.read())
+    request = _Request.model_validate_json(given)
     try:
         made = _make(request)
     except ValidationError as error:
         from fedcg.learning.registry import get_method
 
         params = get_method(request.plan.method).params_type
-        sys.stderr.write(listed("[params]", problems_of(params, error)))
-        return BAD_PLAN
+        return BAD_PLAN, listed("[params]", problems_of(params, error))
     except (ValueError, LearningError, PlanError) as error:
-        sys.stderr.write(f"{error}\n")
-        return BAD_PLAN
-    sys.stdout.write(json.dumps(made and asdict(made)))
-    return 0
+        return BAD_PLAN, str(error)
+    return 0, json.dumps(made and asdict(made))
+
+
+def main() -> int:
+    """The process: a plan on standard input, the ids on standard output, or the reason on standard error."""
+    code, text = answer(sys.stdin.read())
+    (sys.stderr if code else sys.stdout).write(text)
+    return code
 
 
 if __name__ == "__main__":

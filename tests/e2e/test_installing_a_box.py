@@ -65,6 +65,7 @@ def refusals(place: tuple[Path, Box], life: dict[str, After]) -> dict[str, After
     return {**life, **found, "broken release": after(box, box.put("upgrade", make_wheel(wheels, "1.3", broken)))}
 
 
+@pytest.mark.slow
 def test_the_installed_program_is_the_wheels_and_its_units_are_in_place(life: dict[str, After]) -> None:
     installed = life["installed"]
     assert installed.done.returncode == 0, installed.done.stderr
@@ -76,6 +77,7 @@ def test_the_installed_program_is_the_wheels_and_its_units_are_in_place(life: di
     assert "no user is made, no unit is stopped or started" in installed.done.stdout
 
 
+@pytest.mark.slow
 def test_an_upgrade_changes_the_version_and_the_stores_format_and_keeps_every_other_byte(
     life: dict[str, After],
 ) -> None:
@@ -92,6 +94,7 @@ def test_an_upgrade_changes_the_version_and_the_stores_format_and_keeps_every_ot
     assert f"has format {STORE_FORMAT}, trained up to round 2" in upgraded.done.stdout
 
 
+@pytest.mark.slow
 def test_an_upgrade_leaves_no_copy_of_private_data_and_no_earlier_version_behind(life: dict[str, After]) -> None:
     assert life["installed"].prefix == {"venv", "venv-a", ".lock"}
     assert life["upgraded"].prefix == {"venv", "venv-b", ".lock"}

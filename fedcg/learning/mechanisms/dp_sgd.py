@@ -41,7 +41,10 @@ from fedcg.wire.parts import Part
 
 Loss = Callable[[], torch.Tensor]
 _SETTINGS = {
-    Part.EXTRACTOR: ("network.split", "lenet5, lenet5_relu, lenet5_wide, or a backbone with a projection and network.freeze = all"),
+    Part.EXTRACTOR: (
+        "network.split",
+        "lenet5, lenet5_relu, lenet5_wide, or a backbone with a projection and network.freeze = all",
+    ),
     Part.CLASSIFIER: ("network.split", "lenet5, lenet5_relu or lenet5_wide"),
     Part.DISCRIMINATOR: ("network.discriminator", "mlp_plain or conv_plain"),
 }

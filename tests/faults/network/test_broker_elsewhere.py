@@ -93,9 +93,8 @@ def silenced(plant: Plant) -> None:
     assert silence(plant.home, ["a"])
 
 
-@pytest.mark.parametrize(
-    "change", [revoked, *(pytest.param(each, marks=pytest.mark.slow) for each in (left, silenced))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [revoked, left, silenced])
 def test_a_live_session_is_cut_off_and_stays_so_after_the_broker_is_killed(
     plant: Plant, change: Callable[[Plant], None]
 ) -> None:

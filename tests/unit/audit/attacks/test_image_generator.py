@@ -89,6 +89,7 @@ def test_a_control_whose_client_learns_nothing_fails(monkeypatch: pytest.MonkeyP
     assert not image_generator._membership_control(case, case.streams).passed
 
 
+@pytest.mark.slow
 def test_an_output_that_no_round_moved_has_the_lowest_score() -> None:
     view = translating_case().view
     assert view.auxiliary is not None

@@ -147,6 +147,7 @@ def _nothing() -> None:
     pass
 
 
+@pytest.mark.slow
 def test_scores_find_what_a_model_learnt_by_heart() -> None:
     target, seen, unseen, case = _overfitted()
     for score in (ml_leaks, rmia):

@@ -9,7 +9,10 @@ import pytest
 import tomllib
 from typer.testing import Result
 
-from fedcg.learning.spec import FederationPlan
+from coordinator.errors import PlanError
+from coordinator.operations import create_federation
+from coordinator.operations.create_federation import check_plan, in_a_process, make_artifacts
+from fedcg.learning.spec import FederationPlan, ImageForm
 from tests.support.commands import run_fedcg
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "plan.md"
@@ -50,6 +53,20 @@ def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp
     created = _run("create", str(plan), "--dir", str(home))
     assert created.exit_code == 0, created.output
     assert "Opened federation casting" in created.stdout
+
+
+def test_a_process_of_its_own_makes_the_same_artifacts_and_tells_why_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = ImageForm(mode="L", height=28, width=28, mean=(0.5,), std=(0.5,))
+    plan = FederationPlan(federation="tiny", classes=("x", "y"), method="fedsplit", rounds=1, image=form)
+    here = make_artifacts(plan, tmp_path / "here")
+    monkeypatch.setattr(create_federation, "in_a_process", in_a_process)
+    assert make_artifacts(plan, tmp_path / "there") == here
+    with pytest.raises(
+        PlanError, match=r"can't be completed: \[params\]: 1 problem\n  nonsense: there is no such setting"
+    ):
+        check_plan(plan.model_copy(update={"params": {"nonsense": 1}}))
 
 
 @pytest.mark.parametrize("command", ["plan", "create"])

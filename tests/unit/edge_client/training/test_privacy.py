@@ -163,7 +163,8 @@ Trainer(config, store, EventLog(config.store / "events.jsonl", time.time)).do(co
 """
 
 
-@pytest.mark.parametrize("during", ["commit", pytest.param("audit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("during", ["commit", "audit"])
 def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_its_repetition_counts_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:

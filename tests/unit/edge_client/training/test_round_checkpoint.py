@@ -139,9 +139,8 @@ def test_a_moving_average_goes_on_too(tmp_path: Path, monkeypatch: pytest.Monkey
     check_every_interruption(tmp_path, monkeypatch, "fedsplit", params={"ema": 0.9})
 
 
-@pytest.mark.parametrize(
-    "setting", ["noise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("balance", "dp_sgd"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["noise", "balance", "dp_sgd"])
 def test_streams_of_mechanisms_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     check_every_interruption(tmp_path, monkeypatch, "fedcg", SETTINGS[setting])
 

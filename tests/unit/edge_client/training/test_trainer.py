@@ -362,6 +362,7 @@ def slow_site(tmp_path: Path) -> Site:
     return Site(tmp_path, real_spec(epochs=16))
 
 
+@pytest.mark.slow
 def test_a_training_process_dies_with_its_agent(slow_site: Site) -> None:
     code = (
         "import pickle, sys\nfrom edge_client.training.trainer_handle import trainer_process\n"

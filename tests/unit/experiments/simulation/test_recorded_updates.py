@@ -286,6 +286,7 @@ class StopError(Exception):
     """Ends a simulation after a round."""
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_between_recording_and_checkpoint_goes_on_to_the_recording_of_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def test_a_good_version_serves_after_it_was_compared_and_the_stage_is_shown(tmp_
     ("fault", "kind", "told"),
     [
         (FAILING, "errors", "requests that version 0001 answered"),
-        (SLOW, "latency", "times as long per image as version 0001"),
+        pytest.param(SLOW, "latency", "times as long per image as version 0001", marks=pytest.mark.slow),
         ("", "drift", "its predicted classes are"),
     ],
 )
@@ -152,6 +152,7 @@ def test_with_little_traffic_it_serves_when_the_time_is_up(tmp_path: Path) -> No
     assert "version 0002 takes all requests: 0 images compared, 0 requests failed" in errors
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_in_the_stage_goes_on_with_the_version_that_answered(tmp_path: Path) -> None:
     install_versions(tmp_path, 1)
     with serving(tmp_path, "--shadow", 1000) as server:

@@ -65,6 +65,7 @@ def test_an_optimiser_without_the_compiler_takes_torchs_own_steps_bit_for_bit(na
     assert mine.param_groups[0]["lr"] == torchs.param_groups[0]["lr"] == 0.05
 
 
+@pytest.mark.slow
 def test_a_process_that_trains_and_merges_never_imports_torchs_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", TRAINS], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -73,6 +73,7 @@ def test_the_cheapest_backbone_is_one_whose_work_is_known() -> None:
     assert least_work(("timm:vit_tiny", "timm:test_vit")) == "timm:vit_tiny"
 
 
+@pytest.mark.slow
 def test_clients_of_a_simulation_take_the_backbones_in_turn_and_only_what_is_alike_is_averaged(tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = (
