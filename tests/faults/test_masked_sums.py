@@ -156,7 +156,7 @@ def test_a_device_with_another_cohort_secret_is_in_no_sum(tmp_path: Path) -> Non
 
 
 def test_a_newcomer_that_others_do_not_know_costs_the_sum_and_the_operator_is_told(tmp_path: Path) -> None:
-    stack = made(tmp_path, newcomer="site-5", rounds=3)
+    stack = made(tmp_path, newcomer="site-5")
     with stack.up(agents=True):
         wait_for(lambda: ("sum_off", 1) in sum_events(stack), "the sum is given up")
         status = stack.command("coordinator", "status", "--dir", str(stack.home), "--json")
@@ -164,7 +164,7 @@ def test_a_newcomer_that_others_do_not_know_costs_the_sum_and_the_operator_is_to
         assert "round 1 went on without the sum" in problem["what"]
         assert "fedcg cohort roster" in problem["remedy"]
         stack.wait_finished()
-        opened, _ = of_round(stack, 3)
+        opened, _ = of_round(stack, 2)
         assert not opened["outputs"].any()
 
 
