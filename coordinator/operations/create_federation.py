@@ -125,12 +125,12 @@ def make_artifacts(
 
 
 def _completed(request: _Request) -> str:
-    code, answer = in_a_process(request.model_dump_json())
+    code, told = in_a_process(request.model_dump_json())
     if code != 0:
-        errors = answer.strip()
+        errors = told.strip()
         reason = errors if code == BAD_PLAN else errors.rpartition("\n")[2] or "no reason given"
         raise PlanError(f"the plan can't be completed: {reason}")
-    return answer
+    return told
 
 
 def in_a_process(request: str) -> tuple[int, str]:
