@@ -28,6 +28,7 @@ FIELDS = {
     "local": "accuracy_last",
     "global": "global_accuracy_last",
     "deployed": "accuracy_deployed",
+    "ema": "accuracy_ema",
     ADR: "global_accuracy_last",
 }
 BEST_FIELDS = {**FIELDS, "local": "accuracy_personal", "global": "global_accuracy_best", ADR: "global_accuracy_best"}

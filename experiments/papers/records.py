@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -39,6 +40,7 @@ class ClientRecord(_Part):
     accuracy_personal: float | None = None
     accuracy_local: float | None = None
     accuracy_deployed: float | None = None
+    accuracy_ema: float | None = None
     accuracy_common_local: float | None = None
     accuracy_common_deployed: float | None = None
     test_images: int | None = None
@@ -107,8 +109,11 @@ class RunRecord(_Part):
         return None if self.paper is None else self.paper.partition("@")[0]
 
     def figure(self, name: str) -> float | None:
-        """A mean over clients in percent."""
+        """A mean over clients in percent; of the moving average, records have each client's alone."""
         share = self.mean.get(name)
+        if name == "accuracy_ema":
+            told = [client.accuracy_ema for client in self.clients if client.accuracy_ema is not None]
+            share = fmean(told) if told else None
         return None if share is None else 100.0 * share
 
     def best_validation(self) -> float | None:

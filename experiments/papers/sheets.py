@@ -15,6 +15,7 @@ MEASURE_NAMES = {
     "personal": "accuracy",
     "after": "after download",
     "deployed": "deployed",
+    "ema": "moving average",
     "local": "L.acc",
     "global": "G.acc",
     "adr": "ADR",
