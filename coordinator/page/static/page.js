@@ -6,7 +6,8 @@ if (theme) root.dataset.theme = theme;
 
 const REFRESH_MS = 2000; // at most one refresh in two seconds, however many events come
 const IDLE_MS = 15000; // figures that no event changes, such as free disk
-let lastRefresh = Date.now(), planned = 0, isLost = false;
+const KEPT_MS = 2000; // an answer may be so old: the coordinator keeps facts, and what it made of them, for a second each
+let lastRefresh = Date.now(), lastEvent = 0, planned = 0, isLost = false;
 
 function live() { return document.getElementById("live"); }
 
@@ -45,7 +46,8 @@ function tick() {
   for (const each of document.querySelectorAll("time[data-until]")) each.textContent = countdown(each.dataset.until - now);
   for (const each of document.querySelectorAll("time[data-ago]")) each.textContent = `${span(Math.max(0, now - each.dataset.ago))} ago`;
   for (const each of document.querySelectorAll("time[data-at]")) each.textContent = new Date(each.dataset.at * 1000).toLocaleString();
-  if (Date.now() - lastRefresh > IDLE_MS) refreshSoon();
+  const since = Date.now() - KEPT_MS, isBehind = lastEvent < since && lastRefresh < lastEvent + KEPT_MS;
+  if (isBehind || Date.now() - lastRefresh > IDLE_MS) refreshSoon();
 }
 
 function colour(name) { return getComputedStyle(root).getPropertyValue(name).trim(); }
@@ -86,20 +88,53 @@ function draw() {
   }
 }
 
+// A stream holds one of the six connections that a browser opens to a host. So one visible tab reads the events for all of
+// them; the lock passes on when that tab is hidden, closed or killed. Without locks (plain HTTP) each visible tab reads its own.
+const tabs = new BroadcastChannel("fedcg-events");
+const REOPEN_MS = 5000; // after an answer that is no stream, which a browser does not try again
+let reading = null;
+
+function hear(kind) {
+  if (kind !== "error") { // "open", too: nothing was read before it
+    lastEvent = Date.now();
+    refreshSoon();
+  }
+  showLink(kind === "error");
+}
+
+function read(signal, done) {
+  if (signal.aborted) { done(); return; }
+  const source = new EventSource("/api/v1/events/stream");
+  for (const kind of ["log", "open", "error"]) source.addEventListener(kind, () => { hear(kind); tabs.postMessage(kind); });
+  source.addEventListener("error", () => { if (source.readyState === 2) setTimeout(() => read(signal, done), REOPEN_MS); });
+  signal.addEventListener("abort", () => { source.close(); done(); });
+}
+
+function follow() {
+  if (document.hidden === (reading === null)) return;
+  if (document.hidden) {
+    reading.abort();
+    reading = null;
+    return;
+  }
+  reading = new AbortController();
+  const { signal } = reading, begin = () => new Promise((done) => read(signal, done));
+  if (navigator.locks) navigator.locks.request("fedcg-events", { signal }, begin).catch(() => {});
+  else begin();
+  refreshSoon();
+}
+
 document.addEventListener("DOMContentLoaded", () => {
   tick();
   setInterval(tick, 1000);
   if (!live()) return;
   document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
-  const source = new EventSource("/api/v1/events/stream");
-  source.addEventListener("log", refreshSoon);
-  source.addEventListener("open", () => { if (isLost) refreshSoon(); showLink(false); });
-  source.addEventListener("error", () => showLink(true));
-  addEventListener("pagehide", () => source.close());
+  tabs.addEventListener("message", (event) => hear(event.data));
+  document.addEventListener("visibilitychange", follow);
+  follow();
 });
 addEventListener("load", draw);
 addEventListener("resize", draw);
-document.addEventListener("visibilitychange", () => { if (!document.hidden) refreshSoon(); });
 document.addEventListener("htmx:after:swap", () => { tick(); draw(); });
 document.addEventListener("htmx:response:error", (event) => { if (event.detail?.ctx?.response?.status === 401) location.href = "/login?to=" + encodeURIComponent(location.pathname + location.search); });
 document.addEventListener("click", (event) => {

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
 import uvicorn
+from fastapi import FastAPI
 
 from coordinator.config import CoordinatorConfig, EnrolmentSettings, render_config
 from coordinator.http.app import create_app
@@ -72,6 +73,7 @@ class ServedPage:
 
     made: Federations
     port: int
+    application: FastAPI
 
     def token(self, role: Role = Role.OPERATOR) -> str:
         return ApiTokens(self.made.world.store.api).create(role.value, role).text
@@ -101,7 +103,7 @@ def served(made: Federations) -> Iterator[ServedPage]:
     try:
         wait_until(lambda: server.started or not thread.is_alive(), "the page is served")
         assert server.started
-        yield ServedPage(made, port)
+        yield ServedPage(made, port, application)
     finally:
         server.should_exit = True
         thread.join(30)
