@@ -10,19 +10,20 @@ import contextlib
 import ctypes
 import itertools
 import logging
-import multiprocessing
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
+
+from fedcg.child_python import module_command
 
 POLL_S = 0.5
 START_S = 120.0
@@ -90,16 +91,13 @@ class WorkerProcess:
             OSError: no memory or no process is left.
         """
         self.stop()
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        arguments = (theirs, os.getpid(), self._main, self._arguments)
-        process = context.Process(target=_run_child, args=arguments, name=self._name, daemon=True)
-        process.start()
-        theirs.close()
-        self._child = _Child(process, ours, self._stall_s, self._deliver)
+        ours, theirs = Pipe()
+        with theirs:
+            command = module_command("fedcg.worker_process", self._name, os.getpid(), theirs.fileno())
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+        self._child = _Child(process, ours, (self._main, self._arguments), self._stall_s, self._deliver)
         for work in (self._child.read, self._child.write):
             threading.Thread(target=work, name=f"{self._name}-{work.__name__}", daemon=True).start()
-        assert process.pid is not None
         return process.pid
 
     def send(self, request: object) -> None:
@@ -118,13 +116,19 @@ class _Child:
     """One child from its start to its end."""
 
     def __init__(
-        self, process: SpawnProcess, connection: Connection, stall_s: float, deliver: Callable[[Any], None]
+        self,
+        process: subprocess.Popen[bytes],
+        connection: Connection,
+        work: object,
+        stall_s: float,
+        deliver: Callable[[Any], None],
     ) -> None:
         self.process = process
         self._connection = connection
         self._stall_s = stall_s
         self._deliver = deliver
         self._requests: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._requests.put(work)
         self._reason = ""  # why it was ended
         self._is_stopped = False
         self._asked, self._handled = 0, -1  # -1 until it is ready
@@ -138,7 +142,8 @@ class _Child:
     def stop(self) -> None:
         self._is_stopped = True
         self.process.kill()
-        self.process.join(STOP_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
 
     @property
     def is_busy(self) -> bool:
@@ -159,8 +164,7 @@ class _Child:
             _log.exception("process %s is ended: its reports can't be read", self.process.pid)
             self.process.kill()
         self._requests.put(None)
-        self.process.join()
-        self._report(Exited(self.process.pid or 0, self.process.exitcode, self._reason, self.is_busy))
+        self._report(Exited(self.process.pid, self.process.wait(), self._reason, self.is_busy))
 
     def _follow(self) -> None:
         while True:
@@ -188,9 +192,13 @@ def requests_of(connection: Connection) -> Iterator[Any]:
             yield connection.recv()
 
 
-def _run_child(connection: Connection, parent: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    die_with_parent(parent)
+def run_child() -> None:
+    """The child: `WorkerProcess` gives it its name, its parent's process id and its end of the pipe."""
+    _, parent, descriptor = sys.argv[1:]
+    die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the parent, which ends this process
+    connection = Connection(int(descriptor))
+    main, arguments = connection.recv()
     main(connection, *arguments)
 
 
@@ -213,3 +221,7 @@ def abandon(pool: ProcessPoolExecutor) -> None:
     if (queue := pool._call_queue) is not None:  # type: ignore[attr-defined]  # noqa: SLF001
         queue._reader.close()  # noqa: SLF001
     pool.shutdown(cancel_futures=True)
+
+
+if __name__ == "__main__":
+    run_child()

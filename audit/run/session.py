@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import time
@@ -19,6 +18,7 @@ from audit.attacks.catalogue import get_attack
 from audit.errors import CaptureError
 from audit.evidence.case import Case
 from audit.measures.figures import Outcome
+from fedcg.child_python import spawning
 from fedcg.files import replace_durably
 from fedcg.worker_process import abandon, die_with_parent
 
@@ -130,7 +130,7 @@ def carry_out(
     outcomes = {name: outcome for name, outcome in found.items() if outcome is not None}
     todo = [attack.name for attack in attacks if attack.name not in outcomes]
     if todo:
-        context = multiprocessing.get_context("spawn")
+        context = spawning()
         progress = context.Queue()
         # Not an argument of the processes' start, which waits for ever where a process ends before it has read a large one.
         jobs = dict.fromkeys(todo, (effort, pickle.dumps(case)))

@@ -23,6 +23,7 @@ from coordinator.pki.signing_keys import links_for
 from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
+from fedcg.child_python import module_command
 from fedcg.config_file import listed, problems_of, read_toml
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
@@ -135,7 +136,7 @@ def _completed(request: _Request) -> str:
 
 def in_a_process(request: str) -> tuple[int, str]:
     """`answer` of a process of its own, because torch comes with it."""
-    command = [sys.executable, "-m", "coordinator.operations.create_federation"]
+    command = module_command("coordinator.operations.create_federation")
     done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr if done.returncode else done.stdout
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.errors import ProcessError
+from fedcg.child_python import module_command
 
 STOP_S = 8.0
 POLL_S = 0.03
@@ -28,7 +29,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 def fedcg(*arguments: str | Path) -> list[str]:
     """The command line of a `fedcg` command in this very Python."""
-    return [sys.executable, "-m", "fedcg", *map(str, arguments)]
+    return module_command("fedcg", *arguments)
 
 
 def _dying_with_us() -> list[str]:

@@ -11,12 +11,12 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from experiments.errors import RunError
+from fedcg.child_python import spawning
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.tasks import (
@@ -108,7 +108,7 @@ class PoolRunner:
 
     def _open(self) -> ProcessPoolExecutor:
         given = (self._threads, self._party)
-        self._pool = ProcessPoolExecutor(self._count, get_context("spawn"), initializer=_begin, initargs=given)
+        self._pool = ProcessPoolExecutor(self._count, spawning(), initializer=_begin, initargs=given)
         return self._pool
 
     def _all(self, pieces: Sequence[_Piece]) -> Iterator[Any]:

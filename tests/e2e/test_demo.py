@@ -15,16 +15,16 @@ import pytest
 
 from tests.support.commands import data_of
 from tests.support.stack import wait_for
+from tests.support.traps import imported_in, lay_traps
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
 
+FEDCG = str(Path(sys.executable).with_name("fedcg"))
 SMALL = ["--rounds", "2", "--local-epochs", "1", "--clients", "3", "--set", "server_iterations=20"]
 
 
 def _fedcg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fedcg", *arguments], capture_output=True, text=True, cwd=cwd, timeout=200, check=False
-    )
+    return subprocess.run([FEDCG, *arguments], capture_output=True, text=True, cwd=cwd, timeout=200, check=False)
 
 
 def _summary(out: Path) -> dict[str, Any]:
@@ -34,10 +34,11 @@ def _summary(out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small finished demo."""
-    root = tmp_path_factory.mktemp("demo")
+    """The folder of a small finished demo, which was started among modules with the names of those that its processes import."""
+    root = lay_traps(tmp_path_factory.mktemp("demo"))
     done = _fedcg("demo", *SMALL, "--out", "run", cwd=root)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert imported_in(root) == ""
     assert "crossed the broker" in done.stdout
     return root / "run"
 
@@ -80,8 +81,8 @@ def test_what_crossed_the_broker_in_the_demo_can_be_attacked(demo: Path, tmp_pat
     words = ["--updates", demo / "observer", "--client", "client-1", "--data", demo / "data" / "client-1"]
     words += ["--auxiliary", demo / "data" / "common", "--private", demo / "devices" / "client-1" / "store"]
     words += ["--effort", "quick", "--attacks", "labels", "--out", tmp_path / "out", "--json"]
-    # Not in the demo's folder: its folders have names of our packages, which `python -m` would find there first.
-    done = _fedcg("audit", "run", *map(str, words), cwd=tmp_path)
+    done = _fedcg("audit", "run", *map(str, words), cwd=demo.parent)
+    assert imported_in(demo.parent) == ""
     assert done.returncode == 0, done.stderr
     report = data_of(done.stdout)
     assert report["subject"]["sent"].keys() == {"classifier", "generator"}
@@ -117,7 +118,7 @@ def test_fedprobe_runs_with_masked_sums_because_the_demo_gives_every_device_the_
 @pytest.mark.slow
 def test_an_interrupted_demo_leaves_no_process_and_resumes_to_the_same_aggregate(demo: Path, tmp_path: Path) -> None:
     started = subprocess.Popen(
-        [sys.executable, "-m", "fedcg", "demo", *SMALL, "--out", "run"],
+        [FEDCG, "demo", *SMALL, "--out", "run"],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

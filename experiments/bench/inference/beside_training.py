@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from devices.detect import detect
 from devices.profile import plan_training
 from edge_client.training.turns import yield_cpu
 from experiments.bench.inference.load import Load, ask, serving
+from fedcg.child_python import spawning
 
 PRIORITIES: tuple[Literal["normal", "low", "idle"], ...] = ("normal", "low", "idle")
 ALONE = "one_caller"
@@ -55,7 +55,7 @@ def _figures(runs: list[Load], alone: list[Load]) -> dict[str, float]:
 @contextmanager
 def _training(priority: Literal["normal", "low", "idle"]) -> Iterator[None]:
     """A process that trains, with the threads that an agent would take here, for as long as the context lasts."""
-    context = multiprocessing.get_context("spawn")
+    context = spawning()
     begins = context.Event()
     process = context.Process(
         target=_train, args=(priority, plan_training(detect(), device="cpu").threads, begins), daemon=True

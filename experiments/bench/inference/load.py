@@ -6,7 +6,6 @@ import asyncio
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from export.errors import ServingError
+from fedcg.child_python import module_command
 
 _START_S = 60.0
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
@@ -58,7 +58,7 @@ def serving(model: Path, *options: str) -> Iterator[Serving]:
         ServingError: it did not start, or did not end as it should.
     """
     started = time.perf_counter()
-    command = [sys.executable, "-m", "fedcg", "infer", "serve", "--model", str(model), "--port", "0", *options]
+    command = module_command("fedcg", "infer", "serve", "--model", model, "--port", 0, *options)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None

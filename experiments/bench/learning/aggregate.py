@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from fedcg.child_python import spawning
 from fedcg.learning.aggregation.row_store import DirectorySpill
 from fedcg.learning.method import Aggregator, RoundContext, Update
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
@@ -92,7 +92,7 @@ def measure(cases: Sequence[Case], repeats: int, announce: Callable[[Case], None
     for _ in range(repeats):
         for case in cases:
             announce(case)
-            with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+            with ProcessPoolExecutor(max_workers=1, mp_context=spawning()) as pool:
                 runs[case].append(pool.submit(run, case).result())
     return [_summary(some) for some in runs.values()]
 

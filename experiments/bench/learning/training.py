@@ -13,11 +13,11 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from multiprocessing import get_context
 
 import torch
 
 from experiments.bench.learning import reference_fedcg as reference
+from fedcg.child_python import spawning
 from fedcg.learning.aggregation.distillation import (
     Distillation,
     Ensemble,
@@ -90,7 +90,7 @@ def workers(processes: int, threads: int) -> Iterator[Callable[[Setting, Stage],
     with ExitStack() as stack:
         pools = [
             stack.enter_context(
-                ProcessPoolExecutor(1, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,))
+                ProcessPoolExecutor(1, spawning(), initializer=torch.set_num_threads, initargs=(threads,))
             )
             for _ in range(processes)
         ]

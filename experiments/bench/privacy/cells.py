@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from experiments.bench.privacy.grids import GRIDS, Grid
 from experiments.errors import RunError
 from experiments.record import bench_record
 from experiments.simulation.recorded_updates import REAL
+from fedcg.child_python import module_command
 from fedcg.errors import BadInputError
 from fedcg.files import READABLE, replace_durably
 
@@ -136,9 +136,7 @@ def _published(words: Sequence[str], data: str, out: Path) -> str:
 
 def _result(words: Sequence[str]) -> Any:
     """What a command of ours prints with `--json`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fedcg", *words, "--json"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(module_command("fedcg", *words, "--json"), capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         last = "\n".join(done.stderr.strip().splitlines()[-5:])

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, issue
 from experiments.bench.transport.peers import Party
 from experiments.demo.run_folder import LOOPBACK, free_ports
+from fedcg.child_python import spawning
 from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
@@ -106,7 +106,7 @@ def bench(devices: Sequence[str]) -> Iterator[Bench]:
 @contextmanager
 def process_of(run: Callable[..., None]) -> Iterator[Any]:
     """Run something in a process of its own; gives our end of its pipe."""
-    context = get_context("spawn")
+    context = spawning()
     ours, theirs = context.Pipe()
     process = context.Process(target=run, args=(theirs,), daemon=True)
     process.start()

@@ -12,6 +12,7 @@ import pytest
 
 from fedcg.event_log import read_events
 from tests.support.edge.world import write_device
+from tests.support.traps import imported_in, lay_traps
 from tests.support.waiting import free_port, wait_until
 
 Start = Callable[[], subprocess.Popen[str]]
@@ -19,13 +20,14 @@ Start = Callable[[], subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `fedcg agent run` for one device whose broker does not answer."""
+    """Starts `fedcg agent run` for one device whose broker does not answer, among modules with the names of what it imports."""
     config = write_device(tmp_path, port=free_port())
-    command = [sys.executable, "-m", "fedcg", "agent", "run", "--config", str(config)]
+    command = [str(Path(sys.executable).with_name("fedcg")), "agent", "run", "--config", str(config)]
     started: list[subprocess.Popen[str]] = []
+    lay_traps(tmp_path)
 
     def run() -> subprocess.Popen[str]:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
         started.append(process)
         return process
 
@@ -47,6 +49,7 @@ def test_the_agent_holds_no_torch_while_its_trainer_does_and_both_end_in_order(s
     trainer = next(int(str(event["pid"])) for event in read_events(log) if event["event"] == "trainer_started")
     assert "libtorch" in libraries(trainer)
     assert "libtorch" not in libraries(agent.pid)
+    assert imported_in(tmp_path) == ""
     second = start()
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
