@@ -27,5 +27,6 @@ def load(directory: str | Path, *, threads: int = 0) -> Model:
         SlotError: versions without a usable one.
     """
     from export.model.runtime import Model  # here, so that importing the package stays cheap
+    from export.model.signature import check_by_this_box
 
-    return Model.load(Path(directory), threads=threads)
+    return Model.load(Path(directory), threads=threads, accept=check_by_this_box)

@@ -17,6 +17,7 @@ from edge_client.identity.renewal import Renewer, settle
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.store.private_store import open_store
 from edge_client.training.trainer_handle import trainer_process
+from export.model.signature import note_signer
 from fedcg.event_log import EventLog
 from fedcg.learning.backbone_names import use_weights
 from fedcg.log.settings import LogSettings
@@ -55,6 +56,7 @@ def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_
     with store.locked("lock", wait_s=STORE_WAIT_S):
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):
             pass  # the trainer of a killed agent is gone: no other process changes the store any more
+        note_signer(store.root, keys.signing.public.hex)
         events = EventLog(config.store / "events.jsonl", time.time)
         logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
         transport = MqttTransport(

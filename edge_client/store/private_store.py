@@ -12,6 +12,7 @@ seen.json       highest (epoch, round, attempt) of a broadcast
 coordinator.json  the coordinator's key that counts, once it was replaced
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
+signing.pub     public keys of this device, by which its models are checked where they are used, see `export.model.signature`
 audit/          the report of the last audit of an update, with pictures
 defence/        what the data defence learned, and sample pictures of what it does
 memory.json     the share of a batch that fits the memory; halved when it ran out, forgotten when the box has another one

@@ -33,7 +33,8 @@ SignedBy = Annotated[
     typer.Option(
         "--signed-by",
         metavar="KEY",
-        help="Use only models signed by this device: its public key, 64 hex digits, or a file that holds it.",
+        help="Use only models signed by this device: its public key, 64 hex digits, or a file that holds it. "
+        "Default: the file signing.pub beside the models of an agent, where there is one.",
     ),
 ]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")]
@@ -58,10 +59,10 @@ ShadowMinutes = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-def _accept(signed_by: str | None) -> Accept | None:
-    from export.model.signature import required
+def _accept(signed_by: str | None = None) -> Accept:
+    from export.model.signature import check_by_this_box, required
 
-    return None if signed_by is None else required(signed_by)
+    return check_by_this_box if signed_by is None else required(signed_by)
 
 
 def _stage(images: int, share: float, minutes: float) -> Stage | None:
@@ -325,7 +326,7 @@ def use_version(
     root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")], as_json: AsJson = False
 ) -> None:
     """Put a version in use, after checking it."""
-    _in_use(Slots(root).use(version), as_json=as_json)
+    _in_use(Slots(root, _accept()).use(version), as_json=as_json)
 
 
 def _in_use(model: Path, *, as_json: bool) -> None:
@@ -338,7 +339,7 @@ def _in_use(model: Path, *, as_json: bool) -> None:
 @model_app.command("rollback")
 def roll_back(root: Root, as_json: AsJson = False) -> None:
     """Return to the version that was in use before."""
-    _in_use(Slots(root).rollback(), as_json=as_json)
+    _in_use(Slots(root, _accept()).rollback(), as_json=as_json)
 
 
 def export_command(

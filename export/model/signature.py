@@ -1,26 +1,28 @@
 """The signature beside a manifest: which device made a model. The manifest names every file by its sha256, so it vouches for all.
 
-`manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix. Where there is one and
-`cryptography` is installed, a manifest is accepted only if it is the one that was signed; `required` checks who signed it.
+`manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix. Where there is one, a
+manifest is accepted only if it is the one that was signed; `required` checks who signed it. The agent notes its public key in
+`signing.pub` of the private store, above the models; whoever runs a model from there takes only models of that device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from export.errors import ExportError, InputError, ManifestError, TamperedError
+from export.errors import ExportError, InputError, ManifestError, ModelError, TamperedError
+from fedcg.files import READABLE, replace_durably
 
 if TYPE_CHECKING:
     from fedcg.wire.messages.signing import VerifyKey
 
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "manifest.sig"
+SIGNERS_NAME = "signing.pub"
 Accept = Callable[[Path, bytes], None]
 """Gets a model's directory and the bytes of its manifest before these are used; raises ModelError to refuse them."""
 DOMAIN = b"fedcg/1 model manifest\0"
@@ -73,7 +75,7 @@ def required(given: str) -> Accept:
     """The check that a device signed a manifest, for `manifest.read_manifest` and what calls it.
 
     Args:
-        given: the device's public key in 64 hex digits, a file that holds them, or the device's own key file.
+        given: the device's public key in 64 hex digits, a file that holds one or several of them, or the device's own key file.
 
     Returns:
         Raises TamperedError for a manifest that is not signed, signed by another key, or not the one that was signed, and
@@ -81,54 +83,88 @@ def required(given: str) -> Accept:
 
     Raises:
         ExportError: there is no such key.
+        ModelError: signatures can't be checked here.
     """
     from fedcg.wire.errors import MalformedError
-    from fedcg.wire.messages.signing import SigningKey, VerifyKey
 
     path = Path(given)
     try:
-        if not path.is_file():
-            return partial(_check, wanted=VerifyKey.from_hex(given))
-        content = path.read_bytes()
-        if content.startswith(b"-----BEGIN"):
-            return partial(_check, wanted=SigningKey.load(path).public)
-        return partial(_check, wanted=VerifyKey.from_hex(content.decode("ascii", "replace")))
+        wanted = _keys_in(path) if path.is_file() else (_verify_key(given),)
     except (OSError, MalformedError) as error:
         raise ExportError(
             f"{given}: {error}; give a device's public key in 64 hex digits, or a file that holds it "
             "(`fedcg device show` on the coordinator shows it)"
         ) from error
+    return partial(_check, wanted=wanted, source=given)
+
+
+def check_by_this_box(directory: Path, manifest: bytes) -> None:
+    """The check where a model is used and its signer was not named: by `signing.pub`, where that is there, else `check_intact`.
+
+    The file above the folder of versions counts first: a server that may write to the versions alone can't alter it.
+
+    Raises:
+        ExportError: as of `required` and what it returns.
+    """
+    root = directory.resolve().parent
+    path = next((one for one in (root.parent / SIGNERS_NAME, root / SIGNERS_NAME) if one.is_file()), None)
+    accept = check_intact if path is None else required(str(path))
+    accept(directory, manifest)
+
+
+def note_signer(store: Path, key: str) -> None:
+    """Note a device's public key in its private store, beside those that it had before.
+
+    Raises:
+        OSError: the file can't be read or written.
+    """
+    path = store / SIGNERS_NAME
+    known = path.read_text(encoding="utf-8").split() if path.exists() else []
+    if key not in known:
+        replace_durably(path, "\n".join([*known, key]) + "\n", READABLE)
 
 
 def check_intact(directory: Path, manifest: bytes) -> None:
-    """The check of a manifest that may be of any device: it is the one that was signed, by whomever.
-
-    A manifest without a signature passes, and any where `cryptography` is not installed.
+    """The check of a manifest that may be of any device: it is the one that was signed, by whomever. One without a signature passes.
 
     Raises:
         TamperedError: the manifest, the signature or the key beside it was altered.
         ManifestError: the signature file is not valid.
+        ModelError: the signature can't be checked here.
     """
     signature = _read(directory)
-    if signature is None or find_spec("cryptography") is None:
-        return
-    from fedcg.wire.errors import MalformedError
-    from fedcg.wire.messages.signing import VerifyKey
+    if signature is not None:
+        _check(directory, manifest, (_verify_key(signature.key),), signature.key)
 
+
+def _keys_in(path: Path) -> tuple[VerifyKey, ...]:
+    content = path.read_bytes()
+    if content.startswith(b"-----BEGIN"):
+        from fedcg.wire.messages.signing import SigningKey
+
+        return (SigningKey.load(path).public,)
+    return tuple(_verify_key(line) for line in content.decode("ascii", "replace").split() or [""])
+
+
+def _verify_key(text: str) -> VerifyKey:
     try:
-        key = VerifyKey.from_hex(signature.key)
-    except MalformedError as error:
-        raise ManifestError(f"{directory / SIGNATURE_NAME}: {error}") from error
-    _check(directory, manifest, key)
+        from fedcg.wire.messages.signing import VerifyKey
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"the signature of a model can't be checked: the Python package {error.name!r} is not installed here. "
+            "Install it with: pip install cryptography"
+        ) from error
+    return VerifyKey.from_hex(text)
 
 
-def _check(directory: Path, manifest: bytes, wanted: VerifyKey) -> None:
+def _check(directory: Path, manifest: bytes, wanted: tuple[VerifyKey, ...], source: str) -> None:
     signature, path = _read(directory), directory / SIGNATURE_NAME
     if signature is None:
-        raise TamperedError(f"{path}: the model is not signed")
-    if signature.key != wanted.hex:
-        raise TamperedError(f"{path}: signed by {signature.key}, not by {wanted.hex}: the model of another box")
-    if not wanted.verifies(bytes.fromhex(signature.signature), DOMAIN + manifest):
+        raise TamperedError(f"{path}: the model is not signed; only models signed by {source} are used")
+    key = next((one for one in wanted if one.hex == signature.key), None)
+    if key is None:
+        raise TamperedError(f"{path}: signed by {signature.key}, not by {source}: the model of another box")
+    if not key.verifies(bytes.fromhex(signature.signature), DOMAIN + manifest):
         raise TamperedError(f"{path}: the signature is not over this {MANIFEST_NAME}; one of them was altered")
 
 

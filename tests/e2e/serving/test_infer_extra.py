@@ -13,6 +13,7 @@ import pytest
 
 from export.model.preprocess import load_image
 from export.model.runtime import Model
+from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import data_of
 from tests.support.learning.export_models import CLASSES, install_model, write_images
 from tests.support.serving import serving
@@ -91,7 +92,7 @@ def test_a_box_with_only_the_infer_extra_classifies_images_as_the_trained_model_
         assert [told[name] for name in CLASSES] == pytest.approx(here[result["file"]].tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["torch", "onnx", "safetensors", "cryptography", "sqlalchemy", "fastapi"])
+@pytest.mark.parametrize("name", ["torch", "onnx", "safetensors", "sqlalchemy", "fastapi"])
 def test_the_box_has_none_of_what_only_training_or_the_wire_need(box: Box, name: str) -> None:
     done = box.run(box.python, "-c", f"import {name}", check=False)
     assert done.returncode == 1
@@ -101,6 +102,21 @@ def test_the_box_has_none_of_what_only_training_or_the_wire_need(box: Box, name:
 def test_the_versions_of_a_model_can_be_looked_after_there(box: Box, model_root: Path) -> None:
     assert "0001" in box.fedcg("model", "list", model_root).stdout
     assert box.fedcg("model", "verify", model_root).returncode == 0
+
+
+def test_a_signed_model_is_checked_there_and_refused_where_that_cannot_be_done(box: Box, tmp_path: Path) -> None:
+    SigningKey.generate().save(tmp_path / "signing.key")
+    manifest = install_model(tmp_path / "models", key=tmp_path / "signing.key") / "manifest.json"
+    command = ("infer", "--model", tmp_path / "models", write_images(tmp_path / "images", 1).files[0])
+    assert box.fedcg(*command).returncode == 0
+    program = "import sys; sys.modules['cryptography'] = None; from fedcg.cli import main; main()"
+    unable = box.run(box.python, "-c", program, *command, check=False)
+    manifest.write_text(manifest.read_text().replace('"round": 1', '"round": 2'))
+    altered = box.fedcg(*command, check=False)
+    for refused, told in ((unable, "pip install cryptography"), (altered, "altered")):
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert told in refused.stderr
+        assert "Traceback" not in refused.stderr
 
 
 def test_the_help_shows_every_command_and_says_which_are_not_installed(box: Box) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedcg.event_log import read_events
+from fedcg.wire.messages.signing import SigningKey
 from tests.support.edge.world import write_device
 from tests.support.traps import imported_in, lay_traps
 from tests.support.waiting import free_port, wait_until
@@ -50,6 +51,10 @@ def test_the_agent_holds_no_torch_while_its_trainer_does_and_both_end_in_order(s
     assert "libtorch" in libraries(trainer)
     assert "libtorch" not in libraries(agent.pid)
     assert imported_in(tmp_path) == ""
+    key = SigningKey.load(tmp_path / "signing.key").public.hex
+    assert (tmp_path / "store" / "signing.pub").read_text() == f"{key}\n", (
+        "whoever predicts with its models can check them"
+    )
     second = start()
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from export import load
 from export.errors import ExportError, InputError, ManifestError, TamperedError
-from export.model import signature
 from export.model.manifest import read_manifest
 from export.model.runtime import Model
-from export.model.signature import required, sign_manifest, signer_of
+from export.model.signature import note_signer, required, sign_manifest, signer_of
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning.export_models import install_model
+from tests.support.learning.export_models import install_model, write_images
 
 
 @pytest.fixture
@@ -81,12 +83,64 @@ def test_what_the_box_did_not_sign_is_refused_by_the_command(
             Model.load(directory, threads=1)
 
 
-def test_without_cryptography_a_signature_nobody_asked_for_is_not_checked(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("alter", [None, _alter_manifest], ids=["sound", "altered"])
+def test_without_cryptography_a_signed_model_is_refused_and_not_used_unchecked(
+    directory: Path, alter: Callable[[Path], None] | None
 ) -> None:
-    _alter_manifest(directory)
-    monkeypatch.setattr(signature, "find_spec", lambda name: None)
-    assert read_manifest(directory).round == 2
+    if alter is not None:
+        alter(directory)
+    program = "import sys; sys.modules['cryptography'] = None; from fedcg.cli import main; main()"
+    command = [sys.executable, "-c", program, "model", "verify", str(directory.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "can't be checked" in done.stderr
+    assert "pip install cryptography" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _remove_signature(directory: Path) -> None:
+    (directory / "manifest.sig").unlink()
+
+
+@pytest.mark.parametrize("alter", [_alter_manifest, _sign_by_another, _remove_signature])
+@pytest.mark.parametrize("place", ["store", "models"])
+def test_beside_the_boxs_own_key_only_its_models_are_used_without_an_option(
+    directory: Path, key: SigningKey, alter: Callable[[Path], None], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = directory.parent
+    note_signer(root.parent if place == "store" else root, key.public.hex)
+    write_images(root.parent / "images", 1)
+    classify = ["infer", "--model", "models", "images"]
+    monkeypatch.chdir(root.parent)
+    assert run_fedcg(*classify).exit_code == 0
+    assert run_fedcg("model", "use", "models", "0001").exit_code == 0
+    assert load("models").manifest.round == 1
+    alter(directory)
+    for command in (classify, ["model", "verify", "models"], ["model", "use", "models", "0001"]):
+        refused = run_fedcg(*command)
+        assert (refused.exit_code, refused.stdout) == (2, "")
+    with pytest.raises(TamperedError):
+        load("models")
+
+
+def test_a_box_that_was_enrolled_anew_still_uses_the_models_that_it_signed_before(
+    directory: Path, key: SigningKey
+) -> None:
+    store = directory.parent.parent
+    for one in (key, SigningKey.generate(), key):
+        note_signer(store, one.public.hex)
+    assert load(directory).manifest.round == 1
+    (store / "signing.pub").write_text("no key")
+    with pytest.raises(ExportError, match=r"signing\.pub: .*64 hex digits"):
+        load(directory)
+
+
+def test_where_the_folder_of_versions_may_be_written_the_key_above_it_decides(directory: Path, key: SigningKey) -> None:
+    note_signer(directory.parent.parent, key.public.hex)
+    _sign_by_another(directory)
+    note_signer(directory.parent, signer_of(directory) or "")
+    with pytest.raises(TamperedError, match="the model of another box"):
+        load(directory)
 
 
 def test_a_file_that_is_no_signature_is_named(directory: Path, key: SigningKey) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from export.model.manifest import read_manifest, write_manifest
-from export.model.signature import required, sign_manifest
+from export.model.signature import note_signer, required, sign_manifest
 from export.model.versions import Slots
 from export.serving.drift_watch import Verdict
 from export.serving.live_model import ServedModel
@@ -58,12 +58,18 @@ ALTERED: tuple[tuple[Alter, str], ...] = (
 )
 
 
-@pytest.mark.parametrize("altered", [ALTERED[1:2], pytest.param(ALTERED, marks=pytest.mark.slow)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    ("altered", "is_named"),
+    [(ALTERED[1:3], False), pytest.param(ALTERED, True, marks=pytest.mark.slow)],
+    ids=["some, by the box's own key", "all, by a named key"],
+)
 def test_over_http_each_refused_version_is_told_and_the_last_good_one_goes_on_answering(
-    home: Path, root: Path, tmp_path: Path, altered: Sequence[tuple[Alter, str]]
+    home: Path, root: Path, tmp_path: Path, altered: Sequence[tuple[Alter, str]], is_named: bool
 ) -> None:
     sound = Path(shutil.copytree(root / "0002", tmp_path / "sound"))
-    with serving(root, "--signed-by", str(home / "own.key"), "--shadow", 0) as server:
+    note_signer(tmp_path, SigningKey.load(home / ("other.key" if is_named else "own.key")).public.hex)
+    options = ("--signed-by", str(home / "own.key")) if is_named else ()
+    with serving(root, *options, "--shadow", 0) as server:
         for number, (alter, told) in enumerate(altered, 1):
             shutil.rmtree(root / "0002")
             alter(Path(shutil.copytree(sound, root / "0002")), home)
