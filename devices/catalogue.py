@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,18 @@ class Module(BaseModel):
         return self.memory_gb * GB
 
 
+class Power(BaseModel):
+    """What the power of a whole board is read from.
+
+    Attributes:
+        sum: labels of the rails that add up to it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sum: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
 class Kind(BaseModel):
     """A kind of box, in words: a line of the table of known boxes.
 
@@ -72,6 +85,7 @@ class Catalogue(BaseModel):
 
     soc: dict[str, Soc]
     module: dict[str, Module]
+    power: dict[str, Power]
     kind: dict[str, Kind]
 
     def rows(self) -> tuple[Kind, ...]:
@@ -121,17 +135,20 @@ class Catalogue(BaseModel):
             (self.module[number] for number in numbers if number in self.module and self.module[number].soc == soc_key),
             None,
         )
-        return KnownJetson(self.soc[soc_key], module)
+        power = next((self.power[number[:5]].sum for number in numbers if number[:5] in self.power), ())
+        return KnownJetson(self.soc[soc_key], module, power)
 
 
 @dataclass(frozen=True)
 class KnownJetson:
-    """A looked-up Jetson: its generation, and its module where the device-tree names one of the catalogue."""
+    """A looked-up Jetson: its generation, its module where the device-tree names one of the catalogue, and the rails whose sum it draws."""
 
     soc: Soc
     module: Module | None
+    power: tuple[str, ...] = ()
 
 
+@functools.cache
 def load_catalogue() -> Catalogue:
     """Read the catalogue that is part of the package."""
     return read_toml(Path(__file__).with_name("catalogue.toml"), Catalogue, RuntimeError)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from devices.catalogue import load_catalogue
 from devices.files import compatible, read_int, read_text
 
 _MODE_NAME = re.compile(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+)\s*>")
@@ -24,34 +25,36 @@ class Rail:
     watts: float
 
 
-INPUT_RAILS = ("VDD_IN", "POM_5V_IN", "SYS_VIN_HV", "VIN_SYS_5V0")
-"""What whole boards draw, by the labels of NVIDIA's boards, in the order in which they are looked for."""
+_NOT_CONNECTED = "NC"
 _EVERY_S = 1.0
 _LONGEST_S = 60.0
 
 
-def drawn(rails: Sequence[Rail]) -> Rail | None:
-    """The rail whose power stands for the box: its input, else the GPU alone; None where neither is measured."""
-    named = {rail.name.upper(): rail for rail in rails}
-    return next((named[name] for name in (*INPUT_RAILS, "GPU") if name in named), None)
+def board_power(root: Path, rails: Sequence[Rail]) -> Rail | None:
+    """What the whole board draws: the sum of those rails that the catalogue names for it; None where it names none, or one is not measured."""
+    board = load_catalogue().identify(compatible(root))
+    watts = {rail.name: rail.watts for rail in rails}
+    if board is None or not board.power or not watts.keys() >= set(board.power):
+        return None
+    return Rail(" + ".join(board.power), sum(watts[name] for name in board.power))
 
 
 class EnergyMeter:
     """Adds up energy between calls of `look`, which reads the power at most once a second.
 
     Args:
-        read: the rails now.
+        read: what the box draws now; None where that is not measured.
         clock: monotonic seconds.
 
     Attributes:
-        rail: the name of the rail that is measured; None: none can be.
+        rail: the name of the rail, or of the sum of rails, that is measured; None: none can be.
         joules: so far; a gap of more than a minute between two readings is left out.
     """
 
-    def __init__(self, read: Callable[[], Sequence[Rail]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, read: Callable[[], Rail | None], clock: Callable[[], float] = time.monotonic) -> None:
         self._read = read
         self._clock = clock
-        now = drawn(read())
+        now = read()
         self.rail = None if now is None else now.name
         self.joules = 0.0
         self._at, self._watts = clock(), 0.0 if now is None else now.watts
@@ -61,7 +64,8 @@ class EnergyMeter:
         now = self._clock()
         if self.rail is None or (now - self._at < _EVERY_S and not at_once):
             return
-        watts = next((rail.watts for rail in self._read() if rail.name == self.rail), None)
+        read = self._read()
+        watts = None if read is None or read.name != self.rail else read.watts
         if watts is not None and now - self._at <= _LONGEST_S:
             self.joules += (self._watts + watts) / 2 * (now - self._at)
         self._at, self._watts = now, self._watts if watts is None else watts
@@ -93,8 +97,9 @@ def read_rails(root: Path) -> tuple[Rail, ...]:
         numbers = sorted(int(found[1]) for path in folder.glob("*_input") if (found := _CHANNEL.match(path.name)))
         for number in dict.fromkeys(numbers):
             watts = _watts(root, monitor, number)
-            label = read_text(root, f"{monitor}/in{number}_label") or read_text(root, f"{monitor}/power{number}_label")
-            if watts is not None:
+            names = (f"in{number}_label", f"power{number}_label", *(("label",) if len(set(numbers)) == 1 else ()))
+            label = next((text for name in names if (text := read_text(root, f"{monitor}/{name}"))), None)
+            if watts is not None and label != _NOT_CONNECTED:
                 rails.append(Rail(label or f"{chip} {number}", watts))
     return tuple(rails)
 
@@ -135,7 +140,9 @@ def jetson_stats(root: Path) -> tuple[tuple[Rail, ...], str | None]:
         return nothing
     try:
         with package.jtop() as board:
-            rails = board.power.get("rail", {})
+            rails, whole = board.power.get("rail", {}), board.power.get("tot", {})
+            if "name" in whole:  # a rail of its own, which jetson-stats takes out of the others
+                rails = {**rails, whole["name"]: whole}
             read = [Rail(str(name), float(one["power"]) / 1000) for name, one in rails.items() if "power" in one]
             return tuple(read), None if board.nvpmodel is None else str(board.nvpmodel)
     except (package.JtopException, OSError, EOFError, AttributeError, LookupError, TypeError, ValueError):

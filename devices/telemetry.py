@@ -15,8 +15,8 @@ from pathlib import Path
 
 from devices.files import available_memory, read_int, read_text
 from devices.limits import memory_left
-from devices.nvidia import nvml_readings
-from devices.power import Rail, Supply, jetson_stats, read_power_mode, read_rails, read_supply
+from devices.nvidia import GpuReadings, nvml_readings
+from devices.power import Rail, Supply, board_power, jetson_stats, read_power_mode, read_rails, read_supply
 from devices.throttling import OVER_CURRENT, Causes, EventRates, read_causes, read_counters, read_cpu_mhz
 
 HOT_BELOW_CRITICAL_C = 10.0
@@ -86,6 +86,7 @@ class Telemetry:
     Attributes:
         zones: thermal zones, and the GPU where NVML reports it.
         rails: power by rail.
+        drawn: by the whole board, else by the GPU alone, with what it is read from; None where neither is known.
         power_mode: of a Jetson.
         supply: mains and battery.
         causes: what slows the box down now.
@@ -98,6 +99,7 @@ class Telemetry:
 
     zones: tuple[Zone, ...] = ()
     rails: tuple[Rail, ...] = ()
+    drawn: Rail | None = None
     power_mode: str | None = None
     supply: Supply = field(default_factory=Supply)
     causes: Causes = field(default_factory=Causes)
@@ -176,7 +178,7 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT, *, asks_services: bool = 
         asks_services: on this box, ask the service of jetson-stats where sysfs shows no power; it may take seconds to answer.
     """
     zones = [_zone(root, folder.name) for folder in sorted((root / "sys/class/thermal").glob("thermal_zone*"))]
-    rails, mode, causes = read_rails(root), read_power_mode(root), read_causes(root)
+    rails, mode, causes, gpu = read_rails(root), read_power_mode(root), read_causes(root), None
     found = [zone for zone in zones if zone is not None]
     if root == LIVE_ROOT:
         if asks_services and not rails and mode is None:
@@ -184,14 +186,14 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT, *, asks_services: bool = 
         gpu = nvml_readings()
         if gpu is not None:
             causes = Causes(causes.software + gpu.software, causes.hardware + gpu.hardware)
-            rails += () if gpu.watts is None else (Rail("GPU", gpu.watts),)
             found += [] if gpu.temperature_c is None else [Zone("GPU", gpu.temperature_c, hot_c=gpu.slowdown_c)]
     passive = [zone.name for zone in found if zone.passive_c is not None and zone.temperature_c >= zone.passive_c]
     software = causes.software + tuple(f"{name} is at its passive trip point" for name in passive)
     memory = [size for size in (available_memory(root), memory_left(root)) if size is not None]
     return Telemetry(
         zones=tuple(found),
-        rails=rails,
+        rails=rails + _gpu_rail(gpu),
+        drawn=_drawn(root, rails, gpu),
         power_mode=mode,
         supply=read_supply(root),
         causes=Causes(software, causes.hardware),
@@ -203,10 +205,17 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT, *, asks_services: bool = 
     )
 
 
-def read_power(root: Path = LIVE_ROOT) -> tuple[Rail, ...]:
-    """The power of every rail now, and of the GPU where NVML reports it."""
-    gpu = nvml_readings() if root == LIVE_ROOT else None
-    return read_rails(root) + (() if gpu is None or gpu.watts is None else (Rail("GPU", gpu.watts),))
+def read_power(root: Path = LIVE_ROOT) -> Rail | None:
+    """What the box draws now: the whole board, else the GPU alone where NVML reports that; None where neither is measured."""
+    return _drawn(root, read_rails(root), nvml_readings() if root == LIVE_ROOT else None)
+
+
+def _drawn(root: Path, rails: tuple[Rail, ...], gpu: GpuReadings | None) -> Rail | None:
+    return board_power(root, rails) or next(iter(_gpu_rail(gpu)), None)
+
+
+def _gpu_rail(gpu: GpuReadings | None) -> tuple[Rail, ...]:
+    return () if gpu is None or gpu.watts is None else (Rail("GPU", gpu.watts),)
 
 
 def _zone(root: Path, name: str) -> Zone | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from devices.power import drawn
 from devices.telemetry import Telemetry
 from edge_client.config import PolicySection
 from edge_client.errors import EdgeError
@@ -116,12 +115,12 @@ class SelfReporter:
 def readings(read: Telemetry) -> Readings:
     """The readings in the form in which they may leave: rounded numbers and codes, no name of a sensor."""
     zone = min(read.zones, key=lambda zone: zone.limit_c - zone.temperature_c, default=None)
-    rail, percent = drawn(read.rails), read.supply.battery_percent
+    percent = read.supply.battery_percent
     causes = {"software": read.causes.software, "hardware": read.hardware_throttling}
     return Readings(
         temperature_c=None if zone is None else round(zone.temperature_c, 1),
         limit_c=None if zone is None else zone.limit_c,
-        watts=None if rail is None else round(rail.watts, 1),
+        watts=None if read.drawn is None else round(read.drawn.watts, 1),
         battery=None if percent is None else percent / 100,
         on_mains=read.supply.on_mains,
         slowed_by=tuple(by for by, found in causes.items() if found),

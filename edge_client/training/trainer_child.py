@@ -123,7 +123,7 @@ class Trainer:
         defence = LocalDefence(config.data, store, events, place)
         data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped, defence)
         self._working = working
-        self._meter = EnergyMeter(tuple)
+        self._meter = EnergyMeter(lambda: None)
         self._started = time.monotonic()
         duty = config.training.duty_cycle
         self._pauses = Pauses(config.eligibility, Sensors(store.root).read, self._is_working, events, duty_cycle=duty)

@@ -69,7 +69,7 @@ def examine_hardware(
         *(_zone(zone, settings) for zone in read.zones),
         *([] if read.zones else [Finding("temperature", "ok", UNAVAILABLE)]),
         *(Finding("power", "ok", f"{rail.name} {rail.watts:.2f} W") for rail in read.rails),
-        *([] if read.rails else [Finding("power", "ok", UNAVAILABLE)]),
+        Finding("power in all", "ok", f"{read.drawn.watts:.2f} W ({read.drawn.name})" if read.drawn else UNAVAILABLE),
         judged(
             "power mode", read.power_mode or UNAVAILABLE, Obstacle.POWER_MODE, _no_effect("power_modes", settings, read)
         ),

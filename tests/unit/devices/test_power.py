@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from devices import telemetry
-from devices.power import EnergyMeter, Rail, Supply, drawn, jetson_stats, read_power_mode, read_rails, read_supply
+from devices.nvidia import GpuReadings
+from devices.power import EnergyMeter, Rail, Supply, jetson_stats, read_power_mode, read_rails, read_supply
+from devices.telemetry import read_power, read_telemetry
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
 ORIN = TREES / "jetson-orin-nano-8gb"
@@ -81,8 +84,8 @@ class _RefusedError(Exception):
 
 @contextmanager
 def _board() -> Iterator[SimpleNamespace]:
-    rails = {"VDD_IN": {"power": 5600, "volt": 5000}}
-    yield SimpleNamespace(power={"rail": rails, "tot": {"power": 5600}}, nvpmodel="15W")
+    rails = {"VDD_SOC": {"power": 1400, "volt": 5000}}
+    yield SimpleNamespace(power={"rail": rails, "tot": {"power": 5600, "name": "VDD_IN"}}, nvpmodel="15W")
 
 
 def test_jetson_stats_completes_a_jetson_and_without_its_service_nothing_is_known(
@@ -94,7 +97,7 @@ def test_jetson_stats_completes_a_jetson_and_without_its_service_nothing_is_know
     assert jetson_stats(ORIN) == ((), None)  # not installed
     monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=_board, JtopException=_RefusedError))
     rails, mode = jetson_stats(ORIN)
-    assert ([(rail.name, rail.watts) for rail in rails], mode) == ([("VDD_IN", 5.6)], "15W")
+    assert ([(rail.name, rail.watts) for rail in rails], mode) == ([("VDD_SOC", 1.4), ("VDD_IN", 5.6)], "15W")
     assert jetson_stats(TREES / "raspberrypi-5") == ((), None)
     monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=refuse, JtopException=_RefusedError))
     assert jetson_stats(ORIN) == ((), None)
@@ -112,21 +115,62 @@ def test_only_commands_ask_the_service_since_it_may_take_seconds(
     assert telemetry.Sensors(tmp_path, root, asks_services=True).read().power_mode == "15W"
 
 
-def test_the_boards_input_stands_for_the_box_else_its_gpu_and_no_part_of_it() -> None:
-    whole = drawn(read_rails(ORIN))
+BOARDS = {
+    # 19.16 V x 1.3 A + 19.16 x 0.52 + 4.968 x 1.016 + 4.968 x 0.44; VIN_SYS_5V0 alone is 5.05 W
+    "jetson-agx-orin-jetpack5": ("VDD_GPU_SOC + VDD_CPU_CV + VIN_SYS_5V0 + VDDQ_VDD2_1V8AO", 42.104608),
+    # 19.024 V x (0.24 + 0.064 + 0.152 + 0 + 0.016 + 0.176) A; the rail GPU is a part of it
+    "jetson-agx-xavier": ("GPU + CPU + SOC + CV + VDDRQ + SYS5V", 12.327552),
+    "jetson-agx-thor": ("VIN", 23.1),  # of the carrier board's INA238, which has one label for its only channel
+    "jetson-orin-nano-8gb": ("VDD_IN", 5.613376),
+    "jetson-xavier-nx": ("VDD_IN", 4.968),
+}
+
+
+@pytest.mark.parametrize("tree", BOARDS)
+def test_what_a_board_draws_is_the_sum_that_the_catalogue_names_for_it(tree: str, tmp_path: Path) -> None:
+    name, watts = BOARDS[tree]
+    whole = read_power(TREES / tree)
     assert whole is not None
-    assert whole.name == "VDD_IN"
-    assert whole.watts == pytest.approx(5.613376)
-    assert drawn((Rail("ina226 1", 4.0), Rail("GPU", 60.0))) == Rail("GPU", 60.0)
-    assert drawn((Rail("VDD_SOC", 1.4),)) is None
+    assert whole.name == name
+    assert whole.watts == pytest.approx(watts)
+    assert read_telemetry(tmp_path, TREES / tree).drawn == whole
+    assert all(rail.name != "NC" for rail in read_rails(TREES / tree))
+
+
+@pytest.mark.parametrize("tree", BOARDS)
+def test_without_one_of_its_rails_and_on_an_unknown_board_the_total_is_unknown_and_not_guessed(
+    tree: str, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(TREES / tree, tmp_path / "box"))
+    last = BOARDS[tree][0].split(" + ")[-1]
+    label = next(path for path in root.rglob("*label") if path.read_text().strip() == last)
+    label.write_text("VDD_OTHER\n")
+    assert read_power(root) is None
+    label.write_text(f"{last}\n")
+    assert read_power(root) is not None
+    for compatible in root.rglob("compatible"):
+        compatible.write_text("maker,board\0")
+    assert read_power(root) is None
+
+
+def test_where_nvml_reports_a_cards_power_that_stands_for_the_box_and_no_other_monitor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monitor = "sys/class/hwmon/hwmon0"
+    root = _write(tmp_path, {f"{monitor}/name": "ina226", f"{monitor}/power1_input": "4000000"})
+    monkeypatch.setattr(telemetry, "LIVE_ROOT", root)
+    monkeypatch.setattr(telemetry, "nvml_readings", lambda: GpuReadings(None, None, 60.0, (), ()))
+    assert read_power(root) == Rail("GPU", 60.0)
+    monkeypatch.setattr(telemetry, "nvml_readings", lambda: None)
+    assert read_power(root) is None
 
 
 def test_energy_is_power_over_time_read_once_a_second() -> None:
     now, watts, reads = [0.0], [10.0], [0]
 
-    def read() -> tuple[Rail, ...]:
+    def read() -> Rail:
         reads[0] += 1
-        return (Rail("VDD_IN", watts[0]),)
+        return Rail("VDD_IN", watts[0])
 
     meter = EnergyMeter(read, lambda: now[0])
     for now[0] in (0.2, 0.5, 0.9):
@@ -144,7 +188,7 @@ def test_energy_is_power_over_time_read_once_a_second() -> None:
 
 
 def test_a_box_without_a_sensor_has_no_energy_and_is_not_asked_again() -> None:
-    answers: Iterator[tuple[Rail, ...]] = iter([()])  # one
+    answers: Iterator[Rail | None] = iter([None])  # one
     meter = EnergyMeter(lambda: next(answers))
     meter.look(at_once=True)
     assert (meter.rail, meter.joules) == (None, 0.0)

@@ -73,6 +73,7 @@ def test_readings_leave_as_numbers_and_codes_where_the_owner_allows_them(tmp_pat
     read = Telemetry(
         zones=(Zone("cpu of press 4", 61.26, critical_c=105.0), Zone("gpu", 83.0, hot_c=90.0)),
         rails=(Rail("GPU", 2.0), Rail("VDD_IN", 7.25)),
+        drawn=Rail("VDD_IN", 7.25),
         supply=Supply(on_mains=False, battery_percent=40, is_discharging=True),
         causes=Causes(software=("cpufreq cools",)),
         event_rates={"over-current 1": 3.0},

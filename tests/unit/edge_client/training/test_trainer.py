@@ -83,7 +83,7 @@ def test_each_round_that_is_trained_is_in_the_ledger_once_with_its_energy_where_
     untold = read_header(site.update()).report
     assert untold is not None
     assert untold.cost is None
-    monkeypatch.setattr(trainer_child, "read_power", lambda: (Rail("VDD_IN", 5.0),))
+    monkeypatch.setattr(trainer_child, "read_power", lambda: Rail("VDD_IN", 5.0))
     told = frozenset({ReportField.EXAMPLES, ReportField.COST})
     site.config = site.config.model_copy(
         update={"policy": site.config.policy.model_copy(update={"allow_report": told})}
