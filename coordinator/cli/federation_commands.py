@@ -182,7 +182,7 @@ def _line(view: Mapping[str, Any]) -> str:
     status = "" if view["status"] == "running" else f" ({view['status']})"
     reason = f": {view['reason']}" if view["reason"] else ""
     where = f"round {view['round']} of {view['rounds']}, attempt {view['attempt']}"
-    return f"{view['federation']}: {view['phase']}{status}, {where}{reason}"
+    return f"{view['federation']}: {view['phase'].replace('_', ' ')}{status}, {where}{reason}"
 
 
 def _toml(value: object) -> str:

@@ -26,8 +26,8 @@ def tables_of(*, runs: bool, federations: Sequence[View], problems: Sequence[Vie
         table = Table("federation", "status", "phase", "round", "online", "reason", box=None, pad_edge=False)
         for view in federations:
             rounds = f"{view['round']} of {view['rounds']}"
-            row = (view["federation"], view["status"], view["phase"], rounds, str(len(view["online"])), view["reason"])
-            table.add_row(*map(escape, row))
+            names = (view["federation"], view["status"], view["phase"].replace("_", " "))
+            table.add_row(*map(escape, (*names, rounds, str(len(view["online"])), view["reason"])))
         yield table
     if not problems:
         yield "No open problems."

@@ -70,7 +70,7 @@ def _picture(facts: dict[str, Any], name: str) -> Group:
     from rich.text import Text
 
     counts = ", ".join(f"{number} {phase}" for phase, number in facts["counts"].items() if number)
-    title = f"{facts['federation']}: {facts['phase']}, round {facts['round']} of {facts['rounds']}, attempt {facts['attempt']}"
+    title = f"{facts['federation']}: {facts['phase'].replace('_', ' ')}, round {facts['round']} of {facts['rounds']}, attempt {facts['attempt']}"
     online = f"{facts['online']} of {facts['enrolled']} devices online{': ' + counts if counts else ''}"
     lines = [
         f"updates {facts['delivered']} of {facts['wanted']} (quorum {facts['quorum']}), {online}",

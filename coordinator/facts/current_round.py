@@ -14,7 +14,7 @@ from coordinator.rounds.records import (
     ParticipantRecord,
     ParticipantState,
 )
-from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState, standing_reason
 from coordinator.service.progress import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
 
@@ -26,6 +26,7 @@ class ClientPhase(str, Enum):
     """What a client does, as far as the coordinator has received it; in the order of the views."""
 
     DECLINED = "declined"
+    UNAPPROVED = "unapproved"
     SILENT = "silent"
     INVITED = "invited"
     TRAINING = "training"
@@ -66,6 +67,8 @@ class CurrentRound:
         round_ends_at, ends_at: when the open round, and the federation, end at that rate.
         merge: the merge that runs, or the last one since the coordinator was started.
         enrolled: devices that may take part.
+        unapproved: clients that take part as soon as their owners approve the spec; the phase is "waits_for_owners" where the
+            open attempt can't close without them.
         waits_for: what the next attempt waits for.
     """
 
@@ -90,6 +93,7 @@ class CurrentRound:
     enrolled: int
     clients: list[ClientNow] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    unapproved: list[str] = field(default_factory=list)
     merge: MergeProgress | None = None
     waits_for: str = ""
 
@@ -111,22 +115,22 @@ def current_round(known: Known, federation: str) -> CurrentRound:
     left = state.policy.rounds - state.round + 1
     begun = known.now if attempt is None else attempt.opened_at
     is_over = state.phase is Phase.FINISHED or record.status is FederationStatus.STOPPED
-    is_moving = round_s is not None and not is_over and state.phase is not Phase.PAUSED
+    is_moving = round_s is not None and not is_over and state.label not in (Phase.PAUSED.value, WAITS_FOR_OWNERS)
     return CurrentRound(
         federation=federation,
         status=record.status.value,
-        phase=state.phase.value,
+        phase=state.label,
         round=state.round,
         rounds=state.policy.rounds,
         attempt=state.attempt,
-        reason=state.reason or record.status_reason,
+        reason=standing_reason(state) or record.status_reason,
         is_served=service is not None,
         is_connected=service is not None and service.is_connected,
         quorum=state.policy.quorum,
         wanted=state.policy.wanted(len(state.participants)) if is_open else state.policy.quorum,
         delivered=len(state.updates) if is_open else 0,
         opened_at=None if attempt is None else attempt.opened_at,
-        deadline_at=state.deadline_at if state.phase is Phase.COLLECTING else None,
+        deadline_at=state.deadline_at if state.label == Phase.COLLECTING.value else None,
         round_s=round_s,
         round_ends_at=begun + round_s if round_s and is_moving and attempt is not None else None,
         ends_at=max(known.now, begun + round_s * left) if round_s and is_moving else None,
@@ -134,6 +138,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         enrolled=enrolled,
         clients=sorted(clients, key=lambda each: (list(ClientPhase).index(each.phase), each.client)),
         counts={phase.value: sum(each.phase is phase for each in clients) for phase in ClientPhase},
+        unapproved=sorted(state.unapproved),
         merge=None if service is None else service.round_driver.merge,
         waits_for=_waits_for(state, service) if state.phase is Phase.WAITING and not is_over else "",
     )
@@ -171,6 +176,8 @@ def _client(
         return ClientNow(client, ClientPhase.DELIVERED)
     if person.state is ParticipantState.DECLINED or client in state.declined:
         return ClientNow(client, ClientPhase.DECLINED, person.reason.replace("_", " "))
+    if client in state.unapproved:
+        return ClientNow(client, ClientPhase.UNAPPROVED, "its owner has not approved the spec (`fedcg agent approve`)")
     if service is not None and service.receiver.is_busy(client):
         return ClientNow(client, ClientPhase.UPLOADING)
     if client not in state.online:

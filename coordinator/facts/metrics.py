@@ -12,7 +12,7 @@ from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.facts.worth import worth
 from coordinator.rounds.records import DeviceState
-from coordinator.rounds.round_engine import Phase
+from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Samples = Iterator[tuple[str, tuple[str, ...], float | None]]
@@ -83,8 +83,8 @@ def _of_federation(known: Known, federation: str) -> Samples:
     yield "fedcg_updates_delivered", of, now.delivered
     yield "fedcg_broker_connected", of, now.is_connected
     yield "fedcg_round_seconds", of, now.round_s
-    for phase in Phase:
-        yield "fedcg_phase", (federation, phase.value), now.phase == phase.value
+    for phase in (*(each.value for each in Phase), WAITS_FOR_OWNERS):
+        yield "fedcg_phase", (federation, phase), now.phase == phase
     yield "fedcg_accuracy_mean", of, found.mean[-1][1] if found.mean else None
     yield "fedcg_negative_transfer", of, found.rate
     outcomes, states = known.store.overview.counts(federation)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from coordinator.facts.known import Known
 from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantState
-from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.service import Service
 from coordinator.sums.board import Phase as SumPhase
 from fedcg.log.sentences import DECLINE_ADVICE
@@ -199,6 +199,14 @@ def _of_federation(known: Known, record: FederationRecord) -> Iterator[Problem]:
             f"Mend the cause that the reason names, then `fedcg federation resume {record.id}`.",
             is_severe=True,
         )
+    if state.label == WAITS_FOR_OWNERS:
+        yield Problem(
+            "waits for owners",
+            record.id,
+            f"round {state.round} waits for approvals on {', '.join(sorted(state.unapproved))}",
+            "`fedcg agent approve` on each of these devices; this costs no attempt, and the round goes on by itself.",
+            is_severe=True,
+        )
     yield from _of_clients(known, record, state, service)
 
 
@@ -223,7 +231,8 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
     for device, reason in service.invitations.waits.items():
         if reason in REMEDIES:
             kind, remedy = REMEDIES[reason]
-            what = f"can't take part in round {state.round} of {record.id} yet: {reason.replace('_', ' ')}; the round waits for it"
+            waits = "it joins when its owner approves" if device in state.unapproved else "the round waits for it"
+            what = f"can't take part in round {state.round} of {record.id} yet: {reason.replace('_', ' ')}; {waits}"
             yield Problem(kind, f"{device} in {record.id}", what, remedy, device=device)
     missing = state.policy.quorum - len(state.candidates)
     if state.phase is Phase.WAITING and missing > 0 and service.is_connected:

@@ -18,6 +18,7 @@ from coordinator.rounds.records import (
     TokenRecord,
     TokenState,
 )
+from coordinator.rounds.round_engine import standing_reason
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.progress import DeviceProgress
 from coordinator.storage.api_store import ApiTokenRecord
@@ -32,6 +33,7 @@ class FederationView(BaseModel):
     Attributes:
         status: what the operator wants of it; `phase` is what it does.
         online, participants: of the running service; empty where none runs.
+        unapproved: participants that take part as soon as their owners approve the spec.
         summed: of `upload` what leaves devices behind masks only.
     """
 
@@ -59,6 +61,7 @@ class FederationView(BaseModel):
     worker_pid: int | None
     online: list[str]
     participants: list[str]
+    unapproved: list[str]
     left_out: dict[str, str]
     barred: dict[str, str]
     refused: dict[str, int]
@@ -182,12 +185,12 @@ def federation_view(running: Coordinator, record: FederationRecord) -> Federatio
         codec=spec.codec,
         aggregate_codec=spec.aggregate_codec,
         status=record.status.value,
-        phase=state.phase.value,
+        phase=state.label,
         round=state.round,
         attempt=state.attempt,
         rounds=policy.rounds,
         policy=policy,
-        reason=state.reason or record.status_reason,
+        reason=standing_reason(state) or record.status_reason,
         continued_from=record.continued_from,
         created_at=record.created_at,
         connected=service is not None and service.is_connected,
@@ -196,6 +199,7 @@ def federation_view(running: Coordinator, record: FederationRecord) -> Federatio
         worker_pid=None if service is None else service.round_driver.worker_pid,
         online=sorted(state.online),
         participants=sorted(state.participants),
+        unapproved=sorted(state.unapproved),
         left_out=dict(state.left_out),
         barred=dict(state.barred),
         refused={} if service is None else service.refusals,

@@ -2,7 +2,9 @@
 
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
 A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation is paused. An attempt that
-ran out of time because clients had not answered or were offline does not count. `pacing` decides when an attempt may open.
+ran out of time because clients had not answered or were offline does not count. A client whose owner has not approved the spec
+keeps its place: the attempt is not held up by it, and waits for the approval only where it can't close without. `pacing` decides
+when an attempt may open.
 Laws (property-tested): an update counts once, a round closes once, and commands never name a client that was not invited.
 """
 
@@ -29,6 +31,7 @@ from coordinator.rounds.round_events import (
     Accepted,
     AggregateStored,
     AggregationFailed,
+    Approval,
     Barred,
     CameOnline,
     Departed,
@@ -47,6 +50,8 @@ from coordinator.rounds.round_events import (
 )
 from fedcg.wire.messages.messages import RoundAttempt
 
+WAITS_FOR_OWNERS = "waits_for_owners"
+"""The label of a federation whose open attempt can't close before owners of devices approve its spec."""
 NAMED_CLIENTS = 5
 """So many clients a failed attempt's reason names; the API and the event log have all of them."""
 RESTART_GRACE_S = 120.0
@@ -80,6 +85,7 @@ class RoundState:
         first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes, and over attempts that do
             not count.
         accepted: participants that have announced that they work on it.
+        unapproved: participants that may take part as soon as their owners approve the spec.
         pace: when the next attempt may open.
     """
 
@@ -98,6 +104,7 @@ class RoundState:
     held: str = ""
     first_attempt: int = 1
     accepted: frozenset[str] = frozenset()
+    unapproved: frozenset[str] = frozenset()
     pace: Pace = field(default_factory=Pace)
 
     @property
@@ -117,9 +124,20 @@ class RoundState:
         """Participants that have neither delivered nor declined."""
         return self.participants - self.updates - self.declined
 
-    def can_spare(self, client: str) -> bool:
-        """Whether the quorum can be reached without a participant."""
-        return len(self.participants - self.declined - {client}) >= self.policy.quorum
+    @property
+    def awaited(self) -> frozenset[str]:
+        """Those of them that the attempt is not closed without before its deadline."""
+        return self.outstanding - self.unapproved
+
+    def can_spare(self, *clients: str) -> bool:
+        """Whether the quorum can be reached without these participants and without those whose owners have not approved."""
+        return len(self.participants - self.declined - self.unapproved - set(clients)) >= self.policy.quorum
+
+    @property
+    def label(self) -> str:
+        """Its phase as people see it: a phase, or `WAITS_FOR_OWNERS`."""
+        needs_owners = self.phase is Phase.COLLECTING and bool(self.unapproved) and not self.can_spare()
+        return WAITS_FOR_OWNERS if needs_owners else self.phase.value
 
     @property
     def at(self) -> RoundAttempt:
@@ -147,6 +165,16 @@ def transition(state: RoundState, event: Event, now: float) -> Step:
     """
     handle: Callable[[RoundState, Any, float], Step] = _HANDLERS[type(event)]
     return handle(state, event, now)
+
+
+def standing_reason(state: RoundState) -> str:
+    """Why a federation stands still, with what to do about it; empty where it does not."""
+    if state.label != WAITS_FOR_OWNERS:
+        return state.reason
+    return (
+        f"the owners of {', '.join(sorted(state.unapproved))} have not approved the spec: `fedcg agent approve` on each of "
+        "these devices; this costs no attempt, and the round goes on by itself"
+    )
 
 
 def paused_reason(state: RoundState, attempts: int) -> str:
@@ -231,16 +259,24 @@ def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
     is_known = event.client in state.accepted or event.client not in state.outstanding
     if not state.is_open(event.at) or is_known:
         return state, ()
-    state = replace(state, accepted=state.accepted | {event.client})
+    state = replace(state, accepted=state.accepted | {event.client}, unapproved=state.unapproved - {event.client})
     if len(state.answered) != state.policy.quorum:
         return state, ()
     return _move_deadline(state, now + state.policy.deadline_s)
 
 
+def _approval(state: RoundState, event: Approval, now: float) -> Step:
+    if not state.is_open(event.at) or event.client not in state.outstanding:
+        return state, ()
+    others = state.unapproved - {event.client}
+    return _judge(replace(state, unapproved=others if event.given else others | {event.client}), now)
+
+
 def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
     if not state.is_open(event.at) or event.client not in state.outstanding:
         return state, ()
-    return _judge(replace(state, updates=state.updates | {event.client}), now)
+    updates, unapproved = state.updates | {event.client}, state.unapproved - {event.client}
+    return _judge(replace(state, updates=updates, unapproved=unapproved), now)
 
 
 def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step:
@@ -298,6 +334,7 @@ _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
     Stopped: _stopped,
     LinkChanged: _link_changed,
     Accepted: _accepted,
+    Approval: _approval,
     UpdateStored: _update_stored,
     UpdateRefused: _update_refused,
     Tick: _tick,
@@ -350,7 +387,7 @@ def _judge(state: RoundState, now: float) -> Step:
         return _fail(state, f"{ended} ({names}); {state.policy.quorum} updates are needed", now)
     enough = len(state.updates) >= state.policy.quorum
     is_late = now >= state.deadline_at and state.pace.down_since is None
-    is_complete = not state.outstanding or len(state.updates) >= state.policy.wanted(len(state.participants))
+    is_complete = (enough and not state.awaited) or len(state.updates) >= state.policy.wanted(len(state.participants))
     if is_complete or (is_late and enough):
         distilling = replace(state, phase=Phase.DISTILLING)
         return distilling, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
@@ -382,6 +419,8 @@ def _run_out(state: RoundState, now: float) -> Step:
 def _why_missing(state: RoundState, client: str) -> str:
     if client not in state.online:
         return "offline"
+    if client in state.unapproved:
+        return "its owner has not approved the spec"
     return "still at work" if client in state.accepted else "no answer"
 
 

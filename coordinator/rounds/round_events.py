@@ -86,6 +86,14 @@ class Accepted(OfAttempt):
 
 
 @dataclass(frozen=True)
+class Approval(OfAttempt):
+    """Whether a participant's owner has approved the spec; without, it keeps its place and may accept later."""
+
+    client: str
+    given: bool
+
+
+@dataclass(frozen=True)
 class UpdateStored(OfAttempt):
     """A valid update of a participant is durable; the aggregation worker reads `artifact`."""
 
@@ -135,6 +143,7 @@ Event = (
     | Stopped
     | LinkChanged
     | Accepted
+    | Approval
     | UpdateStored
     | UpdateRefused
     | Tick

@@ -7,7 +7,7 @@ import time
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase
-from coordinator.rounds.round_events import Accepted, UpdateRefused
+from coordinator.rounds.round_events import Accepted, Approval, UpdateRefused
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.updates.receiver import Receiver
@@ -48,7 +48,7 @@ class Invitations:
             return
         if self._accepted.get(device) == answer.at and isinstance(answer, Accept):
             return
-        if isinstance(answer, Decline) and answer.reason.passes and not state.can_spare(device):
+        if isinstance(answer, Decline) and self._may_come(device, answer.reason):
             self._wait_for(device, answer)
             return
         declined = isinstance(answer, Decline)
@@ -73,14 +73,28 @@ class Invitations:
             self._waits.pop(device, None)
             self._round_driver.apply(Accepted(answer.round, answer.attempt, device))
 
+    def _may_come(self, device: str, reason: DeclineReason) -> bool:
+        """Whether a device that declines keeps its place; once it has accepted, its owner's approval was there."""
+        state = self._round_driver.state
+        if reason.needs_owner:
+            return device not in state.accepted
+        return reason.passes and not state.can_spare(device)
+
     def _wait_for(self, device: str, answer: Decline) -> None:
         """Keep the place of a device that can't take part yet: without it the attempt, and what the others did for it, would be lost."""
         self._accepted.pop(device, None)
+        needs_owner = answer.reason.needs_owner
+        if needs_owner:
+            key = (self._context.federation.id, answer.round, answer.attempt)
+            self._context.store.answer(key, device, ParticipantState.INVITED, answer.reason.value)
+        self._round_driver.apply(Approval(answer.round, answer.attempt, device, given=not needs_owner))
         before, self._waits[device] = self._waits.get(device), (answer.at, answer.reason)
         if before == self._waits[device] and answer.reason is not DeclineReason.INTERRUPTED:
             return  # the answer to a reminder
         what = "it is back" if answer.reason is DeclineReason.INTERRUPTED else "it can take part"
         detail = f"the round waits until {what}, because too few others are left"
+        if needs_owner:
+            detail = "it takes part as soon as its owner approves the spec; this costs no attempt"
         where = {"round": answer.round, "attempt": answer.attempt}
         self._context.events.write("declined", client=device, **where, reason=answer.reason.value, detail=detail)
 

@@ -384,6 +384,7 @@ class Store(schema.Queries):
             deadline_at=last.deadline_at,
             first_attempt=record.first_attempt,
             accepted=by_state[ParticipantState.ACCEPTED],
+            unapproved=frozenset(one.client for one in people if one.state is ParticipantState.INVITED and one.reason),
         )
 
 

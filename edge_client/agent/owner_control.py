@@ -89,7 +89,9 @@ class OwnerControl:
         refusal = check_spec(spec, self._consent.policy_for(policy, spec), network)
         if refusal is None:
             self._consent.settle(spec.digest)
-        elif check_spec(spec, widened(policy, spec), network) is None:
+        elif (incurable := check_spec(spec, widened(policy, spec), network)) is not None:
+            return incurable
+        else:
             reason, detail = refusal
             if self._consent.wait_for(spec.digest, reason, detail, self._wall()):
                 self._events.write("approval_needed", spec=spec.digest, reason=reason.value, detail=detail)

@@ -144,8 +144,7 @@ def _invited(state: SessionState, event: Invited, now: float) -> Step:
         state = replace(state, declined=None, obstructed=None)
     if state.declined is not None and state.declined[0] == round_attempt:
         state, commands = decline(state, round_attempt, state.declined[1])
-        is_reminder = state.obstructed == round_attempt  # comes again and again, and is noted once
-        return state, tuple(command for command in commands if isinstance(command, Send) or not is_reminder)
+        return state, tuple(command for command in commands if isinstance(command, Send))  # noted once
     if state.committed is None or round_attempt > state.committed:
         return state, ()
     if state.delivery is not None and state.delivery.round_attempt == round_attempt:
@@ -231,7 +230,9 @@ def _training_abandoned(state: SessionState, event: TrainingAbandoned, now: floa
 
 
 def _consent_changed(state: SessionState, event: ConsentChanged, now: float) -> Step:
-    return replace(state, verdict=None, delivery=None if event.is_withheld else state.delivery), ()
+    delivery = None if event.is_withheld else state.delivery
+    declined = None if state.declined is not None and state.declined[1].needs_owner else state.declined
+    return replace(state, verdict=None, delivery=delivery, declined=declined), ()
 
 
 def _stopping(state: SessionState, event: Stopping, now: float) -> Step:

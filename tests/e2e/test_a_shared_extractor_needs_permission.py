@@ -30,7 +30,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         allow_upload={WILLING: EVERYTHING_SHARED},
     )
     with stack.up(agents=True, observer=()):
-        stack.wait_event("coordinator", lambda event: event["event"] == "paused", "the federation pauses")
+        stack.wait_event("coordinator", lambda event: event["event"] == "declined", "the federation waits for an owner")
         yield stack
 
 
@@ -65,7 +65,6 @@ def test_once_its_owner_allows_the_extractor_the_same_device_takes_part(stack: S
         stack.running[name].terminate()
         stack.running[name].wait(timeout=30)
     set_values(stack.config(STRICT), {("policy", "allow_upload"): list(EVERYTHING_SHARED)})
-    stack.command("federation", "resume", "--dir", str(stack.home))
     stack.start_coordinator()
     stack.start_agent(STRICT)
     stack.wait_finished()

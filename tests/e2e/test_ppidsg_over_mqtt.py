@@ -20,7 +20,7 @@ GENERATOR = "image_generator"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two devices, of which one lists the image generator, up to where the federation paused for want of the other."""
+    """Two devices, of which one lists the image generator, up to where the federation waits for the other's owner."""
     stack = Stack(
         root=tmp_path_factory.mktemp("ppidsg"),
         devices=(WILLING, STRICT),
@@ -34,7 +34,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     for device in stack.devices:
         set_values(stack.config(device), {("export", "enabled"): True, ("export", "variants"): False})
     with stack.up(agents=True, observer=()):
-        stack.wait_event("coordinator", lambda event: event["event"] == "paused", "the federation pauses")
+        stack.wait_event("coordinator", lambda event: event["event"] == "declined", "the federation waits for an owner")
         yield stack
 
 
@@ -60,7 +60,6 @@ def test_the_generator_alone_crosses_once_its_owner_lists_it_and_each_device_has
         stack.running[name].terminate()
         stack.running[name].wait(timeout=30)
     set_values(stack.config(STRICT), {("policy", "allow_upload"): [GENERATOR]})
-    stack.command("federation", "resume", "--dir", str(stack.home))
     stack.start_coordinator()
     stack.start_agent(STRICT)
     stack.wait_finished()

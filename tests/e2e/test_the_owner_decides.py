@@ -23,14 +23,14 @@ STOP_S = 5.0
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A federation that shares statistics, paused because one of three devices does not allow that."""
+    """A federation that shares statistics, and waits because the owners of two of three devices have not allowed that."""
     stack = Stack(
         root=tmp_path_factory.mktemp("owner"),
         devices=(PLAIN, PAUSED, STRICT),
         method="fedproto",
         params={"epochs": 40},
         rounds=2,
-        allow_upload={PLAIN: ALLOWED, PAUSED: ALLOWED},
+        allow_upload={PLAIN: ALLOWED},
         allow_report=("examples", "accuracy", "loss", "health", "label_counts"),
     )
     with stack.up(observer=()):
@@ -39,15 +39,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.start(
             STRICT, "agent", "run", "--config", str(stack.config(STRICT))
         )  # goes on when the federation has ended
-        _wait_paused(stack, 1)
+        wait_for(lambda: bool(_declines(stack, STRICT) and _declines(stack, PAUSED)), "two owners are asked")
         yield stack
-
-
-def _wait_paused(stack: Stack, times: int) -> None:
-    def happened() -> bool:
-        return [event["event"] for event in stack.events("coordinator")].count("paused") >= times
-
-    wait_for(happened, f"the federation pauses for the {times}. time\n{stack.tail('coordinator')}")
 
 
 def _declines(stack: Stack, device: str) -> list[str]:
@@ -66,6 +59,22 @@ def _page(stack: Stack, path: str) -> str:
     return text
 
 
+def test_a_federation_whose_owners_have_not_approved_says_so_everywhere_and_loses_no_attempt(stack: Stack) -> None:
+    reason = f"the owners of {PAUSED}, {STRICT} have not approved the spec"
+    (view,) = data_of(stack.command("federation", "list", "--dir", str(stack.home), "--json"))
+    assert (view["phase"], view["unapproved"], view["attempt"]) == ("waits_for_owners", [PAUSED, STRICT], 1)
+    for text in (
+        view["reason"],
+        " ".join(stack.command("coordinator", "status", "--dir", str(stack.home)).split()),
+        stack.command("federation", "watch", "shapes", "--once", "--dir", str(stack.home)),
+        _page(stack, "/f/shapes"),
+    ):
+        assert "fedcg agent approve" in text
+        assert reason in text or f"{PAUSED}, {STRICT}" in text
+    assert "waits for owners" in _page(stack, "/f/shapes")
+    assert "attempt_failed" not in {event["event"] for event in stack.events("coordinator")}
+
+
 def test_a_spec_beyond_the_policy_waits_until_its_owner_approves_exactly_it(stack: Stack) -> None:
     assert set(_declines(stack, STRICT)) == {"upload_not_allowed"}
     (digest,) = _agent(stack, STRICT, "approve", "--list")["waiting"]
@@ -79,6 +88,10 @@ def test_a_spec_beyond_the_policy_waits_until_its_owner_approves_exactly_it(stac
     assert "the number of training images of each class" in shown
     assert _agent(stack, STRICT, "approve", "--yes") == {"device": STRICT, "spec": digest, "approved": True}
     assert list(_agent(stack, STRICT, "approve", "--list")["approved"]) == [digest]
+    stack.command("federation", "pause", "--dir", str(stack.home))  # no further round opens by itself
+    _agent(stack, PAUSED, "approve", "--yes")
+    stack.wait_event("coordinator", lambda event: event["event"] == "aggregate_stored", "the round goes on by itself")
+    assert "attempt_failed" not in {event["event"] for event in stack.events("coordinator")}
 
 
 def test_a_paused_device_declines_with_the_reason_and_the_page_shows_it(stack: Stack) -> None:
@@ -88,8 +101,8 @@ def test_a_paused_device_declines_with_the_reason_and_the_page_shows_it(stack: S
     assert "maintenance of line 4" in before["paused"]
     wait_for(lambda: _agent(stack, PAUSED, "status")["agent_trainer"] == "gone", "its training process is released")
     stack.command("federation", "resume", "--dir", str(stack.home))
-    _wait_paused(stack, 2)
-    assert set(_declines(stack, PAUSED)) == {"paused"}
+    stack.wait_event("coordinator", lambda event: event["event"] == "paused", "the federation pauses")
+    assert set(_declines(stack, PAUSED)) == {"upload_not_allowed", "paused"}
     shown = _page(stack, f"/devices/{PAUSED}")
     assert "its owner has paused it" in shown
     assert "maintenance" not in shown
@@ -116,7 +129,7 @@ def _runs(process: psutil.Process) -> bool:
 def test_an_agent_that_is_stopped_inside_a_batch_ends_at_once_and_the_round_goes_through(stack: Stack) -> None:
     wait_for(lambda: bool(_agent(stack, STRICT, "status")["agent_in_session"]), "it has a session")
     stack.command("federation", "resume", "--dir", str(stack.home))
-    stack.wait_event(STRICT, lambda event: event["event"] == "progress" and event["phase"] == "classify", "it trains")
+    stack.wait_event(STRICT, lambda event: event["event"] == "progress" and event["round"] == 2, "it trains")
     process = psutil.Process(stack.running[STRICT].pid)
     trainers = process.children(recursive=True)
     stack.running[STRICT].terminate()

@@ -49,6 +49,11 @@ class DeclineReason(str, Enum):
         """Whether it may pass while the attempt is open: a round that needs the device waits for it."""
         return self.value in _PASSING
 
+    @property
+    def needs_owner(self) -> bool:
+        """Whether it ends as soon as the device's owner approves the spec."""
+        return self in (self.UPLOAD_NOT_ALLOWED, self.REPORT_NOT_ALLOWED, self.NEEDS_APPROVAL)
+
 
 _PASSING = frozenset(
     {"interrupted", "reserved", "serving", "hot", "throttled", "on_battery", "power_mode", "quiet_hours"}

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from coordinator.rounds.pacing import LEAST_SHARE, RETRY_MAX_S, Policy
-from coordinator.rounds.round_commands import FailAttempt, MoveDeadline, OpenAttempt, Pause
-from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.rounds.round_commands import Distil, FailAttempt, MoveDeadline, OpenAttempt, Pause
+from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState, standing_reason
 from coordinator.rounds.round_events import (
     Accepted,
     AggregationFailed,
+    Approval,
     CameOnline,
     Expected,
     LinkChanged,
@@ -143,6 +144,38 @@ def test_an_attempt_without_answers_makes_way_for_one_with_the_devices_that_came
     assert isinstance(commands[0], FailAttempt)
     assert commands[1] == OpenAttempt(1, 2, frozenset("abc"), 1200.0)
     assert state.first_attempt == 2  # it did not count
+
+
+# ------------------------------------------------------------------ approval by the owners of devices
+
+
+def test_missing_approvals_cost_no_attempt_however_late_they_come_and_the_state_names_all_who_owe_one() -> None:
+    asked = (Approval(1, 1, "a", given=False), Approval(1, 1, "b", given=False))
+    state, commands = play(opened(), *asked, now=1001.0)
+    assert commands == []
+    assert (state.label, state.phase, state.attempt) == (WAITS_FOR_OWNERS, Phase.COLLECTING, 1)
+    assert "the owners of a, b have not approved" in standing_reason(state)
+    for day in range(1, 40):
+        state, commands = play(state, Tick(), now=1001.0 + 86400.0 * day)
+        assert [type(command) for command in commands] == [MoveDeadline]
+    for client in "ab":
+        assert state.label == WAITS_FOR_OWNERS
+        state, _ = play(state, Accepted(1, 1, client), now=5e6)
+    assert (state.label, standing_reason(state), state.unapproved) == (Phase.COLLECTING.value, "", frozenset())
+    state, commands = play(state, UpdateStored(1, 1, "b"), UpdateStored(1, 1, "a"), now=5e6)
+    assert commands == [Distil(1, 1, ("a", "b"))]
+
+
+def test_a_round_that_can_close_without_an_approval_does_and_one_that_comes_in_time_still_counts() -> None:
+    online = (Expected(frozenset("abc")), CameOnline("a"), CameOnline("b"), CameOnline("c"))
+    state, _ = play(RoundState(POLICY), *online, now=1000.0)
+    asked, _ = play(state, Approval(1, 1, "c", given=False), UpdateStored(1, 1, "a"), now=1001.0)
+    assert asked.label == Phase.COLLECTING.value
+    assert play(asked, UpdateStored(1, 1, "b"))[1] == [Distil(1, 1, ("a", "b"))]
+    approved, commands = play(asked, Accepted(1, 1, "c"), UpdateStored(1, 1, "b"))
+    assert not any(isinstance(command, Distil) for command in commands), "c works on its update"
+    assert play(approved, UpdateStored(1, 1, "c"))[1] == [Distil(1, 1, ("a", "b", "c"))]
+    assert play(asked, Approval(1, 1, "c", given=True), UpdateStored(1, 1, "b"))[0].awaited == {"c"}
 
 
 # ------------------------------------------------------------------ the link

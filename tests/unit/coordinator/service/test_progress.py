@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.config import RoundSettings
-from coordinator.facts.current_round import current_round
+from coordinator.facts.current_round import ClientPhase, current_round
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.operations.views import device_view
@@ -124,6 +124,33 @@ def test_a_round_that_needs_a_device_waits_until_it_can_take_part_and_says_why(m
         assert running.service.invitations.waits == {}
     assert world.events("attempt_failed") == []
     assert len(world.events("declined")) == 1
+
+
+def test_a_federation_whose_owners_have_not_approved_waits_without_an_attempt_lost_and_goes_on_by_itself(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(rounds=1, clients=("a", "b", "c"), min_clients=2, pacing=RoundSettings(gather_s=20.0))
+    for device in world.devices.values():
+        device.decline = DeclineReason.NEEDS_APPROVAL
+    with RunningService(world) as running:
+        world.start_devices()
+        wait_until(lambda: len(running.service.state.unapproved) == 3, "all have declined")
+        known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+        current = current_round(known, "tiny")
+        assert (current.phase, current.unapproved, current.attempt) == ("waits_for_owners", ["a", "b", "c"], 1)
+        assert "the owners of a, b, c" in current.reason
+        assert {one.phase for one in current.clients} == {ClientPhase.UNAPPROVED}
+        found = {each.kind: each for each in open_problems(known)}
+        assert "a, b, c" in found["waits for owners"].what
+        assert world.store.round_state("tiny").label == "waits_for_owners", "a restart forgets no missing approval"
+        for name in ("a", "b"):
+            world.devices[name].decline = None
+            world.devices[name].act()
+        wait_until(lambda: running.service.state.phase is Phase.FINISHED, "two are enough")
+    assert world.events("attempt_failed") == []
+    assert len(world.events("declined")) == 3
+    kept = {one.client: (one.state, one.reason) for one in world.store.participants(("tiny", 1, 1))}
+    assert kept["c"] == (ParticipantState.INVITED, "needs_approval")
 
 
 def test_a_device_without_time_for_the_round_is_not_waited_for(make_world: MakeWorld) -> None:

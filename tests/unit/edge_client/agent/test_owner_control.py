@@ -164,6 +164,14 @@ def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_worl
         ask_agent(world.config.store, RevokeRequest(spec=world.spec.digest))
 
 
+def test_what_no_approval_can_cure_is_not_said_to_wait_for_one(make_world: MakeWorld) -> None:
+    without_layouts = toy_spec(layouts={})
+    world = connected(make_world, policy=CLASSIFIER_ONLY, spec=without_layouts)
+    open_round(world)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.SPEC_REFUSED
+    assert Consent(world.config.store).read().waiting == {}
+
+
 @pytest.mark.parametrize(
     ("policy", "said"),
     [

@@ -24,6 +24,7 @@ from edge_client.session.commands import (
 from edge_client.session.events import (
     ArtifactStored,
     Chosen,
+    ConsentChanged,
     CoordinatorSeen,
     DownloadSilent,
     Invited,
@@ -237,6 +238,19 @@ def test_an_obstacle_takes_back_no_round_that_is_trained_or_was_declined_for_goo
     state, _ = drive(ready, offer(1), Invited(RoundAttempt(1, 1)), *refused)
     _, commands = drive(state, ObstacleChanged(None), Invited(RoundAttempt(1, 1)))
     assert reasons(commands) == [DeclineReason.UPLOAD_NOT_ALLOWED]
+
+
+def test_what_its_owner_approves_is_accepted_at_once_in_the_attempt_that_was_declined(ready: SessionState) -> None:
+    refused = (ArtifactStored(SPEC.id), SpecChecked(SPEC.id, DeclineReason.NEEDS_APPROVAL))
+    state, commands = drive(ready, offer(1), Invited(RoundAttempt(1, 1)), *refused)
+    assert Note("declined", RoundAttempt(1, 1), "needs_approval") in commands
+    state, commands = drive(state, Invited(RoundAttempt(1, 1)))
+    assert reasons(commands) == [DeclineReason.NEEDS_APPROVAL]
+    assert not any(isinstance(command, Note) for command in commands), "a reminder is answered, and not noted again"
+    state, commands = drive(state, ConsentChanged())
+    assert CheckSpec(SPEC.id) in commands
+    _, commands = drive(state, SpecChecked(SPEC.id, None))
+    assert sent(commands) == ["accept"]
 
 
 def test_no_training_process_runs_while_paused_and_a_deadline_that_passed_keeps_no_loop_busy() -> None:
