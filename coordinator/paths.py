@@ -40,6 +40,7 @@ class Home:
         signing_key: the Ed25519 key that signs the coordinator's messages.
         secret_file: the root of the coordinator's random streams, at least 32 bytes.
         database: SQLite.
+        high_water: what the database has held, signed (`storage.high_water`).
         artifacts: specs, updates, aggregates, server states; each named by its sha256.
         spill: rows of teacher passes, per attempt.
         broker: the folder of a broker started by `fedcg broker run`.
@@ -56,6 +57,7 @@ class Home:
     signing_key = _Path("signing.key")
     secret_file = _Path("coordinator.secret")
     database = _Path("database.sqlite")
+    high_water = _Path("high-water.mark")
     artifacts = _Path("artifacts")
     spill = _Path("spill")
     broker = _Path("broker")

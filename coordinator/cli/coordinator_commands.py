@@ -96,6 +96,9 @@ def coordinator_run(
     exit_when_finished: Annotated[
         bool, typer.Option("--exit-when-finished", help="End after the last round, once the devices have left.")
     ] = False,
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Go on with a database that has lost commits, from what it holds.")
+    ] = False,
     form: LogFormOption = LogForm.CONSOLE,
     level: LogLevelOption = LogLevel.INFO,
     as_json: AsJson = False,
@@ -109,7 +112,10 @@ def coordinator_run(
     set_up_log(log)
     toggle_debug_on_signal(log)
     code = run_coordinator(
-        Home(directory), exit_when_finished=exit_when_finished, print_line=line_printer(as_json=as_json)
+        Home(directory),
+        exit_when_finished=exit_when_finished,
+        accepts_loss=accept_loss,
+        print_line=line_printer(as_json=as_json),
     )
     raise typer.Exit(code)
 

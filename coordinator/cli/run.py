@@ -38,6 +38,7 @@ from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
 from coordinator.service.tensorboard import RoundCurves
+from coordinator.storage.database import check_whole
 from coordinator.storage.locks import sole_writer
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
@@ -52,12 +53,15 @@ from fedcg.wire.transport.transport import Transport, Will
 GRACEFUL_S = 1
 
 
-def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line: Callable[[str], None]) -> int:
+def run_coordinator(
+    home: Home, *, exit_when_finished: bool = False, accepts_loss: bool = False, print_line: Callable[[str], None]
+) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         home: whose coordinator to run.
         exit_when_finished: end by itself after the last round.
+        accepts_loss: go on with a database that has lost commits.
         print_line: called with one line once the HTTP interface listens.
 
     Returns:
@@ -66,6 +70,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
     Raises:
         HomeError: another coordinator runs there.
         ConfigError: the configuration is not usable.
+        StoreError: the database is damaged or has lost commits; names them.
     """
     config = home.require().config()
     home.make_folders()
@@ -77,7 +82,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
         bound("api", config.api.host, config.api.port, connections) as listener,
         listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
-        _opened(home, config) as (store, events),
+        _opened(home, config, accepts_loss=accepts_loss) as (store, events),
     ):
         local_token(home, ApiTokens(store.api))
         there = ", ".join(record.id for record in store.federations()) or "no federation yet"
@@ -175,9 +180,10 @@ def _serve(
 
 
 @contextmanager
-def _opened(home: Home, config: CoordinatorConfig) -> Iterator[tuple[Store, EventLog]]:
+def _opened(home: Home, config: CoordinatorConfig, *, accepts_loss: bool = False) -> Iterator[tuple[Store, EventLog]]:
+    check_whole(home)
     with ExitStack() as opened:
-        store = Store.of(home)
+        store = Store.of(home, accepts_loss=accepts_loss)
         opened.callback(store.close)
         end_silences(home)  # completes what a killed coordinator left undone; blocks while a federation is being opened
         followers = [log_event]

@@ -22,6 +22,7 @@ from coordinator.errors import StoreError
 from coordinator.paths import Home
 from coordinator.storage import schema
 from coordinator.storage.database import database_of, make_engine, name_of, open_database, unusable
+from coordinator.storage.high_water import EPOCH_STEP, HighWater
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from coordinator.storage.object_store import artifacts_of
 from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably
@@ -32,8 +33,6 @@ from fedcg.wire.messages.messages import Outcome
 
 MAGIC = b"FEDCG-BACKUP-1\n"
 ROWS = 500
-EPOCH_STEP = 1_000_000
-"""Added to the epoch by a restore: more than the coordinator can have been started since the backup."""
 HOME_FILES = ("coordinator.toml", "coordinator.secret", "signing*.key", "pki/*")
 FILE_ENTRY = re.compile(
     r"home/(coordinator\.toml|coordinator\.secret|signing(-\d{1,9})?\.key|pki/[A-Za-z0-9][\w.-]{0,120})"
@@ -69,6 +68,7 @@ def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
         raise StoreError(f"{target} exists already; name another file")
     engine = open_database(database_of(home))
     try:
+        HighWater(home, engine).check()
         with sealed_archive(target, _seal(passphrase)) as archive:
             facts = _write_all(archive, home, engine)
     finally:
@@ -128,7 +128,9 @@ def _restore(source: Path, home: Home, passphrase: str, configure: Callable[[Hom
         raise unusable(database, error) from error
     finally:
         engine.dispose()
-    open_database(database).dispose()
+    engine = open_database(database)
+    HighWater(home, engine).lift()
+    engine.dispose()
     return epoch
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, func, inspect, make_url, select
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
 from coordinator.errors import ConfigError, StoreError
 from coordinator.paths import Home
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 
 BUSY_TIMEOUT_MS = 10_000
+CHECKPOINT_TIMEOUT_MS = 1_000
+"""A checkpoint keeps others from writing while it waits for readers: a tenth of what they bear."""
 CONNECT_TIMEOUT_S = 5
 DEAD_PEER_S = 6
 """After so many seconds without an answer the server ends the session of a machine that is gone, and with it every lock."""
@@ -95,9 +98,49 @@ def make_engine(database: Path | URL) -> Engine:
 def unusable(database: Path | URL, error: DBAPIError) -> StoreError:
     """The error of a database that can't be opened, for the operator."""
     lines = str(error.orig).strip().splitlines() or ["no reason given"]
+    if isinstance(database, Path) and not isinstance(error, OperationalError):
+        return _damaged(str(database), lines[0])
     return StoreError(
         f"{name_of(database)} can't be used: {lines[0]}. Check [storage] in coordinator.toml and the server"
     )
+
+
+def check_whole(home: Home) -> None:
+    """Check the structure of all pages of SQLite; PostgreSQL checks its own.
+
+    Raises:
+        StoreError: the database is damaged.
+    """
+    database = database_of(home)
+    if isinstance(database, URL):
+        return
+    engine = make_engine(database)
+    try:
+        with engine.connect() as connection:
+            found = list(connection.exec_driver_sql("PRAGMA quick_check(1)").scalars())
+    except DBAPIError as error:
+        raise unusable(database, error) from error
+    finally:
+        engine.dispose()
+    if found != ["ok"]:
+        raise _damaged(str(database), " ".join(map(str, found)))
+
+
+def checkpoint(engine: Engine) -> None:
+    """Move all commits of SQLite from its log into the database file, unless a reader is slow: then the next call does."""
+    if engine.dialect.name != "sqlite":
+        return
+    with engine.connect() as connection, suppress(OperationalError):  # such as a full disk: all is committed already
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {CHECKPOINT_TIMEOUT_MS}")
+        try:
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
+        finally:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+
+
+def _damaged(name: str, why: str) -> StoreError:
+    remedy = "Restore a backup into a new directory: `fedcg coordinator restore FILE --dir NEW`"
+    return StoreError(f"{name} is damaged: {' '.join(why.split())[:300]}. {remedy}")
 
 
 def _bring_up(connection: Connection, name: str) -> None:

@@ -90,7 +90,7 @@ class Register(schema.Queries):
         tokens, devices = schema.tokens, schema.devices
         fresh = {"last_seen_at": None, "agent": None, "state": DeviceState.ENROLLED.value, "ended_at": None}
         values = {"public_key": admitted.public_key, "enrolled_at": now, "ended_because": "", **fresh}
-        with self._engine.begin() as connection:
+        with self._counted() as connection:
             open_token = update(tokens).filter_by(id=admitted.token, used_at=None, revoked_at=None)
             used = open_token.values(used_at=now, used_by=device, used_for=admitted.used_for, serial=serial)
             if connection.execute(used).rowcount != 1:
@@ -109,7 +109,7 @@ class Register(schema.Queries):
         """Revoke a device with all its certificates, or note that it left; False when it was no member any more."""
         member = update(schema.devices).filter_by(id=device, state=DeviceState.ENROLLED.value)
         ended = member.values(state=state.value, ended_at=now, ended_because=reason[:300])
-        with self._engine.begin() as connection:
+        with self._counted() as connection:
             changed = connection.execute(ended).rowcount == 1
             connection.execute(_revocation(device, now))
         return changed

@@ -6,13 +6,15 @@ with a revision in `migrations/versions`; a test compares both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Connection,
     Delete,
     Engine,
     Float,
@@ -211,11 +213,22 @@ idempotency = Table(
 )
 
 
-class Queries:
-    """Reads rows as records that have their columns as fields, and writes in transactions."""
+_ADDED = (leases, devices, certificates, tokens, api_tokens, federations, key_links, attempts, aggregates)
+_ENDED = (certificates, tokens, api_tokens)
+"""What the high-water mark counts: rows of the former, and what is revoked or used of the latter."""
 
-    def __init__(self, engine: Engine) -> None:
+
+class Queries:
+    """Reads rows as records that have their columns as fields, and writes in transactions.
+
+    Args:
+        engine: of the database.
+        committed: called after each commit that may have changed what the high-water mark counts.
+    """
+
+    def __init__(self, engine: Engine, committed: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
+        self._committed = committed
 
     def _all(self, kind: Callable[..., RecordT], query: Select[Any]) -> list[RecordT]:
         with self._engine.connect() as connection:
@@ -228,8 +241,16 @@ class Queries:
     def _one(self, kind: Callable[..., RecordT], query: Select[Any]) -> RecordT | None:
         return next(iter(self._all(kind, query)), None)
 
+    @contextmanager
+    def _counted(self) -> Iterator[Connection]:
+        """A transaction that changes what the high-water mark counts."""
+        with self._engine.begin() as connection:
+            yield connection
+        self._committed()
+
     def _write(self, *statements: Delete | Insert | Update) -> None:
         """Execute statements in one transaction, in their order."""
-        with self._engine.begin() as connection:
+        is_counted = any(each.table in (_ADDED if isinstance(each, Insert) else _ENDED) for each in statements)
+        with self._counted() if is_counted else self._engine.begin() as connection:
             for statement in statements:
                 connection.execute(statement)

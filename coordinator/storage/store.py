@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import URL, Connection, Insert, Table, Update, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
 from coordinator.paths import Home
@@ -33,7 +33,8 @@ from coordinator.rounds.records import (
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.storage import schema
 from coordinator.storage.api_store import ApiStore
-from coordinator.storage.database import database_of, open_database
+from coordinator.storage.database import checkpoint, database_of, open_database, unusable
+from coordinator.storage.high_water import HighWater
 from coordinator.storage.membership_store import Register
 from coordinator.storage.overview_store import Overview
 from coordinator.storage.presence_store import Presence
@@ -57,18 +58,39 @@ class Store(schema.Queries):
         masked_sums: of the open attempts.
     """
 
-    def __init__(self, database: Path | URL) -> None:
-        super().__init__(open_database(database))
-        self.register = Register(self._engine)
+    def __init__(self, database: Path | URL, home: Home | None = None) -> None:
+        engine = open_database(database)
+        self._mark = None if home is None else HighWater(home, engine)
+        super().__init__(engine, *(() if self._mark is None else (self._mark.lift,)))
+        self.register = Register(self._engine, self._committed)
         self.presence = Presence(self._engine)
         self.overview = Overview(self._engine)
-        self.api = ApiStore(self._engine)
+        self.api = ApiStore(self._engine, self._committed)
         self.masked_sums = SumRecords(self._engine)
 
     @classmethod
-    def of(cls, home: Home) -> Store:
-        """The database that the configuration of a home names."""
-        return cls(database_of(home))
+    def of(cls, home: Home, *, accepts_loss: bool = False) -> Store:
+        """The database that the configuration of a home names, and that holds what it has held before.
+
+        Args:
+            home: the coordinator's.
+            accepts_loss: take it as it is, and go on from there.
+
+        Raises:
+            StoreError: it can't be used, or commits are lost.
+        """
+        database = database_of(home)
+        store = cls(database, home)
+        assert store._mark is not None
+        try:
+            (store._mark.accept_loss if accepts_loss else store._mark.check)()
+        except DBAPIError as error:
+            store.close()
+            raise unusable(database, error) from error
+        except BaseException:
+            store.close()
+            raise
+        return store
 
     def close(self) -> None:
         """Close every connection."""
@@ -76,7 +98,7 @@ class Store(schema.Queries):
 
     def next_epoch(self) -> int:
         """Take the lease: a number above every earlier one."""
-        with self._engine.begin() as connection:
+        with self._counted() as connection:
             if connection.execute(update(schema.leases).values(epoch=schema.leases.c.epoch + 1)).rowcount == 0:
                 connection.execute(insert(schema.leases).values(id=1, epoch=1))
             return int(connection.execute(select(schema.leases.c.epoch)).scalar_one())
@@ -239,6 +261,7 @@ class Store(schema.Queries):
             self._write(stored, closed, _change_federation(key[0], first_attempt=1))
         except IntegrityError as error:
             raise StoreError(f"round {aggregate.round} has an aggregate already") from error
+        checkpoint(self._engine)
 
     def attempts(self, federation: str) -> list[AttemptRecord]:
         """All attempts of a federation, oldest first."""

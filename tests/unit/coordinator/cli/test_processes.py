@@ -80,6 +80,32 @@ def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused
     assert federation["epoch"] == 2
 
 
+@pytest.mark.slow
+def test_a_killed_coordinator_whose_database_lost_a_revocation_to_a_flipped_bit_does_not_start_until_the_loss_is_accepted(
+    home: Home, processes: Plant
+) -> None:
+    first = processes.fedcg("coordinator", "coordinator", "run")
+    wait_until(lambda: get(home, "/healthz")[0] == 200 or first.poll() is not None, "it answers")
+    revoked = run_fedcg("device", "revoke", "a", "--dir", home.root)
+    assert revoked.exit_code == 0, revoked.output
+    first.kill()
+    first.wait()
+    log = home.database.with_name("database.sqlite-wal")
+    data = bytearray(log.read_bytes())
+    data[40] ^= 1  # in the first of what was committed since the last checkpoint
+    log.write_bytes(data)
+
+    second = processes.fedcg("second", "coordinator", "run")
+    assert second.wait(timeout=60) == 1
+    said = processes.log("second")
+    assert "has lost commits" in said
+    assert "revoked certificates (0 now, 1 before)" in said
+    assert "Traceback" not in said
+    processes.fedcg("third", "coordinator", "run", "--accept-loss")
+    wait_until(lambda: get(home, "/healthz")[0] == 200, "it answers again")
+    assert get(home, "/api/v1/federations/tiny")[1]["epoch"] > 1_000_000
+
+
 @pytest.mark.broker
 def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_whatever_was_interrupted(
     home: Home, processes: Plant
