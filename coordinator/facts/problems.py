@@ -258,6 +258,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
             what,
             SUM_REMEDY if failure.ended is None else SUM_REMEDIES.get(failure.ended, SUM_REMEDY),
         )
+    yield from _of_devices_ahead(record, state, service)
     yield from _of_reports(record.id, state, service)
     for device, change in known.store.presence.latest(record.id).items():
         away = known.now - change.at
@@ -272,6 +273,32 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
         if health in HEALTH and device in state.online:
             what = f"reported {str(health).replace('_', ' ')} with its update to round {delivery.round}"
             yield Problem("device health", f"{device} in {record.id}", what, HEALTH[health], device=device)
+
+
+def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:
+    """Devices remember a later epoch or round than this coordinator has reached: its state is an older one."""
+    ahead = {
+        device: (epoch, trained)
+        for device, (epoch, trained) in sorted(dict(service.conditions.remembered).items())
+        if epoch > service.epoch or trained > state.round
+    }
+    if not ahead:
+        return
+    epoch, trained = max(ahead.values())
+    has_later_epoch = epoch > service.epoch
+    follow = (
+        "they refuse this coordinator until it is started once with `fedcg coordinator run --accept-loss`"
+        if has_later_epoch
+        else "they train the rounds again that this coordinator has not"
+    )
+    yield Problem(
+        "devices are ahead",
+        record.id,
+        f"{', '.join(list(ahead)[:5])}{' and more' if len(ahead) > 5 else ''} know epoch {epoch} and round {trained}; "
+        f"this coordinator is at epoch {service.epoch} and round {state.round}: it has lost what came between",
+        f"Restore a later backup: `fedcg coordinator restore FILE --dir NEW`. Or go on without what is lost: {follow}.",
+        is_severe=has_later_epoch,
+    )
 
 
 def _of_reports(federation: str, state: RoundState, service: Service) -> Iterator[Problem]:

@@ -325,6 +325,7 @@ class Service:
             return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self.invitations.forget(device)
+        self.conditions.remembered[device] = hello.epoch, hello.round
         now = self._context.clock()
         self._context.store.saw_device(device, now, hello.agent)
         if unlike := self.cohorts.note(device, hello.cohort):

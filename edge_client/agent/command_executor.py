@@ -131,7 +131,7 @@ class CommandExecutor:
         return OutboxFound(generation.round_attempt, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
-        self._link.hello(state.epoch)
+        self._link.hello(state.epoch, state.committed)
 
     def _send(self, command: Send, state: SessionState) -> None:
         self._link.send(command.message)

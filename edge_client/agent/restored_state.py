@@ -7,6 +7,7 @@ from edge_client.config import AgentConfig
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.session.state import SessionState
 from edge_client.store.private_store import PrivateStore
+from fedcg.wire.messages.messages import RoundAttempt
 
 
 def restored_state(
@@ -20,13 +21,16 @@ def restored_state(
     generation, problems = store.generations.current()
     for problem in problems:
         reporter.damage(problem)
+    epoch, *highest = trust.order.highest
+    committed = None if generation is None else generation.round_attempt
     final = store.finalised().get("aggregate")
     return SessionState(
         federation=config.federation,
         device=config.device,
-        epoch=trust.order.highest[0],
+        epoch=epoch,
         stored=frozenset(store.artifacts.ids()) | store.spec_digests(),
         bound_spec=None if generation is None else generation.spec,
-        committed=None if generation is None else generation.round_attempt,
+        committed=committed,
+        committed_epoch=epoch if committed is None or committed <= RoundAttempt(*highest) else 0,
         finalised=final if isinstance(final, str) else None,
     )

@@ -32,6 +32,7 @@ from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import (
     COORDINATOR,
     EVERYONE,
+    NO_ATTEMPT,
     AnyMessage,
     CoordinatorStatus,
     DeviceStatus,
@@ -42,6 +43,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Receipt,
     Refusal,
+    RoundAttempt,
     SumDown,
     Welcome,
 )
@@ -116,9 +118,10 @@ class CoordinatorLink:
         """Forget the session: the connection was lost."""
         self._handshake.close()
 
-    def hello(self, epoch: int) -> None:
-        """Open a session."""
-        self._publish(self._topics.up_control(self._device), seal(self._handshake.hello(epoch), self._key))
+    def hello(self, epoch: int, committed: RoundAttempt | None = None) -> None:
+        """Open a session; names the highest epoch that came and the last round attempt that was trained."""
+        hello = self._handshake.hello(epoch, committed or NO_ATTEMPT)
+        self._publish(self._topics.up_control(self._device), seal(hello, self._key))
 
     def send(self, message: AnyMessage) -> None:
         """Send a control message inside the session; without one it is dropped, and repeated in the next."""

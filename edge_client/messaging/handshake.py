@@ -11,7 +11,16 @@ from typing import TypeVar
 
 from fedcg.wire import versions
 from fedcg.wire.errors import OtherSessionError, ReplayError, VersionError
-from fedcg.wire.messages.messages import COORDINATOR, AnyMessage, Carrier, Hello, Refusal, Welcome
+from fedcg.wire.messages.messages import (
+    COORDINATOR,
+    NO_ATTEMPT,
+    AnyMessage,
+    Carrier,
+    Hello,
+    Refusal,
+    RoundAttempt,
+    Welcome,
+)
 from fedcg.wire.messages.ordering import Session, session_id
 
 MessageT = TypeVar("MessageT", bound=AnyMessage)
@@ -58,8 +67,8 @@ class Handshake:
         if self._session is not None:
             self._session, self._nonce = None, None
 
-    def hello(self, epoch: int) -> Hello:
-        """The hello to send now."""
+    def hello(self, epoch: int, committed: RoundAttempt = NO_ATTEMPT) -> Hello:
+        """The hello to send now: with the highest epoch that came, and the last round attempt that was trained."""
         self.close()
         if self._nonce is None:
             self._nonce, self._answers = secrets.token_hex(16), set()
@@ -68,6 +77,8 @@ class Handshake:
             sender=self._device,
             recipient=COORDINATOR,
             epoch=epoch,
+            round=committed.round,
+            attempt=committed.attempt,
             nonce=self._nonce,
             versions=versions.SPOKEN,
             agent=self._agent,

@@ -195,7 +195,7 @@ def _downloads(state: SessionState) -> tuple[Wanted, ...]:
 def is_asked(state: SessionState, round_attempt: RoundAttempt) -> bool:
     """Whether this device should train this attempt: invited, not trained yet, not refused."""
     is_refused = state.declined is not None and state.declined[0] == round_attempt
-    is_behind = state.committed is not None and round_attempt <= state.committed
+    is_behind = state.trained is not None and round_attempt <= state.trained
     return state.invited == round_attempt and not is_refused and not is_behind
 
 

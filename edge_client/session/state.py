@@ -86,6 +86,8 @@ class SessionState:
         weighed: the last round attempt whose images were counted for its masked sum, and how many.
         sum_at: when keys for that sum are due (again); `sum_ready`: the attempt whose masks are agreed on.
         bound_spec: the spec that the private state belongs to.
+        committed: the last round attempt that was trained, `committed_epoch` is of the coordinator that offered it, or a later one.
+        superseded: that attempt, where a later coordinator went back behind it: one that was restored, or lost commits.
         job: the trainer's work: a round attempt, or the final aggregate's id; `job_spec` is the round's spec.
         finalised: final aggregate whose personal model is chosen; `succeeded` is the result.
     """
@@ -116,6 +118,8 @@ class SessionState:
     sum_ready: RoundAttempt | None = None
     bound_spec: str | None = None
     committed: RoundAttempt | None = None
+    committed_epoch: int = 0
+    superseded: RoundAttempt | None = None
     delivery: Delivery | None = None
     trainer: Trainer = Trainer.GONE
     trainer_at: float = 0.0
@@ -131,6 +135,11 @@ class SessionState:
     def offered(self) -> RoundAttempt | None:
         """The round attempt that is open, by the last offer."""
         return None if self.offer is None else self.offer.at
+
+    @property
+    def trained(self) -> RoundAttempt | None:
+        """The last round attempt of the coordinator's rounds as it has them now that was trained."""
+        return None if self.committed == self.superseded else self.committed
 
     @property
     def awaits_sum(self) -> bool:

@@ -129,6 +129,8 @@ def _left(state: SessionState, event: Left, now: float) -> Step:
 def _offered(state: SessionState, event: Offered, now: float) -> Step:
     live = event.live or (state.live and state.offer is not None and state.offer.aggregate == event.offer.aggregate)
     epoch = max(state.epoch, event.offer.epoch)
+    if state.committed is not None and event.offer.at < state.committed and event.offer.epoch > state.committed_epoch:
+        state = replace(state, superseded=state.committed)  # within an epoch no offer goes back
     return replace(state, offer=event.offer, finished=None, done=False, live=live, epoch=epoch), ()
 
 
@@ -145,7 +147,7 @@ def _invited(state: SessionState, event: Invited, now: float) -> Step:
     if state.declined is not None and state.declined[0] == round_attempt:
         state, commands = decline(state, round_attempt, state.declined[1])
         return state, tuple(command for command in commands if isinstance(command, Send))  # noted once
-    if state.committed is None or round_attempt > state.committed:
+    if state.trained is None or round_attempt > state.trained:
         return state, ()
     if state.delivery is not None and state.delivery.round_attempt == round_attempt:
         return replace(state, delivery=replace(state.delivery, manifest_at=now)), ()
@@ -241,11 +243,12 @@ def _stopping(state: SessionState, event: Stopping, now: float) -> Step:
 
 
 def _round_committed(state: SessionState, event: RoundCommitted, now: float) -> Step:
-    if state.committed is not None and event.round_attempt <= state.committed:
+    if state.trained is not None and event.round_attempt <= state.trained:
         return state, ()
     delivery = Delivery(event.round_attempt, event.update, manifest_at=now)
     spec = event.spec or state.job_spec
-    return replace(_idle(state), committed=event.round_attempt, bound_spec=spec, delivery=delivery), ()
+    state = replace(_idle(state), committed=event.round_attempt, committed_epoch=state.epoch)
+    return replace(state, bound_spec=spec, delivery=delivery), ()
 
 
 def _outbox_found(state: SessionState, event: OutboxFound, now: float) -> Step:

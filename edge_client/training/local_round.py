@@ -153,7 +153,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     stored = work.store.generations.load()
     if stored is not None and stored.generation.spec != spec.digest:
         raise RoundError(DeclineReason.SPEC_REFUSED, "the private state belongs to another spec")
-    if stored is not None and command.round_attempt <= stored.generation.round_attempt:
+    if stored is not None and command.round_attempt == stored.generation.round_attempt:
         return stored.generation  # committed before a crash: never trained twice
     started, attempt = work.clock(), command.round_attempt
     progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)

@@ -58,6 +58,7 @@ class FakeDevice:
     decline: DeclineReason | None = None
     full_round_s: float | None = None  # what it tells of the time that all steps of a round take
     heartbeat_s: int | None = None
+    remembers: dict[str, int] = field(default_factory=dict)  # epoch and round that its hello names
     received: list[AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     asked_for: list[tuple[int, int]] = field(default_factory=list)
@@ -126,7 +127,7 @@ class FakeDevice:
             self.nonce = f"{self.nonces:032x}"
             self.session = None
             hello = Hello(
-                **self._addressed(),
+                **{**self._addressed(), **self.remembers},
                 nonce=self.nonce,
                 versions=SPOKEN,
                 agent="fake-1",

@@ -229,6 +229,38 @@ def test_a_process_that_goes_on_reporting_is_not_doubled(make_world: MakeWorld) 
     assert board.doubled_at == {"a": 9.0}
 
 
+def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_remedy(make_world: MakeWorld) -> None:
+    world = make_world(pacing=RoundSettings(gather_s=60.0))
+    with RunningService(world) as running:
+
+        def found() -> Problem | None:
+            known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+            return next((each for each in open_problems(known) if each.kind == "devices are ahead"), None)
+
+        def remember(epoch: int, round_number: int) -> None:
+            world.devices["a"].remembers = {"epoch": epoch, "round": round_number}
+            world.devices["a"].hello()
+            wait_until(
+                lambda: running.service.conditions.remembered.get("a") == (epoch, round_number), "its hello is taken"
+            )
+
+        world.start_devices()
+        epoch = running.service.epoch
+        remember(epoch, running.service.state.round)
+        assert found() is None
+        remember(epoch, 20)
+        problem = found()
+        assert problem is not None
+        assert "a know epoch 1 and round 20; this coordinator is at epoch 1 and round 1" in problem.what
+        assert "fedcg coordinator restore FILE --dir NEW" in problem.remedy
+        assert not problem.is_severe
+        remember(epoch + 3, 1)
+        problem = found()
+        assert problem is not None
+        assert problem.is_severe
+        assert "fedcg coordinator run --accept-loss" in problem.remedy
+
+
 def test_updates_that_find_no_room_are_a_problem_until_there_is_room(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

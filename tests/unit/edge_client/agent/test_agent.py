@@ -156,6 +156,39 @@ def test_a_manifest_is_repeated_until_a_receipt_comes_and_then_never_again(make_
     assert not any(isinstance(message, Manifest) for message in world.coordinator.heard)
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_device_follows_a_coordinator_that_went_back_and_names_the_round_that_it_remembers(
+    make_world: MakeWorld, *, is_restarted: bool
+) -> None:
+    """As after a restore: the rounds since the backup are trained again, each of them once."""
+    world = make_world()
+    world.connect()
+    coordinator = world.coordinator
+    for number in (1, 2):
+        open_round(world, number)
+        manifest = coordinator.wait(Manifest)
+        coordinator.receipt(manifest)
+        wait_until(lambda: len(world.events("receipt")) == number, "the receipt is recorded")  # noqa: B023
+    coordinator.epoch += 1_000_000
+    coordinator.session = None
+    if is_restarted:
+        world.stop_agent()
+        coordinator.come_online()
+        world.start_agent()
+    else:
+        coordinator.come_online()
+    assert coordinator.wait(Hello).at == RoundAttempt(2, 1)
+    open_round(world, 1)
+    again = coordinator.wait(Manifest)
+    assert again.at == RoundAttempt(1, 1)
+    coordinator.receipt(again)
+    wait_until(lambda: len(world.events("receipt")) == 3, "the receipt is recorded")
+    coordinator.invite(1)  # trained and receipted: not a second time
+    assert coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
+    open_round(world, 2)
+    assert coordinator.wait(Manifest).at == RoundAttempt(2, 1)
+
+
 def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_world: MakeWorld) -> None:
     world = in_round(make_world)
     before = world.coordinator.wait(Manifest)
