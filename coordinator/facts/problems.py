@@ -285,20 +285,17 @@ def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Serv
     if not ahead:
         return
     epoch, trained = max(ahead.values())
-    has_later_epoch = epoch > service.epoch
-    follow = (
-        "they refuse this coordinator until it is started once with `fedcg coordinator run --accept-loss`"
-        if has_later_epoch
-        else "they train the rounds again that this coordinator has not"
-    )
-    yield Problem(
-        "devices are ahead",
-        record.id,
+    follow = "nothing has to be done: they train the rounds again that this coordinator has not"
+    if refuses := epoch > service.epoch:
+        follow = "they follow after one start with `fedcg coordinator run --accept-loss`"
+    what = (
         f"{', '.join(list(ahead)[:5])}{' and more' if len(ahead) > 5 else ''} know epoch {epoch} and round {trained}; "
-        f"this coordinator is at epoch {service.epoch} and round {state.round}: it has lost what came between",
-        f"Restore a later backup: `fedcg coordinator restore FILE --dir NEW`. Or go on without what is lost: {follow}.",
-        is_severe=has_later_epoch,
+        f"this coordinator is at epoch {service.epoch} and round {state.round}: it has lost what came between"
     )
+    remedy = (
+        f"Restore a later backup: `fedcg coordinator restore FILE --dir NEW`. Or go on without what is lost: {follow}."
+    )
+    yield Problem("devices are ahead", record.id, what, remedy, is_severe=refuses)
 
 
 def _of_reports(federation: str, state: RoundState, service: Service) -> Iterator[Problem]:

@@ -23,36 +23,31 @@ from fedcg.files import PRIVATE, replace_durably
 EPOCH_STEP = 1_000_000
 """Added to the epoch where commits are lost or a backup is restored: more than the coordinator can have been started since."""
 _DOMAIN = b"fedcg high-water mark 1\0"
-_ENDED = {
-    "revoked certificates": (schema.certificates, schema.certificates.c.revoked_at),
-    "used tokens": (schema.tokens, schema.tokens.c.used_at),
-    "revoked tokens": (schema.tokens, schema.tokens.c.revoked_at),
-    "revoked API tokens": (schema.api_tokens, schema.api_tokens.c.revoked_at),
+_COUNTED = {
+    "devices": schema.devices.c.id,
+    "certificates": schema.certificates.c.serial,
+    "revoked certificates": schema.certificates.c.revoked_at,
+    "tokens": schema.tokens.c.id,
+    "used tokens": schema.tokens.c.used_at,
+    "revoked tokens": schema.tokens.c.revoked_at,
+    "API tokens": schema.api_tokens.c.id,
+    "revoked API tokens": schema.api_tokens.c.revoked_at,
+    "federations": schema.federations.c.id,
+    "replacements of the message key": schema.key_links.c.serial,
 }
-_MADE = {
-    "devices": schema.devices,
-    "certificates": schema.certificates,
-    "tokens": schema.tokens,
-    "API tokens": schema.api_tokens,
-    "federations": schema.federations,
-    "replacements of the message key": schema.key_links,
-}
-_OF_FEDERATIONS = {"closed rounds": (schema.aggregates, 1), "attempts": (schema.attempts, 0)}
-"""By federation: rows of these tables, less one where the first row was there before any round."""
+_OF_FEDERATIONS = {"aggregates": schema.aggregates.c.federation, "attempts": schema.attempts.c.federation}
+"""Columns whose values are counted, without nulls: all, and those of each federation."""
 
 log = logging.getLogger(__name__)
 
 
 def counts_of(connection: Connection) -> dict[str, int]:
     """What the database holds, by name; none of these numbers ever falls."""
-    ended = {name: (source, column.is_not(None)) for name, (source, column) in _ENDED.items()}
-    queries = {name: select(func.count()).select_from(source) for name, source in _MADE.items()}
-    queries |= {name: select(func.count()).select_from(source).where(is_so) for name, (source, is_so) in ended.items()}
-    found = {"epoch": connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none() or 0}
-    found |= {name: connection.execute(query).scalar_one() for name, query in queries.items()}
-    for name, (source, first) in _OF_FEDERATIONS.items():
-        rows = connection.execute(select(source.c.federation, func.count()).group_by(source.c.federation))
-        found |= {f"{name} of {federation}": count - first for federation, count in rows}
+    found = {name: connection.execute(select(func.count(column))).scalar_one() for name, column in _COUNTED.items()}
+    found["epoch"] = connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none() or 0
+    for name, column in _OF_FEDERATIONS.items():
+        rows = connection.execute(select(column, func.count()).group_by(column))
+        found |= {f"{name} of {federation}": count for federation, count in rows}
     return found
 
 
@@ -107,10 +102,14 @@ class HighWater:
             self.check()
         except StoreError as error:
             log.warning("going on without what is lost: %s", error)
+        try:
+            mark = self._read() or {}
+        except StoreError:
+            mark = {}
         with self._engine.begin() as connection:
-            seen = max(counts_of(connection)["epoch"], (self._read_or_none() or {}).get("epoch", 0))
+            epoch = max(counts_of(connection)["epoch"], mark.get("epoch", 0)) + EPOCH_STEP
             connection.execute(delete(schema.leases))  # the row itself may be lost
-            connection.execute(insert(schema.leases).values(id=1, epoch=seen + EPOCH_STEP))
+            connection.execute(insert(schema.leases).values(id=1, epoch=epoch))
         self.lift()
 
     def _advice(self) -> str:
@@ -135,12 +134,6 @@ class HighWater:
         if not hmac.compare_digest(signature.strip().encode(), self._signature(body).encode()):
             raise StoreError(f"{self._path} is damaged, or signed with another secret. {self._advice()}")
         return {str(name): int(count) for name, count in json.loads(body).items()}
-
-    def _read_or_none(self) -> dict[str, int] | None:
-        try:
-            return self._read()
-        except StoreError:
-            return None
 
     def _signature(self, body: str) -> str:
         return hmac.new(self._home.secret(), _DOMAIN + body.encode(), hashlib.sha256).hexdigest()
