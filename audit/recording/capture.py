@@ -38,6 +38,7 @@ class SeenArtifact:
         kind: update, aggregate, spec, or unknown when it could not be decoded.
         sender: its maker, by its header; `coordinator` for a spec.
         tensors: shape per tensor key, as it came; codecs: how many of them the header lists by codec; report: names of the report's fields that carry a value.
+        facts: what its header says of its maker besides.
     """
 
     id: str
@@ -52,6 +53,7 @@ class SeenArtifact:
     base: str | None = None
     codecs: Mapping[TensorCodec, int] = field(default_factory=dict)
     problem: str | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass
@@ -104,6 +106,7 @@ def describe(artifact: str, data: bytes) -> SeenArtifact:
         tuple(sorted(seen.report_fields)),
         base if isinstance(base, str) else None,
         dict(sorted(Counter(seen.codecs.values()).items())),
+        facts=seen.facts,
     )
 
 

@@ -1,4 +1,4 @@
-"""What left each device: the parts and fields that its updates held, how they were coded, and their bytes."""
+"""What left each device: the parts and fields that its updates held, how they were coded, their bytes, and all that it sends beside them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from coordinator.facts.conditions import served_models
 from coordinator.facts.known import Known
 from coordinator.storage.overview_store import Delivery
 from fedcg.learning.spec import FederationSpec
+from fedcg.wire.leaving import COMMON, SENT, own_fields
+from fedcg.wire.parts import ReportField
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class DeviceSent:
         updates: that were received in whole, whatever their outcome; `size` is their bytes.
         last: the last one.
         fields: the report fields that were in any update of `rounds`, or in the last one where these are not listed,
-            and `model`, which a device reports beside its updates.
+            and `model` and `telemetry`, which a device reports beside its updates.
+        facts: what the headers of these updates say besides, by name.
         rounds: all of them, oldest first; only in full.
     """
 
@@ -40,6 +43,7 @@ class DeviceSent:
     size: int
     last: Delivery
     fields: list[str]
+    facts: dict[str, list[str]]
     rounds: list[Delivery]
 
 
@@ -50,7 +54,10 @@ class Sent:
     Attributes:
         parts: what every update holds; the coordinator rejects an update that holds anything else.
         kept: parts of the networks that no update holds.
-        fields: report fields that the spec allows.
+        fields: every report field, in plain words.
+        asked: those that the spec asks for; the others leave where a device's owner allows them.
+        messages: by what a device sends beside tensors, when, and the names of its fields.
+        common: the fields of every message.
         start: where private networks' first weights come from; `open_start` are the devices that have them from the public seed.
     """
 
@@ -58,7 +65,10 @@ class Sent:
     method: str
     parts: list[PartSent]
     kept: list[str]
-    fields: list[str]
+    fields: dict[str, str]
+    asked: list[str]
+    messages: dict[str, tuple[str, list[str]]]
+    common: tuple[str, ...]
     start: str
     open_start: list[str]
     devices: list[DeviceSent]
@@ -84,14 +94,20 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
             "model": client in reporting,
             "telemetry": service is not None and client in service.conditions.readings,
         }
-        fields = sorted(_fields(every[client] or [last]) | {name for name, is_told in of_itself.items() if is_told})
-        devices.append(DeviceSent(client, updates, size, last, fields, every[client]))
+        listed = every[client] or [last]
+        fields = sorted(_fields(listed) | {name for name, is_told in of_itself.items() if is_told})
+        pairs = sorted({pair for each in listed for pair in each.facts.items()})
+        facts = {name: [value for key, value in pairs if key == name] for name, _ in pairs}
+        devices.append(DeviceSent(client, updates, size, last, fields, facts, every[client]))
     return Sent(
         record.id,
         record.method,
         _parts(spec),
         sorted(part.value for part in spec.layouts if part not in spec.upload),
-        sorted(field.value for field in spec.report),
+        {field.value: field.meaning for field in ReportField},
+        [field.value for field in spec.report],
+        {model.__name__: ((model.__doc__ or "").partition("\n")[0], own_fields(model)) for model in SENT},
+        COMMON,
         spec.network.private_start(None),
         [] if service is None else service.cohorts.without(),
         devices,

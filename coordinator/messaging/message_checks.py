@@ -23,18 +23,12 @@ from fedcg.wire.errors import (
 )
 from fedcg.wire.messages.messages import (
     COORDINATOR,
-    Accept,
     AnyMessage,
     Carrier,
-    Decline,
+    DeviceMessage,
     DeviceStatus,
-    Heartbeat,
     Hello,
-    Leave,
-    Manifest,
-    Need,
-    SelfReport,
-    SumUp,
+    InSession,
 )
 from fedcg.wire.messages.ordering import Session, session_id
 from fedcg.wire.messages.signing import VerifyKey, open_envelope
@@ -52,7 +46,7 @@ class FromDevice:
     """A message of a device that passed every check."""
 
     device: str
-    message: Hello | DeviceStatus | Heartbeat | SelfReport | Accept | Decline | Manifest | Need | Leave | SumUp
+    message: DeviceMessage
 
 
 @dataclass
@@ -185,7 +179,7 @@ class MessageChecks:
         if isinstance(message, Hello):
             self._sessions.check_hello(message)
             return FromDevice(parsed.device, message)
-        if isinstance(message, Heartbeat | SelfReport | Accept | Decline | Manifest | Need | Leave | SumUp):
+        if isinstance(message, InSession):
             self._sessions.admit(parsed.device, message)
         elif not isinstance(message, DeviceStatus):
             raise MalformedError(f"a {message.kind} message is not for the coordinator")

@@ -85,6 +85,7 @@ class UpdateView(BaseModel, from_attributes=True):
     weight: int | None
     distances: dict[str, float] = Field(validation_alias="distance_of")
     figures: Json[dict[str, object]] | None
+    facts: Json[dict[str, str]] | None
     manifest_at: float
     stored_at: float
 

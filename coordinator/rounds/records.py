@@ -224,6 +224,7 @@ class UpdateRecord:
         distances: JSON of each part's distance from the aggregate that the round started from.
         weight: the number of examples that it counts for, once the updates to be merged are known.
         figures: JSON of what validation measured.
+        facts: JSON of what its header says of the device beside the report.
     """
 
     federation: str
@@ -240,6 +241,7 @@ class UpdateRecord:
     distances: str | None = None
     weight: int | None = None
     figures: str | None = None
+    facts: str | None = None
 
     @property
     def is_kept_late(self) -> bool:

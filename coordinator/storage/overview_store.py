@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sqlalchemy import JSON, cast, func, select, type_coerce
@@ -14,7 +14,12 @@ from fedcg.wire.messages.messages import Outcome
 
 @dataclass(frozen=True)
 class Delivery:
-    """An update of a device, as far as views show it; times are unix times, `report` is what the device reported."""
+    """An update of a device, as far as views show it; times are unix times.
+
+    Attributes:
+        report: what the device reported; `facts` what the header says of it besides.
+        artifact: sha256 of its bytes.
+    """
 
     round: int
     attempt: int
@@ -26,6 +31,8 @@ class Delivery:
     stored_at: float
     weight: int | None
     figures: dict[str, Any]
+    artifact: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float | None:
@@ -131,5 +138,6 @@ class Overview(schema.Queries):
 _DELIVERY = tuple(schema.updates.c[each.name] for each in fields(Delivery))
 
 
-def _delivery(report: str | None, figures: str | None, **values: Any) -> Delivery:
-    return Delivery(report=json.loads(report or "{}"), figures=json.loads(figures or "{}"), **values)
+def _delivery(report: str | None, figures: str | None, facts: str | None, **values: Any) -> Delivery:
+    read = {"report": report, "figures": figures, "facts": facts}
+    return Delivery(**{name: json.loads(text or "{}") for name, text in read.items()}, **values)

@@ -152,6 +152,7 @@ updates = Table(
     Column("distances", String),
     Column("weight", _Count),
     Column("figures", String),
+    Column("facts", String),
 )
 aggregates = Table(
     "aggregates",

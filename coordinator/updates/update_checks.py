@@ -98,12 +98,13 @@ class UpdateChecks:
         except ValidationError as error:
             return self.rejected(device, manifest, received.manifest_at, error.reason)
         self._artifacts.adopt(received.file, manifest.artifact.id)
-        report = artifact.header.report
+        report, facts = artifact.header.report, {**artifact.header.versions, **artifact.header.determinism}
         record = self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "")
         record = replace(
             record,
             report=None if report is None else report.model_dump_json(exclude_none=True),
             distances=json.dumps(distances) if distances else None,
+            facts=json.dumps(facts),
         )
         return _kept_late(record) if self._keeps_late(attempt) else record
 

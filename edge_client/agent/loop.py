@@ -121,11 +121,14 @@ class Agent:
             heartbeat_s=config.broker.keepalive_s,
             carrier=config.carrier,
         )
-        self._link = CoordinatorLink(config.federation, config.device, keys.signing, transport, self._trust, handshake)
+        self._owner = OwnerControl(config, store, events, time.time)
+        on_sent = self._owner.sent.message
+        self._link = CoordinatorLink(
+            config.federation, config.device, keys.signing, transport, self._trust, handshake, on_sent
+        )
         self._reporter = EventReporter(store.root, events, clock)
         self.hardware = HardwareWatch(config)
         self.self_reporter = SelfReporter(config.policy, store.root / "models", lambda: self.hardware.last_read)
-        self._owner = OwnerControl(config, store, events, time.time)
         self._heartbeats = Heartbeats(config, self._link, self._reporter, self.self_reporter, self._owner.sent)
         https = https_carrier(config, self._put, events)
         mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)

@@ -151,6 +151,7 @@ class OwnerControl:
         """Make the count of the day durable."""
         with contextlib.suppress(OSError):
             self.traffic.write()
+        self.sent.close()
 
     # Requests
 

@@ -35,11 +35,11 @@ def sent_command(
         print_data({"device": settings.device, "items": items, "totals": sums})
         return
     for item in items:
-        typer.echo(_line(item))
+        typer.echo(_line(item).rstrip())
     for federation, counts in sums.items():
         typer.echo(
             f"{federation}: {counts['updates']} updates, {counts['bytes']} bytes, {counts['receipts']} with a receipt; "
-            f"{counts['self_reports']} reports about the device"
+            f"{counts['self_reports']} reports about the device; {counts['message_bytes']} bytes of control messages"
         )
     if not items:
         typer.echo("Nothing has left this device." if since is None else "Nothing has left this device since then.")
@@ -48,13 +48,16 @@ def sent_command(
 def _line(item: dict[str, Any]) -> str:
     at = _moment(item["t"])
     report = ", ".join(f"{name} {value}" for name, value in item.get("report", {}).items()) or "nothing"
+    messages = ", ".join(f"{kind} {size} bytes" for kind, size in item.get("messages", {}).items())
+    before = f"{at}  control messages until then: {messages}\n" if messages else ""
     if item["kind"] != "update":
-        return f"{at}  report about the device: {report}"
+        return before + (f"{at}  report about the device: {report}" if item["kind"] == "self_report" else "")
     parts = ", ".join(f"{name} {size} bytes" for name, size in item.get("parts", {}).items())
     receipt = item["receipt"] or "no receipt"
+    facts = ", ".join(f"{name} {value}" for name, value in item.get("facts", {}).items())
     return (
-        f"{at}  round {item['round']}, attempt {item['attempt']}: {item['bytes']} bytes ({parts}); reported: {report}; "
-        f"sha256 {item['artifact']}; {receipt}"
+        f"{before}{at}  round {item['round']}, attempt {item['attempt']}: {item['bytes']} bytes ({parts}); reported: {report}; "
+        f"facts: {facts}; sha256 {item['artifact']}; {receipt}"
     )
 
 

@@ -19,6 +19,7 @@ from edge_client.session.state import Purpose, SessionState
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
+from edge_client.store.sent_record import SentRecord
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.transfer.chunks import Chunk
@@ -41,7 +42,7 @@ def converse(
     Args:
         config: of a device whose agent does not run.
         keys: its keys.
-        store: its private store; nothing is saved in it.
+        store: its private store; nothing is saved in it, but a line of the record of what was sent.
         transport: not started yet.
         purpose: greet or leave; a device that only greets is counted as offline again at the end.
         timeout_s: how long to wait.
@@ -51,7 +52,8 @@ def converse(
     """
     trust = CoordinatorTrust(store, config.federation, keys.coordinator)
     handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark_in(store, config.federation))
-    link = CoordinatorLink(config.federation, config.device, keys.signing, transport, trust, handshake)
+    sent = SentRecord(store.root, config.federation, time.time)
+    link = CoordinatorLink(config.federation, config.device, keys.signing, transport, trust, handshake, sent.message)
     items: queue.Queue[Delivery | LinkChanged] = queue.Queue(QUEUE_MAX)
 
     def put(item: Delivery | LinkChanged) -> None:
@@ -81,6 +83,7 @@ def converse(
         if purpose is Purpose.GREET:
             link.status(online=False)
         transport.close()
+        sent.close()
     if not state.done:
         raise NoAnswerError(getattr(transport, "last_error", None) or UNANSWERED[is_online])
 

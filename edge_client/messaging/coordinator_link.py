@@ -6,6 +6,8 @@ Messages sent while the link is down are dropped; the protocol repeats them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.session.events import (
@@ -72,6 +74,7 @@ class CoordinatorLink:
         transport: the connection to the broker.
         trust: the coordinator's key, and the highest broadcast; the caller makes it durable.
         handshake: the open session.
+        on_sent: called with the kind and the bytes of each message that was handed to the transport.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class CoordinatorLink:
         transport: Transport,
         trust: CoordinatorTrust,
         handshake: Handshake,
+        on_sent: Callable[[str, int], None] = lambda kind, size: None,
     ) -> None:
         self._federation = federation
         self._device = device
@@ -91,6 +95,7 @@ class CoordinatorLink:
         self._order = trust.order
         self._handshake = handshake
         self._topics = Topics(federation)
+        self._on_sent = on_sent
 
     # Out
 
@@ -121,24 +126,25 @@ class CoordinatorLink:
     def hello(self, epoch: int, committed: RoundAttempt | None = None) -> None:
         """Open a session; names the highest epoch that came and the last round attempt that was trained."""
         hello = self._handshake.hello(epoch, committed or NO_ATTEMPT)
-        self._publish(self._topics.up_control(self._device), seal(hello, self._key))
+        self._publish("hello", self._topics.up_control(self._device), seal(hello, self._key))
 
     def send(self, message: AnyMessage) -> None:
         """Send a control message inside the session; without one it is dropped, and repeated in the next."""
         if self._handshake.is_open:
             stamped = self._handshake.stamp(message)
-            self._publish(self._topics.up_control(self._device), seal(stamped, self._key))
+            self._publish(message.kind, self._topics.up_control(self._device), seal(stamped, self._key))
 
     def status(self, *, online: bool) -> None:
         """Publish whether this device's agent is connected."""
         payload = _status(self._federation, self._device, self._key, online=online)
-        self._publish(self._topics.status(self._device), payload, retain=True)
+        self._publish("device_status", self._topics.status(self._device), payload, retain=True)
 
-    def _publish(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+    def _publish(self, kind: str, topic: str, payload: bytes, *, retain: bool = False) -> None:
         try:
             self._transport.publish(topic, payload, retain=retain)
         except TransportError:
             return
+        self._on_sent(kind, len(payload))
 
     # In
 

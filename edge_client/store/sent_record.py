@@ -1,11 +1,13 @@
 """`sent.jsonl`: everything that has left this device in updates and reports about itself, ever; append-only, 0600, never rotated.
 
 A line is durable before the first byte that it describes leaves. Lines of kind `update`, `receipt` (the coordinator has ended the update)
-and `self_report` (when its content changes; of readings only which ones). Not in it: control messages, which hold codes, numbers and signatures only, and keys at enrolment.
+and `self_report` (when its content changes; of readings only which ones). `messages` of a line has the bytes of control messages since the line before, by
+kind; a power cut loses at most `MESSAGES_EVERY_BYTES` of that count. Not in it: keys at enrolment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -21,6 +23,8 @@ SENT_FILE = "sent.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 """What each round cost this device; its lines are of kind `round`."""
 Line = dict[str, Any]
+MESSAGES_EVERY_BYTES = 100_000
+"""Control messages of so many bytes have a line of their own."""
 
 
 class SentRecord:
@@ -38,6 +42,7 @@ class SentRecord:
         self._wall = wall
         self._updates: set[str] | None = None
         self._report: Line | None = None
+        self._messages = Counter[str]()
 
     def update(self, data: bytes) -> bool:
         """Record an update whose first byte is about to leave; returns False for one that is recorded already.
@@ -59,8 +64,7 @@ class SentRecord:
         head = seen.header
         report = {name: value for name, value in _mapping(head.get("report")).items() if value is not None}
         about = {"round": head.get("round"), "attempt": head.get("attempt"), "artifact": artifact, "bytes": len(data)}
-        facts = {**_mapping(head.get("versions")), **_mapping(head.get("determinism"))}
-        self._append({"kind": "update", **about, "parts": dict(sizes), "report": report, "facts": facts})
+        self._append({"kind": "update", **about, "parts": dict(sizes), "report": report, "facts": seen.facts})
         self._updates.add(artifact)
         return True
 
@@ -75,8 +79,25 @@ class SentRecord:
             self._append({"kind": "self_report", "report": report})
             self._report = report
 
+    def message(self, kind: str, size: int) -> None:
+        """Count a control message."""
+        self._messages[kind] += size
+        if self._messages.total() >= MESSAGES_EVERY_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """Make the count of control messages durable, where there is room."""
+        with contextlib.suppress(OSError):
+            if self._messages:
+                self._append({"kind": "messages"})
+
     def _append(self, line: Line) -> None:
-        append_line(self._path, {"t": round(self._wall(), 3), "federation": self._federation, **line})
+        about = {"t": round(self._wall(), 3), "federation": self._federation, **line}
+        if line["kind"] == "receipt":  # is no item of its own
+            append_line(self._path, about)
+            return
+        append_line(self._path, {**about, "messages": dict(self._messages)})
+        self._messages.clear()
 
 
 def append_line(path: Path, line: Line) -> None:
@@ -137,9 +158,10 @@ def totals(items: list[Line]) -> dict[str, dict[str, int]]:
         counts = found.setdefault(str(item.get("federation")), Counter())
         if item["kind"] == "update":
             counts.update(updates=1, bytes=int(item.get("bytes") or 0), receipts=int(item["receipt"] is not None))
-        else:
-            counts.update(self_reports=1)
-    names = ("updates", "bytes", "receipts", "self_reports")
+        counts.update(
+            self_reports=int(item["kind"] == "self_report"), message_bytes=sum(_mapping(item.get("messages")).values())
+        )
+    names = ("updates", "bytes", "receipts", "self_reports", "message_bytes")
     return {federation: {name: counts[name] for name in names} for federation, counts in sorted(found.items())}
 
 

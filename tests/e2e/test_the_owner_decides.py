@@ -162,6 +162,7 @@ def test_the_record_of_what_was_sent_is_what_the_observer_and_the_coordinator_re
 
     wait_for(lambda: len({one["sender"] for one in updates()}) == 3, "the observer has all updates", 20)
     stored = {path.name for path in (stack.home / "artifacts").rglob("*") if path.is_file()}
+    report = _page(stack, "/f/shapes/sent.html")
     for device in stack.devices:
         sent = _agent(stack, device, "sent")
         mine = {one["id"]: one for one in updates() if one["sender"] == device}
@@ -174,7 +175,11 @@ def test_the_record_of_what_was_sent_is_what_the_observer_and_the_coordinator_re
             assert set(item["parts"]) == {"statistics"}
             assert set(item["report"]) == set(mine[artifact]["report"])
             assert item["receipt"] in ("accepted", "duplicate")
+            assert artifact in report, "the report file lists it by SHA-256"
+            assert item["facts"] == mine[artifact]["facts"]
+            assert all(f"{name} {value}" in report for name, value in item["facts"].items())
         assert sent["totals"]["shapes"]["updates"] == len(mine)
+        assert sent["totals"]["shapes"]["message_bytes"] > 0
         assert _agent(stack, device, "status")["bytes_today"]["up"] >= sum(item["bytes"] for item in listed.values())
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 
 def upgrade(connection: Connection, version: int, target: str = str(SCHEMA_VERSION)) -> None:

@@ -36,7 +36,7 @@ _Lines = Annotated[dict[_Word, _Line], Field(max_length=32)]
 
 
 class ArtifactHeader(BaseModel):
-    """The header of an artifact.
+    """The header of an artifact, such as an update; its tensors come after it.
 
     Attributes:
         client: its maker; "coordinator" for an aggregate.

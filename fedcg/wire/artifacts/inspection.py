@@ -59,6 +59,12 @@ class Inspection:
         carried = report.items() if isinstance(report, dict) else ()
         return frozenset(name for name, value in carried if value is not None)
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """What the header says of its maker beside the report: versions, processor, threads."""
+        found = (self.header.get(name) for name in ("versions", "determinism"))
+        return {name: value for facts in found if isinstance(facts, dict) for name, value in facts.items()}
+
 
 @dataclass(frozen=True)
 class Decoded:

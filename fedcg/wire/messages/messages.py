@@ -170,7 +170,7 @@ class KeyChain(_Message):
 
 
 class DeviceStatus(_Message):
-    """Retained (and will): whether the device's agent is connected."""
+    """The device's agent is connected, or no more; retained, and its will."""
 
     kind: Literal["device_status"] = "device_status"
     online: bool
@@ -309,7 +309,7 @@ class Manifest(_Message):
 
 
 class Need(_Message):
-    """The receiver of an artifact grants its sender these chunks: (first index, count) pairs."""
+    """The receiver of an artifact asks its sender for these chunks: (first index, count) pairs."""
 
     kind: Literal["need"] = "need"
     artifact: Sha256
@@ -353,26 +353,21 @@ class SumDown(_Message):
     body: Annotated[ToDevice, Field(discriminator="step")]
 
 
+InSession = Heartbeat | SelfReport | Accept | Decline | Manifest | Need | Leave | SumUp
+"""What a device sends inside a session."""
+DeviceMessage = Hello | DeviceStatus | InSession
+"""What a device sends."""
 AnyMessage = (
-    Offer
+    DeviceMessage
+    | Offer
     | Finished
     | CoordinatorStatus
     | KeyChain
-    | DeviceStatus
-    | Hello
-    | Heartbeat
-    | SelfReport
     | Welcome
     | Refusal
     | Invite
-    | Accept
-    | Decline
-    | Manifest
-    | Need
-    | Leave
     | Left
     | Receipt
-    | SumUp
     | SumDown
 )
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="kind")])

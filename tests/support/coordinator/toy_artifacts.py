@@ -69,6 +69,8 @@ def update_header(
         "client": client,
         "base": base,
         "report": Report(examples=10 + len(client), accuracy=0.5),
+        "versions": {"torch": "2.13.0"},
+        "determinism": {"cpu": "x86_64", "threads": "2"},
     }
     return ArtifactHeader(**{**values, **changes})
 

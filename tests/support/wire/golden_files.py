@@ -200,7 +200,7 @@ def fill_database(path: Path) -> None:
     report = '{"examples":12,"accuracy":0.5}'
     for device in ("line-1", "line-2"):
         ended = UpdateRecord(*key, device, device[-1] * 64, 1000, Outcome.ACCEPTED, "", report, 11.0, 12.0)
-        store.end_update(replace(ended, distances='{"classifier":1.5}'))
+        store.end_update(replace(ended, distances='{"classifier":1.5}', facts='{"threads":"2"}'))
     store.start_distilling(key, 20.0)
     store.weigh(key, {"line-1": 12, "line-2": 9})
     store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
@@ -216,6 +216,7 @@ def fill_database(path: Path) -> None:
             (schema.presence, seen),
             (schema.idempotency, answer),
             (schema.conditions, condition),
+            (schema.masked_sums, {"federation": "casting", "round": 2, "attempt": 1, "content": '{"phase":"keys"}'}),
         ):
             connection.execute(insert(table).values(**values))
     store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import html
 import io
 import json
 import re
@@ -20,7 +21,9 @@ from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus
 from coordinator.storage.presence_store import PresenceRecord
 from fedcg.event_log import read_events
+from fedcg.wire.leaving import SENT, own_fields
 from fedcg.wire.messages.messages import DeclineReason, Heartbeat
+from fedcg.wire.parts import ReportField
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World
@@ -119,6 +122,15 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     assert "50.0 %" in reader.get("/f/tiny/worth")[1].partition('id="w-a"')[2].partition("</tr>")[0]
     sent = reader.get("/f/tiny/sent")[1]
     assert "Never sent: extractor, and images." in sent
+    (update,) = page.made.world.store.updates(("tiny", 1, 1))
+    for path in ("/f/tiny/sent", "/f/tiny/sent.html"):
+        text = html.unescape(reader.get(path)[1])
+        for model in SENT:
+            assert ", ".join(own_fields(model)) in text, f"{path} leaves out fields of {model.__name__}"
+        assert all(field.meaning in text for field in ReportField)
+        assert update.artifact in text
+        for name, value in json.loads(update.facts or "").items():
+            assert f"{name} {value}" in text
     assert (
         "First weights of what is never sent: cohort secret, or the public spec seed on a device without one." in sent
     )

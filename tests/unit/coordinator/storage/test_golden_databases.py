@@ -106,6 +106,8 @@ def test_a_database_of_every_version_opens_with_all_that_it_holds(version: int, 
         assert [update.weight for update in ended] == ([12, 9] if version >= 4 else [None, None])
         assert [aggregate.round for aggregate in store.aggregates("casting")] == [0, 1]
         state = store.round_state("casting")
+        facts = {update.facts for update in store.updates(("casting", 1, 1))}
+        assert facts == ({'{"threads":"2"}'} if version >= 9 else {None})
         assert store.masked_sums.of(("casting", 2, 1)) == ('{"phase":"keys"}' if version >= 8 else None)
         assert (state.phase, state.round, state.participants) == (Phase.COLLECTING, 2, frozenset({"line-1"}))
         store.next_epoch()

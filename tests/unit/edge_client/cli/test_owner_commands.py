@@ -21,6 +21,7 @@ from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCou
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, SentRecord, append_line
 from fedcg.event_log import EventLog
+from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part, ReportField, TensorLayout
 from tests.support.commands import data_of, run_fedcg
@@ -151,6 +152,7 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     assert run(device, "sent").stdout == "Nothing has left this device.\n"
     record = SentRecord(store, FEDERATION, lambda: now)
     update = update_of(toy_spec(), RoundAttempt(1, 1))
+    record.message("hello", 532)
     record.update(update)
     record.self_report({"paused": True})
     now = 2e9
@@ -160,7 +162,9 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     assert data["totals"][FEDERATION]["updates"] == 2
     shown = run(device, "sent").stdout
     assert f"2001-09-09 01:46:40 UTC  round 1, attempt 1: {len(update)} bytes (classifier 60 bytes" in shown
-    assert "reported: accuracy 0.5, examples 3" in shown
+    assert "reported: accuracy 0.5, examples 3; facts: " in shown
+    assert artifact_id(update) in shown
+    assert "control messages until then: hello 532 bytes" in shown
     assert "no receipt" in shown
     late = data_of(run(device, "sent", "--since", "2030-01-01", "--json").stdout)["items"]
     assert [item["round"] for item in late] == [2]

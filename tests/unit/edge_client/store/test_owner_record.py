@@ -110,7 +110,9 @@ def test_an_update_is_recorded_once_also_after_a_restart(tmp_path: Path) -> None
     one.self_report({"paused": None, "model": None})
     items = sent_items(tmp_path / SENT_FILE)
     assert [item["kind"] for item in items] == ["update", "self_report"]
-    assert totals(items) == {"shapes": {"updates": 1, "bytes": len(update), "receipts": 1, "self_reports": 1}}
+    assert totals(items) == {
+        "shapes": {"updates": 1, "bytes": len(update), "receipts": 1, "self_reports": 1, "message_bytes": 0}
+    }
     assert sent_items(tmp_path / SENT_FILE, since=NOON + 1) == []
 
 
