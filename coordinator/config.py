@@ -221,6 +221,7 @@ class StorageSettings(_Section):
         database_password_file: holds its password; the environment variable FEDCG_DATABASE_PASSWORD goes before it.
         artifacts: bucket and prefix in S3 where artifacts are stored durably; the directory is a cache then.
         keep_rounds: closed rounds whose updates and aggregates stay; older ones are deleted when a round closes.
+        audit_days: days that a line of the audit log stays at least.
     """
 
     database: (
@@ -238,6 +239,7 @@ class StorageSettings(_Section):
         | None
     ) = None
     keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
+    audit_days: Annotated[int, Field(ge=1, le=36_500)] = 365
 
 
 class RoundSettings(_Section):

@@ -37,6 +37,7 @@ Coordinator:
   update_rejected {client, reason} (it was accepted, and can't be merged)   left_out {client, reason}   let_in {client}
   weight_capped {client, reported, given}   update_clipped {client, part, kept}
   update_odd {client, action, reason}   late_merged {client, weight, of_round}   merge_eased {ease, reason}   artifact_store {reachable, reason}
+  api_refused {refused, address, identity, route} (now and then; changes are in the audit log)
   federation_created   steered {status, reason}   policy_changed {changed}   barred {clients}   device_disabled / device_enabled {client, reason}
   sum_opened {round, attempt, clients}   sum_off {round, attempt, reason}   sum_refused {round, attempt, client, reason}
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}
@@ -59,7 +60,20 @@ ROTATE_BYTES = 32 * 1024 * 1024
 FIELDS = "event_fields"
 """The attribute of a log record that holds the fields of its event."""
 EventValue = str | int | float | bool | None | list[str] | dict[str, int]
+MAX_TEXT = 2000
 _log = logging.getLogger(__name__)
+
+
+def log_text(text: str, most: int = MAX_TEXT) -> str:
+    """A text as it enters a log: one line of printable characters, the others as escapes; at most so many.
+
+    Every log passes here: texts from elsewhere can't begin a line or steer a terminal.
+    """
+    if len(text) > most:
+        text = f"{text[: most - 1]}…"
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def log_event(event: Mapping[str, Any]) -> None:
@@ -111,7 +125,8 @@ class EventLog:
         client = fields.get("client")
         if isinstance(client, str) and not self._allows(event, client):
             return False
-        written: dict[str, EventValue] = {"t": round(self._clock(), 3), "event": event, **self._about, **fields}
+        written: dict[str, EventValue] = {"t": round(self._clock(), 3), "event": event, **self._about}
+        written |= {name: _bounded(value) for name, value in fields.items()}
         self._append(json.dumps(written) + "\n")
         self._watch(written)
         return True
@@ -165,6 +180,12 @@ def follow_events(path: Path, every_s: float) -> Iterator[dict[str, EventValue]]
                     with contextlib.suppress(FileNotFoundError):
                         is_rotated = path.stat().st_ino != opened
                     time.sleep(every_s)
+
+
+def _bounded(value: EventValue) -> EventValue:
+    if isinstance(value, str):
+        return log_text(value)
+    return [log_text(each) for each in value] if isinstance(value, list) else value
 
 
 def _parse(line: str) -> dict[str, EventValue] | None:

@@ -33,6 +33,9 @@ QUEUE = 1024
 ACCEPTS = 8
 """Accepted in one turn of the event loop: in a flood the connections that are there get on too, before they are ended."""
 MAX_HEADER_BYTES = 16 * 1024
+ERRORS_KEPT_S = 3600.0
+ERRORS_OF_PEER, PEERS = 5, 100
+"""In so many seconds: tracebacks that the requests of one peer may write, and peers whose requests may write some."""
 MAX_DESCRIPTORS = 65_536
 """The soft limit of descriptors is raised up to this; a higher one would only hide a leak."""
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:]+)(:[0-9]*)?")
@@ -92,6 +95,8 @@ class Connections:
         self._open: dict[Connection, tuple[bool, str]] = {}
         self._ended = 0
         self._warned_at = float("-inf")
+        self._errors: Counter[str] = Counter()
+        self._errors_since = float("-inf")
         if self._total < caps.total:
             log.warning("room for %d of %d connections; raise LimitNOFILE or `ulimit -n`", self._total, caps.total)
 
@@ -118,6 +123,28 @@ class Connections:
         if now - self._warned_at >= WARN_EVERY_S:
             self._warned_at = now
             log.warning("%s; connections ended or refused so far: %d", cause, self._ended)
+
+    def failed(self, peer: str, error: Exception, *, is_gone: bool) -> None:
+        """Log that a request ended with an error: its traceback, unless its peer ended it or has caused too many.
+
+        Args:
+            peer: whose request it was, as `network_of` has it.
+            error: from the application.
+            is_gone: the peer ended the connection before the whole request was here.
+        """
+        if is_gone:
+            self.warn(f"{peer} ended a request before all of it was here")
+            return
+        now = time.monotonic()
+        if now - self._errors_since >= ERRORS_KEPT_S:
+            self._errors_since = now
+            self._errors.clear()
+        if peer in self._errors or len(self._errors) < PEERS:
+            self._errors[peer] += 1
+        if 0 < self._errors[peer] <= ERRORS_OF_PEER:
+            log.error("a request of %s failed: %s", peer, error, exc_info=error)
+        else:
+            self.warn(f"requests of {peer} fail; the log has the first errors")
 
     def _count(self, connection: Connection, owner: tuple[bool, str], cap: int) -> None:
         self._open[connection] = owner
@@ -233,9 +260,12 @@ class GuardedProtocol(H11Protocol):
 
     async def _serve(self, connection: Connection, application: Any, request: tuple[Any, Any, Any]) -> None:
         scope, receive, send = request
+        is_gone = False
 
         async def receiving() -> Any:
+            nonlocal is_gone
             message = await (receive() if connection.is_busy else self._in_time(receive()))
+            is_gone |= message["type"] == "http.disconnect" and not connection.is_busy
             connection.is_busy = not message.get("more_body", False)
             return message
 
@@ -244,6 +274,11 @@ class GuardedProtocol(H11Protocol):
         try:
             await application(scope, receiving, lambda message: self._in_time(send(message)))
             await self._in_time(self.flow.drain())
+        except Exception as error:  # noqa: BLE001 - the one place where a request's error is logged; uvicorn logs every one
+            address = (
+                scope["client"][0] if scope["client"] else "unknown"
+            )  # a peer that has reset the connection has none
+            self._table.failed(network_of(address), error, is_gone=is_gone)
         finally:
             self._is_serving = connection.is_busy = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from fedcg.event_log import EventLog
+from fedcg.event_log import EventLog, log_text
 from fedcg.wire.errors import WireError
 
 ALWAYS_REPORTED = (
@@ -60,6 +60,10 @@ class Refusals:
         is_reported = count <= ALWAYS_REPORTED or count & (count - 1) == 0
         if is_reported:
             self._events.write(
-                "refused", what=what[:MAX_TEXT], reason=reason, detail=str(error)[:MAX_TEXT], count=count
+                "refused",
+                what=log_text(what, MAX_TEXT),
+                reason=reason,
+                detail=log_text(str(error), MAX_TEXT),
+                count=count,
             )
         return is_reported

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import BrokerError
+from fedcg.wire.errors import problem_in
 from fedcg.wire.messages.topics import Topics, lists_acl
 
 MAX_BYTES = 1_900_000
@@ -84,8 +85,7 @@ def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:
         lists.access_list()
         revocations = x509.load_pem_x509_crl(lists.revocations.encode())
     except ValidationError as error:
-        first = error.errors()[0]
-        raise BrokerError(f"not lists of devices: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise BrokerError(f"not lists of devices: {problem_in(error)}") from error
     except ValueError as error:
         raise BrokerError(f"not lists of devices: {error}") from error
     key = x509.load_pem_x509_certificate(authority).public_key()

@@ -25,7 +25,7 @@ def token_create(
         Literal["viewer", "operator", "admin"],
         typer.Option("--role", help="viewer reads; operator steers; admin makes tokens."),
     ],
-    days: Annotated[float | None, typer.Option("--days", help="After which it expires; without, never.")] = None,
+    days: Annotated[float, typer.Option("--days", help="After which it expires; at most 3650.")] = 90.0,
 ) -> Result:
     """Make a token; it is shown once, and only a hash of it is kept."""
     made = client.change("POST", "/api-tokens", {"name": name, "role": role, "days": days})

@@ -1,4 +1,4 @@
-"""Who makes a request, and whether its role suffices: bearer tokens for programs, a signed cookie for the page.
+"""Who makes a request, and whether its role suffices: bearer tokens for programs, a cookie that names a session for the page.
 
 A route names the role that it needs: `identity: Annotated[Identity, Depends(require(Role.OPERATOR))]`.
 """
@@ -30,6 +30,8 @@ ACTION_HEADER = "X-FedCG"
 FORM_FIELD = "form_token"
 """Or, for a form without script, this field with `Access.form_token`."""
 SESSION_S = 12 * 3600.0
+MAX_SESSIONS = 20
+"""Of one token; one more ends the oldest."""
 FORM_MEDIA = "application/x-www-form-urlencoded"
 MAX_FIELDS = 1000
 READING = ("GET", "HEAD", "OPTIONS")
@@ -42,7 +44,7 @@ class Access:
 
     Args:
         tokens: the tokens of the API.
-        secret: signs the sessions of the page; sessions survive a restart with the same secret.
+        secret: signs the forms of the page.
         per_token: requests of one token.
         clock: unix time, of sessions.
         monotonic: seconds, of the limits.
@@ -57,7 +59,8 @@ class Access:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokens = tokens
-        self._key = hmac.digest(secret, b"sessions of the coordinator's page", "sha256")
+        self._key = hmac.digest(secret, b"forms of the coordinator's page", "sha256")
+        self._sessions: dict[str, tuple[str, float]] = {}  # sha256 of the cookie: the token's id, and when it ends
         self._clock = clock
         self._failures = FailureLimits(monotonic)
         self._requests: Buckets[str] = Buckets(per_token.per_s, per_token.burst, monotonic)
@@ -69,15 +72,10 @@ class Access:
             ProblemError: 429, too many refused requests of its address, or requests of its token; 403, a change that is identified
                 by the cookie alone, which another site could have caused.
         """
-        bearer = request.headers.get("Authorization", "")
-        session = request.cookies.get(COOKIE)
+        bearer, session = request.headers.get("Authorization"), request.cookies.get(COOKIE)
         if not bearer and session is None:
             return None
-        if bearer:
-            scheme, _, text = bearer.partition(" ")
-            identity = await run_in_threadpool(self.tokens.check, text.strip()) if scheme.lower() == "bearer" else None
-        else:
-            identity = await self._of_session(session or "")
+        identity = await self.known(request)
         if identity is None:
             self._count_failure(request)
             return None
@@ -87,11 +85,20 @@ class Access:
             await self._check_own_page(request, session or "")
         return identity
 
-    async def sign_in(self, text: str, request: Request) -> tuple[Identity, str]:
+    async def known(self, request: Request) -> Identity | None:
+        """Who makes a request, without a limit: also asked again in the middle of a long answer."""
+        bearer = request.headers.get("Authorization", "")
+        if bearer:
+            scheme, _, text = bearer.partition(" ")
+            return await run_in_threadpool(self.tokens.check, text.strip()) if scheme.lower() == "bearer" else None
+        token, ends_at = self._sessions.get(_digest(request.cookies.get(COOKIE, "")), ("", 0.0))
+        return await run_in_threadpool(self.tokens.of_session, token) if self._clock() < ends_at else None
+
+    async def sign_in(self, text: str, request: Request) -> str:
         """Open a session of the page with a token.
 
         Returns:
-            Who it is, and the value for `set_session`.
+            The value for `set_session`.
 
         Raises:
             ProblemError: 401, the token is not valid; 429, too many refused requests of the address.
@@ -100,29 +107,32 @@ class Access:
         if identity is None:
             self._count_failure(request)
             raise ProblemError(401, "the token is not valid; `fedcg coordinator token create` makes one")
-        statement = f"{identity.token_id}.{int(self._clock() + SESSION_S)}.{secrets.token_hex(8)}"
-        return identity, f"{statement}.{self._signature('session', statement)}"
+        return self.open_session(identity.token_id)
 
-    def form_token(self, request: Request) -> str:
-        """The value of the hidden field `FORM_FIELD` in the forms of a session."""
-        return self._signature("form", request.cookies.get(COOKIE, ""))
+    def open_session(self, token: str) -> str:
+        """Open a session for the token of this id; returns the value for `set_session`."""
+        own = [key for key, (other, _) in self._sessions.items() if other == token]
+        for key in own[: max(0, len(own) + 1 - MAX_SESSIONS)]:
+            del self._sessions[key]
+        value = secrets.token_hex(32)
+        self._sessions[_digest(value)] = (token, self._clock() + SESSION_S)
+        return value
 
-    async def _of_session(self, value: str) -> Identity | None:
-        statement, _, signature = value.rpartition(".")
-        if not hmac.compare_digest(self._signature("session", statement).encode(), signature.encode()):
-            return None
-        token, expires_at, _ = statement.split(".")
-        if self._clock() >= int(expires_at):
-            return None
-        return await run_in_threadpool(self.tokens.of_session, token)
+    def sign_out(self, request: Request) -> None:
+        """End the session of a request, in every browser that has its cookie."""
+        self._sessions.pop(_digest(request.cookies.get(COOKIE, "")), None)
+
+    def form_token(self, session: str) -> str:
+        """The value of the hidden field `FORM_FIELD` in the forms of a session, by the value of its cookie."""
+        return hmac.new(self._key, session.encode(), hashlib.sha256).hexdigest()
 
     async def _check_own_page(self, request: Request, session: str) -> None:
         if request.headers.get(ACTION_HEADER) == "1":
             return
         given = ""
         if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == FORM_MEDIA:
-            given = _form_field(await request.body(), FORM_FIELD)
-        if not hmac.compare_digest(self._signature("form", session).encode(), given.encode()):
+            given = form_fields(await request.body()).get(FORM_FIELD, "")
+        if not hmac.compare_digest(self.form_token(session).encode(), given.encode()):
             raise ProblemError(
                 403, f"a change with the page's cookie needs the header `{ACTION_HEADER}: 1` or the form's own token"
             )
@@ -134,9 +144,6 @@ class Access:
         if wait_s > 0:
             raise too_many("refused requests", wait_s)
         self._failures.refused(address)
-
-    def _signature(self, purpose: str, statement: str) -> str:
-        return hmac.new(self._key, f"{purpose}\0{statement}".encode(), hashlib.sha256).hexdigest()
 
 
 def set_session(response: Response, value: str, *, secure: bool) -> None:
@@ -171,18 +178,28 @@ def address_of(request: Request) -> str:
     return "unknown" if request.client is None else request.client.host
 
 
-def _form_field(body: bytes, name: str) -> str:
+def form_fields(body: bytes) -> dict[str, str]:
+    """The fields of a form, each with its first value.
+
+    Raises:
+        ProblemError: 400, too many of them.
+    """
     try:
-        return parse_qs(body.decode(errors="replace"), max_num_fields=MAX_FIELDS).get(name, [""])[0]
+        found = parse_qs(body.decode(errors="replace"), keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError as error:
         raise ProblemError(400, f"a form has at most {MAX_FIELDS} fields") from error
+    return {name: values[0] for name, values in found.items()}
+
+
+def _digest(value: str) -> str:
+    return hashlib.sha256(value.encode(errors="replace")).hexdigest()
 
 
 def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
     """A dependency that gives the identity of a request, when its role includes `role`.
 
     The dependency raises ProblemError: 401 without a valid token or session, 403 when its role is too low. The identity is in
-    `request.state.identity` too.
+    `request.state.identity` too. A change that is permitted gets its first line in the audit log here, before it is made.
     """
 
     async def identified(request: Request, _: Annotated[Any, Depends(BEARER)]) -> Identity:
@@ -195,6 +212,8 @@ def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
             raise ProblemError(
                 403, f"this needs the role {role.value}; the token {identity.name!r} is a {identity.role.value}"
             )
+        if request.method not in READING:
+            await request.state.intend(identity)
         return identity
 
     return identified

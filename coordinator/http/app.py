@@ -6,7 +6,6 @@ import asyncio
 import base64
 import hmac
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from coordinator.http import facts_api, operator_api, steering_api
 from coordinator.http.access import Access
-from coordinator.http.changes import Changes
+from coordinator.http.changes import AuditLog, Changes
 from coordinator.http.guard import Guard
 from coordinator.http.problems import answer_problems
 from coordinator.members.api_tokens import ApiTokens
@@ -29,7 +28,6 @@ from coordinator.operations.steering import Follow
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import TICK_S
-from fedcg.event_log import EventLog
 from fedcg.files import advice_for
 
 THREADS = 4
@@ -86,8 +84,7 @@ def create_app(
         title="FedCG Edge coordinator",
         version=version("fedcg-edge"),
         lifespan=life,
-        docs_url=None,  # the pages would load scripts from elsewhere; /openapi.json is here
-        redoc_url=None,
+        openapi_url=None,  # `operator_api` serves it, to those with a token; the pages would load scripts from elsewhere
     )
     application.add_middleware(GZipMiddleware, compresslevel=COMPRESSION)  # leaves event streams as they are
     application.add_middleware(Guard, proxy=proxy)
@@ -115,7 +112,8 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: 
         1
     )  # the thread that waits for the members' lock, and for a new federation's weights
     seal = Fernet(base64.urlsafe_b64encode(hmac.digest(secret, b"answers of the coordinator's API", "sha256")))
-    state.changes = Changes(store.api, seal, EventLog(home.audit_file, time.time), coordinator.events)
+    audit = AuditLog(home.audit_file, home.config().storage.audit_days)
+    state.changes = Changes(store.api, seal, audit, coordinator.events)
     answer_problems(application)
     for router in (
         operator_api.health,

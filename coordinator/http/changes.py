@@ -1,29 +1,36 @@
-"""What every request that changes something passes: one answer per Idempotency-Key, and a line in the audit log.
+"""What every request that changes something passes: one answer per Idempotency-Key, and two lines in the audit log.
 
 `ChangeRoute` is the route class of such routes: `APIRouter(route_class=ChangeRoute)`.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
+import os
 import re
+import secrets
+import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 from cryptography.fernet import Fernet
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 
-from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, unauthorised
-from coordinator.http.problems import MEDIA_TYPE, ProblemError, problem_of
+from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, form_fields, unauthorised
+from coordinator.http.problems import MEDIA_TYPE, UNFORESEEN, ProblemError, problem_of
 from coordinator.http.refusals import CountedEvent
 from coordinator.members.api_tokens import Identity
 from coordinator.storage.api_store import ApiStore, StoredAnswer
-from fedcg.event_log import EventLog
+from fedcg.event_log import ROTATE_BYTES, EventLog, EventValue, log_text
+from fedcg.files import advice_for
 
 KEY_HEADER = "Idempotency-Key"
 KEEP_S = 86_400.0
@@ -32,9 +39,57 @@ MAX_CHANGED = 4000
 UNSTORED = (401, 403, 429)
 """Answers that say nothing about the change itself: a repeated request is tried again."""
 SECRET_FIELDS = (FORM_FIELD, "token", "secret", "password")
+MAX_NAME = 100
+"""Characters of a name in a request's address, and of the address that a proxy names."""
+DAY_S = 86_400.0
 _KEY = re.compile(r"[!-~]{1,255}")
+log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class AuditLog:
+    """The audit log: a line before a change and a line after it, durable before `write` returns, and kept for days.
+
+    Args:
+        path: of the file; the one before it has the suffix `.old.jsonl`, earlier ones the time of their last line.
+        keep_days: files whose last line is older are deleted.
+    """
+
+    def __init__(self, path: Path, keep_days: int) -> None:
+        self.path = path
+        self._keep_s = keep_days * DAY_S
+        self._writing = threading.Lock()
+
+    def write(self, fields: Mapping[str, EventValue]) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: the disk did not take it; the file is as before.
+        """
+        line = json.dumps({"t": round(time.time(), 3), **fields}).encode() + b"\n"
+        with self._writing:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                before = os.fstat(descriptor).st_size
+                if os.write(descriptor, line) < len(line):  # the disk is full: no piece of a line stays
+                    os.ftruncate(descriptor, before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            if before + len(line) > ROTATE_BYTES:
+                self._rotate()
+
+    def _rotate(self) -> None:
+        earlier = self.path.with_suffix(".old.jsonl")
+        with suppress(OSError):
+            if earlier.exists():
+                earlier.replace(self.path.with_suffix(f".{earlier.stat().st_mtime_ns}.jsonl"))
+            self.path.replace(earlier)
+            for file in self.path.parent.glob(f"{self.path.stem}.*.jsonl"):
+                if file.stat().st_mtime < time.time() - self._keep_s:
+                    file.unlink()
 
 
 class Changes:
@@ -43,11 +98,11 @@ class Changes:
     Args:
         store: where answers are kept, encrypted: the answer to a new token holds it.
         seal: encrypts them.
-        audit: the audit log.
-        events: the event log, for requests that nobody valid made.
+        audit: the audit log, for changes that were permitted.
+        events: the event log, where refused requests are counted: they are in no audit log, which so nobody can fill.
     """
 
-    def __init__(self, store: ApiStore, seal: Fernet, audit: EventLog, events: EventLog) -> None:
+    def __init__(self, store: ApiStore, seal: Fernet, audit: AuditLog, events: EventLog) -> None:
         self._store = store
         self._seal = seal
         self._audit = audit
@@ -55,22 +110,51 @@ class Changes:
         self._open: set[tuple[str, str]] = set()
 
     async def make(self, request: Request, handler: Handler) -> Response:
-        """Answer a request that changes something."""
-        body = b""
+        """Answer a request that changes something; `require` writes the intent once the role suffices."""
+        body = await request.body()
+        intended: dict[str, EventValue] = {}
+
+        async def intend(identity: Identity) -> None:
+            if not intended:
+                intended.update(_about(request, identity))
+                await run_in_threadpool(self._intend, intended, body, request.headers.get("Content-Type", ""))
+
+        request.state.intend = intend
         try:
-            body = await request.body()
             identity = await access_of(request).identify(request)
             if identity is None:
-                self._refused.count(address=address_of(request))
                 raise unauthorised()  # noqa: TRY301 - answered as every other error
             request.state.identity = identity
             response = await self._once(request, identity, body, handler)
-        except Exception as error:  # noqa: BLE001 - every error is an answer, and the answer is audited
-            response = problem_of(error).answer(request.url.path)
-        known = getattr(request.state, "identity", None)
-        if known is not None:
-            await run_in_threadpool(self._note, request, known, body, response)
+        except Exception as error:
+            problem = problem_of(error)
+            await self._end(request, intended, problem.status)
+            if problem.status == UNFORESEEN:
+                raise
+            return problem.answer(request.url.path)
+        await self._end(request, intended, response.status_code)
         return response
+
+    def _intend(self, intended: Mapping[str, EventValue], body: bytes, media: str) -> None:
+        try:
+            self._audit.write({"event": "intent", **intended, "changed": _content(body, media)})
+        except OSError as error:
+            advice = advice_for(error, self._audit.path.parent)
+            raise ProblemError(
+                503, f"nothing was changed: the audit log can't be written ({error}). {advice}"
+            ) from error
+
+    async def _end(self, request: Request, intended: Mapping[str, EventValue], status: int) -> None:
+        """Write the outcome of a change that was permitted; count a request that was refused."""
+        if not intended and status >= 400:
+            identity = getattr(request.state, "identity", None)
+            name = None if identity is None else identity.name
+            self._refused.count(address=address_of(request), identity=name, route=_route(request))
+        elif intended:
+            try:
+                await run_in_threadpool(self._audit.write, {"event": "outcome", **intended, "outcome": status})
+            except OSError as error:
+                log.error("the outcome of a change is not in the audit log, its intent is: %s", error)  # noqa: TRY400
 
     async def _once(self, request: Request, identity: Identity, body: bytes, handler: Handler) -> Response:
         key = request.headers.get(KEY_HEADER)
@@ -99,8 +183,11 @@ class Changes:
     async def _answer(self, request: Request, handler: Handler) -> Response:
         try:
             return await handler(request)
-        except Exception as error:  # noqa: BLE001 - an answer, which is stored like any other
-            return problem_of(error).answer(request.url.path)
+        except Exception as error:
+            problem = problem_of(error)
+            if problem.status == UNFORESEEN:
+                raise
+            return problem.answer(request.url.path)  # which is stored like any other
 
     def _repeated(self, earlier: StoredAnswer, digest: str) -> Response:
         if earlier.request_hash != digest:
@@ -108,19 +195,6 @@ class Changes:
         media = "application/json" if earlier.status < 400 else MEDIA_TYPE
         body = self._seal.decrypt(earlier.body.encode())
         return Response(body, earlier.status, {"Idempotency-Replayed": "true"}, media)
-
-    def _note(self, request: Request, identity: Identity, body: bytes, response: Response) -> None:
-        self._audit.write(
-            "change",
-            identity=identity.name,
-            role=identity.role.value,
-            token=identity.token_id,
-            address=address_of(request),
-            route=f"{request.method} {request.url.path}",
-            changed=_content(body, request.headers.get("Content-Type", "")),
-            outcome=response.status_code,
-            repeated="Idempotency-Replayed" in response.headers,
-        )
 
 
 class ChangeRoute(APIRoute):
@@ -165,17 +239,34 @@ def etag_of(content: bytes) -> str:
     return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
+def _about(request: Request, identity: Identity) -> dict[str, EventValue]:
+    """The fields of both lines about a change; each of them is bounded."""
+    return {
+        "change": secrets.token_hex(8),
+        "identity": identity.name,
+        "role": identity.role.value,
+        "token": identity.token_id,
+        "address": log_text(address_of(request), MAX_NAME),
+        "route": _route(request),
+        "names": [log_text(value, MAX_NAME) for value in request.path_params.values()],
+    }
+
+
+def _route(request: Request) -> str:
+    """The route of a request, with its own names for what stands in the path."""
+    return f"{request.method} {request.scope['route'].path}"
+
+
 def _content(body: bytes, media: str) -> str:
-    """The content of a request, without secrets, in at most `MAX_CHANGED` characters."""
-    text = body[: 16 * MAX_CHANGED].decode(errors="replace")
+    """The content of a request, without secrets, in at most `MAX_CHANGED` characters; of any body."""
     try:
         values = (
-            {name: given[-1] for name, given in parse_qs(text, max_num_fields=1000).items()}
+            form_fields(body)
             if media.partition(";")[0].strip().lower() == FORM_MEDIA
-            else json.loads(text or "{}")
+            else json.loads(body[: 16 * MAX_CHANGED] or b"{}")
         )
-    except ValueError:
+        if isinstance(values, dict):
+            values = {name: "(hidden)" if name in SECRET_FIELDS else value for name, value in values.items()}
+        return json.dumps(values)[:MAX_CHANGED]
+    except (ValueError, RecursionError, ProblemError):
         return "(not readable)"
-    if isinstance(values, dict):
-        values = {name: "(hidden)" if name in SECRET_FIELDS else value for name, value in values.items()}
-    return json.dumps(values)[:MAX_CHANGED]

@@ -5,7 +5,6 @@ It is another application than the operator's interface (`api`), on another port
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from coordinator.errors import RefusedError
 from coordinator.http.refusals import CountedEvent, FailureLimits, refusal
 from coordinator.http.tls_listeners import peer_of
 from coordinator.members.admission import Admission
+from fedcg.wire.errors import problem_in
 from fedcg.wire.messages.enrolment_messages import (
     AUTHORITY_PATH,
     ENROL_PATH,
@@ -30,7 +30,6 @@ from fedcg.wire.messages.enrolment_messages import (
 THREADS = 2
 """Threads that decide; a decision holds the lock of the members, so more threads would only wait."""
 
-log = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
@@ -53,18 +52,14 @@ class _RequestHandler:
         wait_s = limits.wait_s(asker)
         if wait_s > 0:
             return self._limit(address, wait_s)
-        wanted: RequestT | None = None
         try:
             wanted = _parse(schema, await _body(request))
             answer = await anyio.to_thread.run_sync(grant, wanted, limiter=self._threads)
         except RefusedError as error:
             limits.refused(asker)
-            device = getattr(wanted, "device", "")
-            self.admission.events.write(event, address=address, reason=str(error), client=device)
+            client = "" if peer is None else asker  # a name that nobody has proved is in no log
+            self.admission.events.write(event, address=address, reason=str(error), client=client)
             return refusal(error.status, error.answer)
-        except Exception:
-            log.exception("a request of %s failed", address)
-            return refusal(500, "the coordinator could not do it; its log has the reason")
         return Response(answer.model_dump_json(), media_type="application/json")
 
     def _limit(self, address: str, wait_s: float) -> Response:
@@ -96,6 +91,10 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits, device_lim
             request, RenewRequest, lambda wanted: admission.renew(peer, wanted), "renewal_refused"
         )
 
+    async def failed(request: Request, error: Exception) -> Response:
+        return refusal(500, "the coordinator could not do it; its log has the reason")
+
+    application.add_exception_handler(Exception, failed)
     application.add_api_route(AUTHORITY_PATH, authority, methods=["GET"])
     application.add_api_route(ENROL_PATH, enrol, methods=["POST"])
     application.add_api_route(RENEW_PATH, renew, methods=["POST"])
@@ -115,6 +114,4 @@ def _parse(schema: type[RequestT], body: bytes) -> RequestT:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(str(step) for step in first["loc"]) or "(body)"
-        raise RefusedError(f"{field[:60]}: {first['msg'][:200]}", status=422) from None
+        raise RefusedError(problem_in(error), status=422) from None

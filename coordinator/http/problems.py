@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -25,8 +24,8 @@ from coordinator.errors import (
 
 MEDIA_TYPE = "application/problem+json"
 MAX_PROBLEMS = 100
-
-log = logging.getLogger(__name__)
+UNFORESEEN = 500
+"""The status of an error that nobody expects: `fedcg.listening` logs it, within what one peer may cause."""
 
 
 class Problem(BaseModel):
@@ -95,7 +94,7 @@ def too_many(what: str, wait_s: float) -> ProblemError:
 
 
 def problem_of(error: Exception) -> ProblemError:
-    """The answer to a request that ended with an error; one that nobody expects is logged, and its text stays inside."""
+    """The answer to a request that ended with an error; the text of one that nobody expects stays inside."""
     if isinstance(error, ProblemError):
         return error
     first, *more = str(error).split("\n  ")  # as `fedcg.config_file.listed` lays out several
@@ -112,8 +111,7 @@ def problem_of(error: Exception) -> ProblemError:
         return ProblemError(422, "the request does not fit its schema; /openapi.json has it", problems=found)
     if isinstance(error, HTTPException):
         return ProblemError(error.status_code, str(error.detail), headers=error.headers)
-    log.error("a request failed: %s", error, exc_info=error)
-    return ProblemError(500, "the coordinator could not do it; its log has the reason")
+    return ProblemError(UNFORESEEN, "the coordinator could not do it; its log has the reason")
 
 
 def answer_problems(application: FastAPI) -> None:

@@ -14,10 +14,11 @@ from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute
 from coordinator.http.operator_api import Running, policy_tag
 from coordinator.http.problems import PROBLEMS, ProblemError
+from coordinator.members.api_tokens import DAYS, MAX_DAYS
 from coordinator.members.revocation import Revoked
 from coordinator.operations.create_federation import OperatorPlan
 from coordinator.operations.operations import MadeToken, Operations
-from coordinator.operations.steering import Steering
+from coordinator.operations.steering import MAX_REASON, Steering
 from coordinator.operations.views import (
     ApiTokenView,
     DeviceView,
@@ -64,7 +65,7 @@ class NewFederation(_Content):
 class Reason(_Content):
     """Why something is done; it stands in the log and on the page."""
 
-    reason: Annotated[str, Field(max_length=300, examples=["the line is being rebuilt"])] = ""
+    reason: Annotated[str, Field(max_length=MAX_REASON, examples=["the line is being rebuilt"])] = ""
 
 
 class MoreRounds(_Content):
@@ -84,11 +85,11 @@ class NewToken(_Content):
 
 
 class NewApiToken(_Content):
-    """An API token to make; without `days` it does not expire."""
+    """An API token to make; it expires after `days`."""
 
     name: Annotated[str, Field(min_length=1, max_length=64, examples=["ann"])]
     role: Role
-    days: Annotated[float, Field(gt=0, le=3650)] | None = None
+    days: Annotated[float, Field(gt=0, le=MAX_DAYS)] = DAYS
 
 
 class NewApiTokenView(ApiTokenView):

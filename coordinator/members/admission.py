@@ -86,8 +86,8 @@ class Admission:
             now = self.clock()
             token = self.store.register.token(request.token)
             if token is None or not is_secret_of(token, bytes.fromhex(request.secret)):
-                reason = "no token of that id" if token is None else "the secret is wrong"
-                raise RefusedError("the token is not valid here", f"token {request.token}: {reason}")
+                reason = "the token: no token of that id" if token is None else f"token {token.id}: the secret is wrong"
+                raise RefusedError("the token is not valid here", reason)
             if request.nonce is None:
                 raise RefusedError(
                     "this device's program is older than the coordinator's: update it and ask for a new token"

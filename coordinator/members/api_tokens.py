@@ -19,6 +19,8 @@ from fedcg.files import replace_durably
 
 SECRET_BYTES = 32
 SALT_BYTES = 16
+DAYS = 90.0
+"""After which a token expires, where nobody asks for another time."""
 MAX_DAYS = 3650.0
 DAY_S = 86_400.0
 LOCAL_NAME = "local"
@@ -69,13 +71,13 @@ class ApiTokens:
         self._store = store
         self._clock = clock
 
-    def create(self, name: str, role: Role, days: float | None = None) -> NewToken:
+    def create(self, name: str, role: Role, days: float | None = DAYS) -> NewToken:
         """Make a token.
 
         Args:
             name: of the person or program that gets it; it stands in the audit log.
             role: what it allows.
-            days: after which it expires; None for never.
+            days: after which it expires; None for never, which only the token of the commands on this machine is.
 
         Raises:
             SteeringError: a name or a number of days that can't be.
@@ -142,7 +144,7 @@ def local_token(home: Home, tokens: ApiTokens) -> str:
         for known in tokens.list():
             if known.name == LOCAL_NAME and known.revoked_at is None:
                 tokens.revoke(known.id)  # its text is lost
-        made = tokens.create(LOCAL_NAME, Role.ADMIN)
+        made = tokens.create(LOCAL_NAME, Role.ADMIN, days=None)
         replace_durably(home.api_token, f"{made.text}\n")
     return made.text
 

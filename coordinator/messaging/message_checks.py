@@ -159,12 +159,17 @@ class MessageChecks:
             return "", TopicKind.UP_CONTROL if parsed is None else parsed.kind
         return parsed.device, parsed.kind
 
+    def name_of(self, delivery: Delivery) -> str:
+        """The topic of a delivery, for a log: one that no registered device has is not spelled there."""
+        device, kind = self.origin(delivery)
+        return delivery.topic if device else f"{kind.value} of a device that is not enrolled"
+
     def open(self, delivery: Delivery) -> FromDevice | None:
         """The message in a delivery, or None when it is refused (and counted)."""
         try:
             return self._open(delivery)
         except WireError as error:
-            self._refusals.note(delivery.topic, error, self.origin(delivery)[0])
+            self._refusals.note(self.name_of(delivery), error, self.origin(delivery)[0])
             return None
 
     def _open(self, delivery: Delivery) -> FromDevice:

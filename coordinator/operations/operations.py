@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from coordinator.members.revocation import Revoked, revoke
 from coordinator.members.tokens import create_token, revoke_token
 from coordinator.operations.create_federation import open_federation
-from coordinator.operations.steering import Follow, Steering, federation_of
+from coordinator.operations.steering import Follow, Steering, bounded_reason, federation_of
 from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord, FederationStatus, TokenRecord
 from coordinator.storage.locks import changing_members
@@ -113,7 +113,7 @@ class Operations:
         Raises:
             NotFoundError: there is none of that id.
         """
-        done = revoke(self.home, self.store, device, reason, self.clock())
+        done = revoke(self.home, self.store, device, bounded_reason(reason), self.clock())
         self.events.write(
             "device_revoked",
             client=device,

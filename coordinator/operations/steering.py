@@ -17,11 +17,12 @@ from coordinator.rounds.records import DeviceRecord, DeviceState, FederationReco
 from coordinator.rounds.round_engine import Phase
 from coordinator.storage.store import Store
 from fedcg.config_file import listed, problems_of
-from fedcg.event_log import EventLog
+from fedcg.event_log import EventLog, log_text
 from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
 
 BY_OPERATOR = "held by an operator; `fedcg federation resume` lets it go on"
 STOPPED = "stopped by an operator"
+MAX_REASON = 300
 
 
 class Follow(Protocol):
@@ -194,7 +195,7 @@ class Steering:
     def _change(
         self, record: FederationRecord, status: FederationStatus, reason: str = "", *, resume: bool = False
     ) -> FederationRecord:
-        self._store.set_status(record.id, status, reason)
+        self._store.set_status(record.id, status, bounded_reason(reason))
         self._events.write("steered", federation=record.id, status=status.value, reason=reason)
         return self._followed(record.id, resume=resume)
 
@@ -207,12 +208,23 @@ class Steering:
         if known.state is not DeviceState.ENROLLED:
             raise NotFoundError(f"{device} is not enrolled; it is {known.state.value}")
         if (known.disabled_at is None) != (at is None):
-            self._store.disable(device, at, reason)
+            self._store.disable(device, at, bounded_reason(reason))
             name = "device_enabled" if at is None else "device_disabled"
             self._events.write(name, client=device, reason=reason)
             for record in self._store.federations():
                 self._follow(record.id)
         return device_of(self._store, device)
+
+
+def bounded_reason(reason: str) -> str:
+    """A reason as tables and terminals show it.
+
+    Raises:
+        SteeringError: it is too long.
+    """
+    if len(reason) > MAX_REASON:
+        raise SteeringError(f"the reason has {len(reason)} characters; write at most {MAX_REASON}")
+    return log_text(reason)
 
 
 def _changed(record: FederationRecord, changes: Mapping[str, Any]) -> RoundPolicy:

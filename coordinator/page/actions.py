@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse
 
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
-from coordinator.http.access import Role, access_of, end_session, set_session
+from coordinator.http.access import Role, access_of, end_session, require, set_session
 from coordinator.http.problems import ProblemError
 from coordinator.operations.create_federation import read_plan
 from coordinator.operations.operations import Operations
@@ -31,7 +31,12 @@ CHANGES: dict[str, Callable[[Steering, str, str, int], object]] = {
 """Changes of a federation by the last part of the form's address."""
 Fields = Annotated[dict[str, str], Depends(form_of)]
 sessions = APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
-router = APIRouter(route_class=FormRoute, include_in_schema=False, default_response_class=HTMLResponse)
+router = APIRouter(
+    route_class=FormRoute,
+    include_in_schema=False,
+    default_response_class=HTMLResponse,
+    dependencies=[Depends(require(Role.OPERATOR))],
+)
 
 
 @sessions.get("/login")
@@ -45,7 +50,7 @@ async def login(request: Request, fields: Fields) -> Response:
     """Open a session with a token of the API."""
     to = own_path(fields.get("to", "/"))
     try:
-        _, session = await access_of(request).sign_in(fields.get("token", ""), request)
+        session = await access_of(request).sign_in(fields.get("token", ""), request)
     except ProblemError as error:
         return plain_page("login.html", error.status, to=to, problem=error.detail)
     answer = see_other(to)
@@ -57,6 +62,7 @@ async def login(request: Request, fields: Fields) -> Response:
 async def logout(view: Asked) -> Response:
     """End the session."""
     answer = see_other("/login")
+    access_of(view.request).sign_out(view.request)
     end_session(answer)
     return answer
 
@@ -64,7 +70,6 @@ async def logout(view: Asked) -> Response:
 @router.post("/enrolment")
 def make_token(view: Asked, fields: Fields) -> Response:
     """Make an enrolment token and show it, once."""
-    view.require(Role.OPERATOR)
     hours = fields.get("hours", "24")
     if hours not in HOURS:
         raise EnrolmentError(f"hours = {hours!r}: choose one of {', '.join(HOURS)}")
@@ -77,7 +82,6 @@ def make_token(view: Asked, fields: Fields) -> Response:
 @router.post("/enrolment/{token}/delete")
 def delete_token(token: str, view: Asked) -> Response:
     """Make a token unusable."""
-    view.require(Role.OPERATOR)
     _operations(view.request).revoke_enrolment_token(token)
     return see_other("/enrolment")
 
@@ -85,7 +89,6 @@ def delete_token(token: str, view: Asked) -> Response:
 @router.post("/devices/{device}/{action}")
 def change_device(device: str, action: str, view: Asked, fields: Fields) -> Response:
     """Disable or enable a device."""
-    view.require(Role.OPERATOR)
     if action == "disable":
         _operations(view.request).steer(lambda steering: steering.disable(device, fields.get("reason", "")))
     elif action == "enable":
@@ -99,7 +102,6 @@ def change_device(device: str, action: str, view: Asked, fields: Fields) -> Resp
 @router.post("/federations/new")
 async def create_federation(request: Request, view: Asked, fields: Fields) -> Response:
     """Create a federation from a plan, and start it where that was chosen."""
-    view.require(Role.OPERATOR)
     text, held = fields.get("plan", ""), fields.get("start") != "yes"
 
     def create() -> Response:
@@ -117,7 +119,6 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
 @router.post("/federations/{federation}/{action}")
 def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
     """Start, pause, resume, stop or extend a federation."""
-    view.require(Role.OPERATOR)
     change, reason, rounds = CHANGES.get(action), fields.get("reason", ""), fields.get("rounds", "")
     if change is None:
         raise SteeringError(f"{action!r} is not a change of a federation: {', '.join(CHANGES)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import quote, urlsplit
 
 from fastapi import Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
@@ -20,7 +20,7 @@ from coordinator.errors import CoordinatorError
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.problems import open_problems
 from coordinator.facts.recent import Recent
-from coordinator.http.access import Identity, Role, access_of
+from coordinator.http.access import COOKIE, Identity, Role, access_of, form_fields
 from coordinator.http.changes import Changes
 from coordinator.http.problems import MEDIA_TYPE, ProblemError, problem_of
 from coordinator.page.formats import add_formats
@@ -69,18 +69,6 @@ class View:
         recent: Recent = self.request.app.state.recent
         return recent.get((function.__qualname__, *arguments), lambda: function(self.known, *arguments))
 
-    def require(self, role: Role) -> None:
-        """Refuse a change that the identity may not make.
-
-        Raises:
-            ProblemError: 403.
-        """
-        if not self.identity.role.includes(role):
-            raise ProblemError(
-                403,
-                f"this needs the role {role.value}; the token {self.identity.name!r} is a {self.identity.role.value}",
-            )
-
     def changed(self) -> None:
         """Forget kept facts: the next page shows what was changed."""
         recent: Recent = self.request.app.state.recent
@@ -121,7 +109,7 @@ class View:
         if values["is_part"]:
             recent: Recent = self.request.app.state.recent
             return HTMLResponse(recent.get(("part", template, url), lambda: page.render(values)), status)
-        form_token = access_of(self.request).form_token(self.request)
+        form_token = access_of(self.request).form_token(self.request.cookies.get(COOKIE, ""))
         return HTMLResponse(page.render(values, view=self, form_token=form_token), status)
 
 
@@ -154,8 +142,7 @@ async def view_of(request: Request) -> View:
 
 async def form_of(request: Request) -> dict[str, str]:
     """The fields of a form; a dependency."""
-    found = parse_qs((await request.body()).decode(errors="replace"), keep_blank_values=True, max_num_fields=100)
-    return {name: values[0].strip() for name, values in found.items()}
+    return {name: value.strip() for name, value in form_fields(await request.body()).items()}
 
 
 def plain_page(template: str, answer: int = 200, **values: Any) -> HTMLResponse:

@@ -251,7 +251,9 @@ class Service:
         if is_chunk and self.receiver.frame(device, delivery.payload):
             return
         if not self.floods.admits(device, kind):
-            self._refusals.note(delivery.topic, CapacityError("more messages than a device may send"), device)
+            self._refusals.note(
+                self._message_checks.name_of(delivery), CapacityError("more messages than a device may send"), device
+            )
         elif not is_chunk:
             self._queue.put(delivery, max(1, len(delivery.payload)), device)
 

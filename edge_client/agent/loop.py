@@ -325,7 +325,7 @@ class Agent:
 
     def _receive(self, delivery: Delivery) -> None:
         meaning = None
-        with self._reporter.recording_errors(delivery.topic):
+        with self._reporter.recording_errors(self._link.name_of(delivery)):
             meaning = self._link.open(delivery)
             if isinstance(meaning, Chunk):
                 self._take_chunk(meaning)

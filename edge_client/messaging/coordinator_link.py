@@ -148,6 +148,11 @@ class CoordinatorLink:
 
     # In
 
+    def name_of(self, delivery: Delivery) -> str:
+        """The topic of a delivery, for a log: one that this device does not read is not spelled there."""
+        is_ours = self._topics.may_read(self._device, delivery.topic)
+        return delivery.topic if is_ours else "a topic that this device does not read"
+
     def open(self, delivery: Delivery) -> Event | PinnedKey | Chunk | None:
         """Check a delivery: an event, another key of the coordinator, or a chunk; None for a key that is known.
 
@@ -156,7 +161,7 @@ class CoordinatorLink:
         """
         parsed = self._topics.parse(delivery.topic)
         if parsed is None:
-            raise MalformedError(f"{delivery.topic!r} is no topic of this federation")
+            raise MalformedError("not a topic of this federation")
         if parsed.kind in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK):
             return read_frame(delivery.payload)
         if parsed.kind is TopicKind.KEYS:

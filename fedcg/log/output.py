@@ -5,6 +5,7 @@ Sentences about events come from `fedcg.log.sentences`; other lines are warnings
 
 from __future__ import annotations
 
+import io
 import logging
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from fedcg.event_log import FIELDS
+from fedcg.event_log import FIELDS, log_text
 from fedcg.log.settings import LogForm, LogLevel, LogSettings
 
 
@@ -43,7 +44,7 @@ def toggle_debug_on_signal(settings: LogSettings) -> None:
 
 
 def _formatter(form: LogForm, *, is_terminal: bool) -> logging.Formatter:
-    first: list[Any] = [structlog.stdlib.add_log_level, structlog.stdlib.add_logger_name]
+    first: list[Any] = [structlog.stdlib.add_log_level, structlog.stdlib.add_logger_name, _printable]
     remove_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if form is LogForm.JSON:
         first += [structlog.processors.TimeStamper(key="t"), _add_fields]
@@ -51,10 +52,20 @@ def _formatter(form: LogForm, *, is_terminal: bool) -> logging.Formatter:
         last.append(structlog.processors.JSONRenderer())
     else:
         first.append(structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False))
-        plain = structlog.dev.plain_traceback  # others show local variables, which may hold images and keys
-        console = structlog.dev.ConsoleRenderer(colors=is_terminal, pad_event_to=0, exception_formatter=plain)
+        console = structlog.dev.ConsoleRenderer(colors=is_terminal, pad_event_to=0, exception_formatter=_traceback)
         last = [remove_meta, _without_logger, console]
     return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=first, processors=last)
+
+
+def _printable(logger: object, name: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return {**line, "event": log_text(str(line["event"]))}
+
+
+def _traceback(stream: TextIO, error: Any) -> None:
+    """A plain traceback, indented: others show local variables, which may hold images and keys."""
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, error)
+    stream.write("\n".join(f"    {log_text(line)}" for line in text.getvalue().splitlines()))
 
 
 def _add_fields(logger: object, name: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

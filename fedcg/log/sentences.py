@@ -361,6 +361,10 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "problem_closed": (INFO, "{kind}, {subject}: no problem any more"),
     "token_created": _token_created,
     "token_revoked": (INFO, "the enrolment token {token} is revoked"),
+    "api_refused": (
+        WARNING,
+        "{refused} requests to change something were refused, the last of {address}: {identity} {route}",
+    ),
     "enrolment_limited": (WARNING, "{refused} requests to enrol from {address} came too fast and were refused"),
     "carrier_refused": (
         WARNING,

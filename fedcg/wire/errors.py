@@ -23,7 +23,22 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import ValidationError
+
 from fedcg.errors import BAD_INPUT, NOT_CONNECTED, FedcgError
+
+
+def problem_in(error: ValidationError, inside: int = 0) -> str:
+    """What is wrong with content from elsewhere, in our own words: they hold no name and no value of that content.
+
+    Args:
+        error: of its schema.
+        inside: steps before the names of fields: 1 in a union, whose first step is the member's tag.
+    """
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    steps, kind = first["loc"][inside:], first["type"]
+    is_ours = len(steps) > (1 if kind == "extra_forbidden" else 0)
+    return f"{steps[0] if is_ours else '(root)'}: {'there is no such kind' if kind == 'union_tag_invalid' else first['msg']}"
 
 
 class WireError(FedcgError):

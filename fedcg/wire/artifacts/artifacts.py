@@ -26,7 +26,7 @@ from fedcg.wire.artifacts.tensors import (
     max_payload_bytes,
     tensor_key,
 )
-from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, UnknownBaseError
+from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, UnknownBaseError, problem_in
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, Identifier, Sha256
 from fedcg.wire.parts import Part, PartLayouts, Report, TensorCodec, UpdateCodec, is_delta
 
@@ -152,9 +152,7 @@ def read_header(data: bytes) -> ArtifactHeader:
     try:
         header = ArtifactHeader.model_validate_json(head, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(step) for step in first["loc"])
-        raise MalformedError(f"artifact header field {where or '(root)'}: {first['msg']}") from error
+        raise MalformedError(f"artifact header field {problem_in(error)}") from error
     if header.canonical() != head:
         raise MalformedError("an artifact header is not in canonical form")
     return header

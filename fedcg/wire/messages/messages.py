@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from fedcg.wire.errors import MalformedError, TooLargeError
+from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
 from fedcg.wire.messages.conditions import DeclineReason as DeclineReason  # part of the vocabulary of messages
 from fedcg.wire.messages.conditions import DeviceCondition, Readings
 from fedcg.wire.messages.sum_steps import FromDevice, ToDevice
@@ -199,7 +199,7 @@ class Hello(_Message):
     @model_validator(mode="after")
     def _unknown_fields_are_a_later_versions(self) -> Hello:
         if self.model_extra and max(self.versions) <= PROTOCOL_VERSION:
-            raise ValueError(f"unknown field {next(iter(self.model_extra))!r}")
+            raise ValueError("an unknown field")
         return self
 
 
@@ -399,6 +399,4 @@ def decode(payload: bytes) -> AnyMessage:
     try:
         return _ADAPTER.validate_json(payload, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(step) for step in first["loc"])
-        raise MalformedError(f"message field {where or '(root)'}: {first['msg']}") from error
+        raise MalformedError(f"message field {problem_in(error, 1)}") from error

@@ -173,7 +173,7 @@ def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> An
     message = envelope.message
     key = resolve(message.sender)
     if key is None:
-        raise SignatureError(f"a {message.kind} message from {message.sender!r}, which is not enrolled")
+        raise SignatureError(f"a {message.kind} message of a sender that is not enrolled")
     if not envelope.is_signed_by(key):
         raise SignatureError(f"a {message.kind} message claims to be from {message.sender!r} but is not signed by it")
     return message

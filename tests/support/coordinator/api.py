@@ -12,6 +12,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from coordinator.http.access import Access
 from coordinator.http.app import create_app
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.paths import Home
@@ -31,6 +32,12 @@ class Api:
     def __init__(self, home: Home, store: Store, url: str, application: FastAPI) -> None:
         self.home, self.store, self.url, self.application = home, store, url, application
         self.tokens = ApiTokens(store.api)
+
+    @property
+    def access(self) -> Access:
+        """Who may make requests of it, with the sessions."""
+        access: Access = self.application.state.access
+        return access
 
     def as_(self, role: Role | None, **headers: str) -> httpx.Client:
         """A client with a token of this role, or without one."""

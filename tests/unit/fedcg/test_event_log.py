@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ast
+import io
+import logging
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedcg import event_log
-from fedcg.event_log import EventLog, read_events
+from fedcg.event_log import EventLog, log_text, read_events
+from fedcg.log.output import set_up_log
 from fedcg.log.sentences import sentence_of
+from fedcg.log.settings import LogForm, LogSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,6 +50,34 @@ def test_every_event_has_a_sentence_but_the_steps_and_the_plan_of_a_training() -
         name for name in written_events() | unnamed if sentence_of({"event": name, "others": "different"}) is None
     }
     assert without == {"plan", "progress"}
+
+
+@given(st.text(max_size=300), st.integers(1, 200))
+def test_a_text_enters_a_log_as_one_bounded_line_that_steers_no_terminal(text: str, most: int) -> None:
+    entered = log_text(text, most)
+    assert entered.isprintable()
+    assert log_text(text) == text or not text.isprintable()
+    assert len(log_text("x" * 300, most)) == most
+
+
+@pytest.mark.parametrize("form", list(LogForm))
+def test_no_text_of_a_peer_begins_a_line_of_the_console(form: LogForm, tmp_path: Path) -> None:
+    stream, forged = io.StringIO(), "x\n2026-11-26 06:00:00 [info] FORGED\x1b[2J\u202e\x9b2J"
+    root = logging.getLogger()
+    kept, level = root.handlers[:], root.level
+    try:
+        set_up_log(LogSettings(form), stream)
+        EventLog(tmp_path / "events.jsonl", lambda: 1.0).write("agent_error", detail=forged)
+        logging.getLogger("any").warning("no such thing: %s", forged)
+        logging.getLogger("any").error("it failed", exc_info=ValueError(forged))
+    finally:
+        root.handlers[:] = kept
+        root.setLevel(level)
+    lines = stream.getvalue().splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert not [line for line in lines if "FORGED" in line and line.startswith("2026-11-26 06:00:00")]
+    assert sum("FORGED" in line for line in lines) >= 3
+    assert str(next(read_events(tmp_path / "events.jsonl"))["detail"]).isprintable()
 
 
 def test_torn_lines_are_left_out_and_the_others_are_read(tmp_path: Path) -> None:

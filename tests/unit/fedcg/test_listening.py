@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from fedcg import listening
@@ -54,17 +55,24 @@ def ask(connection: socket.socket, path: str = "/") -> int:
 
 @dataclass
 class Site:
-    """A server of a small application: `/` answers, `/slow` once `go` is set, `/large` with many bytes."""
+    """A server of a small application: `/` answers, `/slow` once `go` is set, `/large` with many bytes, `/broken` fails."""
 
     port: int = 0
     go: threading.Event = field(default_factory=threading.Event)
     slow: list[str] = field(default_factory=list)
+    ended: int = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
         answer: Response = PlainTextResponse("ok")
         if request.method == "POST" or request.url.path == "/slow":
-            await request.body()
+            try:
+                await request.body()
+            except ClientDisconnect:
+                self.ended += 1
+                raise
+        if request.url.path == "/broken":
+            raise ValueError("a mistake in the program")
         if request.url.path == "/slow":
             self.slow.append(request.url.path)
             await asyncio.to_thread(self.go.wait, 20)
@@ -159,6 +167,34 @@ def test_a_body_that_stops_and_an_answer_that_nobody_reads_end_their_connection(
         slow = open_sockets.enter_context(connect(site.port))
         slow.sendall(sent)
         wait_until(lambda: slow.fileno() < 0 or _is_reset(slow), "it is ended")
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_requests_that_their_peers_end_are_one_line_without_a_traceback(
+    is_reset: bool, open_sockets: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(Caps(100, 100)) as site:
+        for _ in range(20):
+            with connect(site.port) as gone:
+                gone.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nhalf")
+                if is_reset:
+                    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait_until(lambda: site.ended == 20, "all are ended")
+        assert ask(open_sockets.enter_context(connect(site.port))) == 200
+    assert len(caplog.records) == 1
+    assert " ended a request before all of it was here" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_peer_whose_requests_fail_writes_five_tracebacks_and_another_one_its_own(
+    open_sockets: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(Caps(100, 100)) as site:
+        for source in [HOST] * 20 + [OTHER]:
+            assert ask(open_sockets.enter_context(connect(site.port, source)), "/broken") == 500
+    peers = [record.getMessage().split(":")[0] for record in caplog.records if record.exc_info]
+    assert peers == ["a request of 127.0.0.1 failed"] * 5 + ["a request of 127.0.0.2 failed"]
+    assert caplog.text.count("requests of 127.0.0.1 fail") == 1
 
 
 def _is_reset(connection: socket.socket) -> bool:

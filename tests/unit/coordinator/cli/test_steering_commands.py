@@ -102,7 +102,7 @@ def test_commands_steer_a_running_coordinator_which_audits_them(coordinator: Hom
     assert steered(coordinator) == OUTCOME
     lines = [json.loads(line) for line in coordinator.audit_file.read_text().splitlines()]
     assert {line["identity"] for line in lines} == {"local"}
-    assert "POST /api/v1/federations/tiny/pause" in {line["route"] for line in lines}
+    assert "POST /api/v1/federations/{federation}/pause" in {line["route"] for line in lines}
     events = [json.loads(line) for line in coordinator.events_file.read_text().splitlines()]
     assert "held" in {event.get("status") for event in events if event["event"] == "steered"}
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.http.access import ACTION_HEADER, COOKIE, FORM_FIELD, Access, Role
+from coordinator.http.access import ACTION_HEADER, COOKIE, FORM_FIELD, MAX_SESSIONS, SESSION_S, Access, Role
 from coordinator.http.refusals import PER_ADDRESS
-from coordinator.members.api_tokens import ApiTokens, local_token
+from coordinator.members.api_tokens import DAYS, LOCAL_NAME, ApiTokens, local_token
 from coordinator.paths import Home
 from coordinator.storage.api_store import USED_EVERY_S
 from tests.support.coordinator.api import Api, running_api
@@ -82,16 +82,45 @@ def test_refused_tokens_of_an_address_are_limited_and_a_valid_one_still_works(ap
 
 
 @pytest.mark.parametrize("change", ["", "x", ".x.y"])
-def test_a_session_is_refused_when_a_byte_of_it_was_changed(home: Home, api: Api, change: str) -> None:
-    access = Access(api.tokens, home.secret())
+def test_a_session_is_refused_when_a_byte_of_it_was_changed(api: Api, change: str) -> None:
     made = api.tokens.create("ann", Role.VIEWER)
-    statement = f"{made.record.id}.99999999999.aa"
-    value = f"{statement}.{access._signature('session', statement)}"
+    value = api.access.open_session(made.record.id)
     with api.as_(None) as browser:
         browser.cookies.set(COOKIE, f"{value}{change}")
         assert browser.get(FEDERATIONS).status_code == (401 if change else 200)
         api.tokens.revoke(made.record.id)
         assert browser.get(FEDERATIONS).status_code == 401
+
+
+def test_a_session_ends_with_its_time_and_the_oldest_of_a_token_with_too_many(home: Home, api: Api) -> None:
+    now = 1000.0
+    api.application.state.access = access = Access(api.tokens, home.secret(), clock=lambda: now)
+    made, other = api.tokens.create("ann", Role.VIEWER), api.tokens.create("bob", Role.VIEWER)
+    opened = [access.open_session(made.record.id) for _ in range(MAX_SESSIONS + 1)]
+    bob = access.open_session(other.record.id)
+    with api.as_(None) as browser:
+
+        def answer(session: str) -> int:
+            return browser.get(FEDERATIONS, headers={"Cookie": f"{COOKIE}={session}"}).status_code
+
+        assert [answer(session) for session in (*opened[:2], opened[-1], bob)] == [401, 200, 200, 200]
+        now += SESSION_S
+        assert answer(bob) == 401
+
+
+def test_a_token_expires_unless_it_is_that_of_the_commands_on_this_machine(home: Home, api: Api) -> None:
+    with api.as_(Role.ADMIN) as admin:
+        made = admin.post("/api/v1/api-tokens", json={"name": "ann", "role": "viewer"}).json()
+        assert made["expires_at"] - made["created_at"] == pytest.approx(DAYS * 86_400)
+        assert admin.post("/api/v1/api-tokens", json={"name": "x", "role": "viewer", "days": None}).status_code == 422
+    local_token(home, api.tokens)
+    assert [token.name for token in api.tokens.list() if token.expires_at is None] == [LOCAL_NAME]
+
+
+def test_the_schema_of_the_api_needs_a_token(api: Api) -> None:
+    with api.as_(None) as nobody, api.as_(Role.VIEWER) as viewer:
+        assert nobody.get("/openapi.json").status_code == 401
+        assert "/api/v1/federations" in viewer.get("/openapi.json").json()["paths"]
 
 
 def test_names_of_the_cookie_protocol_stay_as_the_page_and_the_documentation_have_them() -> None:

@@ -7,6 +7,7 @@ import json
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,18 @@ def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(
         "no token of that id",
     ]
     assert {event["address"] for event in desk.events("enrolment_refused")} == {"127.0.0.1"}
+
+
+def test_the_log_of_a_request_without_a_token_holds_nothing_of_what_it_says(desk: Desk) -> None:
+    evil = "x\n2026-11-26 06:00:00 [info] FORGED\x1b[2J"
+    valid = {"token": "0" * 16, "secret": "0" * 64, "device": "forged-name", "request": "x", "signing_key": "0" * 64}
+    for content in ({evil: 1}, {**valid, "proof": "0" * 128, evil: 1}, {**valid, "proof": "0" * 128}):
+        with closing(http.client.HTTPSConnection("127.0.0.1", desk.port, context=desk.context())) as link:
+            link.request("POST", "/v1/enrol", json.dumps(content))
+            link.getresponse().read()
+    refused = desk.events("enrolment_refused")
+    assert len(refused) == 3
+    assert "forged" not in json.dumps(refused).lower()
 
 
 def test_a_token_enrols_only_the_device_that_it_is_bound_to(desk: Desk, tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from coordinator.http.access import COOKIE, FORM_FIELD, Access, Role
 from coordinator.http.guard import MAX_BODY_BYTES
 from coordinator.http.refusals import Rate
 from coordinator.paths import Home
-from fedcg.event_log import EventLog
+from fedcg.event_log import EventLog, EventValue, read_events
 from tests.support.coordinator.api import Api, running_api
 
 CASTING = "/api/v1/federations/casting"
+PAUSE = "/api/v1/federations/{federation}/pause"
 PLAN = {
     "federation": "second",
     "classes": ["x", "y"],
@@ -47,8 +48,8 @@ def admin(api: Api) -> Iterator[httpx.Client]:
         yield client
 
 
-def audited(home: Home) -> list[dict[str, object]]:
-    return [json.loads(line) for line in home.audit_file.read_text().splitlines()]
+def audited(home: Home) -> list[dict[str, EventValue]]:
+    return list(read_events(home.audit_file))
 
 
 def test_a_federation_is_created_held_started_paused_resumed_extended_and_stopped(
@@ -157,13 +158,16 @@ def test_every_change_is_audited_with_who_what_and_outcome_and_without_secrets(a
         viewer.post(f"{CASTING}/resume")
         viewer.get(CASTING)
     lines = audited(api.home)
-    assert [(line["identity"], line["route"], line["outcome"]) for line in lines] == [
-        ("admin", "POST /api/v1/api-tokens", 201),
-        ("admin", f"POST {CASTING}/pause", 200),
-        ("admin", "POST /api/v1/federations/nobody/stop", 404),
-        ("viewer", f"POST {CASTING}/resume", 403),
+    assert [(line["event"], line["identity"], line["route"], line["names"], line.get("outcome")) for line in lines] == [
+        ("intent", "admin", "POST /api/v1/api-tokens", [], None),
+        ("outcome", "admin", "POST /api/v1/api-tokens", [], 201),
+        ("intent", "admin", f"POST {PAUSE}", ["casting"], None),
+        ("outcome", "admin", f"POST {PAUSE}", ["casting"], 200),
+        ("intent", "admin", "POST /api/v1/federations/{federation}/stop", ["nobody"], None),
+        ("outcome", "admin", "POST /api/v1/federations/{federation}/stop", ["nobody"], 404),
     ]
-    assert json.loads(str(lines[1]["changed"])) == {"reason": "rebuilt"}
+    assert [line["change"] for line in lines[::2]] == [line["change"] for line in lines[1::2]]
+    assert json.loads(str(lines[2]["changed"])) == {"reason": "rebuilt"}
     assert {line["address"] for line in lines} == {"127.0.0.1"}
     assert made["token"] not in api.home.audit_file.read_text()
     assert [line["route"] for line in admin.get("/api/v1/audit").json()["events"]] == [line["route"] for line in lines]
@@ -189,15 +193,12 @@ def test_a_role_allows_its_routes_and_no_more(api: Api, role: Role) -> None:
 
 
 def test_a_change_by_the_page_s_cookie_alone_could_come_from_another_site_and_is_refused(api: Api) -> None:
-    access = Access(api.tokens, api.home.secret())
-    made = api.tokens.create("ann", Role.OPERATOR)
-    statement = f"{made.record.id}.99999999999.aa"
-    value = f"{statement}.{access._signature('session', statement)}"
+    value = api.access.open_session(api.tokens.create("ann", Role.OPERATOR).record.id)
     with api.as_(None) as browser:
         browser.cookies.set(COOKIE, value)
         assert browser.post(f"{CASTING}/pause").status_code == 403
         assert browser.post(f"{CASTING}/pause", headers={"X-FedCG": "1"}).status_code == 200
-        form = {FORM_FIELD: access._signature("form", value)}
+        form = {FORM_FIELD: api.access.form_token(value)}
         assert browser.post(f"{CASTING}/resume", data=form).status_code == 200
         assert browser.post(f"{CASTING}/resume", data={FORM_FIELD: "0" * 64}).status_code == 403
 

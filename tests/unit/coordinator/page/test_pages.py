@@ -252,10 +252,20 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     assert viewer.post("/federations/second/stop", form_of="/federations")[0] == 403
     assert store.federation("second").status is FederationStatus.RUNNING
     audited = list(read_events(page.made.world.root / "audit.jsonl"))
-    assert [(each["identity"], each["route"], each["outcome"]) for each in audited][-2:] == [
-        ("operator", "POST /federations/tiny/stop", 303),
-        ("viewer", "POST /federations/second/stop", 403),
+    assert [(each["identity"], each["route"], each["names"], each.get("outcome")) for each in audited][-2:] == [
+        ("operator", "POST /federations/{federation}/{action}", ["tiny", "stop"], None),
+        ("operator", "POST /federations/{federation}/{action}", ["tiny", "stop"], 303),
     ]
+    assert "viewer" not in {each["identity"] for each in audited}
+    assert operator.post("/federations/second/pause", form_of="/confirm/pause/second", reason="x" * 301)[0] == 409
+
+
+def test_a_session_that_was_ended_is_over_in_every_browser_that_has_its_cookie(page: ServedPage) -> None:
+    reader = page.reader()
+    copy = Reader(page.port, reader.cookie)
+    assert copy.get("/devices")[0] == 200
+    assert reader.post("/logout", form_of="/devices")[0] == 303
+    assert copy.ask("GET", "/devices")[1]["location"] == "/login?to=/devices"
 
 
 def test_a_form_of_another_site_changes_nothing(page: ServedPage) -> None:

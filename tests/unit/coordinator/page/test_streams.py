@@ -17,8 +17,9 @@ import pytest
 from coordinator.facts.events import OLDEST, LogPage, read_on, start_of
 from coordinator.facts.known import Known
 from coordinator.facts.problems import Problem
+from coordinator.http import facts_api
 from coordinator.http.facts_api import EventStream
-from coordinator.members.api_tokens import Role
+from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
 from tests.support.commands import run_fedcg
@@ -120,6 +121,32 @@ def test_readers_at_one_place_of_the_log_get_the_same_bytes_which_are_made_once(
     assert b'"three"' not in text
     assert b'"three"' in stream.after(following)[0]
     assert stream.after(OLDEST)[0].count(b"event: log") == 3
+
+
+def test_a_stream_ends_soon_after_its_token_was_revoked(page: ServedPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts_api, "RECHECK_S", 0.1)
+    tokens = ApiTokens(page.made.world.store.api)
+    kept, revoked = (tokens.create(name, Role.VIEWER) for name in ("kept", "revoked"))
+    with closing(Stream(page.port, kept.text)) as other, closing(Stream(page.port, revoked.text)) as stream:
+        stream.first_id()
+        tokens.revoke(revoked.record.id)
+        assert b"data:" not in stream.answer.read()  # it ends
+        page.made.steering.disable("a")
+        assert other.until("device_disabled") == ["device_disabled"]
+
+
+def test_a_token_has_a_bounded_number_of_streams(page: ServedPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts_api, "MAX_OF_TOKEN", 2)
+    token, headers = page.token(Role.VIEWER), "/api/v1/events/stream"
+    with closing(Stream(page.port, token)) as one, closing(Stream(page.port, token)) as two:
+        for stream in (one, two):
+            stream.first_id()
+        with closing(http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)) as link:
+            link.request("GET", headers, headers={"Authorization": f"Bearer {token}"})
+            refused = link.getresponse()
+            assert (refused.status, b"2 of them with this token" in refused.read()) == (503, True)
+        with closing(Stream(page.port, page.token(Role.VIEWER))) as another:
+            another.first_id()
 
 
 def test_a_stream_needs_a_token(page: ServedPage) -> None:

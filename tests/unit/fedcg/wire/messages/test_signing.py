@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -59,6 +60,31 @@ def test_arbitrary_bytes_give_an_error_of_the_wire(data: bytes) -> None:
         open_envelope(data, resolve)
     with pytest.raises(WireError):
         open_envelope(MAGIC + bytes(64) + data, resolve)
+
+
+EVIL = "EVIL\n\x1b[2J"
+FORGED = [
+    {EVIL: 1},
+    {"kind": EVIL},
+    {"kind": "accept", EVIL: EVIL},
+    {"kind": "accept", "federation": EVIL, "sender": EVIL},
+    {"kind": "manifest", "artifact": {EVIL: EVIL}},
+    {"kind": "sum_up", "body": {"step": EVIL}},
+    {"kind": "sum_up", "body": {"step": "shares", "shares": {EVIL: EVIL}}},
+    {"kind": "hello", "nonce": "0" * 32, "versions": [1], "agent": "1", EVIL: 1},
+    {**MESSAGE.model_dump(mode="json"), "sender": "evil-name"},
+    {**MESSAGE.model_dump(mode="json"), EVIL: 1},
+    *({**MESSAGE.model_dump(mode="json"), name: EVIL} for name in MESSAGE.model_dump()),
+]
+
+
+@pytest.mark.parametrize("content", FORGED, ids=str)
+def test_a_refused_envelope_is_described_without_a_name_or_a_value_of_its_content(content: dict[str, object]) -> None:
+    filled = {"federation": "casting", "sender": "a", "recipient": "coordinator", **content}
+    with pytest.raises(WireError) as refused:
+        open_envelope(MAGIC + bytes(64) + json.dumps(filled).encode(), resolve)
+    assert "evil" not in str(refused.value).lower()
+    assert str(refused.value).isprintable()
 
 
 def test_an_envelope_over_the_bound_is_refused_unread() -> None:
