@@ -12,11 +12,10 @@ from pathlib import Path
 
 from coordinator.config import CoordinatorConfig, load_config
 from coordinator.errors import HomeError
-from fedcg.files import PRIVATE
+from fedcg.files import PRIVATE, SECRET_BYTES, replace_durably, secret_in
 
 BROKER_NAME = "broker"
 CRL_NAME = "crl.pem"
-SECRET_BYTES = 32
 LOOKS, LOOK_S = 10, 0.02
 
 
@@ -38,7 +37,7 @@ class Home:
         config_file: coordinator.toml.
         pki: certificates and keys of the mutual TLS; `revocations` is the certificate revocation list.
         signing_key: the Ed25519 key that signs the coordinator's messages.
-        secret_file: the root of the coordinator's random streams, at least 32 bytes.
+        secret_file: the root of the coordinator's random streams, 32 bytes and their check.
         database: SQLite.
         high_water: what the database has held, signed (`storage.high_water`).
         artifacts: specs, updates, aggregates, server states; each named by its sha256.
@@ -98,11 +97,12 @@ class Home:
         """The root of the coordinator's random streams.
 
         Raises:
-            HomeError: too short to be a secret.
+            HomeError: the file is damaged.
         """
-        secret = self.secret_file.read_bytes()
-        if len(secret) < SECRET_BYTES:
-            raise HomeError(f"{self.secret_file} holds {len(secret)} bytes; at least {SECRET_BYTES} are needed")
+        path = self.secret_file
+        secret = secret_in(path.read_bytes(), lambda checked: replace_durably(path, checked))
+        if secret is None:
+            raise damaged(path, f"it holds no secret of {SECRET_BYTES} bytes with its check")
         return secret
 
     @property
@@ -127,6 +127,14 @@ class Home:
             HomeError: another coordinator runs here.
         """
         return held(self.pid_file, "a coordinator")
+
+
+def damaged(path: Path, why: object) -> HomeError:
+    """The error for a damaged file of a home that only a backup brings back."""
+    return HomeError(
+        f"{path} is damaged: {why or 'it fails its check'}. Restore a backup (`fedcg coordinator restore FILE --dir NEW`) and copy the file "
+        "from there"
+    )
 
 
 @contextmanager

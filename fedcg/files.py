@@ -9,10 +9,13 @@ import errno
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 PRIVATE = 0o600
 READABLE = 0o644
+SECRET_BYTES = 32
 _PIECE_BYTES = 1 << 20
 
 
@@ -68,6 +71,27 @@ def replace_durably(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def checked_secret(secret: bytes) -> bytes:
+    """A secret as files hold it: its 32 bytes, and 8 bytes that check them."""
+    return secret + hashlib.sha256(b"fedcg secret 1\0" + secret).digest()[:8]
+
+
+def secret_in(data: bytes, keep: Callable[[bytes], None]) -> bytes | None:
+    """The secret in a file's bytes, None where they are damaged.
+
+    Args:
+        data: the whole content.
+        keep: gets the content with a check, where the file has none: one that a person or another program wrote.
+    """
+    secret = data[:SECRET_BYTES]
+    if len(secret) < SECRET_BYTES or data not in (secret, checked_secret(secret)):
+        return None
+    if data == secret:
+        with suppress(OSError):  # such as a read-only mount
+            keep(checked_secret(secret))
+    return secret
 
 
 def file_sha256(path: Path) -> str:

@@ -16,7 +16,7 @@ from coordinator.pki.authority import CA_NAME, credential_of
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.topics import LISTS, LISTS_APPLIED, LISTS_READER
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 from fedcg.wire.transport.transport import Delivery
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ def following(folder: Path, reload: Callable[[], None]) -> Iterator[None]:
     authority = credential_of(folder, CA_NAME).certificate
     own = credential_of(folder, LISTS_READER)
     tls = TlsFiles(authority, own.certificate, own.key)
-    transport = MqttTransport(MqttConfig(address.host, address.port, LISTS_READER, tls=tls))
+    connection = connection_name(LISTS, own.key.read_bytes())  # no device can take its client id and end its session
+    transport = MqttTransport(MqttConfig(address.host, address.port, LISTS_READER, tls=tls, connection=connection))
 
     def apply(delivery: Delivery) -> None:
         problem = ""

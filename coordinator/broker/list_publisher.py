@@ -19,7 +19,7 @@ from coordinator.pki.authority import CA_NAME, credential_of, issue
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.topics import LISTS, LISTS_APPLIED, LISTS_WRITER
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MAX_INBOUND, MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import MAX_INBOUND, MqttConfig, TlsFiles, connection_name
 from fedcg.wire.transport.transport import Delivery
 
 CERTIFICATE_LIFE = timedelta(days=1)
@@ -40,7 +40,13 @@ def publish_lists(home: Home, lists: Lists, timeout_s: float = TIMEOUT_S) -> Non
         own = issue(home.pki, LISTS_WRITER, life=CERTIFICATE_LIFE, target=Path(folder))
         tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
         config = MqttConfig(
-            broker.host, broker.port, LISTS_WRITER, tls=tls, protocol=broker.protocol, assumed_max_packet=MAX_INBOUND
+            broker.host,
+            broker.port,
+            LISTS_WRITER,
+            tls=tls,
+            protocol=broker.protocol,
+            assumed_max_packet=MAX_INBOUND,
+            connection=connection_name(LISTS, home.secret()),
         )
         _Exchange(config, lists.model_dump_json().encode()).run(timeout_s)
 

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from coordinator.broker.access_lists import refresh_access
 from coordinator.config import CoordinatorConfig, StorageSettings, render_config
 from coordinator.errors import ConfigError, HomeError
-from coordinator.paths import BROKER_NAME, SECRET_BYTES, Home
+from coordinator.paths import BROKER_NAME, Home
 from coordinator.pki.authority import create_ca, issue, server_credential
 from fedcg.config_file import listed, problems_of
-from fedcg.files import READABLE, replace_durably, write_durably
+from fedcg.files import READABLE, SECRET_BYTES, checked_secret, replace_durably, write_durably
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
 
@@ -43,7 +43,7 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
     for identity in (COORDINATOR, *observers):
         issue(home.pki, identity)
     SigningKey.generate().save(home.signing_key)
-    write_durably(home.secret_file, secrets.token_bytes(SECRET_BYTES), is_new=True)
+    write_durably(home.secret_file, checked_secret(secrets.token_bytes(SECRET_BYTES)), is_new=True)
     home.make_folders()
     replace_durably(home.config_file, render_config(config), READABLE)
     refresh_access(home)

@@ -31,7 +31,7 @@ from coordinator.messaging.flood_limits import LineLimit
 from coordinator.page.site import add_page
 from coordinator.page.webhook import watching
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, credential_of, server_credential
+from coordinator.pki.authority import CA_NAME, check_pki, credential_of, server_credential
 from coordinator.pki.server_tls import server_context
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.rounds.records import FederationRecord
@@ -74,6 +74,7 @@ def run_coordinator(
     """
     config = home.require().config()
     home.make_folders()
+    check_pki(home.pki)
     check_api_host(config.api)
     wanted = config.connections
     connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from cryptography import x509
@@ -14,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.errors import EnrolmentError
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, credential_of, issue
+from coordinator.pki.authority import CA_NAME, LEAF_LIFE, credential_of, issue
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, DeviceState
 from coordinator.storage.store import Store
@@ -113,14 +114,16 @@ def _write_bundle(home: Home, federation: str, device: str, coordinator: VerifyK
     tls = target / "tls"
     tls.mkdir(parents=True)
     target.chmod(0o700)
-    own = issue(home.pki, device, target=tls)
+    config = home.config()
+    # Without an enrolment listener nothing can renew it
+    life = LEAF_LIFE if config.enrolment_url is None else timedelta(days=config.enrolment.certificate_days)
+    own = issue(home.pki, device, target=tls, life=life)
     own.certificate.rename(tls / "device.pem")
     own.key.rename(tls / "device.key")
     shutil.copyfile(credential_of(home.pki, CA_NAME).certificate, tls / "ca.pem")
     key = SigningKey.generate()
     key.save(target / "signing.key")
     (target / "coordinator.pub").write_text(coordinator.hex + "\n", encoding="utf-8")
-    config = home.config()
     text = render_agent_config(
         federation,
         device,

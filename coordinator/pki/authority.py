@@ -12,12 +12,14 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.config import LOOPBACK_HOSTS
-from coordinator.paths import CRL_NAME, Home
+from coordinator.errors import HomeError
+from coordinator.paths import CRL_NAME, Home, damaged
 from fedcg.files import READABLE, replace_durably, write_durably
 from fedcg.wire.server_role import AUTHORITY_NAME
 
@@ -122,7 +124,7 @@ def server_credential(directory: Path, role: str, host: str) -> Credential:
     names = tuple(dict.fromkeys((host, "127.0.0.1", "localhost"))) if host in LOOPBACK_HOSTS else (host,)
     credential = credential_of(directory, role)
     if credential.certificate.exists() and credential.key.exists():
-        certificate = x509.load_pem_x509_certificate(credential.certificate.read_bytes())
+        certificate, _ = _load(credential, _load_ca(directory)[0])
         left = certificate.not_valid_after_utc - datetime.now(timezone.utc)
         if left > RENEW_SERVER_BEFORE and _names(certificate) == set(names):
             return credential
@@ -179,7 +181,7 @@ def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], 
     path = directory / CRL_NAME
     start, number = _start(now).replace(microsecond=0), 1
     if path.exists():
-        earlier = x509.load_pem_x509_crl(path.read_bytes())
+        earlier = _load_revocations(path, ca_certificate)
         number = earlier.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number + 1
         start = max(start, earlier.last_update_utc + timedelta(seconds=1))
     builder = (
@@ -239,10 +241,53 @@ def _load_ca(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivate
     credential = credential_of(directory, CA_NAME)
     if not credential.key.exists():
         raise FileNotFoundError(f"{credential.key} is missing: there is no certificate authority in {directory}")
-    key = serialization.load_pem_private_key(credential.key.read_bytes(), password=None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{credential.key} is not an elliptic-curve key")  # noqa: TRY004 - bad content, not a wrong type
-    return x509.load_pem_x509_certificate(credential.certificate.read_bytes()), key
+    return _load(credential)
+
+
+def _load(
+    credential: Credential, authority: x509.Certificate | None = None
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """A pair, checked: the certificate is signed by the authority (by itself without one), and the key is its own."""
+    path = credential.certificate
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        certificate.verify_directly_issued_by(authority or certificate)
+        path = credential.key
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
+        raise damaged(path, error) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise damaged(path, f"it is not the key of {credential.certificate}")
+    return certificate, key
+
+
+def check_pki(directory: Path) -> None:
+    """Check every certificate, key and list of the authority in `directory`.
+
+    Raises:
+        HomeError: one is damaged; names it, and says how to go on.
+    """
+    authority, _ = _load_ca(directory)
+    for path in sorted(directory.glob("*.pem")):
+        if path.name != CRL_NAME and path.stem != CA_NAME:
+            _load(credential_of(directory, path.stem), authority)
+    if (directory / CRL_NAME).exists():
+        _load_revocations(directory / CRL_NAME, authority)
+
+
+def _load_revocations(path: Path, authority: x509.Certificate) -> x509.CertificateRevocationList:
+    key = authority.public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    try:
+        revocations = x509.load_pem_x509_crl(path.read_bytes())
+        is_whole = revocations.is_signature_valid(key)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        is_whole = False
+    if not is_whole:
+        raise HomeError(
+            f"{path} is damaged. Delete it: it is made anew from the database, and names every revoked certificate"
+        )
+    return revocations
 
 
 def _write(credential: Credential, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:

@@ -29,8 +29,9 @@ from edge_client.cli.doctor.checks import examine
 from edge_client.cli.status import read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import StoreError
-from edge_client.store.private_store import SECRET_BYTES, PrivateStore, open_store
+from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.event_log import read_events
+from fedcg.files import SECRET_BYTES
 
 MOST_FILES = 10_000
 MAX_SECRET_BYTES = 64 * 1024

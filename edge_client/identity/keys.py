@@ -30,7 +30,7 @@ def load_keys(config: AgentConfig) -> AgentKeys:
         coordinator = VerifyKey.from_hex(config.keys.coordinator.read_text(encoding="ascii"))
     except (OSError, ValueError, WireError) as error:
         raise EdgeError(
-            f"the device's keys can't be used: {error}. Enrol the device again, or copy its bundle again."
+            f"the device's keys, {config.keys.signing} and {config.keys.coordinator}, can't be used: {error}. Enrol the device again, or copy its bundle again."
         ) from error
     return AgentKeys(signing, coordinator)
 

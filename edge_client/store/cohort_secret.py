@@ -13,7 +13,8 @@ import re
 import secrets
 
 from edge_client.errors import CohortError, StoreError
-from edge_client.store.private_store import SECRET_BYTES, PrivateStore
+from edge_client.store.private_store import PrivateStore
+from fedcg.files import SECRET_BYTES
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.signing import VerifyKey
 

@@ -26,7 +26,6 @@ see `sealed_files`; artifacts, models, audit, defence and events are not.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import secrets
 import time
@@ -44,6 +43,7 @@ from edge_client.store.encryption import EARLIER_FORMAT, FORMAT_FILE, STORE_FORM
 from edge_client.store.generations import Generation, Generations, OutboxEntry
 from edge_client.store.sealed_files import StoreFiles, StoreKey, read_key
 from edge_client.store.small_files import damaged, read_json, write_json
+from fedcg.files import SECRET_BYTES, checked_secret, secret_in
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
@@ -53,8 +53,6 @@ from fedcg.wire.messages.ordering import START, Position
 from fedcg.wire.messages.signing import VerifyKey
 from fedcg.wire.transfer.partial_files import Partials
 
-SECRET_BYTES = 32
-SECRET_CHECK_BYTES = 8
 RECEIPTS_KEPT = 64
 LEFT_OUT_KEPT = 200
 AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
@@ -172,7 +170,7 @@ class PrivateStore:
         path = self.root / "secrets" / "device.key"
         kept = _secret(self.files, path)
         if kept is None:
-            self.files.replace(path, _checked(kept := secrets.token_bytes(SECRET_BYTES)))
+            self.files.replace(path, checked_secret(kept := secrets.token_bytes(SECRET_BYTES)))
         return kept
 
     def cohort_secret(self) -> bytes | None:
@@ -185,7 +183,7 @@ class PrivateStore:
 
     def keep_cohort_secret(self, secret: bytes) -> None:
         """Keep the cohort's secret, for its owner's eyes only; replaces none."""
-        self.files.replace(self.root / "secrets" / "cohort.key", _checked(secret))
+        self.files.replace(self.root / "secrets" / "cohort.key", checked_secret(secret))
 
     def save_spec(self, payload: bytes) -> FederationSpec:
         """Keep a spec under its digest.
@@ -360,14 +358,10 @@ def _secret(files: StoreFiles, path: Path) -> bytes | None:
         raise unreadable(path, error) from error
     except DamagedFileError:
         value = b""
-    secret = value[:SECRET_BYTES]
-    if value not in (_checked(secret), secret) or len(secret) < SECRET_BYTES:  # earlier programs wrote no check
+    secret = secret_in(value, lambda checked: files.replace(path, checked))
+    if secret is None:
         raise DamagedFileError(
             f"{path} is damaged: it holds no secret of {SECRET_BYTES} bytes with its check. Restore it from a backup; a cohort's "
             "secret comes back with `fedcg cohort join` after the file is deleted"
         )
     return secret
-
-
-def _checked(secret: bytes) -> bytes:
-    return secret + hashlib.sha256(b"fedcg secret 1\0" + secret).digest()[:SECRET_CHECK_BYTES]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.store.private_store import SECRET_BYTES
+from fedcg.files import SECRET_BYTES
 from tests.support.commands import data_of
 from tests.support.stack import Stack
 

@@ -17,10 +17,10 @@ from devices.errors import NotTrainableError
 from edge_client.cli.doctor.findings import Finding, Result
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
-from edge_client.store.private_store import SECRET_BYTES, PrivateStore, open_store
+from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.training.local_data import defence_place
 from edge_client.training.trainer_child import plan_here
-from fedcg.files import replace_durably
+from fedcg.files import SECRET_BYTES, replace_durably
 from fedcg.learning.data.formats import dataset_name, is_array_source
 from fedcg.learning.data.image_folder import SPLITS, list_files, read_images
 from fedcg.learning.defences.defence import DefencePlace, defence_label, defence_of

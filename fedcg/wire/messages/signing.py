@@ -5,6 +5,7 @@ An envelope is the magic, 64 bytes of signature, then the JSON of one message. K
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,10 +91,13 @@ class SigningKey:
 
         Raises:
             OSError: the file can't be read.
-            MalformedError: it holds no Ed25519 private key.
+            MalformedError: it holds no Ed25519 private key, or is damaged.
         """
+        check, begin, rest = path.read_bytes().partition(b"-----BEGIN")
+        if check not in (b"", _check_of(begin + rest)):  # another program's file has none
+            raise MalformedError(f"{path} is damaged: it fails the check in its first line")
         try:
-            private = load_pem_private_key(path.read_bytes(), password=None)
+            private = load_pem_private_key(begin + rest, password=None)
         except (ValueError, TypeError) as error:
             raise MalformedError(f"{path} holds no private key in PEM form") from error
         if not isinstance(private, Ed25519PrivateKey):
@@ -101,13 +105,13 @@ class SigningKey:
         return SigningKey(private)
 
     def save(self, path: Path) -> None:
-        """Write the key in PEM form, readable by its owner only; never over an existing file.
+        """Write the key in PEM form behind its check, readable by its owner only; never over an existing file.
 
         Raises:
             FileExistsError: there is a file already.
         """
         pem = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        write_durably(path, pem, is_new=True)
+        write_durably(path, _check_of(pem) + pem, is_new=True)
 
     @property
     def public(self) -> VerifyKey:
@@ -117,6 +121,11 @@ class SigningKey:
     def sign(self, signed: bytes) -> bytes:
         """64 bytes of signature over exactly `signed`."""
         return self._private.sign(signed)
+
+
+def _check_of(pem: bytes) -> bytes:
+    """The first line of a key's file: one that is damaged could sign as another key."""
+    return b"# sha256 " + hashlib.sha256(pem).hexdigest().encode() + b"\n"
 
 
 def seal(message: AnyMessage, key: SigningKey) -> bytes:

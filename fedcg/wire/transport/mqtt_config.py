@@ -52,12 +52,14 @@ class TlsFiles:
                 )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        files = str(self.ca)
         try:
             context.load_verify_locations(self.ca)
+            files = f"{self.cert} or {self.key}"
             context.load_cert_chain(self.cert, self.key)
         except (ssl.SSLError, OSError) as error:
             raise TransportError(
-                f"the TLS files {self.ca}, {self.cert} and {self.key} don't work together: {error}"
+                f"the TLS file {files} is damaged: {error}. Restore it from a backup, or enrol the device again"
             ) from error
         expect_role(context, role)
         return context

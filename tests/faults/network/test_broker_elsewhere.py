@@ -138,6 +138,14 @@ def test_a_device_that_is_added_works_at_once_and_one_that_is_replaced_is_out(pl
     assert good.links == [True]
 
 
+def test_no_device_can_take_the_place_of_what_carries_the_lists(plant: Plant) -> None:
+    takers = [plant.client(name, shown="a").start().await_link() for name in ("lists-reader", "lists-writer")]
+    for devices in (["c"], []):
+        assert silence(plant.home, devices), "the broker has applied the lists"
+    assert [taker.links for taker in takers] == [[True], [True]]
+    assert "already connected" not in plant.log("broker")
+
+
 @contextmanager
 def running_coordinator(plant: Plant) -> Iterator[subprocess.Popen[bytes]]:
     with (plant.root / "coordinator.log").open("ab") as log:

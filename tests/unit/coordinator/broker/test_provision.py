@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import stat
 import subprocess
 import sys
@@ -142,10 +143,43 @@ def test_a_directory_that_is_no_home_is_refused_with_the_next_step(home: Home) -
         Home(home.root.parent / "nowhere").require()
 
 
-def test_a_short_secret_is_refused(home: Home) -> None:
+def test_a_secret_with_a_flipped_bit_or_too_few_bytes_is_refused_and_one_without_a_check_gets_it(home: Home) -> None:
+    whole = home.secret_file.read_bytes()
+    for bit in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        home.secret_file.write_bytes(data)
+        with pytest.raises(HomeError, match=rf"{home.secret_file} is damaged.*fedcg coordinator restore"):
+            home.secret()
     home.secret_file.write_bytes(b"short")
-    with pytest.raises(HomeError, match="at least 32"):
+    with pytest.raises(HomeError, match="is damaged"):
         home.secret()
+    home.secret_file.write_bytes(b"s" * 32)
+    assert home.secret() == home.secret() == b"s" * 32
+    assert len(home.secret_file.read_bytes()) == len(whole)
+
+
+def test_a_damaged_file_of_the_authority_is_refused_by_name_before_the_coordinator_starts(home: Home) -> None:
+    """Every flip is named, but for those that change no content, such as the case of a letter in a line's padding."""
+    pki.server_credential(home.pki, "enrolment", "127.0.0.1")
+    pki.check_pki(home.pki)
+    draws = random.Random(3)
+    names = sorted(path.name for path in home.pki.iterdir())
+    assert {"ca.pem", "ca.key", "coordinator.pem", "coordinator.key", "crl.pem", "enrolment.key"} <= set(names)
+    for path in (home.pki / name for name in names):
+        whole = path.read_bytes()
+        for at in (5, *draws.sample(range(40, len(whole) - 40), 6)):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draws.randrange(7)]) + whole[at + 1 :])
+            with pytest.raises(HomeError, match=rf"pki/{path.stem}\.(pem|key) is damaged"):
+                pki.check_pki(home.pki)
+        path.write_bytes(whole[:60])
+        for words in (("coordinator", "run"), ("token", "create")):
+            code, output = call(*words, "--dir", home.root)
+            if words[0] == "coordinator":
+                assert (code, f"{path} is damaged" in output) == (2, True), output
+            assert "Traceback" not in output
+        path.write_bytes(whole)
+    pki.check_pki(home.pki)
 
 
 def test_mosquitto_is_configured_for_mutual_tls_bounded_queues_and_loopback_for_a_loopback_host(deployed: Path) -> None:

@@ -222,7 +222,15 @@ def test_secrets_that_were_put_there_before_the_first_start_are_kept(tmp_path: P
     folder = tmp_path / "store" / "secrets"
     folder.mkdir(parents=True)
     (folder / "device.key").write_bytes(b"d" * 32)
-    assert PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE).device_secret() == b"d" * 32
+    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+    assert store.device_secret() == b"d" * 32
+    checked = (folder / "device.key").read_bytes()
+    for bit in range(8 * len(checked)):
+        data = bytearray(checked)
+        data[bit // 8] ^= 1 << bit % 8
+        (folder / "device.key").write_bytes(data)
+        with pytest.raises(StoreError, match=r"device\.key is damaged.*Restore it from a backup"):
+            store.device_secret()
 
 
 @pytest.mark.parametrize(

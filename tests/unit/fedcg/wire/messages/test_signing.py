@@ -113,6 +113,20 @@ def test_a_key_file_is_never_overwritten(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_a_kept_key_with_any_flipped_bit_is_refused_and_one_of_another_program_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "signing.key"
+    KEY.save(path)
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with pytest.raises(MalformedError, match=rf"{path} (is damaged|holds no private key)"):
+            SigningKey.load(path)
+    path.write_bytes(whole.partition(b"\n")[2])
+    assert SigningKey.load(path).public == KEY.public
+
+
 def test_a_damaged_key_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "signing.key"
     path.write_text("nonsense")
