@@ -22,6 +22,7 @@ from coordinator.cli.opening import create_home
 from coordinator.config import (
     BrokerSettings,
     CoordinatorConfig,
+    EnrolmentSettings,
     load_config,
     render_config,
 )
@@ -219,6 +220,18 @@ def test_init_refuses_a_directory_in_use_with_exit_code_2(tmp_path: Path) -> Non
     code, output = call("coordinator", "init", "--dir", tmp_path / "home")
     assert code == 2
     assert "not an empty directory" in output
+
+
+@pytest.mark.parametrize(("port", "days"), [(8444, 30), (None, 825)])
+def test_a_bundles_certificate_lives_as_long_as_any_other_where_the_agent_can_renew_it(
+    tmp_path: Path, port: int | None, days: int
+) -> None:
+    home = create_home(tmp_path / "home", CoordinatorConfig(enrolment=EnrolmentSettings(port=port)))
+    add_federation(home, "casting", ["line4"])
+    leaf = x509.load_pem_x509_certificate((tmp_path / "bundles" / "line4" / "tls" / "device.pem").read_bytes())
+    assert (leaf.not_valid_after_utc - datetime.now(timezone.utc)).days in (days - 1, days)
+    renews = load_agent_config(tmp_path / "bundles" / "line4" / "agent.toml", {}).enrolment.url
+    assert (renews is not None) == (port is not None)
 
 
 def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: Path) -> None:
