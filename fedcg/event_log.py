@@ -26,7 +26,7 @@ Agent:
 
 Coordinator:
   started {epoch}   resumed {phase, round}   stopped   key_rotated {serial, key}   pruned {files, bytes}   link {up, down_s}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
-  attempt_opened {round, attempt, rounds, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
+  attempt_opened {round, attempt, rounds, participants, aggregate}   attempt_resumed / attempt_failed   stalled {reason}
   deadline_moved {round, attempt, reason}   cohort_differs {client, unlike}   silenced {client, seconds, reason}
   silence_ended {client}   refused {what, reason, detail, count}
   update_stored {client, artifact, size, seconds, resumed, received, repeated}   update_refused {outcome, reason}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 federation_app = typer.Typer(help="Open, look at and steer federations.", no_args_is_help=True)
 
-Held = Annotated[bool, typer.Option("--held", help="Create it only; `fedcg federation start` starts it.")]
+Start = Annotated[bool, typer.Option("--start/--no-start", help="Start it, or leave that to `fedcg federation start`.")]
 
 
 @federation_app.command("plan")
@@ -40,10 +40,10 @@ def federation_plan(
 @federation_app.command("create")
 @asks
 def federation_create(
-    client: Client, plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")], held: Held = False
+    client: Client, plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")], start: Start = True
 ) -> Result:
     """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    return _opened(client, plan, held=held, continued_from=None)
+    return _opened(client, plan, start=start, continued_from=None)
 
 
 @federation_app.command("continue")
@@ -52,10 +52,10 @@ def federation_continue(
     client: Client,
     federation: Annotated[str, typer.Argument(help="The federation whose last weights are the new one's first.")],
     plan: Annotated[Path, typer.Argument(help="TOML file with the plan of the new federation.")],
-    held: Held = False,
+    start: Start = True,
 ) -> Result:
     """Open a federation that starts from the last weights of another one."""
-    return _opened(client, plan, held=held, continued_from=federation)
+    return _opened(client, plan, start=start, continued_from=federation)
 
 
 @federation_app.command("list")
@@ -79,7 +79,7 @@ def federation_show(client: Client, federation: Named = None) -> Result:
 @federation_app.command("start")
 @asks
 def federation_start(client: Client, federation: Named = None) -> Result:
-    """Start a federation that was created with --held."""
+    """Start a federation that was created with --no-start."""
     return _steered(client, federation, "start")
 
 
@@ -93,7 +93,7 @@ def federation_pause(client: Client, federation: Named = None, reason: Reason = 
 @federation_app.command("resume")
 @asks
 def federation_resume(client: Client, federation: Named = None) -> Result:
-    """Let a federation go on that was paused, by an operator or after failed attempts."""
+    """Let a federation go on that an operator paused, or that stalled after failed attempts."""
     return _steered(client, federation, "resume")
 
 
@@ -131,12 +131,12 @@ def federation_set(
     return {"federation": federation, "policy": policy}, text
 
 
-def _opened(client: Client, plan: Path, *, held: bool, continued_from: str | None) -> Result:
+def _opened(client: Client, plan: Path, *, start: bool, continued_from: str | None) -> Result:
     from coordinator.operations.create_federation import read_plan
 
-    wanted = {"plan": read_plan(plan).model_dump(mode="json"), "held": held, "continued_from": continued_from}
+    wanted = {"plan": read_plan(plan).model_dump(mode="json"), "start": start, "continued_from": continued_from}
     made = client.change("POST", "/federations", wanted)
-    started = "held until `fedcg federation start`" if held else "it starts when devices come"
+    started = "it starts when devices come" if start else f"`fedcg federation start {made['federation']}` starts it"
     return (
         made,
         f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}.{_masked(made)}",
@@ -179,7 +179,7 @@ def _value(text: str) -> object:
 
 
 def _line(view: Mapping[str, Any]) -> str:
-    status = "" if view["status"] == "running" else f" ({view['status']})"
+    status = f" ({view['status']})" if view["status"] in ("created", "stopped") else ""
     reason = f": {view['reason']}" if view["reason"] else ""
     where = f"round {view['round']} of {view['rounds']}, attempt {view['attempt']}"
     return f"{view['federation']}: {view['phase'].replace('_', ' ')}{status}, {where}{reason}"

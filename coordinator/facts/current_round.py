@@ -10,11 +10,12 @@ from coordinator.facts.known import Known
 from coordinator.rounds.records import (
     AttemptRecord,
     AttemptState,
+    FederationRecord,
     FederationStatus,
     ParticipantRecord,
     ParticipantState,
 )
-from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState, standing_reason
+from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.progress import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
 
@@ -64,7 +65,7 @@ class CurrentRound:
         quorum: updates without which a round can't close.
         wanted: updates that close the attempt at once.
         round_s: median duration of the last closed rounds; None before the first one.
-        round_ends_at, ends_at: when the open round, and the federation, end at that rate.
+        round_ends_at, ends_at: when the open round, and the federation, end at that rate; None where it is not known that they do.
         merge: the merge that runs, or the last one since the coordinator was started.
         enrolled: devices that may take part.
         unapproved: clients that take part as soon as their owners approve the spec; the phase is "waits_for_owners" where the
@@ -115,7 +116,9 @@ def current_round(known: Known, federation: str) -> CurrentRound:
     left = state.policy.rounds - state.round + 1
     begun = known.now if attempt is None else attempt.opened_at
     is_over = state.phase is Phase.FINISHED or record.status is FederationStatus.STOPPED
-    is_moving = round_s is not None and not is_over and state.label not in (Phase.PAUSED.value, WAITS_FOR_OWNERS)
+    stands = (Phase.PAUSED.value, Phase.STALLED.value, WAITS_FOR_OWNERS)
+    is_still = is_over or service is None or state.label in stands
+    goes_on = round_s is not None and not is_still and record.status is FederationStatus.RUNNING
     return CurrentRound(
         federation=federation,
         status=record.status.value,
@@ -123,7 +126,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         round=state.round,
         rounds=state.policy.rounds,
         attempt=state.attempt,
-        reason=standing_reason(state) or record.status_reason,
+        reason=record.reason(state),
         is_served=service is not None,
         is_connected=service is not None and service.is_connected,
         quorum=state.policy.quorum,
@@ -132,15 +135,15 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         opened_at=None if attempt is None else attempt.opened_at,
         deadline_at=state.deadline_at if state.label == Phase.COLLECTING.value else None,
         round_s=round_s,
-        round_ends_at=begun + round_s if round_s and is_moving and attempt is not None else None,
-        ends_at=max(known.now, begun + round_s * left) if round_s and is_moving else None,
+        round_ends_at=begun + round_s if round_s and not is_still and attempt is not None else None,
+        ends_at=max(known.now, begun + round_s * left) if round_s and goes_on else None,
         online=len(state.online),
         enrolled=enrolled,
         clients=sorted(clients, key=lambda each: (list(ClientPhase).index(each.phase), each.client)),
         counts={phase.value: sum(each.phase is phase for each in clients) for phase in ClientPhase},
         unapproved=sorted(state.unapproved),
         merge=None if service is None else service.round_driver.merge,
-        waits_for=_waits_for(state, service) if state.phase is Phase.WAITING and not is_over else "",
+        waits_for=_waits_for(record, state, service) if state.phase is Phase.WAITING and not is_over else "",
     )
 
 
@@ -151,7 +154,9 @@ def typical_round_s(attempts: list[AttemptRecord]) -> float | None:
     return statistics.median(spans) if spans else None
 
 
-def _waits_for(state: RoundState, service: Service | None) -> str:
+def _waits_for(record: FederationRecord, state: RoundState, service: Service | None) -> str:
+    if record.status is FederationStatus.CREATED:
+        return f"its start: `fedcg federation start {record.id}`"
     if service is None:
         return "no coordinator runs this federation"
     if not service.is_connected:
@@ -159,7 +164,7 @@ def _waits_for(state: RoundState, service: Service | None) -> str:
     missing = state.policy.quorum - len(state.candidates)
     if missing > 0:
         return f"{missing} more device{'s' if missing > 1 else ''} (quorum {state.policy.quorum})"
-    return "further devices, or the pause after a failed attempt"
+    return "further devices, or the time between a failed attempt and the next one"
 
 
 def _clients(known: Known, attempt: AttemptRecord, state: RoundState, service: Service | None) -> list[ClientNow]:

@@ -44,7 +44,7 @@ REMEDIES = {
     ),
     DeclineReason.DIVERGED.value: (
         "training diverged",
-        "Lower the learning rate in the plan, or look at the device's images: wrong labels, or a class without images.",
+        "Look at its images: wrong labels, or an empty class. Where several devices diverge: `fedcg federation continue {federation} PLAN`, with a lower learning rate.",
     ),
     DeclineReason.UPLOAD_NOT_ALLOWED.value: (
         "upload not allowed",
@@ -124,7 +124,7 @@ def open_problems(known: Known) -> list[Problem]:
     """All open problems, severe ones first."""
     found = [*_of_coordinator(known), *_of_devices(known)]
     for record in known.store.federations():
-        if record.status in (FederationStatus.RUNNING, FederationStatus.HELD):
+        if record.status in (FederationStatus.RUNNING, FederationStatus.PAUSED):
             found += _of_federation(known, record)
     members = {device.id for device in known.store.members()}
     unique = {each.key: each for each in found if each.device is None or each.device in members}
@@ -191,9 +191,9 @@ def _of_federation(known: Known, record: FederationRecord) -> Iterator[Problem]:
             "Start the broker (`fedcg broker run`, or your own); [broker] host and port in coordinator.toml must name it.",
             is_severe=True,
         )
-    if state.phase is Phase.PAUSED and record.status is FederationStatus.RUNNING:
+    if state.phase is Phase.STALLED:
         yield Problem(
-            "paused",
+            "stalled",
             record.id,
             state.reason,
             f"Mend the cause that the reason names, then `fedcg federation resume {record.id}`.",
@@ -221,6 +221,7 @@ def _of_clients(
                 person.reason, ("update rejected", "The device's and the coordinator's log have the details.")
             )
             what = f"declined round {last.round if last else 0} of {record.id}: {person.reason.replace('_', ' ')}"
+            remedy = remedy.format(federation=record.id)
             yield Problem(kind, f"{person.client} in {record.id}", what, remedy, device=person.client)
     if service is None:
         return
@@ -233,14 +234,17 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
             kind, remedy = REMEDIES[reason]
             waits = "it joins when its owner approves" if device in state.unapproved else "the round waits for it"
             what = f"can't take part in round {state.round} of {record.id} yet: {reason.replace('_', ' ')}; {waits}"
+            remedy = remedy.format(federation=record.id)
             yield Problem(kind, f"{device} in {record.id}", what, remedy, device=device)
     missing = state.policy.quorum - len(state.candidates)
     if state.phase is Phase.WAITING and missing > 0 and service.is_connected:
+        bounds, there = ("min_clients", "min_cohort"), len(state.candidates)
+        lower = " ".join(f"{name}=N" for name in bounds if getattr(state.policy, name) > there)
         yield Problem(
             "too few devices",
             record.id,
             f"{len(state.candidates)} of the {state.policy.quorum} devices that a round needs could take part",
-            "Start the agents that are offline, enable devices, or lower min_clients.",
+            f"Start the agents that are offline, enable devices, or `fedcg federation set {record.id} {lower}`.",
             is_severe=True,
         )
     outsiders = service.cohorts.outsiders()

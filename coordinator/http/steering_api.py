@@ -53,12 +53,12 @@ class NewFederation(_Content):
 
     Attributes:
         plan: as docs/plan.md describes it.
-        held: create it only; `start` starts it.
+        start: else it is only created, and `start` starts it.
         continued_from: a federation whose last aggregate has the initial weights.
     """
 
     plan: Annotated[OperatorPlan, Field(examples=[EXAMPLE_PLAN])]
-    held: bool = False
+    start: bool = True
     continued_from: Annotated[str, Field(max_length=63)] | None = None
 
 
@@ -121,7 +121,7 @@ async def create_federation(
     wanted: NewFederation, doing: Doing, running: Running, request: Request, response: Response
 ) -> FederationView:
     """Open a federation; it takes some seconds, one after the other."""
-    create = partial(doing.create_federation, wanted.plan, held=wanted.held, continued_from=wanted.continued_from)
+    create = partial(doing.create_federation, wanted.plan, start=wanted.start, continued_from=wanted.continued_from)
     record = await anyio.to_thread.run_sync(create, limiter=request.app.state.waiting)
     response.headers["Location"] = f"/api/v1/federations/{record.id}"
     return await anyio.to_thread.run_sync(federation_view, running, record)
@@ -141,7 +141,7 @@ def pause(federation: str, doing: Doing, running: Running, why: Reason = NO_REAS
 
 @router.post("/federations/{federation}/resume")
 def resume(federation: str, doing: Doing, running: Running) -> FederationView:
-    """Let a federation go on that was paused, by an operator or after failed attempts."""
+    """Let a federation go on that an operator paused, or that stalled after failed attempts."""
     return _steered(doing, running, lambda steering: steering.resume(federation))
 
 

@@ -197,7 +197,7 @@ def _last_weights(spec: FederationSpec, store: ArtifactStore, other: str, aggreg
 
 
 def open_federation(
-    home: Home, store: Store, plan: FederationPlan, *, held: bool = False, continued_from: str | None = None
+    home: Home, store: Store, plan: FederationPlan, *, start: bool = True, continued_from: str | None = None
 ) -> FederationRecord:
     """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `changing_members` held.
 
@@ -205,7 +205,7 @@ def open_federation(
         home: the coordinator's directory.
         store: its database.
         plan: the operator's plan.
-        held: create it only; `Steering.start` starts it.
+        start: else it is only created, and `Steering.start` starts it.
         continued_from: a federation whose last aggregate has the initial weights.
 
     Raises:
@@ -214,12 +214,12 @@ def open_federation(
     """
     if plan.federation in [record.id for record in store.federations()]:
         raise PlanError(f"there is a federation {plan.federation!r} already; choose another name")
-    config, start = home.config(), None
+    config, first = home.config(), None
     if continued_from is not None:
-        start = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)
-        for artifact in start:
+        first = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)
+        for artifact in first:
             artifacts_of(home).local(artifact)  # the process that makes the new artifacts reads the directory
-    made = make_artifacts(plan, home.artifacts, home.public_data(config), config.aggregation.public_images, start)
+    made = make_artifacts(plan, home.artifacts, home.public_data(config), config.aggregation.public_images, first)
     artifacts = artifacts_of(home)
     for artifact in (made.spec, made.aggregate, made.server_state):
         artifacts.keep(artifact)
@@ -234,7 +234,7 @@ def open_federation(
         deadline_s=plan.deadline_s,
         first_attempt=1,
         created_at=now,
-        status=FederationStatus.CREATED if held else FederationStatus.RUNNING,
+        status=FederationStatus.RUNNING if start else FederationStatus.CREATED,
         policy=plan.model_dump_json(include=set(RoundPolicy.model_fields)),
         continued_from=continued_from,
     )

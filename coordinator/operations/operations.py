@@ -85,13 +85,13 @@ class Operations:
         return self.steer(changed)
 
     def create_federation(
-        self, plan: FederationPlan, *, held: bool = False, continued_from: str | None = None
+        self, plan: FederationPlan, *, start: bool = True, continued_from: str | None = None
     ) -> FederationRecord:
-        """Open a federation, and start it unless it is `held`. Takes seconds: a process with torch makes the first weights.
+        """Open a federation, and start it unless that comes later. Takes seconds: a process with torch makes the first weights.
 
         Args:
             plan: the operator's plan.
-            held: create it only.
+            start: else it is only created.
             continued_from: a federation whose last aggregate has the initial weights.
 
         Raises:
@@ -101,8 +101,8 @@ class Operations:
         if continued_from is not None:
             federation_of(self.store, continued_from)
         with changing_members(self.home):
-            record = open_federation(self.home, self.store, plan, held=held, continued_from=continued_from)
-        self.events.write("federation_created", federation=record.id, held=held, continued_from=continued_from)
+            record = open_federation(self.home, self.store, plan, start=start, continued_from=continued_from)
+        self.events.write("federation_created", federation=record.id, started=start, continued_from=continued_from)
         if record.status is FederationStatus.RUNNING:
             self.follow(record.id)
         return record

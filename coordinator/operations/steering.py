@@ -20,8 +20,7 @@ from fedcg.config_file import listed, problems_of
 from fedcg.event_log import EventLog, log_text
 from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
 
-BY_OPERATOR = "held by an operator; `fedcg federation resume` lets it go on"
-STOPPED = "stopped by an operator"
+NO_REASON = "no reason given"
 MAX_REASON = 300
 
 
@@ -29,7 +28,7 @@ class Follow(Protocol):
     """Brings a running coordinator's service of a federation to what the database holds."""
 
     def __call__(self, federation: str, *, resume: bool = False) -> None:
-        """Do so; `resume` lets a federation go on that paused after failed attempts."""
+        """Do so; `resume` lets a federation go on that stalled."""
 
 
 def nobody_follows(federation: str, *, resume: bool = False) -> None:
@@ -104,13 +103,15 @@ class Steering:
             SteeringError: it is not running.
         """
         record = federation_of(self._store, federation)
-        if record.status is FederationStatus.HELD:
+        if record.status is FederationStatus.PAUSED:
             return record
         self._require_life(record)
-        return self._change(record, FederationStatus.HELD, reason or BY_OPERATOR)
+        return self._change(
+            record, FederationStatus.PAUSED, reason or f"{NO_REASON}; `fedcg federation resume` lets it go on"
+        )
 
     def resume(self, federation: str) -> FederationRecord:
-        """Let a federation go on that an operator paused, or that paused after failed attempts; these are counted anew.
+        """Let a federation go on that an operator paused, or that stalled; failed attempts are counted anew.
 
         Raises:
             SteeringError: it is not running.
@@ -130,7 +131,7 @@ class Steering:
         if record.status is FederationStatus.STOPPED:
             return record
         self._require_life(record)
-        return self._change(record, FederationStatus.STOPPED, reason or STOPPED)
+        return self._change(record, FederationStatus.STOPPED, reason or NO_REASON)
 
     def change_policy(self, federation: str, changes: Mapping[str, Any]) -> FederationRecord:
         """Change fields of the policy; the open attempt goes on by the new one.

@@ -18,7 +18,6 @@ from coordinator.rounds.records import (
     TokenRecord,
     TokenState,
 )
-from coordinator.rounds.round_engine import standing_reason
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.progress import DeviceProgress
 from coordinator.storage.api_store import ApiTokenRecord
@@ -191,7 +190,7 @@ def federation_view(running: Coordinator, record: FederationRecord) -> Federatio
         attempt=state.attempt,
         rounds=policy.rounds,
         policy=policy,
-        reason=standing_reason(state) or record.status_reason,
+        reason=record.reason(state),
         continued_from=record.continued_from,
         created_at=record.created_at,
         connected=service is not None and service.is_connected,

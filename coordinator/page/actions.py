@@ -102,11 +102,11 @@ def change_device(device: str, action: str, view: Asked, fields: Fields) -> Resp
 @router.post("/federations/new")
 async def create_federation(request: Request, view: Asked, fields: Fields) -> Response:
     """Create a federation from a plan, and start it where that was chosen."""
-    text, held = fields.get("plan", ""), fields.get("start") != "yes"
+    text, start = fields.get("plan", ""), fields.get("start") == "yes"
 
     def create() -> Response:
         try:
-            federation = _created(_operations(request), text, held=held)
+            federation = _created(_operations(request), text, start=start)
         except PlanError as error:
             problems = [line.strip() for line in str(error).split("\n") if line.strip()]
             return view.render("new_federation.html", status=422, plan=text, problems=problems)
@@ -130,7 +130,7 @@ def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response
     return see_other("/federations")
 
 
-def _created(operations: Operations, text: str, *, held: bool) -> str:
+def _created(operations: Operations, text: str, *, start: bool) -> str:
     """Create a federation from the text of a plan; returns its id."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.toml"
@@ -139,7 +139,7 @@ def _created(operations: Operations, text: str, *, held: bool) -> str:
             plan = read_plan(path)
         except PlanError as error:
             raise PlanError(str(error).replace(str(path), "the plan")) from error
-    return operations.create_federation(plan, held=held).id
+    return operations.create_federation(plan, start=start).id
 
 
 def _operations(request: Request) -> Operations:

@@ -118,8 +118,8 @@ def _federations(known: Known) -> list[tuple[str, str]]:
     found = []
     for record in known.store.federations()[::-1]:
         status = record.status.value
-        found.append((record.id, known.state(record.id).label if status == "running" else status))
-    order = "collecting distilling waits_for_owners waiting paused held created finished stopped"
+        found.append((record.id, status if status in ("created", "stopped") else known.state(record.id).label))
+    order = "collecting distilling waits_for_owners waiting stalled paused created finished stopped"
     return sorted(found, key=lambda each: order.index(each[1]))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from coordinator.rounds.pacing import Pace, Policy
-from coordinator.rounds.round_engine import Phase, RoundState, paused_reason
+from coordinator.rounds.round_engine import Phase, RoundState, stalled_reason, standing_reason
 from fedcg.learning.spec import DEFAULT_MIN_COHORT, RoundPolicy
 from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part
@@ -46,7 +46,7 @@ class FederationStatus(str, Enum):
 
     CREATED = "created"
     RUNNING = "running"
-    HELD = "held"
+    PAUSED = "paused"
     STOPPED = "stopped"
 
 
@@ -163,6 +163,13 @@ class FederationRecord:
         """The policy as the round engine takes it; what the coordinator adds has its defaults."""
         return Policy(**self.operator_policy.model_dump())
 
+    def reason(self, state: RoundState) -> str:
+        """Why it stands still, or will when the open round is over, in this state of the round engine; "" where it does not."""
+        if self.status is not FederationStatus.PAUSED:
+            return standing_reason(state) or self.status_reason
+        is_open = state.phase in (Phase.COLLECTING, Phase.DISTILLING)
+        return f"it pauses when this round is over: {self.status_reason}" if is_open else state.reason
+
     def after_failure(self, last: AttemptRecord) -> RoundState:
         """The state of the round engine when the last attempt failed."""
         failed = last.attempt - self.first_attempt + 1
@@ -177,7 +184,7 @@ class FederationRecord:
         )
         if failed < policy.max_attempts:
             return state
-        return replace(state, phase=Phase.PAUSED, reason=paused_reason(state, failed), pace=Pace())
+        return replace(state, phase=Phase.STALLED, reason=stalled_reason(state, failed), pace=Pace())
 
 
 @dataclass(frozen=True)

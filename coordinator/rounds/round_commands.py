@@ -57,8 +57,8 @@ class FailAttempt(OfAttempt):
 
 
 @dataclass(frozen=True)
-class Pause:
-    """Nothing happens any more until an operator resumes."""
+class Stall:
+    """Too many attempts failed: none opens until an operator resumes."""
 
     reason: str
 
@@ -68,4 +68,4 @@ class Finish:
     """Publish the final aggregate."""
 
 
-Command = OpenAttempt | ResumeAttempt | MoveDeadline | Invite | Distil | FailAttempt | Pause | Finish
+Command = OpenAttempt | ResumeAttempt | MoveDeadline | Invite | Distil | FailAttempt | Stall | Finish

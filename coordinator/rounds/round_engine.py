@@ -1,7 +1,7 @@
 """The round engine: a pure state machine. It knows no clock, no database and no network.
 
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
-A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation is paused. An attempt that
+A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation stalls. An attempt that
 ran out of time because clients had not answered or were offline does not count. A client whose owner has not approved the spec
 keeps its place: the attempt is not held up by it, and waits for the approval only where it can't close without. `pacing` decides
 when an attempt may open.
@@ -24,8 +24,8 @@ from coordinator.rounds.round_commands import (
     Invite,
     MoveDeadline,
     OpenAttempt,
-    Pause,
     ResumeAttempt,
+    Stall,
 )
 from coordinator.rounds.round_events import (
     Accepted,
@@ -37,11 +37,11 @@ from coordinator.rounds.round_events import (
     Departed,
     Event,
     Expected,
-    Held,
     LinkChanged,
+    Paused,
     PolicyChanged,
-    Released,
     Restarted,
+    Resumed,
     Stopped,
     Tick,
     UpdateRefused,
@@ -59,12 +59,13 @@ RESTART_GRACE_S = 120.0
 
 
 class Phase(str, Enum):
-    """The state of the federation."""
+    """The state of the federation: an operator paused it; it stalled after failed attempts."""
 
     WAITING = "waiting"
     COLLECTING = "collecting"
     DISTILLING = "distilling"
     PAUSED = "paused"
+    STALLED = "stalled"
     FINISHED = "finished"
 
 
@@ -78,10 +79,10 @@ class RoundState:
         updates: participants whose update is stored.
         declined: participants that will not deliver one.
         deadline_at: unix time at which collecting ends.
-        reason: why it is paused.
+        reason: why it is paused or stalled, or the last attempt failed.
         left_out: clients that are not invited while enough others are online, and why.
         barred: clients that are not invited at all, and why.
-        held: why the operator holds the federation, or "".
+        paused: why an operator paused the federation, or ""; an open attempt ends before.
         first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes, and over attempts that do
             not count.
         accepted: participants that have announced that they work on it.
@@ -101,7 +102,7 @@ class RoundState:
     reason: str = ""
     left_out: Mapping[str, str] = field(default_factory=dict)
     barred: Mapping[str, str] = field(default_factory=dict)
-    held: str = ""
+    paused: str = ""
     first_attempt: int = 1
     accepted: frozenset[str] = frozenset()
     unapproved: frozenset[str] = frozenset()
@@ -177,8 +178,8 @@ def standing_reason(state: RoundState) -> str:
     )
 
 
-def paused_reason(state: RoundState, attempts: int) -> str:
-    """Why a federation pauses after `attempts` failed attempts, with what to do about it."""
+def stalled_reason(state: RoundState, attempts: int) -> str:
+    """Why a federation stalls after `attempts` failed attempts, with what to do about it."""
     return (
         f"round {state.round} failed {attempts} times (last: {state.reason}); "
         "look at the devices, then run `fedcg federation resume`"
@@ -221,14 +222,14 @@ def _policy_changed(state: RoundState, event: PolicyChanged, now: float) -> Step
     return _open_if_enough(state, now)
 
 
-def _held(state: RoundState, event: Held, now: float) -> Step:
-    state = replace(state, held=event.reason)
+def _paused(state: RoundState, event: Paused, now: float) -> Step:
+    state = replace(state, paused=event.reason)
     return (replace(state, phase=Phase.PAUSED, reason=event.reason) if state.phase is Phase.WAITING else state), ()
 
 
-def _released(state: RoundState, event: Released, now: float) -> Step:
-    state = replace(state, held="")
-    if state.phase is not Phase.PAUSED:
+def _resumed(state: RoundState, event: Resumed, now: float) -> Step:
+    state = replace(state, paused="")
+    if state.phase not in (Phase.PAUSED, Phase.STALLED):
         return state, ()
     ready = replace(state, phase=Phase.WAITING, reason="", first_attempt=state.attempt)
     return _open_if_enough(ready, now)
@@ -239,7 +240,7 @@ def _stopped(state: RoundState, event: Stopped, now: float) -> Step:
         return state, ()
     under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)
     failed = FailAttempt(state.round, state.attempt, event.reason, state.attempt + 1)
-    ended = replace(state, phase=Phase.FINISHED, reason=event.reason, held="")
+    ended = replace(state, phase=Phase.FINISHED, reason=event.reason, paused="")
     return ended, (failed, Finish()) if under_way else (Finish(),)
 
 
@@ -329,8 +330,8 @@ _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
     Expected: _expected,
     Barred: _barred,
     PolicyChanged: _policy_changed,
-    Held: _held,
-    Released: _released,
+    Paused: _paused,
+    Resumed: _resumed,
     Stopped: _stopped,
     LinkChanged: _link_changed,
     Accepted: _accepted,
@@ -347,14 +348,14 @@ _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
 def _waiting(state: RoundState, round_number: int, attempt: int, *, first_attempt: int) -> RoundState:
     return RoundState(
         policy=state.policy,
-        phase=Phase.PAUSED if state.held else Phase.WAITING,
+        phase=Phase.PAUSED if state.paused else Phase.WAITING,
         round=round_number,
         attempt=attempt,
         online=state.online,
-        reason=state.held or state.reason,
+        reason=state.paused or state.reason,
         left_out=state.left_out,
         barred=state.barred,
-        held=state.held,
+        paused=state.paused,
         first_attempt=first_attempt,
         pace=state.pace,
     )
@@ -431,7 +432,7 @@ def _fail(state: RoundState, reason: str, now: float, *, counts: bool = True) ->
     following = _waiting(state, state.round, state.attempt + 1, first_attempt=first)
     attempts = following.attempt - first
     if attempts >= state.policy.max_attempts:
-        why = paused_reason(following, attempts)
-        return replace(following, phase=Phase.PAUSED, reason=why), (failed, Pause(why))
+        why = stalled_reason(following, attempts)
+        return replace(following, phase=Phase.STALLED, reason=why), (failed, Stall(why))
     opened, commands = _open_if_enough(following, now)
     return opened, (failed, *commands)

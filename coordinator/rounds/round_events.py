@@ -52,15 +52,15 @@ class PolicyChanged:
 
 
 @dataclass(frozen=True)
-class Held:
-    """The operator holds the federation: the open attempt ends as it would, and no other one opens."""
+class Paused:
+    """An operator paused the federation: the open attempt ends as it would, and no other one opens."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Released:
-    """The operator lets a held or paused federation go on; failed attempts are counted anew."""
+class Resumed:
+    """An operator resumed a paused or stalled federation; failed attempts are counted anew."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ Event = (
     | Expected
     | Barred
     | PolicyChanged
-    | Held
-    | Released
+    | Paused
+    | Resumed
     | Stopped
     | LinkChanged
     | Accepted

@@ -41,18 +41,18 @@ from coordinator.rounds.round_commands import (
     Invite,
     MoveDeadline,
     OpenAttempt,
-    Pause,
     ResumeAttempt,
+    Stall,
 )
 from coordinator.rounds.round_engine import Phase, RoundState, transition
 from coordinator.rounds.round_events import (
     AggregateStored,
     AggregationFailed,
     Event,
-    Held,
+    Paused,
     PolicyChanged,
-    Released,
     Restarted,
+    Resumed,
     Stopped,
     UpdateRefused,
 )
@@ -134,7 +134,7 @@ class RoundDriver:
             Invite: self._invite,
             Distil: self._distil,
             FailAttempt: self._fail_attempt,
-            Pause: self._pause,
+            Stall: self._stall,
             Finish: self._finish,
         }
 
@@ -165,7 +165,7 @@ class RoundDriver:
         self._follow_status(self._record)
 
     def follow(self, record: FederationRecord, *, resume: bool = False) -> None:
-        """Follow what an operator changed; `resume` also lets a federation go on that paused after failed attempts."""
+        """Follow what an operator changed; `resume` also lets a federation go on that stalled."""
         before, self._record = self._record, record
         policy = self._policy_of(record)
         if policy != self._state.policy:
@@ -173,15 +173,15 @@ class RoundDriver:
         if (record.status, record.status_reason) != (before.status, before.status_reason):
             self._follow_status(record)
         if resume:
-            self.apply(Released())
+            self.apply(Resumed())
 
     def _follow_status(self, record: FederationRecord) -> None:
         if record.status is FederationStatus.STOPPED:
             self.apply(Stopped(record.status_reason))
-        elif record.status is FederationStatus.HELD:
-            self.apply(Held(record.status_reason))
-        elif self._state.held:
-            self.apply(Released())
+        elif record.status is FederationStatus.PAUSED:
+            self.apply(Paused(record.status_reason))
+        elif self._state.paused:
+            self.apply(Resumed())
 
     def _policy_of(self, record: FederationRecord) -> Policy:
         """The federation's policy with the coordinator's own waiting times and secret."""
@@ -255,7 +255,7 @@ class RoundDriver:
         plateau = plateau_reason(self._store, self._id, self._state.policy)
         if plateau:  # before the next attempt opens
             self._store.set_status(self._id, FederationStatus.STOPPED, plateau)
-            self.apply(Held(plateau))
+            self.apply(Paused(plateau))
         self.apply(AggregateStored(done.round, done.attempt))
         if plateau:
             self.apply(Stopped(plateau))
@@ -280,7 +280,7 @@ class RoundDriver:
         """Publish the current offer, or the end, on the retained topic; while the link is down this does nothing."""
         self.is_announced, self.announced_at = True, time.monotonic()
         state = self._state
-        if state.phase in (Phase.WAITING, Phase.PAUSED):
+        if state.phase in (Phase.WAITING, Phase.PAUSED, Phase.STALLED):
             return
         finished = state.phase is Phase.FINISHED
         aggregate = self._store.aggregates(self._id)[-1].artifact if finished else self._base
@@ -378,8 +378,8 @@ class RoundDriver:
         self._drop_rows(command)
         self._judge_devices(command.round)
 
-    def _pause(self, command: Pause) -> None:
-        self._events.write("paused", reason=command.reason)
+    def _stall(self, command: Stall) -> None:
+        self._events.write("stalled", reason=command.reason)
 
     def _finish(self, command: Finish) -> None:
         final = self._store.aggregates(self._id)[-1]

@@ -30,7 +30,8 @@ from coordinator.rounds.records import (
     ParticipantState,
     UpdateRecord,
 )
-from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.rounds.round_engine import Phase, RoundState, transition
+from coordinator.rounds.round_events import Paused
 from coordinator.storage import schema
 from coordinator.storage.api_store import ApiStore
 from coordinator.storage.database import checkpoint, database_of, open_database, unusable
@@ -380,6 +381,12 @@ class Store(schema.Queries):
     def round_state(self, federation: str) -> RoundState:
         """The state of the round engine, rebuilt; no client is online in it."""
         record = self.federation(federation)
+        state = self._rebuilt(record)
+        is_paused = record.status is FederationStatus.PAUSED
+        return transition(state, Paused(record.status_reason), 0.0)[0] if is_paused else state
+
+    def _rebuilt(self, record: FederationRecord) -> RoundState:
+        federation = record.id
         last = self.last_attempt(federation)
         policy = record.round_policy
         state = RoundState(policy, first_attempt=record.first_attempt)

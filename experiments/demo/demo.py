@@ -83,7 +83,7 @@ class Demo:
         """Run the federation to its end and write `summary.json` and `accuracy.png`.
 
         Raises:
-            ProcessError: a step failed, a process ended too early, or the federation paused.
+            ProcessError: a step failed, a process ended too early, or the federation stalled.
             SourceError: the data can't be used.
         """
         started = time.time()
@@ -260,8 +260,10 @@ class Demo:
             for other in self._kept_up:
                 if not other.is_running:
                     raise other.ended_too_early()
-            if self._coordinator.paused is not None:
-                raise ProcessError(f"the federation paused: {self._coordinator.paused}; see {self._run.root / 'logs'}")
+            if self._coordinator.stalled is not None:
+                raise ProcessError(
+                    f"the federation stalled: {self._coordinator.stalled}; see {self._run.root / 'logs'}"
+                )
             await asyncio.sleep(POLL_S)
 
     async def _until_observed(self) -> None:

@@ -136,7 +136,7 @@ class CoordinatorHistory:
         base: the aggregate that each round started from, by round.
         produced: the aggregate that each round ended with, by round.
         available: unix seconds since when each aggregate could be fetched, by its sha256.
-        paused: why the federation is paused, when it is.
+        stalled: why the federation stalled, when it did.
     """
 
     round: int = 0
@@ -146,7 +146,7 @@ class CoordinatorHistory:
     base: dict[int, str] = field(default_factory=dict)
     produced: dict[int, str] = field(default_factory=dict)
     available: dict[str, float] = field(default_factory=dict)
-    paused: str | None = None
+    stalled: str | None = None
 
     def take(self, events: Iterable[Event]) -> None:
         """Add events, oldest first."""
@@ -168,7 +168,7 @@ class CoordinatorHistory:
             self.state, self.step, self.steps = "stored", 0, 0
             self.produced[self.round] = str(event.get("artifact"))
             self.available.setdefault(self.produced[self.round], at)
-        elif name == "paused":
-            self.paused = str(event.get("reason"))
+        elif name == "stalled":
+            self.stalled = str(event.get("reason"))
         elif name in ("distilling", "finished"):
             self.state = str(name)

@@ -243,7 +243,7 @@ class RoundPolicy(_Frozen):
     deadline_s: Annotated[
         float, Field(gt=0, description="seconds that a round collects, from when the quorum has accepted")
     ] = 3600.0
-    max_attempts: Annotated[int, Field(ge=1, description="tries of one round before the federation is paused")] = 3
+    max_attempts: Annotated[int, Field(ge=1, description="tries of one round before the federation stalls")] = 3
     late: Annotated[
         Literal["drop", "next"],
         Field(description="an update that comes when its round has closed: dropped, or a teacher of the next round"),

@@ -24,7 +24,7 @@ DECLINE_ADVICE = {
     "unknown_method": "bring the program on the device up to date",
     "spec_refused": "`fedcg agent status` on the device names the cause",
     "training_failed": "`fedcg agent status` on the device names the cause: memory, disk or private store",
-    "diverged": "look at the device's images; where several devices diverge, lower the learning rate of the plan",
+    "diverged": "look at the device's images; where several devices diverge: `fedcg federation continue {federation} PLAN`, with a lower learning rate",
     "withheld": "its owner decides: the gate of [audit] or the budget of [privacy] held it back; `fedcg agent status` there names it",
     "paused": "nothing: its owner paused it; `fedcg agent resume` on the device ends that",
     "needs_approval": "the device's owner looks with `fedcg agent approve` at what the spec asks for, beyond [policy] in agent.toml",
@@ -40,9 +40,9 @@ DECLINE_ADVICE = {
     "low_disk": "free some space on the device; `fedcg doctor --hardware` shows how much it needs",
     "low_memory": "end other programs on the device, or lower [eligibility] min_free_memory_mb in its agent.toml",
     "metered": "nothing: it takes part when it has a link that is not metered",
-    "no_time": "give rounds more time: deadline_s of the federation's plan",
+    "no_time": "give rounds more time: `fedcg federation set {federation} deadline_s=SECONDS` at the coordinator",
 }
-"""What a person does about a device that declines, by its reason."""
+"""What a person does about a device that declines, by its reason; `{federation}` stands for the id of the federation."""
 
 NORMAL_REFUSALS = frozenset({"replayed", "older_epoch", "other_session"})
 """Reasons of refusals that every restart of a coordinator or a device causes."""
@@ -126,12 +126,6 @@ def _link(event: Event) -> Line:
     return INFO, f"the link to the broker is back after {down_s:.0f} s"
 
 
-def _training_paused(event: Event) -> Line:
-    if event.get("attempt") is None:  # the coordinator's: the federation is paused
-        return ERROR, "paused: {reason}"
-    return WARNING, "{at}: training pauses ({reason}): {detail}"
-
-
 def _resumed(event: Event) -> Line:
     if event.get("seconds") is None:
         return DEBUG, "goes on: {phase}, round {round}"
@@ -185,7 +179,7 @@ def _finished(event: Event) -> Line:
     if "succeeded" in event:
         return (INFO, "{summary}") if event["succeeded"] else (ERROR, "{summary}")
     return INFO, "finished after round {round}: the final aggregate is {aggregate:.12}" + (
-        " ({reason})" if event.get("reason") else ""
+        " (stopped: {reason})" if event.get("reason") else ""
     )
 
 
@@ -233,6 +227,13 @@ def _agent_paused(event: Event) -> Line:
     return INFO, f"paused {until}" + (": {reason}" if event.get("reason") else "")
 
 
+def _steered(event: Event) -> Line:
+    return INFO, {
+        "running": "an operator lets it run",
+        "paused": "an operator paused it, and a round that is open ends before: {reason}",
+    }.get(str(event.get("status")), "an operator stopped it: {reason}")
+
+
 def _attempt_opened(event: Event) -> Line:
     return INFO, f"{{at}} opened ({len(event.get('participants') or ())} devices invited)"
 
@@ -269,7 +270,6 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "finished": _finished,
     "refused": _refused,
     "phase_started": _phase_started,
-    "paused": _training_paused,
     "resumed": _resumed,
     "certificate_renewed": _certificate_renewed,
     # of the agent and its training process
@@ -283,6 +283,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "offer": (DEBUG, "{at} is open"),
     "invited": (INFO, "{at}: invited"),
     "artifact_stored": _artifact_stored,
+    "paused": (WARNING, "{at}: training pauses ({reason}): {detail}"),
     "trainer_started": (DEBUG, "the training process is started ({pid})"),
     "trainer_died": _trainer_died,
     "trainer_released": (INFO, "the training process is ended, which frees its memory: {reason}"),
@@ -316,7 +317,8 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     # of the coordinator
     "started": (INFO, "the coordinator runs (epoch {epoch})"),
     "stopped": (INFO, "the coordinator stopped"),
-    "steered": (INFO, "{status}: {reason}"),
+    "steered": _steered,
+    "stalled": (ERROR, "stalled: {reason}"),
     "federation_created": (INFO, "created"),
     "device_disabled": (INFO, "{client} is not invited until it is enabled: {reason}"),
     "device_enabled": (INFO, "{client} is invited again"),

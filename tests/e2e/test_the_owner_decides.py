@@ -101,7 +101,7 @@ def test_a_paused_device_declines_with_the_reason_and_the_page_shows_it(stack: S
     assert "maintenance of line 4" in before["paused"]
     wait_for(lambda: _agent(stack, PAUSED, "status")["agent_trainer"] == "gone", "its training process is released")
     stack.command("federation", "resume", "--dir", str(stack.home))
-    stack.wait_event("coordinator", lambda event: event["event"] == "paused", "the federation pauses")
+    stack.wait_event("coordinator", lambda event: event["event"] == "stalled", "the federation stalls")
     assert set(_declines(stack, PAUSED)) == {"upload_not_allowed", "paused"}
     shown = _page(stack, f"/devices/{PAUSED}")
     assert "its owner has paused it" in shown

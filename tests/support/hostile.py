@@ -245,7 +245,7 @@ class Federation:
             box.start(self)
 
     def is_over(self) -> bool:
-        return all(box.exit_code is not None for box in self.boxes.values()) or bool(self.world.events("paused"))
+        return all(box.exit_code is not None for box in self.boxes.values()) or bool(self.world.events("stalled"))
 
     def close(self) -> None:
         self.broker.behaviour = honest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,11 @@ from typing import Any
 
 import pytest
 
+from coordinator.facts.conditions import FINDINGS
+from coordinator.facts.problems import HEALTH, REMEDIES, SUM_REMEDIES
 from fedcg.cli import app, main
+from fedcg.learning.spec import RoundPolicy
+from fedcg.log.sentences import DECLINE_ADVICE
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import picture
 from tests.support.serving import install_versions
@@ -51,6 +56,19 @@ def _commands(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 def _options(command: Any) -> set[str]:
     return {option for parameter in command.params for option in getattr(parameter, "opts", ())}
+
+
+def test_every_command_that_a_remedy_names_exists_and_takes_what_it_is_given() -> None:
+    tables = (DECLINE_ADVICE, REMEDIES, FINDINGS, SUM_REMEDIES, HEALTH)
+    texts = [str(values) for table in tables for values in table.values()]
+    named = [found.split()[1:] for text in texts for found in re.findall(r"`(fedcg [^`]+)`", text)]
+    there = {name for name, _ in _commands(app)}
+    assert len(named) > 20
+    for words in named:
+        assert any(tuple(words[:length]) in there for length in (1, 2, 3)), words
+        assert {word.partition("=")[0] for word in words if "=" in word} <= RoundPolicy.model_fields.keys(), words
+    assert ["federation", "set", "{federation}", "deadline_s=SECONDS"] in named
+    assert not any("of the federation's plan" in text for text in texts), "a plan can't be changed"
 
 
 def test_every_command_that_tells_something_takes_json() -> None:

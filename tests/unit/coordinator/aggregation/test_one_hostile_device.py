@@ -157,9 +157,9 @@ def test_an_attempt_that_needs_the_rejected_update_fails_by_the_devices_name(mak
     world = make_world(5, clients=("a", "b", "c"), make_worker=RejectingWorker, min_clients=3, max_attempts=2)
     with RunningService(world):
         world.start_devices()
-        paused = world.wait_event("paused")
+        stalled = world.wait_event("stalled")
     assert "the update of b was rejected (its logits are not finite); 2 updates are left, and 3 are needed" in str(
-        paused["reason"]
+        stalled["reason"]
     )
 
 

@@ -318,7 +318,7 @@ def test_a_home_has_several_federations_and_shows_where_each_stands(home: Home, 
     assert "there are: casting, second" in output
 
 
-def test_a_paused_federation_is_resumed_by_a_command_but_not_behind_a_coordinator_that_holds_the_directory(
+def test_a_stalled_federation_is_resumed_by_a_command_but_not_behind_a_coordinator_that_holds_the_directory(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.cli.client.STARTING_S", 0.0)
@@ -328,12 +328,12 @@ def test_a_paused_federation_is_resumed_by_a_command_but_not_behind_a_coordinato
     for attempt in (1, 2):
         store.open_attempt(("casting", 1, attempt), "0" * 64, frozenset({"a"}), 1.0, 2.0)
         store.fail_attempt(("casting", 1, attempt), "nobody came", 3.0)
-    assert store.round_state("casting").phase.value == "paused"
+    assert store.round_state("casting").phase.value == "stalled"
     with home.locked():
         code, output = call("federation", "resume", "--dir", home.root)
         assert code == 4
         assert "no connection to http://127.0.0.1:" in output
-        assert store.round_state("casting").phase.value == "paused"
+        assert store.round_state("casting").phase.value == "stalled"
     assert call("federation", "resume", "--dir", home.root)[0] == 0
     assert store.round_state("casting").phase.value == "waiting"
     store.close()

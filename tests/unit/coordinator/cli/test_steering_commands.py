@@ -81,7 +81,7 @@ def steered(home: Home) -> list[Any]:
 
 
 OUTCOME = [
-    "held",
+    "paused",
     "the line is rebuilt",
     "running",
     40,
@@ -104,7 +104,7 @@ def test_commands_steer_a_running_coordinator_which_audits_them(coordinator: Hom
     assert {line["identity"] for line in lines} == {"local"}
     assert "POST /api/v1/federations/{federation}/pause" in {line["route"] for line in lines}
     events = [json.loads(line) for line in coordinator.events_file.read_text().splitlines()]
-    assert "held" in {event.get("status") for event in events if event["event"] == "steered"}
+    assert "paused" in {event.get("status") for event in events if event["event"] == "steered"}
 
 
 def test_the_same_commands_do_the_same_where_no_coordinator_runs(home: Home) -> None:
@@ -117,7 +117,7 @@ def test_a_federation_that_is_created_while_a_coordinator_runs_is_at_work_withou
 ) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(SECOND)
-    assert ask(coordinator, "federation", "create", plan, "--held")["epoch"] is None
+    assert ask(coordinator, "federation", "create", plan, "--no-start")["epoch"] is None
     assert ask(coordinator, "federation", "start", "second")["status"] == "running"
     wait_until(lambda: ask(coordinator, "federation", "show", "second")["epoch"] is not None, "its service runs")
     plan.write_text(SECOND.replace("second", "third"))

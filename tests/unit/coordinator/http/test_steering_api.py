@@ -55,7 +55,7 @@ def audited(home: Home) -> list[dict[str, EventValue]]:
 def test_a_federation_is_created_held_started_paused_resumed_extended_and_stopped(
     api: Api, operator: httpx.Client
 ) -> None:
-    made = operator.post("/api/v1/federations", json={"plan": PLAN, "held": True, "continued_from": None})
+    made = operator.post("/api/v1/federations", json={"plan": PLAN, "start": False, "continued_from": None})
     assert (made.status_code, made.json()["status"]) == (201, "created"), made.text
     second = made.headers["location"]
     assert operator.get(second).json()["federation"] == "second"
@@ -72,7 +72,7 @@ def test_a_federation_is_created_held_started_paused_resumed_extended_and_stoppe
         seen.append((view.json()["status"], view.json()["rounds"], view.json()["reason"]))
     assert seen == [
         ("running", 1, ""),
-        ("held", 1, "the line is rebuilt"),
+        ("paused", 1, "the line is rebuilt"),
         ("running", 1, ""),
         ("running", 5, ""),
         ("stopped", 5, "enough"),
@@ -85,8 +85,8 @@ def test_a_federation_is_created_held_started_paused_resumed_extended_and_stoppe
 @pytest.mark.slow
 def test_a_federation_goes_on_from_the_last_weights_of_another(api: Api, operator: httpx.Client) -> None:
     first = {**PLAN, "federation": "first"}
-    assert operator.post("/api/v1/federations", json={"plan": first, "held": True}).status_code == 201
-    wanted = {"plan": {**PLAN, "seed": 9}, "held": True, "continued_from": "first"}
+    assert operator.post("/api/v1/federations", json={"plan": first, "start": False}).status_code == 201
+    wanted = {"plan": {**PLAN, "seed": 9}, "start": False, "continued_from": "first"}
     made = operator.post("/api/v1/federations", json=wanted)
     assert (made.status_code, made.json()["continued_from"]) == (201, "first"), made.text
     other = operator.post("/api/v1/federations", json={**wanted, "continued_from": "nobody"})

@@ -238,7 +238,7 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
         return store.federation("tiny").status
 
     assert operator.post("/federations/tiny/pause", form_of="/confirm/pause/tiny", reason="cleaning")[0] == 303
-    assert (status(), store.federation("tiny").status_reason) == (FederationStatus.HELD, "cleaning")
+    assert (status(), store.federation("tiny").status_reason) == (FederationStatus.PAUSED, "cleaning")
     assert operator.post("/federations/tiny/resume", form_of="/federations")[0] == 303
     assert status() is FederationStatus.RUNNING
     assert operator.post("/federations/tiny/extend", form_of="/federations", rounds="5")[0] == 303
@@ -266,6 +266,26 @@ def test_a_session_that_was_ended_is_over_in_every_browser_that_has_its_cookie(p
     assert copy.get("/devices")[0] == 200
     assert reader.post("/logout", form_of="/devices")[0] == 303
     assert copy.ask("GET", "/devices")[1]["location"] == "/login?to=/devices"
+
+
+def test_a_pause_shows_while_the_round_is_open_and_then_ends_the_forecast(page: ServedPage) -> None:
+    page.made.steering.extend("tiny", 1)
+    slow, reader = page.made.devices["tiny"][2], page.reader()
+    slow.trained.add((2, 1))  # it accepts the second round, and is still training
+    start(page)
+    shows(reader, "/f/tiny", "the last one ends about", "2<small> of 3 wanted")
+    assert reader.post("/federations/tiny/pause", form_of="/confirm/pause/tiny", reason="cleaning")[0] == 303
+    text = shows(reader, "/f/tiny", 'badge good">collecting', "it pauses when this round is over: cleaning")
+    assert "the last one ends about" not in text
+    assert ">Resume</button>" in reader.get("/federations")[1].partition('id="f-tiny"')[2]
+    slow.trained.discard((2, 1))
+    slow.act()
+    text = shows(reader, "/f/tiny", 'badge warn">paused', "cleaning", "3<small> of 3</small>")
+    assert "it pauses" not in text
+    assert "stalled" not in reader.get("/repairs")[1]
+    sentences = shows(reader, "/events", "an operator paused it, and a round that is open ends before: cleaning")
+    assert reader.post("/federations/tiny/resume", form_of="/federations")[0] == 303
+    assert "running:" not in sentences + shows(reader, "/events", "tiny: an operator lets it run")
 
 
 def test_a_form_of_another_site_changes_nothing(page: ServedPage) -> None:

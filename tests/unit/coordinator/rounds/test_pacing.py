@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.rounds.pacing import LEAST_SHARE, RETRY_MAX_S, Policy
-from coordinator.rounds.round_commands import Distil, FailAttempt, MoveDeadline, OpenAttempt, Pause
+from coordinator.rounds.round_commands import Distil, FailAttempt, MoveDeadline, OpenAttempt, Stall
 from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState, standing_reason
 from coordinator.rounds.round_events import (
     Accepted,
@@ -92,7 +92,7 @@ def test_the_next_attempt_opens_after_a_pause_with_whoever_is_online_then() -> N
 def test_declined_and_rejected_attempts_and_failed_merges_pause_the_federation() -> None:
     state, _ = play(opened(), UpdateRefused(1, 1, "a"), now=1001.0)
     state, commands = play(state, AggregationFailed(1, 2, "diverged"), now=1002.0)
-    assert isinstance(commands[-1], Pause)
+    assert isinstance(commands[-1], Stall)
     assert play(state, CameOnline("c"), LinkChanged(up=False), LinkChanged(up=True), Tick(), now=9999.0)[1] == []
 
 
@@ -121,7 +121,7 @@ def test_clients_that_are_too_slow_cost_attempts_that_count() -> None:
     for attempt in (1, 2):
         state, _ = play(state, Accepted(1, attempt, "a"), Accepted(1, attempt, "b"), now=1000.0)
         state, commands = play(state, Tick(), now=2000.0)
-    assert isinstance(commands[-1], Pause)
+    assert isinstance(commands[-1], Stall)
     assert "a (still at work)" in commands[-1].reason
 
 

@@ -15,8 +15,8 @@ from coordinator.rounds.round_commands import (
     Finish,
     Invite,
     OpenAttempt,
-    Pause,
     ResumeAttempt,
+    Stall,
 )
 from coordinator.rounds.round_engine import RESTART_GRACE_S, Phase, RoundState, transition
 from coordinator.rounds.round_events import (
@@ -29,11 +29,11 @@ from coordinator.rounds.round_events import (
     Departed,
     Event,
     Expected,
-    Held,
     LinkChanged,
+    Paused,
     PolicyChanged,
-    Released,
     Restarted,
+    Resumed,
     Stopped,
     Tick,
     UpdateRefused,
@@ -127,8 +127,8 @@ def test_a_failed_attempt_is_followed_by_the_next_one_and_the_last_one_by_a_paus
         frozenset(),
     )
     state, commands = play(state, UpdateRefused(1, 2, "a"))
-    assert [type(command) for command in commands] == [FailAttempt, Pause]
-    assert state.phase is Phase.PAUSED
+    assert [type(command) for command in commands] == [FailAttempt, Stall]
+    assert state.phase is Phase.STALLED
     assert play(state, Tick(), CameOnline("c"), Restarted())[1] == []
 
 
@@ -215,8 +215,8 @@ policies = st.builds(
 )
 steered = events | st.one_of(
     st.builds(PolicyChanged, policies),
-    st.builds(Held, st.just("the operator holds it")),
-    st.just(Released()),
+    st.builds(Paused, st.just("the line is rebuilt")),
+    st.just(Resumed()),
     st.builds(Stopped, st.just("the operator ended it")),
     st.builds(Barred, st.dictionaries(st.sampled_from(CLIENTS), st.just("disabled"))),
 )
@@ -245,7 +245,7 @@ def test_no_order_of_events_counts_twice_closes_twice_or_goes_back(script: list[
                 invited[command.round, command.attempt] = command.participants
                 assert len(command.participants) >= quorum
                 assert not command.participants & state.barred.keys()
-                assert not state.held
+                assert not state.paused
             elif isinstance(command, Distil):
                 key = (command.round, command.attempt)
                 distilled[key] += 1
@@ -263,7 +263,7 @@ def test_whatever_happened_devices_that_answer_bring_it_to_an_end(script: list[E
     state = RoundState(POLICY)
     for event in script:
         state, _ = transition(state, event, 0.0)
-    for event in (LinkChanged(up=True), Barred({}), Released()):
+    for event in (LinkChanged(up=True), Barred({}), Resumed()):
         state, _ = transition(state, event, 0.0)
     for _ in range(20):
         for client in CLIENTS:
@@ -271,4 +271,4 @@ def test_whatever_happened_devices_that_answer_bring_it_to_an_end(script: list[E
         for client in sorted(state.outstanding):
             state, _ = transition(state, UpdateStored(state.round, state.attempt, client), 0.0)
         state, _ = transition(state, AggregateStored(state.round, state.attempt), 0.0)
-    assert state.phase in (Phase.FINISHED, Phase.PAUSED)
+    assert state.phase in (Phase.FINISHED, Phase.STALLED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.rounds.pacing import Policy
-from coordinator.rounds.round_commands import Command, Distil, FailAttempt, Finish, MoveDeadline, OpenAttempt, Pause
+from coordinator.rounds.round_commands import Command, Distil, FailAttempt, Finish, MoveDeadline, OpenAttempt, Stall
 from coordinator.rounds.round_engine import Phase, RoundState, transition
 from coordinator.rounds.round_events import (
     AggregateStored,
@@ -13,9 +13,9 @@ from coordinator.rounds.round_events import (
     Barred,
     CameOnline,
     Event,
-    Held,
+    Paused,
     PolicyChanged,
-    Released,
+    Resumed,
     Stopped,
     UpdateRefused,
     UpdateStored,
@@ -34,7 +34,7 @@ def play(state: RoundState, *events: Event, now: float = 0.0) -> tuple[RoundStat
 
 
 def opened(clients: str = "ab", policy: Policy = POLICY) -> RoundState:
-    return play(RoundState(policy), Held("set-up"), *map(CameOnline, clients), Released())[0]
+    return play(RoundState(policy), Paused("set-up"), *map(CameOnline, clients), Resumed())[0]
 
 
 def closed(state: RoundState) -> tuple[RoundState, list[Command]]:
@@ -42,20 +42,20 @@ def closed(state: RoundState) -> tuple[RoundState, list[Command]]:
     return play(state, *stored, AggregateStored(state.round, state.attempt))
 
 
-def test_a_held_federation_ends_its_attempt_and_opens_no_other_one() -> None:
-    state, commands = play(opened(), Held("maintenance"))
+def test_a_paused_federation_ends_its_attempt_and_opens_no_other_one() -> None:
+    state, commands = play(opened(), Paused("maintenance"))
     assert (state.phase, commands) == (Phase.COLLECTING, [])
     state, commands = closed(state)
     assert commands == [Distil(1, 1, ("a", "b"))]
     assert (state.phase, state.round, state.reason) == (Phase.PAUSED, 2, "maintenance")
-    state, commands = play(state, Released())
+    state, commands = play(state, Resumed())
     assert commands[0] == OpenAttempt(2, 1, frozenset("ab"), 100.0)
 
 
-def test_a_paused_federation_is_released_without_a_restart_and_counts_failures_anew() -> None:
+def test_a_stalled_federation_is_resumed_without_a_restart_and_counts_failures_anew() -> None:
     state, commands = play(opened(), AggregationFailed(1, 1, "no memory"))
-    assert isinstance(commands[-1], Pause)
-    state, commands = play(state, Released())
+    assert isinstance(commands[-1], Stall)
+    state, commands = play(state, Resumed())
     assert commands[0] == OpenAttempt(1, 2, frozenset("ab"), 100.0)
     assert state.first_attempt == 2
 

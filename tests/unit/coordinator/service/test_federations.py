@@ -107,9 +107,9 @@ def test_a_federation_that_ran_out_of_attempts_is_resumed_while_the_coordinator_
         device.decline = DeclineReason.NO_DATA
     with made.running():
         start(made, "tiny")
-        wait_until(lambda: phase(made, "tiny") is Phase.PAUSED, "no attempt is left")
+        wait_until(lambda: phase(made, "tiny") is Phase.STALLED, "no attempt is left")
         made.steering.disable("c")
-        assert phase(made, "tiny") is Phase.PAUSED
+        assert phase(made, "tiny") is Phase.STALLED
         for device in made.devices["tiny"]:
             device.decline = None
         made.steering.resume("tiny")

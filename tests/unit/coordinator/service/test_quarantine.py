@@ -68,9 +68,9 @@ def test_a_round_that_needs_the_odd_update_fails_by_the_devices_name(make_world:
     world = make_world(1, clients=("a", "b", "c"), make_worker=OddC, min_clients=3, max_attempts=1)
     with RunningService(world):
         world.start_devices()
-        paused = world.wait_event("paused")
-    assert f"in quarantine: c ({REASON}" in str(paused["reason"])
-    assert "2 updates are left, and 3 are needed" in str(paused["reason"])
+        stalled = world.wait_event("stalled")
+    assert f"in quarantine: c ({REASON}" in str(stalled["reason"])
+    assert "2 updates are left, and 3 are needed" in str(stalled["reason"])
     assert merged(world) == []
 
 

@@ -64,7 +64,7 @@ def test_an_update_that_must_not_be_merged_is_rejected_with_its_reason(make_worl
         assert a.receipts()[0].outcome is Outcome.REJECTED
         assert SPOILT[spoil][0] in a.receipts()[0].reason
         assert not world.artifacts.has(artifact_id(data))
-        wait_until(lambda: running.service.state.phase is Phase.PAUSED, "one of two is not enough")
+        wait_until(lambda: running.service.state.phase is Phase.STALLED, "one of two is not enough")
     people = {person.client: person.state for person in world.store.participants(("tiny", 1, 1))}
     assert people["a"] is ParticipantState.DECLINED
 

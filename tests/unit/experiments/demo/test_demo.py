@@ -197,11 +197,11 @@ def test_an_event_log_is_followed_line_by_line_and_a_torn_line_waits(tmp_path: P
     assert list(follower.new()) == []
 
 
-def test_a_pause_and_a_refusal_are_noticed() -> None:
+def test_a_stalled_federation_and_a_refusal_are_noticed() -> None:
     coordinator, agent = CoordinatorHistory(), AgentHistory("client-1")
-    coordinator.take([event(1, "paused", reason="quorum missed")])
+    coordinator.take([event(1, "stalled", reason="quorum missed")])
     agent.take([event(1, "receipt", round=1, outcome="rejected", reason="norm"), event(2, "trainer_died", pid=3)])
-    assert coordinator.paused == "quorum missed"
+    assert coordinator.stalled == "quorum missed"
     assert len(agent.problems) == 2
 
 
