@@ -9,7 +9,7 @@ from coordinator.facts.conditions import Finding, doctor_findings
 from coordinator.facts.known import Known
 from coordinator.facts.privacy import ReportedPrivacy, reported_privacy
 from coordinator.facts.worth import ClassWorth, by_class
-from coordinator.rounds.records import DeviceRecord, DeviceState
+from coordinator.rounds.records import AttemptState, DeviceRecord, DeviceState
 from coordinator.storage.overview_store import Delivery, Validity
 from coordinator.storage.presence_store import PresenceRecord
 from fedcg.wire.messages.conditions import Readings
@@ -52,6 +52,12 @@ class Stretch:
     online: bool
     reason: str = ""
 
+    @property
+    def state(self) -> str:
+        """One of online, offline, and not observed, where the coordinator did not run."""
+        seen = "not observed" if self.reason.startswith("the coordinator was ") else "offline"
+        return "online" if self.online else seen
+
 
 @dataclass(frozen=True)
 class DeviceHistory:
@@ -60,6 +66,7 @@ class DeviceHistory:
     Attributes:
         answers: by federation, (round, attempt, answer, reason) of the last attempts that invited it, newest first.
         deliveries: by federation, its updates, oldest first.
+        points: those of them in the chart: at most one a round, none of a failed attempt.
         presence: by federation, from the oldest on; a gap before the first stretch was not observed.
         classes: by federation, the accuracies by class in its last update, where it reports them.
         privacy: by federation, what its last update reports of its own audit and privacy budget, where it reports that.
@@ -71,6 +78,7 @@ class DeviceHistory:
     record: DeviceRecord
     answers: dict[str, list[tuple[int, int, str, str]]] = field(default_factory=dict)
     deliveries: dict[str, list[Delivery]] = field(default_factory=dict)
+    points: dict[str, list[Delivery]] = field(default_factory=dict)
     presence: dict[str, list[Stretch]] = field(default_factory=dict)
     classes: dict[str, list[ClassWorth]] = field(default_factory=dict)
     privacy: dict[str, ReportedPrivacy] = field(default_factory=dict)
@@ -110,12 +118,18 @@ def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistor
         record,
         {each: asked for each in federations if (asked := overview.answers(each, device))},
         deliveries,
+        {each: _points(known, each, found) for each, found in deliveries.items()},
         {each: there for each in federations if (there := stretches(changes, each, since, known.now))},
         {each: by_class(known, each, {device: found[-1]}) for each, found in deliveries.items()},
         {each: seen for each, found in deliveries.items() if (seen := reported_privacy(found[-1])) is not None},
         doctor_findings(known, device),
         max(told, key=lambda one: one[0], default=None),
     )
+
+
+def _points(known: Known, federation: str, found: list[Delivery]) -> list[Delivery]:
+    failed = {(one.round, one.attempt) for one in known.store.attempts(federation) if one.state is AttemptState.FAILED}
+    return [each for each in found if (each.round, each.attempt) not in failed]
 
 
 def stretches(changes: list[PresenceRecord], federation: str, since: float, until: float) -> list[Stretch]:

@@ -31,9 +31,9 @@ METRICS: dict[str, tuple[str, list[str]]] = {
     "fedcg_phase": ("1 for the phase of the federation", ["federation", "phase"]),
     "fedcg_accuracy_mean": ("Mean personal accuracy reported in the last round", ["federation"]),
     "fedcg_negative_transfer": ("Share of the clients that are worse off than alone", ["federation"]),
-    "fedcg_updates_total": ("Updates by outcome", ["federation", "outcome"]),
-    "fedcg_update_bytes_total": ("Bytes of all updates", ["federation"]),
-    "fedcg_attempts_total": ("Attempts by state", ["federation", "state"]),
+    "fedcg_updates_total": ("Updates of attempts that are over, by outcome", ["federation", "outcome"]),
+    "fedcg_update_bytes_total": ("Bytes of these updates", ["federation"]),
+    "fedcg_attempts_total": ("Attempts that are over, closed or failed", ["federation", "state"]),
     "fedcg_messages_refused_total": ("Messages refused since the start", ["federation", "reason"]),
 }
 """What each one counts, and its labels; those that end in `_total` are counters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -24,6 +24,7 @@ from coordinator.errors import (
 
 MEDIA_TYPE = "application/problem+json"
 MAX_PROBLEMS = 100
+Answer = Callable[[Request, Exception], Awaitable[Response]]
 UNFORESEEN = 500
 """The status of an error that nobody expects: `fedcg.listening` logs it, within what one peer may cause."""
 
@@ -114,11 +115,12 @@ def problem_of(error: Exception) -> ProblemError:
     return ProblemError(UNFORESEEN, "the coordinator could not do it; its log has the reason")
 
 
-def answer_problems(application: FastAPI) -> None:
-    """Let an application answer every error with a problem."""
+async def as_problem(request: Request, error: Exception) -> Response:
+    """The answer to a request that ended with an error."""
+    return problem_of(error).answer(request.url.path)
 
-    async def answer(request: Request, error: Exception) -> Response:
-        return problem_of(error).answer(request.url.path)
 
+def answer_problems(application: FastAPI, answer: Answer = as_problem) -> None:
+    """Let an application answer every error with a problem, or in another form."""
     for kind in (ProblemError, CoordinatorError, RequestValidationError, HTTPException, Exception):
         application.add_exception_handler(kind, answer)

@@ -109,7 +109,7 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
             federation = _created(_operations(request), text, start=start)
         except PlanError as error:
             problems = [line.strip() for line in str(error).split("\n") if line.strip()]
-            return view.render("new_federation.html", status=422, plan=text, problems=problems)
+            return view.render("new_federation.html", status=422, plan=text, start=start, problems=problems)
         view.changed()
         return see_other(f"/f/{federation}")
 

@@ -159,7 +159,7 @@ def federations(view: Asked) -> Response:
 @router.get("/federations/new")
 def new_federation(view: Asked) -> Response:
     """A form with a commented plan."""
-    return view.render("new_federation.html", plan=example_plan(), problems=[])
+    return view.render("new_federation.html", plan=example_plan(), start=True, problems=[])
 
 
 @router.get("/confirm/{action}/{name}")

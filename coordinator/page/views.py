@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -20,8 +20,8 @@ from coordinator.errors import CoordinatorError
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.problems import open_problems
 from coordinator.facts.recent import Recent
-from coordinator.http.access import COOKIE, Identity, Role, access_of, form_fields
-from coordinator.http.changes import Changes
+from coordinator.http.access import COOKIE, READING, Identity, Role, access_of, form_fields
+from coordinator.http.changes import SECRET_FIELDS, Changes
 from coordinator.http.problems import MEDIA_TYPE, ProblemError, problem_of
 from coordinator.page.formats import add_formats
 from coordinator.page.static_files import address_of
@@ -175,12 +175,12 @@ class PageRoute(APIRoute):
             except HTTPException as error:
                 if error.status_code == 303:
                     return RedirectResponse((error.headers or {})["Location"], 303)
-                return _error_page(request, error.status_code, str(error.detail))
+                found = ProblemError(error.status_code, str(error.detail))
             except RequestValidationError as error:
-                return _error_page(request, 422, "; ".join(str(each["msg"]) for each in error.errors())[:300])
+                found = ProblemError(422, "; ".join(str(each["msg"]) for each in error.errors())[:300])
             except (ProblemError, CoordinatorError) as error:
                 found = problem_of(error) if isinstance(error, CoordinatorError) else error
-                return _error_page(request, found.status, found.detail, found.problems)
+            return _error_page(request, found.status, found.detail, found.problems, await _sent(request))
 
         return guarded
 
@@ -197,12 +197,38 @@ class FormRoute(PageRoute):
             response = await changes.make(request, handle)
             if response.media_type != MEDIA_TYPE:
                 return response
-            if response.status_code == 401:
+            sent = await _sent(request)
+            if response.status_code == 401 and not sent:
                 return see_other("/login")
-            return _error_page(request, response.status_code, json.loads(bytes(response.body))["detail"])
+            found = json.loads(bytes(response.body))
+            return _error_page(request, found["status"], found["detail"], found.get("problems", ()), sent)
 
         return audited
 
 
-def _error_page(request: Request, status: int, detail: str, problems: Any = ()) -> HTMLResponse:
-    return plain_page("error.html", status, status=status, detail=detail, problems=problems, path=request.url.path)
+async def _sent(request: Request) -> dict[str, str]:
+    """What a person wrote into the form of a request that a route has read."""
+    try:
+        fields = {} if request.method in READING else await form_of(request)
+    except ProblemError:
+        return {}
+    return {name: value for name, value in fields.items() if name not in SECRET_FIELDS}
+
+
+async def as_page(request: Request, error: Exception) -> Response:
+    """The answer to a request that ended with an error: a page for a browser, a problem for a program."""
+    found, is_browser = problem_of(error), "text/html" in request.headers.get("Accept", "")
+    if request.url.path.startswith("/api/") or not is_browser:
+        return found.answer(request.url.path)
+    page = _error_page(request, found.status, found.detail, found.problems)
+    page.headers.update(found.headers)
+    return page
+
+
+def _error_page(
+    request: Request, status: int, detail: str, problems: Any = (), sent: Mapping[str, str] | None = None
+) -> HTMLResponse:
+    """A page with what is wrong, and with the fields of the form that was sent, to be sent again where that is allowed."""
+    form_token = "" if status in (401, 403) else access_of(request).form_token(request.cookies.get(COOKIE, ""))
+    found = {"status": status, "detail": detail, "problems": problems, "path": request.url.path}
+    return plain_page("error.html", status, **found, sent=sent or {}, form_token=form_token)

@@ -180,8 +180,9 @@ def standing_reason(state: RoundState) -> str:
 
 def stalled_reason(state: RoundState, attempts: int) -> str:
     """Why a federation stalls after `attempts` failed attempts, with what to do about it."""
+    times = "once" if attempts == 1 else f"{attempts} times"
     return (
-        f"round {state.round} failed {attempts} times (last: {state.reason}); "
+        f"round {state.round} failed {times} (last: {state.reason}); "
         "look at the devices, then run `fedcg federation resume`"
     )
 

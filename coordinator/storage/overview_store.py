@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from sqlalchemy import JSON, cast, func, select, type_coerce
+from sqlalchemy import JSON, ColumnElement, Table, and_, cast, func, select, type_coerce
 
+from coordinator.rounds.records import AttemptState
 from coordinator.storage import schema
 from fedcg.wire.messages.messages import Outcome
 
@@ -91,14 +92,18 @@ class Overview(schema.Queries):
         return {each.client: each for each in self._all(_delivery, query)}
 
     def means(self, federation: str) -> list[tuple[int, float | None, float | None]]:
-        """By round, the mean of the accuracies that clients reported with accepted updates: personal, and alone."""
-        table = schema.updates
+        """By round, the mean of the accuracies that clients reported with accepted updates: personal, and alone.
+
+        A failed attempt of a round has no part in it.
+        """
+        table, attempts = schema.updates, schema.attempts
         is_text = self._engine.dialect.name == "sqlite"
         report = type_coerce(table.c.report, JSON) if is_text else cast(table.c.report, JSON)
         personal, alone = (report[name].as_float() for name in ("accuracy", "shadow"))
         query = (
             select(table.c.round, func.avg(personal), func.avg(alone))
-            .filter_by(federation=federation, outcome=Outcome.ACCEPTED.value)
+            .join(attempts, _same_attempt(table, attempts) & (attempts.c.state != _FAILED))
+            .where(table.c.federation == federation, table.c.outcome == Outcome.ACCEPTED.value)
             .group_by(table.c.round)
             .order_by(table.c.round)
         )
@@ -126,15 +131,25 @@ class Overview(schema.Queries):
         return [(row[0], row[1], row[2], row[3]) for row in self._rows(newest_first.limit(limit))]
 
     def counts(self, federation: str) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-        """How many updates (and bytes) ended with each outcome, and how many attempts are in each state."""
+        """Of the attempts that are over: how many updates (and bytes) had each outcome, and how the attempts ended.
+
+        An open attempt's may still change, and these are counters, which never fall.
+        """
         updates, attempts = schema.updates, schema.attempts
+        is_over = attempts.c.state.in_((AttemptState.CLOSED.value, _FAILED)) & (attempts.c.federation == federation)
         ended = select(updates.c.outcome, func.count(), func.sum(updates.c.size)).group_by(updates.c.outcome)
         tried = select(attempts.c.state, func.count()).group_by(attempts.c.state)
-        outcomes = self._rows(ended.filter_by(federation=federation))
-        states = self._rows(tried.filter_by(federation=federation))
+        outcomes = self._rows(ended.join(attempts, _same_attempt(updates, attempts)).where(is_over))
+        states = self._rows(tried.where(is_over))
         return {outcome: (count, int(size)) for outcome, count, size in outcomes}, dict(states)
 
 
+def _same_attempt(one: Table, other: Table) -> ColumnElement[bool]:
+    """Whether rows of two tables are of one attempt."""
+    return and_(*(one.c[name] == other.c[name] for name in ("federation", "round", "attempt")))
+
+
+_FAILED = AttemptState.FAILED.value
 _DELIVERY = tuple(schema.updates.c[each.name] for each in fields(Delivery))
 
 

@@ -36,6 +36,7 @@ def test_figures_are_those_of_the_database(make_world: MakeWorld) -> None:
     world = make_world(rounds=9, clients=())
     add_crowd(world.store, "tiny", 20, 2, time.time())
     text = metrics_text(Known(world.store, lambda record: world.spec, world.root)).decode()
+    assert 'state="collecting"' not in text, "the third round is open, and its attempt is counted when it is over"
     for line in (
         'fedcg_devices{state="enrolled"} 20.0',
         'fedcg_problems_open{kind="no data"} 2.0',

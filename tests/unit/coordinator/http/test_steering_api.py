@@ -52,9 +52,7 @@ def audited(home: Home) -> list[dict[str, EventValue]]:
     return list(read_events(home.audit_file))
 
 
-def test_a_federation_is_created_held_started_paused_resumed_extended_and_stopped(
-    api: Api, operator: httpx.Client
-) -> None:
+def test_a_federation_is_created_started_paused_resumed_extended_and_stopped(api: Api, operator: httpx.Client) -> None:
     made = operator.post("/api/v1/federations", json={"plan": PLAN, "start": False, "continued_from": None})
     assert (made.status_code, made.json()["status"]) == (201, "created"), made.text
     second = made.headers["location"]

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import insert, select, update
 
 from coordinator.aggregation.worker_messages import Progressed
 from coordinator.config import RoundSettings
 from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus
+from coordinator.storage import schema
 from coordinator.storage.presence_store import PresenceRecord
 from fedcg.event_log import read_events
 from fedcg.wire.leaving import SENT, own_fields
@@ -34,6 +36,7 @@ from tests.support.waiting import wait_until
 MAX_FIRST_PAINT_BYTES, MAX_SCRIPT_BYTES = 150_000, 70_000
 LOADED = re.compile(r'(?:src|href|data-plot|data-plot-style)="(/static/[^"]+)"')
 SCREENS = ("/", "/f/tiny", "/f/tiny/worth", "/f/tiny/models", "/f/tiny/sent", "/devices", "/repairs", "/events")
+WORTHLESS = json.dumps({"accuracy": 0.0})
 MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny")
 
 
@@ -159,13 +162,13 @@ def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> No
         device.tell(Heartbeat(**at, phase="classify", step=step, steps=200))
 
     report(20)
-    row = shows(reader, "/f/tiny", '<progress max="1" value="0.1">').partition('id="c-a"')[2].partition("</tr>")[0]
+    row = shows(reader, "/f/tiny", '<progress max="1" value="0.1" ').partition('id="c-a"')[2].partition("</tr>")[0]
     assert "10 %" in row
     assert "classify" in row
     assert "ends about" not in row  # one report has no rate
     time.sleep(0.05)
     report(60)
-    row = shows(reader, "/f/tiny", '<progress max="1" value="0.3">').partition('id="c-a"')[2].partition("</tr>")[0]
+    row = shows(reader, "/f/tiny", '<progress max="1" value="0.3" ').partition('id="c-a"')[2].partition("</tr>")[0]
     assert "30 %, ends about" in row
     ends_at = page.made.coordinator.services["tiny"].progress["a"].ends_at
     assert ends_at is not None
@@ -303,6 +306,55 @@ def test_a_plan_with_errors_comes_back_with_all_of_them_and_the_text(page: Serve
     for part in ("federation", "rounds", "there is no method", "# my own note", "line 1"):
         assert part in text
     assert len(page.made.world.store.federations()) == 2
+
+
+def test_a_refused_form_comes_back_with_its_input_and_can_be_sent_again(page: ServedPage) -> None:
+    reader = page.reader()
+    sent = {"device": "a", "hours": "24", "federation": "tiny"}
+    status, _, text = reader.post("/enrolment", form_of="/enrolment", **sent)
+    assert (status, "already" in text) == (409, True)
+    for name, value in sent.items():
+        assert f'name="{name}" value="{value}"' in text
+    status, _, text = reader.post("/federations/tiny/extend", form_of="/federations", rounds="five")
+    assert (status, 'name="rounds" value="five"' in text) == (409, True)
+    (token,) = re.findall(r'name="form_token" value="([0-9a-f]+)"', text)
+    assert reader.post("/federations/tiny/extend", rounds="5", form_token=token)[0] == 303
+    viewer = page.reader(Role.VIEWER)
+    status, _, text = viewer.post("/enrolment", form_of="/federations", **sent)
+    assert (status, 'value="tiny"' in text, "Send again" in text) == (403, True, False)
+    plan = "federation = 'x'\n# what I wrote while the session ended\n"
+    status, _, text = Reader(page.port).post("/federations/new", plan=plan, form_token="0" * 64)
+    assert (status, "# what I wrote" in text, "form_token" in text) == (401, True, True)
+    assert "Send again" not in text
+    text = reader.post("/federations/new", form_of="/federations/new", plan="rounds = 0")[2]
+    assert 'name="start" value="yes">' in text, "it was not to be started"
+    assert reader.post("/enrolment", form_of="/enrolment", **{f"f{n}": "" for n in range(1100)})[0] == 400
+
+
+def test_an_unknown_address_is_a_page_for_a_browser_and_a_problem_for_a_program(page: ServedPage) -> None:
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    for reader in (page.reader(), Reader(page.port)):
+        status, headers, text = reader.ask("GET", "/no/such/page", **browser)
+        assert (status, headers["content-type"]) == (404, "text/html; charset=utf-8")
+        assert "<h1>Not found</h1>" in text
+        assert reader.ask("GET", "/no/such/page")[1]["content-type"] == "application/problem+json"
+        assert reader.ask("GET", "/api/v1/none", **browser)[1]["content-type"] == "application/problem+json"
+    assert "<h1>" in Reader(page.port).ask("PUT", "/devices", **browser)[2]
+
+
+def test_a_failed_attempt_is_no_point_in_a_chart_and_has_no_part_in_a_mean(page: ServedPage) -> None:
+    store = page.made.world.store
+    add_crowd(store, "second", 3, 2, time.time())
+    with store._engine.begin() as connection:  # the second attempt of the second round is the one that was merged
+        for table in (schema.attempts, schema.updates):
+            rows = connection.execute(select(table).where(table.c.federation == "second", table.c.round == 2))
+            connection.execute(insert(table), [{**row, "attempt": 2} for row in rows.mappings()])
+            was = update(table).where(table.c.round == 2, table.c.attempt == 1)
+            connection.execute(was.values({"state": "failed"} if table is schema.attempts else {"report": WORTHLESS}))
+    drawn = re.findall(r"data-chart='([^']+)'", page.reader().get("/devices/line-0001")[1])
+    assert [json.loads(each)["x"] for each in drawn] == [[1, 2]]
+    (drawn,) = re.findall(r"data-chart='([^']+)'", page.reader().get("/f/second/worth")[1])
+    assert min(json.loads(drawn)["series"][0]["values"]) > 0.5
 
 
 def test_what_does_not_exist_is_a_page_that_names_what_there_is(page: ServedPage) -> None:
