@@ -10,47 +10,18 @@ import io
 import struct
 import warnings
 import zlib
-from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedcg.image_form import ImageForm
 
 MAX_PIXELS = 50_000_000
 # Raster formats with a decoder inside Pillow. Others are refused before they are parsed: EPS, for one, starts Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 
 Pixels = npt.NDArray[np.uint8]
-_Side = Annotated[int, Field(ge=4, le=1024, description="pixels; every image is resized")]
-
-
-class ImageForm(BaseModel):
-    """How an image becomes a tensor: decoded, converted to `mode`, resized to height x width, scaled to [0, 1], normalised."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    mode: Annotated[Literal["L", "RGB"], Field(description="L is grey, RGB is colour")]
-    height: _Side
-    width: _Side
-    mean: Annotated[tuple[float, ...], Field(description="one per channel, of pixels between 0 and 1")]
-    std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(description="one per channel, above 0")]
-
-    @property
-    def channels(self) -> int:
-        """1 for grey, 3 for colour."""
-        return 1 if self.mode == "L" else 3
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of an image's pixels."""
-        return self.height, self.width, self.channels
-
-    @model_validator(mode="after")
-    def _one_statistic_per_channel(self) -> ImageForm:
-        if len(self.mean) != self.channels or len(self.std) != self.channels:
-            raise ValueError(f"mode {self.mode} needs {self.channels} means and standard deviations")
-        return self
 
 
 class ImageError(Exception):

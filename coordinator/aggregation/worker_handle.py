@@ -63,7 +63,7 @@ class AggregationWorker:
         self._process = WorkerProcess("fedcg-aggregation", worker_main, (settings,), settings.stall_s, deliver)
         self._wanted: list[Request] = []
         self._is_ready = False
-        self._is_stopped = False
+        self._is_stopped = True
         self._restart_at: float | None = None
         self._under_way = ""  # the client whose update the worker counts now
         self._broke = ""  # the reason that the process reported before it ended
@@ -76,7 +76,9 @@ class AggregationWorker:
         self._process.start()
 
     def open(self, job: Job) -> None:
-        """Begin an attempt; the requests of an earlier one are dropped."""
+        """Begin an attempt; the requests of an earlier one are dropped. The first one starts the worker."""
+        if self._is_stopped:
+            self.start()
         self._deaths.clear()
         self._wanted, self._under_way = [job], ""
         self._send(job)

@@ -26,6 +26,7 @@ from coordinator.cli.shared_options import (
     store_of,
 )
 from coordinator.cli.watch_command import federation_watch
+from fedcg.child_python import loading
 from fedcg.errors import FAILED
 from fedcg.json_output import print_data
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
@@ -104,7 +105,8 @@ def coordinator_run(
     as_json: AsJson = False,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was. SIGUSR1 toggles the log level `debug`."""
-    from coordinator.cli.run import run_coordinator
+    with loading():
+        from coordinator.cli.run import run_coordinator
     from coordinator.paths import Home
     from fedcg.log.output import set_up_log, toggle_debug_on_signal
 

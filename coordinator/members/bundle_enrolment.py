@@ -44,7 +44,17 @@ def enrol(
     Raises:
         EnrolmentError: an id that can't be used, is taken or named twice, or no federation to join; nothing was written.
     """
-    federation = federation_to_join(store, federation)
+    return make_bundles(home, store, ids, out, now, federation_to_join(store, federation))
+
+
+def make_bundles(
+    home: Home, store: Store, ids: Sequence[str], out: Path, now: float, federation: str
+) -> dict[str, Path]:
+    """`enrol` for a federation that may be opened later.
+
+    Raises:
+        EnrolmentError: an id that can't be used, is taken or named twice; nothing was written.
+    """
     _check(store, ids, out)
     coordinator = load_signing_identity(home, store).key.public
     for device in ids:

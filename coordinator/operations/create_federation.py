@@ -1,4 +1,4 @@
-"""Opens a federation: completes the operator's plan to a spec and makes the initial aggregate. A process of its own, with torch.
+"""Completes an operator's plan to a spec and makes the initial aggregate. A process of its own, with torch.
 
 `make_artifacts` (torch-free) starts the process; `python -m coordinator.operations.create_federation` is the process: a request as JSON in, ids out.
 """
@@ -8,28 +8,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError, field_validator
 
-from coordinator.broker.access_lists import publish_access
 from coordinator.errors import PlanError
-from coordinator.paths import Home
-from coordinator.pki.signing_keys import links_for
-from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus
-from coordinator.storage.object_store import artifacts_of
-from coordinator.storage.store import Store
-from fedcg.child_python import module_command
+from fedcg.child_python import loading, module_command
 from fedcg.config_file import listed, problems_of, read_toml
 from fedcg.learning.registry import method_names
-from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
+from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.parts import Part
-from fedcg.wire.sums.protocol import MIN_DEVICES
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights
@@ -91,7 +85,11 @@ def check_plan(plan: FederationPlan) -> None:
 
 def too_few_for_sums(spec: FederationSpec, min_clients: int) -> str:
     """Why rounds of so few clients can't be had with what a method sends behind masks; empty where they can."""
-    if not spec.summed or min_clients >= MIN_DEVICES:
+    if not spec.summed:
+        return ""
+    from fedcg.wire.sums.protocol import MIN_DEVICES  # only here: cryptography comes with it
+
+    if min_clients >= MIN_DEVICES:
         return ""
     names = ", ".join(part.value for part in spec.summed)
     return (
@@ -106,6 +104,7 @@ def make_artifacts(
     public_data: Path | None = None,
     public_images: int = 1,
     start: tuple[str, str] | None = None,
+    complete: Complete | None = None,
 ) -> InitialArtifacts:
     """Complete the plan and store spec, initial aggregate and initial server state.
 
@@ -115,6 +114,7 @@ def make_artifacts(
         public_data: unlabelled images; a method that needs some is refused without them.
         public_images: at most so many are read.
         start: the artifact ids of another federation's spec and aggregate whose weights are the initial ones.
+        complete: a process that was started before; None starts one.
 
     Raises:
         PlanError: the method or the networks refuse the plan.
@@ -122,11 +122,11 @@ def make_artifacts(
     request = _Request(
         plan=plan, artifacts=artifacts, public_data=public_data, public_images=public_images, start=start
     )
-    return InitialArtifacts(**json.loads(_completed(request)))
+    return InitialArtifacts(**json.loads(_completed(request, complete)))
 
 
-def _completed(request: _Request) -> str:
-    code, told = in_a_process(request.model_dump_json())
+def _completed(request: _Request, complete: Complete | None = None) -> str:
+    code, told = (complete or in_a_process)(request.model_dump_json())
     if code != 0:
         errors = told.strip()
         reason = errors if code == BAD_PLAN else errors.rpartition("\n")[2] or "no reason given"
@@ -134,11 +134,31 @@ def _completed(request: _Request) -> str:
     return told
 
 
+Complete = Callable[[str], tuple[int, str]]
+
+
+class Completion:
+    """The process that completes one plan: it loads torch from now on, while its request is still being made."""
+
+    def __init__(self) -> None:
+        pipe = subprocess.PIPE
+        command = module_command("coordinator.operations.create_federation")
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def __call__(self, request: str) -> tuple[int, str]:
+        """`answer` of the process."""
+        made, errors = self._child.communicate(request)
+        return self._child.returncode, errors if self._child.returncode else made
+
+    def close(self) -> None:
+        """End the process, whatever it is at."""
+        with self._child:
+            self._child.kill()
+
+
 def in_a_process(request: str) -> tuple[int, str]:
     """`answer` of a process of its own, because torch comes with it."""
-    command = module_command("coordinator.operations.create_federation")
-    done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
-    return done.returncode, done.stderr if done.returncode else done.stdout
+    return Completion()(request)
 
 
 def _make(request: _Request) -> InitialArtifacts | None:
@@ -196,54 +216,6 @@ def _last_weights(spec: FederationSpec, store: ArtifactStore, other: str, aggreg
     return dict(unpack_aggregate(store.get(aggregate), known, get_method(known.method)).parts)
 
 
-def open_federation(
-    home: Home, store: Store, plan: FederationPlan, *, start: bool = True, continued_from: str | None = None
-) -> FederationRecord:
-    """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `changing_members` held.
-
-    Args:
-        home: the coordinator's directory.
-        store: its database.
-        plan: the operator's plan.
-        start: else it is only created, and `Steering.start` starts it.
-        continued_from: a federation whose last aggregate has the initial weights.
-
-    Raises:
-        PlanError: there is a federation of that name, or the method or the networks refuse the plan.
-        StoreError: there is no federation `continued_from`.
-    """
-    if plan.federation in [record.id for record in store.federations()]:
-        raise PlanError(f"there is a federation {plan.federation!r} already; choose another name")
-    config, first = home.config(), None
-    if continued_from is not None:
-        first = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)
-        for artifact in first:
-            artifacts_of(home).local(artifact)  # the process that makes the new artifacts reads the directory
-    made = make_artifacts(plan, home.artifacts, home.public_data(config), config.aggregation.public_images, first)
-    artifacts = artifacts_of(home)
-    for artifact in (made.spec, made.aggregate, made.server_state):
-        artifacts.keep(artifact)
-    now = time.time()
-    record = FederationRecord(
-        id=plan.federation,
-        method=plan.method,
-        spec=made.spec,
-        rounds=plan.rounds,
-        min_clients=plan.min_clients,
-        max_attempts=plan.max_attempts,
-        deadline_s=plan.deadline_s,
-        first_attempt=1,
-        created_at=now,
-        status=FederationStatus.RUNNING if start else FederationStatus.CREATED,
-        policy=plan.model_dump_json(include=set(RoundPolicy.model_fields)),
-        continued_from=continued_from,
-    )
-    initial = AggregateRecord(plan.federation, 0, 0, made.aggregate, made.aggregate_bytes, made.server_state, now)
-    store.add_federation(record, initial, links_for(home, store, record.id), now)
-    publish_access(home)
-    return record
-
-
 def answer(given: str) -> tuple[int, str]:
     """The ids that a plan gets, as JSON, with 0; or why there are none, with the exit code."""
     from fedcg.learning.errors import LearningError
@@ -263,6 +235,9 @@ def answer(given: str) -> tuple[int, str]:
 
 def main() -> int:
     """The process: a plan on standard input, the ids on standard output, or the reason on standard error."""
+    with loading():  # torch and what needs it, before there is a request
+        import_module("coordinator.aggregation.server_state")
+        import_module("fedcg.learning.networks.initial_weights")
     code, text = answer(sys.stdin.read())
     (sys.stderr if code else sys.stdout).write(text)
     return code

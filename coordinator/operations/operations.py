@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from coordinator.broker.access_lists import publish_access
 from coordinator.members.revocation import Revoked, revoke
 from coordinator.members.tokens import create_token, revoke_token
-from coordinator.operations.create_federation import open_federation
+from coordinator.operations.open_federation import open_federation
 from coordinator.operations.steering import Follow, Steering, bounded_reason, federation_of
 from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord, FederationStatus, TokenRecord
@@ -102,6 +103,7 @@ class Operations:
             federation_of(self.store, continued_from)
         with changing_members(self.home):
             record = open_federation(self.home, self.store, plan, start=start, continued_from=continued_from)
+            publish_access(self.home)
         self.events.write("federation_created", federation=record.id, started=start, continued_from=continued_from)
         if record.status is FederationStatus.RUNNING:
             self.follow(record.id)

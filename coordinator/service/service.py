@@ -180,12 +180,10 @@ class Service:
         return self._board.of(self.state)
 
     def start(self) -> None:
-        """Start the worker, rebuild the state, connect."""
+        """Rebuild the state, connect. The worker starts when a round opens: until then it would hold memory, and CPUs that devices need."""
         self._presence.begin()
         self._members.refresh()
         self.round_driver.restart()
-        if self.state.phase is not Phase.FINISHED:
-            self._worker.start()
         self._members.drop_strangers()
         for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
             self._transport.subscribe(topic)

@@ -19,6 +19,7 @@ from edge_client.cli.record_commands import diagnose_command, ledger_command, se
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from edge_client.cli.store_commands import backup_command, restore_command, store_app
 from edge_client.cli.units import unit_command
+from fedcg.child_python import loading
 from fedcg.errors import FAILED
 from fedcg.json_output import print_data
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
@@ -26,6 +27,7 @@ from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption,
 if TYPE_CHECKING:
     from edge_client.cli.doctor.findings import Finding
     from edge_client.config import AgentConfig
+    from fedcg.wire.messages.conditions import DoctorFinding
 
 app = typer.Typer(
     help="Run this device's agent, steer it, and see what it does and what has left this device.", no_args_is_help=True
@@ -62,8 +64,8 @@ def run_command(
 
     Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
     """
-    from edge_client.agent.run import run_agent
-    from edge_client.cli.doctor.checks import findings_of
+    with loading():
+        from edge_client.agent.run import run_agent
     from fedcg.log.output import set_up_log, toggle_debug_on_signal
 
     log = LogSettings(form, level)
@@ -75,7 +77,13 @@ def run_command(
     else:
         place = f"{settings.broker.host}:{settings.broker.port}"
         print(f"agent {settings.device} of {settings.federation}, broker {place}, store {settings.store}", flush=True)
-    code = run_agent(settings, log, lambda: findings_of(settings), until_finished=until_finished)
+
+    def examine() -> tuple[DoctorFinding, ...]:
+        from edge_client.cli.doctor.checks import findings_of  # what checks images and training comes with it
+
+        return findings_of(settings)
+
+    code = run_agent(settings, log, examine, until_finished=until_finished)
     if as_json:
         print_data({"event": "ended", "device": settings.device, "exit_code": code})
     raise typer.Exit(code)

@@ -13,6 +13,7 @@ from typing import Protocol
 from edge_client.config import AgentConfig
 from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound
 from edge_client.session.events import Chosen, Weighed
+from fedcg.child_python import loading
 from fedcg.event_log import EventValue
 from fedcg.log.output import set_up_log
 from fedcg.log.settings import LogSettings
@@ -86,6 +87,7 @@ def trainer_process(config: AgentConfig, log: LogSettings, deliver: Callable[[Tr
 def run_child(connection: Connection, config: AgentConfig, log: LogSettings) -> None:
     """Entry point of the child: load torch and work."""
     set_up_log(log)
-    from edge_client.training.trainer_child import trainer_main
+    with loading():
+        from edge_client.training.trainer_child import trainer_main
 
     trainer_main(connection, config)

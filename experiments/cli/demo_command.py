@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from experiments.settings.cli_options import (
     options_of,
 )
 from experiments.settings.options import DEMO_PUBLIC_IMAGES, Setting, parse_params
+from fedcg.child_python import loading
 from fedcg.json_output import print_data
 from fedcg.learning.backbone_names import is_projected
 from fedcg.learning.spec import plan_from_mapping
@@ -64,14 +66,25 @@ def demo_command(values: Values, typed: frozenset[str]) -> None:
         f"starting a broker, a coordinator and {run.setting.clients} agents; everything goes to {run.root}",
         soft_wrap=True,
     )
-    from experiments.demo.demo import Demo, begin  # half a second of imports, behind the first line
+    from coordinator.errors import PlanError
+    from coordinator.operations.create_federation import Completion
+
+    completion = None
+    if options.resume is None:
+        completion = Completion()  # seconds of imports in another process, beside those of this one
+        run.save(frozenset())
+    with loading():
+        from experiments.demo.demo import Demo  # half a second of imports, behind the first line
     from experiments.record import write_record
 
-    if options.resume is None:
-        begin(run, is_known_good=not typed)
     finished = run.root / "summary.json"
     try:
-        summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(Demo(run, console).run())
+        demo = Demo(run, console, completion)
+        summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(demo.run())
+    except PlanError:
+        if options.resume is None:
+            shutil.rmtree(run.root)
+        raise
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"Every process is stopped. Go on with: fedcg demo --resume {run.root}", soft_wrap=True)
         raise typer.Exit(130) from None
@@ -118,12 +131,12 @@ def _show(summary: dict[str, Any], root: Path, console: Console) -> None:
     wide = Console(width=max(TABLE_WIDTH, console.width)) if not console.is_terminal else console
     wide.print(table(summary))
     times = summary["seconds"]
-    parts = ", ".join(f"{name} {times[name]:.1f}" for name in ("startup", "train", "transport", "aggregate", "export"))
+    parts = ", ".join(f"{name} {spent:.1f}" for name, spent in times.items() if name != "total")
 
     def line(text: str) -> None:
         wide.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    line(f"{times['total']:.1f} s in total, of it on the critical path: {parts}")
+    line(f"{times['total']:.1f} s in total: {parts}")
     line(f"broker: {summary['broker']}; the observer decoded {summary['observer']['artifacts']} artifacts")
     line(f"accuracy over rounds: {root / 'accuracy.png'}")
     line(f"all numbers:          {root / 'summary.json'}")

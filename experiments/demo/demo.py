@@ -16,11 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
-from coordinator.broker.access_lists import publish_access
+from coordinator.broker.access_lists import refresh_access
+from coordinator.broker.broker_folder import write_folder
 from coordinator.cli.opening import create_home
 from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
-from coordinator.members.bundle_enrolment import enrol
-from coordinator.operations.create_federation import check_plan, open_federation
+from coordinator.members.bundle_enrolment import make_bundles
+from coordinator.operations.create_federation import Complete
+from coordinator.operations.open_federation import open_federation
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
@@ -30,8 +32,8 @@ from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import POLL_S, Child, Children, children, fedcg
 from experiments.demo.progress import Progress
-from experiments.demo.run_folder import LOOPBACK, Run, write_secrets
-from experiments.demo.summary import seconds, summarise
+from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, write_secrets
+from experiments.demo.summary import curves, process_began, seconds, summarise
 from experiments.errors import ProcessError
 from experiments.record import versions
 from experiments.settings.options import FEDERATION, root_secret
@@ -44,31 +46,18 @@ SETTLE_S = 5.0  # for the observer to write what crossed last
 PROVISIONING = frozenset({"init", "federation", "devices"})
 
 
-def begin(run: Run, *, is_known_good: bool) -> None:
-    """Check the plan of a new run, then write the first file of its folder.
-
-    Args:
-        run: the run.
-        is_known_good: its choices are the defaults, whose plan needs no process of its own to be checked.
-
-    Raises:
-        PlanError: the method or the networks refuse the plan; nothing is written.
-    """
-    if not is_known_good:
-        check_plan(plan_from_mapping(run.setting.plan(run.setting.source())))
-    run.save(frozenset())
-
-
 class Demo:
     """One run, from nothing or from where an earlier one was interrupted, to the summary.
 
     Args:
         run: its folder.
         console: for what a person should see.
+        complete: the process that completes a new run's plan, where one was started before.
     """
 
-    def __init__(self, run: Run, console: Console) -> None:
+    def __init__(self, run: Run, console: Console, complete: Complete | None = None) -> None:
         self._run = run
+        self._complete_plan = complete
         self._progress = Progress(console, run.setting.rounds)
         self._clients = client_names(run.setting.clients)
         self._done = run.done()
@@ -83,10 +72,10 @@ class Demo:
         """Run the federation to its end and write `summary.json` and `accuracy.png`.
 
         Raises:
+            PlanError: the method or the networks refuse the plan; nothing is left.
             ProcessError: a step failed, a process ended too early, or the federation stalled.
             SourceError: the data can't be used.
         """
-        started = time.time()
         with self._progress.shown():
             async with children(self._run.root / "logs") as processes:
                 watching = asyncio.create_task(self._watch())
@@ -97,8 +86,9 @@ class Demo:
                 finally:
                     watching.cancel()
                 self._look()
-                ended = time.time()
-        return await asyncio.to_thread(self._report, started, ended)
+                drawing = asyncio.create_task(asyncio.to_thread(self._draw))  # while the processes end
+            await drawing
+        return await asyncio.to_thread(self._report)
 
     # Start
 
@@ -110,12 +100,16 @@ class Demo:
         is_new = not self._done >= PROVISIONING
         if is_new:  # nothing has run yet, so what an interrupted run left of it can simply be made again
             await asyncio.to_thread(self._initialise)
-        serve = fedcg("broker", "run", "--dir", run.home, "--broker", run.broker)
-        broker = await processes.start("broker", serve, outlives_others=True)
-        if run.setting.public_images:
-            await data  # a federation is opened only when its public images can be read
-        coordinator = await self._start_coordinator(processes, source, is_new=is_new)
-        observer = await self._start_observer(processes)
+        home = Home(run.home)
+        with changing_members(home):  # a coordinator loads its packages, and waits for this lock before it serves
+            broker = await self._start_broker(processes, home)
+            coordinator = await processes.start("coordinator", fedcg("coordinator", "run", "--dir", run.home))
+            observer = await self._start_observer(processes)
+            if run.setting.public_images:
+                await data  # a federation is opened only when its public images can be read
+            if is_new:
+                await asyncio.to_thread(self._provision, home, source)
+                self._complete(PROVISIONING)
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
         self._progress.print_once(f"broker: {self._broker_named}")
@@ -155,24 +149,22 @@ class Demo:
         )
         home = create_home(run.home, config, observers=("observer",))
         home.secret_file.write_bytes(root_secret(run.setting.seed, "coordinator"))
+        with contextlib.closing(Store.of(home)) as store:
+            make_bundles(home, store, self._clients, run.root / "devices", time.time(), FEDERATION)
 
-    async def _start_coordinator(self, processes: Children, source: Source, *, is_new: bool) -> Child:
-        """Start the coordinator; in a new run it loads its packages while the federation is opened, and waits for that."""
-        home, command = Home(self._run.home), fedcg("coordinator", "run", "--dir", self._run.home)
-        if not is_new:
-            return await processes.start("coordinator", command)
-        with changing_members(home):
-            coordinator = await processes.start("coordinator", command)
-            await asyncio.to_thread(self._provision, home, source)
-        self._complete(PROVISIONING)
-        return coordinator
+    async def _start_broker(self, processes: Children, home: Home) -> Child:
+        """Start the broker, from the folder of `fedcg deploy mosquitto`, with the lists as they are once the federation is open."""
+        lists = refresh_access(home).model_copy(update={"federations": (FEDERATION,)})
+        await asyncio.to_thread(write_folder, home, home.broker, lists)
+        folder = home.root if self._run.broker == EMBEDDED else home.broker
+        command = fedcg("broker", "run", "--dir", folder, "--broker", self._run.broker)
+        return await processes.start("broker", command, outlives_others=True)
 
     def _provision(self, home: Home, source: Source) -> None:
-        """Open the federation and make every device's bundle."""
+        """Open the federation."""
+        plan = plan_from_mapping(self._run.setting.plan(source))
         with contextlib.closing(Store.of(home)) as store:
-            open_federation(home, store, plan_from_mapping(self._run.setting.plan(source)))
-            enrol(home, store, self._clients, self._run.root / "devices", time.time())
-            publish_access(home)
+            open_federation(home, store, plan, complete=self._complete_plan)
 
     async def _start_observer(self, processes: Children) -> Child:
         run = self._run
@@ -286,24 +278,24 @@ class Demo:
 
     # Report
 
-    def _report(self, started: float, ended: float) -> dict[str, Any]:
+    def _draw(self) -> None:
         from experiments.demo.plots import accuracy_over_rounds
 
+        run, lines = self._run, curves(list(self._agents.values()))
+        title = f"{run.setting.method}, {run.setting.data}, seed {run.setting.seed}"
+        accuracy_over_rounds(lines, run.root / "accuracy.png", title)
+
+    def _report(self) -> dict[str, Any]:
         run, agents = self._run, list(self._agents.values())
         prepared: Prepared = load_prepared(run.data)
         summary = summarise(
             setting=run.setting.model_dump(mode="json"),
             broker=self._broker_named,
-            times=seconds(agents, self._coordinator, started, ended),
+            times=seconds(agents, self._coordinator, process_began(), time.time()),
             prepared=prepared,
             agents=agents,
             wire=self._wire(),
             versions=versions(),
-        )
-        accuracy_over_rounds(
-            summary["curves"],
-            run.root / "accuracy.png",
-            f"{run.setting.method}, {run.setting.data}, seed {run.setting.seed}",
         )
         replace_durably(run.root / "summary.json", json.dumps(summary, indent=1), READABLE)
         return summary

@@ -5,10 +5,15 @@ What crossed the broker is only ever taken from the observer's record, never fro
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 from rich import box
 from rich.table import Table
 
@@ -45,6 +50,7 @@ class Seconds:
         transport: for each round, aggregate stored -> last agent verified it, plus that agent's commit -> its receipt.
         aggregate: for each round, last receipt -> aggregate stored.
         export: last agent verified the final aggregate -> last model exported.
+        rest: what is in none of these; above all the end of the processes, from the last export on.
     """
 
     total: float
@@ -53,6 +59,15 @@ class Seconds:
     transport: float
     aggregate: float
     export: float
+    rest: float
+
+
+def process_began() -> float:
+    """Unix seconds when this process was started, which is where its user's clock begins: imports count."""
+    if sys.platform != "linux":
+        return psutil.Process().create_time()
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # psutil's is a second off
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def seconds(agents: Sequence[AgentHistory], coordinator: CoordinatorHistory, started: float, ended: float) -> Seconds:
@@ -79,14 +94,11 @@ def seconds(agents: Sequence[AgentHistory], coordinator: CoordinatorHistory, sta
         transport += max(0.0, max(fetched) - coordinator.available[final])
     exported = [number(agent.finalised, "t") or 0.0 for agent in agents if agent.finalised is not None]
     exported = [at for at in exported if at >= started]
-    return Seconds(
-        total=round(ended - started, 2),
-        startup=round(max((_first_start(agent, started) for agent in agents), default=started) - started, 2),
-        train=round(train, 2),
-        transport=round(transport, 2),
-        aggregate=round(aggregate, 2),
-        export=round(max(0.0, max(exported) - max(fetched)), 2) if exported and fetched else 0.0,
-    )
+    startup = max((_first_start(agent, started) for agent in agents), default=started) - started
+    export = max(0.0, max(exported) - max(fetched)) if exported and fetched else 0.0
+    parts = (startup, train, transport, aggregate, export)
+    rest = max(0.0, ended - started - sum(parts))
+    return Seconds(*(round(spent, 2) for spent in (ended - started, *parts, rest)))
 
 
 def _first_start(agent: AgentHistory, since: float) -> float:

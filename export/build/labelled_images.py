@@ -8,7 +8,8 @@ from pathlib import Path
 from export.errors import InputError
 from export.model.classify import expand
 from export.model.preprocess import load_image
-from fedcg.imaging import ImageForm, Pixels
+from fedcg.image_form import ImageForm
+from fedcg.imaging import Pixels
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:

@@ -15,7 +15,8 @@ from export.errors import VerificationError
 from export.model.manifest import Takes, Verification
 from export.model.preprocess import load_image
 from export.model.runtime import INPUT_NAME, Floats, Predictor
-from fedcg.imaging import ImageForm, Pixels, fit_pixels
+from fedcg.image_form import ImageForm
+from fedcg.imaging import Pixels, fit_pixels
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks.personal_model import personal_model
 from fedcg.learning.spec import FederationSpec

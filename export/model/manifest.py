@@ -14,7 +14,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from export.errors import ManifestError, TamperedError
 from export.model.signature import MANIFEST_NAME, Accept, check_intact
-from fedcg.imaging import ImageForm
+from fedcg.image_form import ImageForm
 
 MODEL_NAME = "model.onnx"
 MANIFEST_FORMAT = 2

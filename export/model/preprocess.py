@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from export.errors import InputError
-from fedcg.imaging import MAX_PIXELS, ImageError, ImageForm, Pixels, decode_image
+from fedcg.image_form import ImageForm
+from fedcg.imaging import MAX_PIXELS, ImageError, Pixels, decode_image
 
 
 def load_image(source: Path | bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, *, resize: bool = True) -> Pixels:

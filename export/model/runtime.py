@@ -18,7 +18,8 @@ from export.model.preprocess import load_image, normalise
 from export.model.providers import machine, session_providers
 from export.model.signature import Accept
 from export.model.versions import engines_of, resolve
-from fedcg.imaging import MAX_PIXELS, ImageForm, Pixels
+from fedcg.image_form import ImageForm
+from fedcg.imaging import MAX_PIXELS, Pixels
 
 Floats = npt.NDArray[np.float32]
 

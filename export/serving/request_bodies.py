@@ -14,7 +14,8 @@ import numpy as np
 from pydantic_core import from_json
 
 from export.errors import QueueFullError, RefusedError
-from fedcg.imaging import ImageError, ImageForm, Pixels, TooManyPixelsError, decode_image
+from fedcg.image_form import ImageForm
+from fedcg.imaging import ImageError, Pixels, TooManyPixelsError, decode_image
 
 JSON_TYPE = "application/json"
 MULTIPART_TYPE = "multipart/form-data"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self
 
-from fedcg.imaging import ImageForm as ImageForm
+from fedcg.image_form import ImageForm as ImageForm
 from fedcg.wire.parts import (
     DEFAULT_AGGREGATE_CODEC,
     DEFAULT_UPDATE_CODEC,

@@ -39,6 +39,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = _fedcg("demo", *SMALL, "--out", "run", cwd=root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert imported_in(root) == ""
+    assert done.stderr == ""
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()[1:3]] == ["broker", "the first round is open"]
     assert "crossed the broker" in done.stdout
     return root / "run"
 
@@ -74,6 +76,15 @@ def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
     done = _fedcg("audit", "compare", "--observed", str(demo / "observer"), *private, cwd=demo)
     assert done.returncode == 0, done.stdout
     assert "0 leaks" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_demo_whose_plan_is_refused_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    done = _fedcg("demo", "--set", "nonsense=1", "--out", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: the plan can't be completed: [params]: 1 problem\n  nonsense: ")
+    assert not list(tmp_path.iterdir())
+    assert not _processes_with(str(tmp_path))
 
 
 @pytest.mark.slow

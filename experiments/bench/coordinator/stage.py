@@ -13,7 +13,7 @@ from coordinator.broker.access_lists import publish_access
 from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
-from coordinator.operations.create_federation import open_federation
+from coordinator.operations.open_federation import open_federation
 from coordinator.paths import Home
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.storage.locks import changing_members

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedcg import imaging
-from fedcg.imaging import ImageError, ImageForm, Pixels
+from fedcg.image_form import ImageForm
+from fedcg.imaging import ImageError, Pixels
 from fedcg.learning.errors import DataError
 
 

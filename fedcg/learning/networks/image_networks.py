@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fedcg.imaging import ImageForm
+from fedcg.image_form import ImageForm
 from fedcg.learning.networks.split import FeatureRange, Split
 
 SMALLEST_SIDE = 12  # the discriminator's two last 4x4 convolutions take two pixels off a quarter of a side

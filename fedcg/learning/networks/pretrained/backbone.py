@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from fedcg.imaging import ImageForm
+from fedcg.image_form import ImageForm
 from fedcg.learning.backbone_names import (
     IMAGENET,
     INSTALL_TIMM,

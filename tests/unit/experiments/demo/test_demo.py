@@ -86,6 +86,7 @@ def test_seconds_follow_the_critical_path_by_hand(histories: tuple[list[AgentHis
     assert times.train == pytest.approx(3.5 + 3.5)
     assert times.aggregate == pytest.approx(2.75 + 2.75)
     assert times.export == pytest.approx(5.0)
+    assert times.rest == pytest.approx(30.0 - 5.5 - 5.0 - 7.0 - 5.5 - 5.0)
 
 
 def test_of_a_resumed_run_only_the_later_rounds_count(histories: tuple[list[AgentHistory], CoordinatorHistory]) -> None:
@@ -134,7 +135,7 @@ def test_the_summary_has_the_promised_keys(
     summary = json.loads(json.dumps(summary_of(histories, tmp_path)))
     promised = {"method", "rounds", "data", "broker", "seconds", "parts_on_wire", "fields_on_wire", "clients"}
     assert promised <= set(summary)
-    assert set(summary["seconds"]) == {"total", "startup", "train", "transport", "aggregate", "export"}
+    assert set(summary["seconds"]) == {"total", "startup", "train", "transport", "aggregate", "export", "rest"}
     of_client = {
         "id", "train_images", "test_images", "accuracy_local", "accuracy_personal", "accuracy_onnx",
         "accuracy_common_local", "accuracy_common_personal", "onnx_model", "uplink_bytes_per_round",
@@ -302,10 +303,10 @@ def test_the_demos_first_line_is_through_a_pipe_before_anything_slow_is_imported
     code = """
 import os, sys, types
 from fedcg.cli import app
-def stop(run, console):
+def stop(run, console, complete):
     os.write(1, repr(sorted({"torch", "sklearn", "matplotlib", "sqlalchemy"} & sys.modules.keys())).encode())
     os._exit(7)  # nothing that is still in a buffer comes out
-sys.modules["experiments.demo.demo"] = types.SimpleNamespace(Demo=stop, begin=lambda run, is_known_good: None)
+sys.modules["experiments.demo.demo"] = types.SimpleNamespace(Demo=stop)
 app.main(args=["demo", "--out", sys.argv[1]], prog_name="fedcg")
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False)

@@ -22,7 +22,8 @@ from export.build.preprocess_graph import add_preprocessing, on_network
 from export.build.to_onnx import export_personal
 from export.errors import VerificationError
 from export.model.preprocess import load_image, normalise
-from fedcg.imaging import ImageForm, Pixels
+from fedcg.image_form import ImageForm
+from fedcg.imaging import Pixels
 from fedcg.learning.data import decoding
 from fedcg.learning.data import image_folder as data
 from fedcg.learning.data.decoding import fit_pixels

@@ -25,7 +25,7 @@ from export.model.manifest import (
     write_manifest,
 )
 from export.model.versions import POINTER_NAME, Slots, resolve
-from fedcg.imaging import ImageForm
+from fedcg.image_form import ImageForm
 from tests.support.learning.export_models import flip_bit
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcg.imaging import ImageForm
+from fedcg.image_form import ImageForm
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.defences.etc import EtcParams, ScramblingStep
