@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from devices.profile import gpu_precisions
+from devices.profile import Builds, gpu_precisions
 from fedcg.config_file import read_toml
 
 GB = 1_000_000_000
@@ -86,6 +86,7 @@ class Catalogue(BaseModel):
     soc: dict[str, Soc]
     module: dict[str, Module]
     power: dict[str, Power]
+    builds: tuple[Builds, ...]
     kind: dict[str, Kind]
 
     def rows(self) -> tuple[Kind, ...]:
@@ -136,16 +137,17 @@ class Catalogue(BaseModel):
             None,
         )
         power = next((self.power[number[:5]].sum for number in numbers if number[:5] in self.power), ())
-        return KnownJetson(self.soc[soc_key], module, power)
+        return KnownJetson(self.soc[soc_key], module, power, tuple(one for one in self.builds if one.soc == soc_key))
 
 
 @dataclass(frozen=True)
 class KnownJetson:
-    """A looked-up Jetson: its generation, its module where the device-tree names one of the catalogue, and the rails whose sum it draws."""
+    """A looked-up Jetson: its generation, its module where the device-tree names one of the catalogue, and the rails whose sum it draws, builds for it."""
 
     soc: Soc
     module: Module | None
     power: tuple[str, ...] = ()
+    builds: tuple[Builds, ...] = ()
 
 
 @functools.cache

@@ -82,6 +82,9 @@ def _rows(profile: DeviceProfile, plan: TrainingPlan | None) -> list[tuple[str, 
     rows.append(("precisions", UNAVAILABLE if profile.precisions is None else ", ".join(profile.precisions)))
     if profile.kind.value == "jetson":
         rows.append(("Jetson Linux", str(profile.l4t or UNAVAILABLE)))
+        if (builds := profile.builds) is not None:
+            detail = f"torch: {builds.torch}; onnxruntime: {builds.onnxruntime}; Python {builds.python}"
+            rows.append(("builds for its GPU", detail))
     rows.append(("can train", f"{'yes' if profile.trainable.possible else 'no'}, {profile.trainable.reason}"))
     if plan is not None:
         rows.append(

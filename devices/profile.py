@@ -19,6 +19,7 @@ LEAST_TRAINING_BYTES = 768 * MIB
 LEAST_GPU_BYTES = 2 * GIB
 # Kernels for older GPUs are not in the PyTorch builds that the `learn` extra accepts.
 LEAST_COMPUTE_CAPABILITY = (5, 0)
+LEAST_PYTHON = (3, 10)
 # More threads do not speed up networks of this size at small batches; one core stays free for the network and the system.
 MOST_CPU_THREADS = 4
 # Beside a GPU the CPU only feeds it.
@@ -85,6 +86,27 @@ class Trainable:
 
 
 @dataclass(frozen=True)
+class Builds:
+    """Which builds of torch and onnxruntime use the GPU of a Jetson, with one JetPack.
+
+    Attributes:
+        soc: its system on chip, as the catalogue names it.
+        jetson_linux: major releases of Jetson Linux that this JetPack has.
+        python: of its system.
+        torch, onnxruntime: which, and from where; "unknown" where no source says it.
+        source: who says it.
+    """
+
+    soc: str
+    jetpack: int
+    jetson_linux: tuple[int, ...]
+    python: str
+    torch: str
+    onnxruntime: str
+    source: str
+
+
+@dataclass(frozen=True)
 class DeviceProfile:
     """The hardware of a box.
 
@@ -102,6 +124,7 @@ class DeviceProfile:
             None when the box does not report its instructions.
         known_as: Its row in the catalogue, where the device-tree names one.
         cpu_formats: As `precisions`, of the CPU whatever GPU there is.
+        builds: Which torch and onnxruntime use its GPU; None where that is not known, and of any box but a Jetson.
     """
 
     kind: DeviceKind
@@ -116,6 +139,7 @@ class DeviceProfile:
     precisions: tuple[str, ...] | None = None
     known_as: str | None = None
     cpu_formats: tuple[str, ...] | None = None
+    builds: Builds | None = None
 
 
 @dataclass(frozen=True)

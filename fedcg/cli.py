@@ -28,6 +28,7 @@ _INSTALLS = {
     "ray": "'fedcg-edge[ray]'",
     "cryptography": "cryptography",
     "onnx": "onnx",
+    "onnxruntime": "'fedcg-edge[infer]', with a GPU 'fedcg-edge[infer-gpu]', on a Jetson NVIDIA's build (docs/devices.md)",
     "infer uvicorn": "'fedcg-edge[serve]'",
     "infer fastapi": "'fedcg-edge[serve]'",
 }

@@ -15,9 +15,10 @@ uninstall   removes program and units; private stores (/var/lib/fedcg) and confi
 --source WHAT           a wheel; the sources' folder; a folder of wheels, used without an index; or a requirement such as
                         fedcg-edge==1.2. Default: the sources that this script is part of. A constraints.txt beside it counts
                         with Python 3.11, for which it is made. pip's own settings (PIP_EXTRA_INDEX_URL, ...) hold.
---extra LIST            extras, with commas. Default: those that are installed, else edge; serve: a box that only predicts
+--extra LIST            extras, with commas. Default: those that are installed, else edge; serve: a box that only predicts. infer-gpu adds
+                        onnxruntime for an NVIDIA GPU, infer the one for the CPU; without either, infer is added where there is none yet
 --python PATH           the Python of the installation, 3.10 or newer. Default: the one that is installed, else python3
---system-site-packages  also use the packages of that Python: on a Jetson, NVIDIA's torch; no constraints.txt then
+--system-site-packages  also use the packages of that Python: on a Jetson, NVIDIA's torch and onnxruntime; no constraints.txt then
 --unchecked NAME        don't open the store of this federation: its key is a systemd credential, or it was damaged before
 --purge                 uninstall: also remove stores, configurations and keys; asks first
 --yes                   answer yes to --purge
@@ -76,7 +77,7 @@ choose_python() {
 choose_source() {
   local beside
   [ -n "$extra" ] || extra=$(cat "$prefix/venv/fedcg.extras" 2>/dev/null || echo edge)
-  [[ $extra =~ ^[a-z0-9]+(,[a-z0-9]+)*$ ]] || fail 2 "--extra $extra: give names with commas, such as edge,privacy"
+  [[ $extra =~ ^[a-z0-9-]+(,[a-z0-9-]+)*$ ]] || fail 2 "--extra $extra: give names with commas, such as edge,privacy"
   [ -n "$source" ] || source=$(realpath "$here/../..")
   if [ -f "$source" ] || [ -f "$source/pyproject.toml" ]; then
     wanted=("$(realpath -- "$source")[$extra]")
@@ -95,6 +96,7 @@ choose_source() {
 }
 
 has_extra() { [[ ,$extra, == *,$1,* ]]; }
+has_onnxruntime() { "$1/bin/python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('onnxruntime') is None)"; }
 version_of() { "$1/bin/fedcg" --version | sed 's/.* //'; }
 
 # The new version, in the one of two folders that is not in use; nothing else is touched, and agents go on meanwhile.
@@ -104,6 +106,10 @@ build() {
   step=build
   rm -rf "${prefix:?}/$slot"
   "$python" -m venv ${site:+"$site"} "$prefix/$slot"
+  if { has_extra edge || has_extra serve; } && ! has_extra infer && ! has_extra infer-gpu && ! has_onnxruntime "$prefix/$slot"; then
+    say "no onnxruntime is there: the one for the CPU is installed; with an NVIDIA GPU give --extra $extra,infer-gpu"
+    extra+=,infer && choose_source
+  fi
   "$prefix/$slot/bin/pip" install --disable-pip-version-check "${wanted[@]}"
   echo "$extra" >"$prefix/$slot/fedcg.extras"
   new=$(version_of "$prefix/$slot")

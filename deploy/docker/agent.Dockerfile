@@ -16,7 +16,7 @@ RUN python -m venv /opt/fedcg
 COPY constraints.txt ./
 RUN /opt/fedcg/bin/pip install --constraint constraints.txt --extra-index-url "${TORCH_INDEX}" torch
 COPY . .
-RUN /opt/fedcg/bin/pip install --constraint constraints.txt '.[edge]'
+RUN /opt/fedcg/bin/pip install --constraint constraints.txt '.[edge,infer]'
 
 FROM ${PYTHON_IMAGE}
 RUN groupadd --gid 10001 fedcg \

@@ -10,7 +10,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 RUN python -m venv /opt/fedcg
 COPY . .
-RUN /opt/fedcg/bin/pip install --constraint constraints.txt '.[serve]'
+RUN /opt/fedcg/bin/pip install --constraint constraints.txt '.[serve,infer]'
 
 FROM ${PYTHON_IMAGE}
 RUN groupadd --gid 10001 fedcg \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,22 @@ def test_an_upgrade_changes_the_version_and_the_stores_format_and_keeps_every_ot
     )
     assert stores == {f"shapes/{name}": data for name, data in before.items()}
     assert f"has format {STORE_FORMAT}, trained up to round 2" in upgraded.done.stdout
+
+
+@pytest.mark.slow
+def test_an_onnxruntime_that_is_there_is_kept_and_else_the_one_for_the_cpu_is_asked_for(
+    place: tuple[Path, Box], life: dict[str, After], tmp_path: Path
+) -> None:
+    assert (place[1].prefix / "venv" / "fedcg.extras").read_text() == "edge,infer\n"
+    assert "give --extra edge,infer-gpu" in life["installed"].done.stdout
+    jetson, package = Box(tmp_path / "jetson"), tmp_path / "system" / "onnxruntime"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    words = ("--source", place[0] / "fedcg_edge-1.0-py3-none-any.whl", "--python", sys.executable)
+    done = jetson.run("install", *words, PYTHONPATH=str(package.parent))
+    assert done.returncode == 0, done.stderr
+    assert (jetson.prefix / "venv" / "fedcg.extras").read_text() == "edge\n"
+    assert "infer-gpu" not in done.stdout
 
 
 @pytest.mark.slow

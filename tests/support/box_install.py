@@ -81,9 +81,11 @@ class Box:
         """Where private stores are."""
         return self.root / "var" / "lib" / "fedcg"
 
-    def run(self, *words: str | Path, script: Path = SCRIPT, depends: bool = False) -> subprocess.CompletedProcess[str]:
-        """The script with these words and this root, without a terminal; with `depends` pip installs what the package needs."""
-        env = environment()
+    def run(
+        self, *words: str | Path, script: Path = SCRIPT, depends: bool = False, **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        """The script with these words, this root and more of an environment, without a terminal; with `depends` pip installs what is needed."""
+        env = environment(**more)
         if depends:
             del env["PIP_NO_DEPS"]
         command = [str(script), *map(str, words), "--root", str(self.root)]

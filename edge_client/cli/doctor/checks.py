@@ -17,7 +17,7 @@ from typing import get_args
 from edge_client.cli.doctor.data_check import check_data
 from edge_client.cli.doctor.findings import Finding as Finding
 from edge_client.cli.doctor.findings import Result, existing_place
-from edge_client.cli.doctor.training_check import check_training
+from edge_client.cli.doctor.training_check import check_predictions, check_training
 from edge_client.cli.status import is_locked, read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, EnrolError
@@ -62,6 +62,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "defence": _defence,
         "cohort secret": _cohort_secret,
         "training": check_training,
+        "predictions": check_predictions,
         "audit": _audit,
         "privacy": _privacy,
     }

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from devices.cli import UNAVAILABLE, describe_gpu, gib
-from devices.detect import detect, runtime_providers
+from devices.detect import detect, runtime_obstacle, runtime_providers
 from devices.eligibility import EligibilitySettings, Obstacle, is_held, obstacles
 from devices.profile import DeviceProfile
 from devices.telemetry import LIVE_ROOT, Sensors, Telemetry, Zone
@@ -101,7 +101,8 @@ def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:
     yield Finding("GPU", "ok", describe_gpu(profile.gpu))
     providers = runtime_providers() if root == LIVE_ROOT else None
     yield Finding("precisions", "ok", ", ".join(profile.precisions or ()) or UNAVAILABLE)
-    yield Finding("ONNX Runtime", "ok", ", ".join(providers or ()) or UNAVAILABLE)
+    obstacle = "" if providers is None else runtime_obstacle(profile)
+    yield Finding("ONNX Runtime", "warning" if obstacle else "ok", ", ".join(providers or ()) or UNAVAILABLE, obstacle)
     possible, reason = profile.trainable.possible, profile.trainable.reason
     if possible:
         yield Finding("training", "ok", reason)

@@ -1,4 +1,4 @@
-"""The check that this device can train as `[training]` in agent.toml asks. Never imports torch."""
+"""The checks that this device can train as `[training]` in agent.toml asks, and predicts on its GPU. Never imports torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datetime import datetime
 from importlib.util import find_spec
 
 from devices.cli import describe_gpu
-from devices.detect import detect
+from devices.detect import detect, runtime_obstacle, runtime_providers
 from devices.eligibility import eligibility, is_held
 from devices.errors import NotTrainableError
 from devices.nvidia import torch_obstacle
@@ -25,7 +25,12 @@ def check_training(config: AgentConfig, now: datetime) -> Result:
     """Torch, the plan for this hardware, weights and backbone, and whether the box may train now."""
     missing = [name for name in ("torch", "onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
-        return "failed", f"{' and '.join(missing)} not installed", "pip install 'fedcg-edge[edge]'"
+        extra = "infer" if missing == ["onnxruntime"] else "edge,infer"
+        return (
+            "failed",
+            f"{' and '.join(missing)} not installed",
+            f"pip install 'fedcg-edge[{extra}]'; infer-gpu with a GPU",
+        )
     try:
         box, problem, wanted = detect(), torch_obstacle(), config.training
         plan = plan_training(
@@ -42,6 +47,19 @@ def check_training(config: AgentConfig, now: datetime) -> Result:
     if reason is not None:
         return "warning", f"not now: {reason.detail}", "`fedcg doctor --hardware` shows all readings"
     return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""
+
+
+def check_predictions(config: AgentConfig, now: datetime) -> Result:
+    """Whether the installed ONNX Runtime uses the GPU that is here."""
+    providers = runtime_providers()
+    if providers is None:
+        return (
+            "warning",
+            "onnxruntime is not installed",
+            "pip install 'fedcg-edge[infer]', with a GPU infer-gpu instead",
+        )
+    obstacle = runtime_obstacle(detect())
+    return "warning" if obstacle else "ok", f"onnxruntime has {', '.join(providers)}", obstacle
 
 
 def _networks(config: AgentConfig) -> Result | None:

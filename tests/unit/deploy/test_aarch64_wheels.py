@@ -14,8 +14,10 @@ ROOT = Path(__file__).parents[3]
 UV = Path(sys.executable).parent / "uv"
 
 
-def resolve(requirements: Path, python: str, *more: str) -> subprocess.CompletedProcess[str]:
-    """The versions that pip would install on 64-bit Arm with glibc 2.28, from wheels alone; pip itself can't leave its own machine's markers."""
+def resolve(
+    requirements: Path, python: str, *more: str, platform: str = "aarch64-manylinux_2_28"
+) -> subprocess.CompletedProcess[str]:
+    """The versions that pip would install on a platform, by default 64-bit Arm with glibc 2.28, from wheels alone; pip itself can't leave its own machine's markers."""
     command = [
         str(UV),
         "pip",
@@ -27,9 +29,9 @@ def resolve(requirements: Path, python: str, *more: str) -> subprocess.Completed
         "--no-annotate",
         *more,
     ]
-    platform = ["--python-platform", "aarch64-manylinux_2_28", "--only-binary", ":all:"]
+    wheels = ["--python-platform", platform, "--only-binary", ":all:"]
     trusted = {"SSL_CERT_FILE": ssl.get_default_verify_paths().openssl_cafile, **os.environ}
-    return subprocess.run([*command, *platform], capture_output=True, text=True, env=trusted, check=False, timeout=250)
+    return subprocess.run([*command, *wheels], capture_output=True, text=True, env=trusted, check=False, timeout=250)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,6 +49,16 @@ def test_the_requirements_of_a_box_are_wheels_on_64_bit_arm(python: str, extra: 
     found = resolve(ROOT / "pyproject.toml", python, "--extra", extra)
     assert found.returncode == 0, found.stderr
     assert some in found.stdout
+    assert ("onnxruntime" in found.stdout) == (extra == "infer")
+
+
+@pytest.mark.slow
+def test_the_gpus_onnxruntime_comes_without_the_one_for_the_cpu() -> None:
+    extras = ("--extra", "edge", "--extra", "infer-gpu")
+    found = resolve(ROOT / "pyproject.toml", "3.12", *extras, platform="x86_64-manylinux_2_28")
+    assert found.returncode == 0, found.stderr
+    names = [line.partition("==")[0] for line in found.stdout.splitlines()]
+    assert [name for name in names if name.startswith("onnxruntime")] == ["onnxruntime-gpu"]
 
 
 @pytest.mark.slow

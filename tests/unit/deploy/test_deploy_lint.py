@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import tomllib
+from packaging.requirements import Requirement
 from ruamel.yaml import YAML
 
 from edge_client.cli.units import (
@@ -143,11 +144,34 @@ def test_the_images_install_extras_that_exist_and_every_package_of_the_distribut
     packages = {name.rstrip("*") for name in project()["tool"]["setuptools"]["packages"]["find"]["include"]}
     for name in ("agent", "agent-jetson", "coordinator", "infer"):
         text = (DEPLOY / "docker" / f"{name}.Dockerfile").read_text()
-        (wanted,) = re.findall(r"'\.\[([a-z0-9,]+)\]'", text)
+        (wanted,) = re.findall(r"'\.\[([a-z0-9,-]+)\]'", text)
         assert set(wanted.split(",")) <= set(extras)
         sent = (DEPLOY / "docker" / f"{name}.Dockerfile.dockerignore").read_text().splitlines()
         assert {f"!{package}" for package in packages} | {"!pyproject.toml"} <= set(sent)
         assert ("--constraint constraints.txt" in text) == ("!constraints.txt" in sent)
+
+
+def test_one_extra_alone_brings_onnxruntime_so_that_none_is_laid_over_another() -> None:
+    extras = project()["project"]["optional-dependencies"]
+
+    def needed(extra: str) -> set[str]:
+        own = {Requirement(line) for line in extras[extra]}
+        inner = [one for part in own if part.name == "fedcg-edge" for name in part.extras for one in needed(name)]
+        return {part.name for part in own} | set(inner)
+
+    brings = {extra: {name for name in needed(extra) if name.startswith("onnxruntime")} for extra in extras}
+    assert brings["infer"] == brings["demo"] == brings["dev"] == {"onnxruntime"}
+    assert brings["infer-gpu"] == {"onnxruntime-gpu"}
+    assert brings["edge"] == brings["serve"] == brings["coordinator"] == set()
+    assert {"cryptography", "pillow"} <= needed("serve") & needed("infer") & needed("infer-gpu")
+    (torch,) = (Requirement(line).specifier for line in extras["learn"] if line.startswith("torch"))
+    for version, fits in (
+        ("2.6.0a0+ecf3bae40a.nv25.01", True),
+        ("2.6.0rc1", True),
+        ("2.13.0+cpu", True),
+        ("2.5.1", False),
+    ):
+        assert torch.contains(version, prereleases=True) is fits, version
 
 
 def test_no_image_names_an_architecture_and_the_jetsons_keeps_the_torch_of_its_base() -> None:
@@ -158,6 +182,8 @@ def test_no_image_names_an_architecture_and_the_jetsons_keeps_the_torch_of_its_b
     assert "PIP_CONSTRAINT=/src/base-torch.txt" in jetson
     assert "'torch==' + version('torch')" in jetson
     assert "--system-site-packages" in jetson
+    assert "onnxruntime" not in "".join(re.findall(r"'\.\[.*?\]'", jetson))
+    assert "'CUDAExecutionProvider' in onnxruntime.get_available_providers()" in jetson
 
 
 def test_shellcheck_accepts_the_scripts() -> None:

@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import onnxruntime
 import pynvml
 import pytest
 
 from devices import detect as detection
 from devices.catalogue import load_catalogue
-from devices.detect import detect
+from devices.detect import detect, runtime_obstacle
 from devices.nvidia import nvml_gpu
 from devices.profile import GIB, DeviceKind, Gpu
 
@@ -195,3 +196,42 @@ def test_every_module_of_the_catalogue_is_found_by_its_part_number_and_chip() ->
         found = catalogue.identify((f"nvidia,p1111-0000+{number}", f"nvidia,{module.soc}"))
         assert found is not None
         assert found.module == module
+
+
+@pytest.mark.parametrize("tree", ["jetson-nano", "jetson-agx-xavier", "jetson-agx-orin-jetpack5"])
+def test_an_old_board_is_refused_by_the_python_that_is_there_and_not_by_its_age(
+    tree: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(shutil.copytree(TREES / tree, tmp_path / "box"))
+    assert not detect(root).trainable.possible  # no Python is recorded: the one of its last JetPack counts
+    (root / "usr/bin").mkdir(parents=True)
+    for version, possible in (("3.8", False), ("3.9", False), ("3.10", True), ("3.12", True)):
+        (root / "usr/bin/python3").unlink(missing_ok=True)
+        (root / "usr/bin/python3").symlink_to(f"python{version}")
+        assert detect(root).trainable.possible is possible
+    (root / "usr/bin/python3").unlink()
+    monkeypatch.setattr(detection, "LIVE_ROOT", root)  # the box itself, where this Python runs
+    monkeypatch.setattr(detection, "nvml_gpu", lambda: None)
+    assert detect(root).trainable.possible
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ("x86-cuda", "pip install 'fedcg-edge[infer-gpu]'"),
+        ("jetson-orin-nano-8gb", "onnxruntime-gpu 1.22.0 from pypi.jetson-ai-lab.io/jp6/cu126"),
+        ("jetson-agx-thor", "the build for this board and JetPack: unknown"),
+        ("x86-cpu", None),
+        ("raspberrypi-5", None),
+    ],
+)
+def test_a_gpu_beside_an_onnxruntime_for_the_cpu_is_told_with_the_build_to_install(
+    tree: str, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = runtime_obstacle(detect(TREES / tree))  # with the onnxruntime that is installed here, which has no CUDA
+    assert (found == "") if told is None else (told in found)
+    assert told is None or "a GPU is here" in found
+    monkeypatch.setattr(
+        onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
+    assert runtime_obstacle(detect(TREES / tree)) == ""
