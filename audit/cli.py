@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from fedcg.json_output import print_data
+from fedcg.text_output import table
 
 app = typer.Typer(no_args_is_help=True, help="Record independently the data that left the devices, and attack it.")
 GATE_EXIT = 3  # a gate did not pass
@@ -27,10 +28,13 @@ def observe(
     protocol: Annotated[Literal["auto", "5", "3.1.1"], typer.Option(help="MQTT version")] = "auto",
     until_finished: Annotated[bool, typer.Option("--until-finished", help="end when the federation has ended")] = False,
     frames: Annotated[bool, typer.Option("--frames", help="also keep every frame as it came, in frames.bin")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Record and decode everything that crosses a federation's topics, with a read-only certificate.
 
     Prints `ready` once it listens. Ends on SIGTERM or Ctrl-C with the record complete.
+
+    Example: fedcg audit observe --federation casting --out record --port 8883 --tls /var/lib/fedcg/pki
     """
     from audit.recording.observer import Observer
     from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
@@ -42,7 +46,14 @@ def observe(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     observer.start()
-    observer.run(stop, until_finished=until_finished, on_ready=lambda: typer.echo("ready"))
+    ready = {"message": "ready", "record": str(out)}
+    observer.run(
+        stop,
+        until_finished=until_finished,
+        on_ready=lambda: print_data(ready) if as_json else typer.echo("ready"),
+    )
+    if not as_json:
+        typer.echo(f"Next: fedcg audit compare --observed {out} --private STATE.safetensors")
 
 
 @app.command()
@@ -54,6 +65,8 @@ def compare(
     """Compare every recorded tensor with every private tensor, as value, as delta, and as raw bytes.
 
     Private are the parts extractor and discriminator in the files. Exit code 1 when something leaked.
+
+    Example: fedcg audit compare --observed record --private state.safetensors
     """
     from audit.recording.comparison import check_recording
 
@@ -108,6 +121,8 @@ def run(
 
     The report says what was tried, what came back beyond the best guess, and what was not tried. Exit code 3 when a gate did not
     pass, 1 when an attack failed to run. The report shows images of the device: it is for the device's owner.
+
+    Example: fedcg audit run --updates record --data /data/images --out report --effort quick
     """
     from rich.console import Console
 
@@ -137,7 +152,10 @@ def run(
 
 @app.command(name="attacks")
 def list_attacks(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
-    """List the attacks: their names, the question that each answers, and the papers."""
+    """List the attacks: their names, the question that each answers, and the papers.
+
+    Example: fedcg audit attacks
+    """
     from audit.attacks.catalogue import chosen_attacks
 
     found = chosen_attacks(())
@@ -146,5 +164,5 @@ def list_attacks(as_json: Annotated[bool, typer.Option("--json", help="print JSO
             [{"name": one.name, "title": one.title, "question": one.question, "source": one.source} for one in found]
         )
         return
-    for one in found:
-        typer.echo(f"{one.name}: {one.title}. {one.question} ({one.source})")
+    rows = [(one.name, one.title, one.question, one.source) for one in found]
+    typer.echo(f"{table(('attack', 'title', 'question', 'source'), rows, '')}\nNext: fedcg audit run --attacks NAME")

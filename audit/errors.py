@@ -8,9 +8,7 @@ AuditError
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from fedcg.errors import BAD_INPUT, FedcgError
+from fedcg.errors import BAD_INPUT, NOT_FOUND, FedcgError
 
 
 class AuditError(FedcgError):
@@ -20,28 +18,28 @@ class AuditError(FedcgError):
 class CaptureError(AuditError):
     """A recording that can't be read or written."""
 
-    exit_code: ClassVar[int] = BAD_INPUT
+    exit_code = BAD_INPUT
 
 
 class DecodeError(AuditError):
     """Recorded bytes that are no artifact."""
 
-    exit_code: ClassVar[int] = BAD_INPUT
+    exit_code = BAD_INPUT
 
 
 class TruthError(AuditError):
     """Images or private weights that are not those of the update."""
 
-    exit_code: ClassVar[int] = BAD_INPUT
+    exit_code = BAD_INPUT
 
 
 class UnknownAttackError(AuditError):
     """An attack that there is not."""
 
-    exit_code: ClassVar[int] = BAD_INPUT
+    exit_code = NOT_FOUND
 
 
 class GateFormError(AuditError):
     """A gate that can't be read."""
 
-    exit_code: ClassVar[int] = BAD_INPUT
+    exit_code = BAD_INPUT

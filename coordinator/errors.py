@@ -18,7 +18,7 @@ CoordinatorError
 
 from __future__ import annotations
 
-from fedcg.errors import BAD_INPUT, FAILED, NOT_CONNECTED, FedcgError
+from fedcg.errors import BAD_INPUT, FAILED, NOT_CONNECTED, NOT_FOUND, FedcgError
 
 
 class CoordinatorError(FedcgError):
@@ -45,6 +45,8 @@ class SteeringError(CoordinatorError):
 
 class NotFoundError(SteeringError):
     """What was named does not exist."""
+
+    exit_code = NOT_FOUND
 
 
 class RequestError(CoordinatorError):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from coordinator.config import CoordinatorConfig, load_config
 from coordinator.errors import HomeError
+from fedcg.errors import ALREADY_RUNNING, NOT_FOUND
 from fedcg.files import PRIVATE, SECRET_BYTES, replace_durably, secret_in
 
 BROKER_NAME = "broker"
@@ -82,7 +83,10 @@ class Home:
             HomeError: there is no coordinator in the directory.
         """
         if not self.config_file.is_file():
-            raise HomeError(f"{self.root} is not a coordinator's directory; make one with `fedcg coordinator init`")
+            raise HomeError(
+                f"{self.root} is not a coordinator's directory; make one with `fedcg coordinator init`",
+                exit_code=NOT_FOUND,
+            )
         return self
 
     def config(self) -> CoordinatorConfig:
@@ -150,7 +154,9 @@ def held(path: Path, program: str) -> Iterator[None]:
             _take(descriptor)
         except BlockingIOError as error:
             other = os.read(descriptor, 32).decode(errors="replace").strip()
-            raise HomeError(f"{program} (process {other}) is using {path.parent}; stop it first") from error
+            raise HomeError(
+                f"{program} (process {other}) is using {path.parent}; stop it first", exit_code=ALREADY_RUNNING
+            ) from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield

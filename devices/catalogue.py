@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from devices.profile import Builds, gpu_precisions
 from fedcg.config_file import read_toml
+from fedcg.errors import FedcgError
 
 GB = 1_000_000_000
 _PART_NUMBER = re.compile(r"p\d{4}-\d{4}")
@@ -153,4 +154,4 @@ class KnownJetson:
 @functools.cache
 def load_catalogue() -> Catalogue:
     """Read the catalogue that is part of the package."""
-    return read_toml(Path(__file__).with_name("catalogue.toml"), Catalogue, RuntimeError)
+    return read_toml(Path(__file__).with_name("catalogue.toml"), Catalogue, FedcgError)

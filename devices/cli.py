@@ -32,7 +32,10 @@ def profile_command(
         bool, typer.Option("--known", help="Show the table of known boxes instead: detected, infers, trains.")
     ] = False,
 ) -> None:
-    """Show this machine's hardware and the resources that training on it would use."""
+    """Show this machine's hardware and the resources that training on it would use.
+
+    Example: fedcg profile --known
+    """
     if known:
         _print_known(as_json=as_json)
         return

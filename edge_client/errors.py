@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedcg.errors import BAD_INPUT, NOT_CONNECTED, TIMED_OUT, FedcgError
+from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, NOT_CONNECTED, TIMED_OUT, FedcgError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part
 
@@ -63,6 +63,8 @@ def unreadable(path: Path, error: OSError) -> StoreError:
 
 class StoreLockedError(StoreError):
     """Another agent, or the trainer of one, uses this store."""
+
+    exit_code = ALREADY_RUNNING
 
 
 class StoreFormatError(StoreError):

@@ -9,8 +9,6 @@ ExperimentError
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from fedcg.errors import BAD_INPUT, FedcgError
 
 
@@ -21,13 +19,13 @@ class ExperimentError(FedcgError):
 class SourceError(ExperimentError):
     """A data source that can't be used, or a partition that can't be made of it."""
 
-    exit_code: ClassVar[int] = BAD_INPUT
+    exit_code = BAD_INPUT
 
 
 class OptionError(ExperimentError):
     """Options that don't go together, or a folder that is no demo's."""
 
-    exit_code: ClassVar[int] = BAD_INPUT
+    exit_code = BAD_INPUT
 
 
 class ProcessError(ExperimentError):

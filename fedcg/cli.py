@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points, version
 from typing import Annotated, Any
 
@@ -17,12 +17,19 @@ import typer.main
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from fedcg.errors import BAD_INPUT, FAILED, NEXT_STEPS, FedcgError
+from fedcg.errors import BAD_INPUT, FAILED, NEXT_STEPS, NOT_FOUND, BadInputError, FedcgError
 from fedcg.json_output import print_error, print_failure
+from fedcg.text_output import plain
 
 DEBUG_FLAG = "--debug"
 JSON_FLAG = "--json"
 INTERRUPTED = 130
+PANELS = {
+    "For the operator": ("coordinator", "broker", "federation", "device", "token", "deploy"),
+    "On a box": ("enrol", "agent", "cohort", "doctor", "profile"),
+    "Models": ("infer", "model", "export"),
+    "Research": ("demo", "simulate", "tables", "audit", "bench", "method", "network"),
+}
 # What to install for packages that one option or sub-command needs, and no kind of machine.
 _INSTALLS = {
     "ray": "'fedcg-edge[ray]'",
@@ -62,10 +69,14 @@ class LazyGroup(TyperGroup):
     """A group whose sub-commands are entry points, loaded on demand."""
 
     entry_point_group = "fedcg.commands"
+    panels: Mapping[str, Sequence[str]] = {}
+    """Parts of the help, each with its sub-commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of all registered sub-commands."""
-        return sorted(entry.name for entry in entry_points(group=self.entry_point_group))
+        """Names of all registered sub-commands, in the order of the panels."""
+        ordered = [name for names in self.panels.values() for name in names]
+        found = sorted(entry.name for entry in entry_points(group=self.entry_point_group))
+        return sorted(found, key=lambda name: ordered.index(name) if name in ordered else -1)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is meant; a mistyped one is refused with the names that are close to it."""
@@ -83,11 +94,23 @@ class LazyGroup(TyperGroup):
             return _unavailable(cmd_name, error)
         # Completion is installed for `fedcg` as a whole.
         command.params = [one for one in command.params if one.name not in ("install_completion", "show_completion")]
+        command.rich_help_panel = next((panel for panel, names in self.panels.items() if cmd_name in names), None)
         return command
 
 
 class _Fedcg(LazyGroup):
     """The whole command: the one place where an error becomes a line on stderr and an exit code."""
+
+    panels: Mapping[str, Sequence[str]] = PANELS
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that is meant; what it refuses of its options is said in this program's words."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if isinstance(message := getattr(error, "message", None), str):
+                vars(error)["message"] = plain(message)
+            raise
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *more: Any, **options: Any) -> Any:
         """Run, and end the process."""
@@ -104,13 +127,29 @@ class _Fedcg(LazyGroup):
                 print_error("Usage", usage.format_message(), NEXT_STEPS[BAD_INPUT])
             raise
         except Exception as error:  # the outermost boundary: one line for the operator, a traceback with --debug
-            shown = MissingExtraError(words[0], error) if isinstance(error, ModuleNotFoundError) else error
+            shown = _for_people(error, words)
             if DEBUG_FLAG in given:
                 raise shown from error
             if as_json:
                 print_failure(shown)
             Console(stderr=True, highlight=False).print(f"Error: {shown}", markup=False, soft_wrap=True)
             sys.exit(shown.exit_code if isinstance(shown, FedcgError) else FAILED)
+
+
+def _for_people(error: Exception, words: Sequence[str]) -> Exception:
+    """An error as one whose message names what to do, where a library raised it."""
+    if isinstance(error, ModuleNotFoundError):
+        return MissingExtraError(words[0], error)
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return BadInputError(f"{error.filename}: there is no such file or folder", exit_code=NOT_FOUND)
+    if "pydantic" in sys.modules:
+        from pydantic import ValidationError
+
+        from fedcg.config_file import in_words
+
+        if isinstance(error, ValidationError):
+            return BadInputError(f"{error.title}: {in_words(error)}")
+    return error
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> TyperCommand | TyperGroup:
@@ -136,7 +175,9 @@ def _describe(
 ) -> None:
     """FedCG Edge: federated learning that shares a classifier and a generator, never an image or an extractor.
 
-    Exit codes: 0 done; 1 failed; 2 bad usage or bad input; 3 no answer in time; 4 not connected or not allowed; 130 interrupted.
+    Exit codes: 0 done; 1 failed; 2 bad usage or bad input; 3 no answer in time; 4 not connected or not allowed; 5 it runs already;
+    6 what would be made exists; 7 what was named does not exist; 130 interrupted.
+    FEDCG_HOME stands for --dir of a coordinator, FEDCG_CONFIG for --config of a device.
     Errors go to stderr; --debug shows tracebacks. With --json, stdout has one envelope: {"ok": true, "data": …} or {"ok": false, "error": …}.
     """
 

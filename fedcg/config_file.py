@@ -12,6 +12,9 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from fedcg.errors import NOT_FOUND, FedcgError
+from fedcg.text_output import plain
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -36,7 +39,9 @@ def listed(source: str, problems: Iterable[str]) -> str:
     return f"{source}: {len(lines)} problem{'s' if len(lines) != 1 else ''}{''.join(lines)}"
 
 
-def read_toml(path: Path, model: type[ModelT], failure: type[Exception], change: Change = lambda _: ({}, [])) -> ModelT:
+def read_toml(
+    path: Path, model: type[ModelT], failure: type[FedcgError], change: Change = lambda _: ({}, [])
+) -> ModelT:
     """Read a file into its schema.
 
     Args:
@@ -53,6 +58,8 @@ def read_toml(path: Path, model: type[ModelT], failure: type[Exception], change:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise failure(listed(str(path), [f"this is not valid TOML: {error}"])) from error
+    except FileNotFoundError as error:
+        raise failure(listed(str(path), ["can't be read: there is no such file"]), exit_code=NOT_FOUND) from error
     except (OSError, UnicodeDecodeError) as error:
         raise failure(listed(str(path), [f"can't be read: {error}"])) from error
     origins, problems = change(values)
@@ -80,6 +87,11 @@ def problems_of(
     places |= {place: f"{origin}: " for place, origin in (origins or {}).items()}
     places[()] = "line 1: " if text else ""
     return [_problem(model, detail, places) for detail in error.errors(include_url=False)]
+
+
+def in_words(error: ValidationError, model: type[BaseModel] = BaseModel) -> str:
+    """The problems that pydantic found with values that no file holds, on one line."""
+    return "; ".join(line.removeprefix("(file): ") for line in problems_of(model, error))
 
 
 def set_values(text: str, values: Mapping[tuple[str, str], str | bool | float | list[str]]) -> str:
@@ -126,7 +138,7 @@ def _key_lines(text: str) -> dict[Place, int]:
 
 
 def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -> str:
-    text = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    text = plain(detail["msg"].removeprefix("Value error, "))
     first = (text.partition(" ")[0],)  # a problem between settings begins with the name of one
     location = tuple(str(step) for step in detail["loc"]) or (first if first in places else ())
     where = next(places[location[:n]] for n in range(len(location), -1, -1) if location[:n] in places)

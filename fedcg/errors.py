@@ -1,25 +1,26 @@
 """The errors with which a command ends that can't do its work; `fedcg.cli` gives their exit codes to the shell.
 
 Exit codes, the same for every command: 0 done, 1 failed while running, 2 bad input, 3 no answer in time, 4 not connected or not
-allowed, 130 interrupted.
+allowed, 5 it runs already, 6 what would be made exists, 7 what was named does not exist, 130 interrupted.
 
 FedcgError              1: failed while running
 ├── BadInputError       2: bad input; options that a command itself refuses
 ├── NoAnswerInTimeError 3: something did not answer in time
 ├── ConnectionFailedError 4: there is no connection, or the other side does not accept who asks
-└── …                   each package's own errors, with the code that its `errors.py` states
+└── …                   each package's own errors, with the code that its `errors.py` states; 5, 6 and 7 where they are raised
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-FAILED, BAD_INPUT, TIMED_OUT, NOT_CONNECTED = 1, 2, 3, 4
+FAILED, BAD_INPUT, TIMED_OUT, NOT_CONNECTED, ALREADY_RUNNING, EXISTS, NOT_FOUND = 1, 2, 3, 4, 5, 6, 7
 NEXT_STEPS = {
     FAILED: "run it again with --debug for the details",
     BAD_INPUT: "correct the input; --help lists what the command takes",
     TIMED_OUT: "try again; look at the log of the other side when it repeats",
     NOT_CONNECTED: "check that the other side runs, its address, and the token or certificate",
+    ALREADY_RUNNING: "stop the other one first, or leave it at that",
+    EXISTS: "choose another name or place, or use what is there",
+    NOT_FOUND: "check the name; the commands `list` and `status` show what there is",
 }
 """What to do after an error that names no step of its own, by exit code."""
 
@@ -27,13 +28,22 @@ NEXT_STEPS = {
 class FedcgError(Exception):
     """Base of every error whose message is meant for the person at the command line.
 
+    Args:
+        words: the message.
+        exit_code: another one than the class's.
+
     Attributes:
         exit_code: of a command that ends with it.
         next_step: what to do, where that is not a part of the message.
     """
 
-    exit_code: ClassVar[int] = FAILED
+    exit_code: int = FAILED
     next_step: str = ""
+
+    def __init__(self, *words: object, exit_code: int | None = None) -> None:
+        super().__init__(*words)
+        if exit_code is not None:
+            self.exit_code = exit_code
 
 
 class BadInputError(FedcgError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from audit.errors import CaptureError, DecodeError
 from audit.evidence.case import View
 from audit.recording.observer import ARTIFACTS, WIRE_FILE
+from fedcg.errors import NOT_FOUND
 from fedcg.files import file_sha256
 from fedcg.learning.errors import LearningError
 from fedcg.learning.image_set import ImageSet
@@ -150,7 +151,9 @@ def read_updates(folder: Path, federation: str | None = None) -> RecordedUpdates
     """
     place = folder / ARTIFACTS if (folder / ARTIFACTS).is_dir() else folder
     if not place.is_dir():
-        raise CaptureError(f"{folder}: no such folder; give an observer's folder or a coordinator's artifacts")
+        raise CaptureError(
+            f"{folder}: no such folder; give an observer's folder or a coordinator's artifacts", exit_code=NOT_FOUND
+        )
     specs: dict[str, FederationSpec] = {}
     headers: dict[str, ArtifactHeader] = {}
     for path in sorted(path for path in place.iterdir() if _SHA256.fullmatch(path.name)):

@@ -73,7 +73,7 @@ def read_address(folder: Path) -> Address:
             f"{folder} is neither a coordinator's directory nor a broker's folder; `fedcg deploy mosquitto` writes one"
         ) from error
     except (OSError, ValidationError) as error:
-        raise BrokerError(f"{path} can't be used; run `fedcg deploy mosquitto` again: {error}") from error
+        raise BrokerError(f"{path} is damaged, or can't be read; run `fedcg deploy mosquitto` again") from error
     if address.version != 1:
         raise BrokerError(f"{path} has version {address.version}, and this program reads version 1: update it")
     return address

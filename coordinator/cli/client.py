@@ -20,8 +20,9 @@ import httpx
 from fastapi import FastAPI
 
 from coordinator.cli.shared_options import store_of
-from coordinator.errors import AccessError, CoordinatorError, HomeError, RequestError
+from coordinator.errors import AccessError, CoordinatorError, HomeError, NotFoundError, RequestError
 from coordinator.http.app import add_api
+from coordinator.http.problems import EXISTS_KIND
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.operations.steering import nobody_follows
 from coordinator.paths import Home
@@ -29,7 +30,7 @@ from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
-from fedcg.errors import FAILED, NoAnswerInTimeError
+from fedcg.errors import EXISTS, FAILED, NOT_FOUND, NoAnswerInTimeError
 from fedcg.event_log import EventLog
 
 API = "/api/v1"
@@ -93,17 +94,24 @@ class Client:
         return self._asked(method, f"{API}{path}", json=content, headers=key).json()
 
     def federation(self, named: str | None) -> str:
-        """The id of the federation that is meant; without a name, of the only one.
+        """The id of the federation that is meant; without a name, of the one that is not over, else of the only one.
 
         Raises:
             RequestError: there are several, or none.
         """
         if named is not None:
             return named
-        there = [known["federation"] for known in self.all("/federations")]
-        if len(there) != 1:
-            raise RequestError(f"name a federation; there are: {', '.join(there) or 'none'}")
-        return str(there[0])
+        there = self.all("/federations")
+        live = [known for known in there if known["phase"] != "finished" and known["status"] != "stopped"]
+        names = [str(known["federation"]) for known in (live or there)]
+        if len(names) != 1:
+            there_are = (
+                f"there are: {', '.join(names)}"
+                if names
+                else "`fedcg federation list --all` has those that are archived"
+            )
+            raise RequestError(f"name a federation; {there_are}", exit_code=None if names else NOT_FOUND)
+        return names[0]
 
     def _asked(self, method: str, path: str, **request: Any) -> httpx.Response:
         with self._alone(method, path):
@@ -164,11 +172,11 @@ def client_of(directory: Path | None, url: str | None) -> Iterator[Client]:
     """
     if url is not None:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
-        if not token and directory is None:
+        if not token:  # that of a directory on this machine is for no other coordinator
             raise AccessError(
                 f"--url needs a token in the variable {TOKEN_VARIABLE}; `fedcg coordinator token create` makes one"
             )
-        yield Client(url.rstrip("/"), token or _own_token(Home(directory or Path()).require()))
+        yield Client(url.rstrip("/"), token)
         return
     if directory is None:
         raise HomeError(f"name the coordinator: --dir HOME on its machine, or --url with {TOKEN_VARIABLE}")
@@ -226,6 +234,8 @@ def _refuse(answer: httpx.Response) -> NoReturn:
         )
     if answer.status_code in REFUSED:
         raise AccessError(message)
+    if answer.status_code == 404:
+        raise NotFoundError(message)
     if answer.status_code == 429 or answer.status_code >= 500:
         raise RequestFailedError(message)
-    raise RequestError(message)
+    raise RequestError(message, exit_code=EXISTS if EXISTS_KIND in answer.text else None)

@@ -16,6 +16,7 @@ import typer
 from coordinator.cli.api_token_commands import api_token_app
 from coordinator.cli.federation_commands import federation_app
 from coordinator.cli.shared_options import (
+    HOME_VARIABLE,
     AsJson,
     Directory,
     Result,
@@ -73,7 +74,10 @@ def coordinator_init(
         Path | None, typer.Option(help="Unlabelled images for methods that distil on some: a folder or an .npz.")
     ] = None,
 ) -> Result:
-    """Create a coordinator: authority, certificates, keys, secret, configuration, in an empty directory."""
+    """Create a coordinator: authority, certificates, keys, secret, configuration, in an empty directory.
+
+    Example: fedcg coordinator init --dir /var/lib/fedcg --host 192.168.1.10 --enrol-port 8444
+    """
     from coordinator.cli.opening import create_home
     from coordinator.config import CoordinatorConfig
 
@@ -87,15 +91,15 @@ def coordinator_init(
     config = CoordinatorConfig.model_validate(sections)
     home = create_home(directory, config, observers=("observer",) if observer else ())
     command = f"fedcg federation create --dir {home.root} plan.toml"
-    text = f"Created {home.root}. Next: {command} (fedcg federation plan --example prints a plan)"
+    text = f"Created {home.root}.\nNext: {command} (fedcg federation plan --example prints a plan)"
     return {"dir": str(home.root), "config": str(home.config_file)}, text
 
 
 @coordinator_app.command("run")
 def coordinator_run(
     directory: Directory,
-    exit_when_finished: Annotated[
-        bool, typer.Option("--exit-when-finished", help="End after the last round, once the devices have left.")
+    until_finished: Annotated[
+        bool, typer.Option("--until-finished", help="End after the last round, once the devices have left.")
     ] = False,
     accept_loss: Annotated[
         bool, typer.Option("--accept-loss", help="Go on with a database that has lost commits, from what it holds.")
@@ -104,7 +108,10 @@ def coordinator_run(
     level: LogLevelOption = LogLevel.INFO,
     as_json: AsJson = False,
 ) -> None:
-    """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was. SIGUSR1 toggles the log level `debug`."""
+    """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was. SIGUSR1 toggles the log level `debug`.
+
+    Example: fedcg coordinator run --dir /var/lib/fedcg
+    """
     with loading():
         from coordinator.cli.run import run_coordinator
     from coordinator.paths import Home
@@ -115,7 +122,7 @@ def coordinator_run(
     toggle_debug_on_signal(log)
     code = run_coordinator(
         Home(directory),
-        exit_when_finished=exit_when_finished,
+        until_finished=until_finished,
         accepts_loss=accept_loss,
         print_line=line_printer(as_json=as_json),
     )
@@ -129,7 +136,10 @@ def coordinator_status(
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a problem is open, for a monitor.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show all federations and the open problems, each with its remedy."""
+    """Show all federations and the open problems, each with its remedy.
+
+    Example: fedcg coordinator status --check
+    """
     from rich.console import Console
 
     from coordinator.cli.client import client_of
@@ -153,6 +163,8 @@ def coordinator_rotate_key(directory: Directory) -> Result:
 
     The coordinator may be running; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
     revoked and listed. For a key that was stolen see docs/operations.md.
+
+    Example: fedcg coordinator rotate-key --dir /var/lib/fedcg
     """
     from coordinator.pki.signing_keys import key_file, rotate_key
 
@@ -163,7 +175,7 @@ def coordinator_rotate_key(directory: Directory) -> Result:
     path = key_file(home, link.serial)
     text = f"The message key is now number {link.serial}, in {path}. Devices follow at the coordinator's next message."
     if void:
-        text += f"\n{len(void)} open tokens named the earlier key and are revoked. Make new ones:"
+        text += f"\n{len(void)} open tokens named the earlier key and are revoked.\nNext: make new ones:"
     for token in void:
         bound = "" if token.device is None else f" --{'replaces' if token.replaces else 'device'} {token.device}"
         text += f"\n  fedcg token create --dir {home.root}{bound}    (was {token.id})"
@@ -174,25 +186,29 @@ def coordinator_rotate_key(directory: Directory) -> Result:
 @coordinator_app.command("backup")
 @prints
 def coordinator_backup(
-    file: Annotated[Path, typer.Argument(help="The file to write; must not exist.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write; must not exist.")],
     directory: Directory,
     passphrase_file: PassphraseFile = None,
 ) -> Result:
-    """Write database, kept artifacts, keys and configuration into one encrypted file; the coordinator may be running."""
+    """Write database, kept artifacts, keys and configuration into one encrypted file; the coordinator may be running.
+
+    Example: fedcg coordinator backup --out /backup/fedcg-2026-11-22 --passphrase-file /root/passphrase
+    """
     from coordinator.paths import Home
     from coordinator.storage.backup import write_backup
 
     home = Home(directory).require()
-    facts = write_backup(home, file, passphrase_of(passphrase_file, is_new=True))
-    size = file.stat().st_size
-    text = f"Wrote {file}: {size} bytes, {facts.artifacts} artifacts. Keep the passphrase apart from it: it holds every key."
-    return {"file": str(file), "bytes": size, **facts.model_dump()}, text
+    facts = write_backup(home, out, passphrase_of(passphrase_file, is_new=True))
+    size = out.stat().st_size
+    text = f"Wrote {out}: {size} bytes, {facts.artifacts} artifacts. Keep the passphrase apart from it: it holds every key."
+    text += f"\nNext: where it is needed, fedcg coordinator restore {out} --dir NEW"
+    return {"file": str(out), "bytes": size, **facts.model_dump()}, text
 
 
 @coordinator_app.command("restore")
 @prints
 def coordinator_restore(
-    file: Annotated[Path, typer.Argument(help="A file of `fedcg coordinator backup`.", exists=True, dir_okay=False)],
+    file: Annotated[Path, typer.Argument(help="A file of `fedcg coordinator backup`.")],
     directory: Directory,
     passphrase_file: PassphraseFile = None,
     database: Annotated[
@@ -202,7 +218,10 @@ def coordinator_restore(
         str | None, typer.Option(help="Another place than the backup's: s3://bucket/prefix, or `directory`.")
     ] = None,
 ) -> Result:
-    """Make a coordinator from a backup, in an empty directory and an empty database. Stop the coordinator that it replaces first."""
+    """Make a coordinator from a backup, in an empty directory and an empty database. Stop the coordinator that it replaces first.
+
+    Example: fedcg coordinator restore /backup/fedcg-2026-11-22 --dir /var/lib/fedcg --passphrase-file /root/passphrase
+    """
     from coordinator.broker.access_lists import refresh_access
     from coordinator.cli.opening import change_storage
     from coordinator.paths import Home
@@ -213,19 +232,27 @@ def coordinator_restore(
     passphrase = passphrase_of(passphrase_file, is_new=False)
     epoch = read_backup(file, home, passphrase, lambda made: change_storage(made, places))
     refresh_access(home)
-    text = f"Restored {home.root}, from epoch {epoch} on. Next: fedcg coordinator run --dir {home.root}"
+    text = f"Restored {home.root}, from epoch {epoch} on.\nNext: fedcg coordinator run --dir {home.root}"
     return {"dir": str(home.root), "epoch": epoch}, text
 
 
 @broker_app.command("run")
 def broker_run(
     directory: Annotated[
-        Path, typer.Option("--dir", help="The coordinator's directory, or a folder of `fedcg deploy mosquitto`.")
+        Path,
+        typer.Option(
+            "--dir",
+            envvar=HOME_VARIABLE,
+            help="The coordinator's directory, or a folder of `fedcg deploy mosquitto`.",
+        ),
     ],
     broker: Annotated[str, typer.Option(help="mosquitto; or amqtt, for demos on this machine.")] = "mosquitto",
     as_json: AsJson = False,
 ) -> None:
-    """Run a broker with mutual TLS for a coordinator, in the foreground, until SIGTERM or Ctrl-C."""
+    """Run a broker with mutual TLS for a coordinator, in the foreground, until SIGTERM or Ctrl-C.
+
+    Example: fedcg broker run --dir /var/lib/fedcg
+    """
     from coordinator.broker.broker_process import run_embedded, run_mosquitto
     from coordinator.errors import BrokerError
     from coordinator.paths import Home
@@ -251,6 +278,8 @@ def deploy_mosquitto(
     """Write all that a Mosquitto on any machine needs into one folder, for `fedcg broker run` there.
 
     The coordinator keeps its lists of devices up to date over MQTT. Run again after a change of coordinator.toml, or before the certificates end.
+
+    Example: fedcg deploy mosquitto --dir /var/lib/fedcg --out /etc/fedcg-broker
     """
     from coordinator.broker.access_lists import refresh_access
     from coordinator.broker.broker_folder import write_folder
@@ -264,7 +293,7 @@ def deploy_mosquitto(
     place = (
         f"[broker] host in coordinator.toml is {host}, so it serves this machine only. Start it here:"
         if host in LOOPBACK_HOSTS
-        else f"Copy it over a safe channel to the machine {host}, to any place; with Mosquitto and fedcg-edge[wire] there:"
+        else f"copy it over a safe channel to the machine {host}, to any place; with Mosquitto and fedcg-edge[wire] there:"
     )
-    text = f"Wrote {out}. {place}\n  {start}\nThe coordinator keeps its lists of devices up to date."
+    text = f"Wrote {out}. The coordinator keeps its lists of devices up to date.\nNext: {place}\n  {start}"
     return {"dir": str(out.resolve()), "start": start}, text

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli.shared_options import Named, Reason, Result, asks, prints
+from fedcg.text_output import moment, table
 
 if TYPE_CHECKING:
     from coordinator.cli.client import Client
@@ -25,7 +26,10 @@ def federation_plan(
     plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
     example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
 ) -> Result:
-    """Check a plan, or print an example of one; docs/plan.md has every field."""
+    """Check a plan, or print an example of one; docs/plan.md has every field.
+
+    Example: fedcg federation plan --example > plan.toml
+    """
     from coordinator.errors import PlanError
     from coordinator.operations.create_federation import example_plan, read_plan
 
@@ -34,7 +38,9 @@ def federation_plan(
     if plan is None:
         raise PlanError("name a file to check, or ask for --example")
     wanted = read_plan(plan)
-    return wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method})."
+    return wanted.model_dump(
+        mode="json"
+    ), f"{plan}: all fields can be used ({wanted.method}).\nNext: fedcg federation create {plan}"
 
 
 @federation_app.command("create")
@@ -42,7 +48,10 @@ def federation_plan(
 def federation_create(
     client: Client, plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")], start: Start = True
 ) -> Result:
-    """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
+    """Open a federation: check the plan, complete it to a spec, make the initial aggregate.
+
+    Example: fedcg federation create plan.toml
+    """
     return _opened(client, plan, start=start, continued_from=None)
 
 
@@ -50,26 +59,49 @@ def federation_create(
 @asks
 def federation_continue(
     client: Client,
-    federation: Annotated[str, typer.Argument(help="The federation whose last weights are the new one's first.")],
     plan: Annotated[Path, typer.Argument(help="TOML file with the plan of the new federation.")],
+    federation: Annotated[
+        str | None,
+        typer.Argument(help="Whose last weights are the new one's first; not needed where one federation is live."),
+    ] = None,
     start: Start = True,
 ) -> Result:
-    """Open a federation that starts from the last weights of another one."""
-    return _opened(client, plan, start=start, continued_from=federation)
+    """Open a federation that starts from the last weights of another one.
+
+    Example: fedcg federation continue plan.toml casting
+    """
+    return _opened(client, plan, start=start, continued_from=client.federation(federation))
 
 
 @federation_app.command("list")
 @asks
-def federation_list(client: Client) -> Result:
-    """List all federations and where they stand."""
-    found = client.all("/federations")
-    return found, "\n".join(map(_line, found)) or "no federations yet; `fedcg federation create` opens one"
+def federation_list(
+    client: Client,
+    archived: Annotated[bool, typer.Option("--all", "--archived", help="Also those that are archived.")] = False,
+) -> Result:
+    """List all federations and where they stand.
+
+    Example: fedcg federation list --all
+    """
+    found = client.all("/federations", archived="true" if archived else None)
+    columns = ("federation", "status", "phase", "round", "online", "created", "reason")
+    rows = []
+    for each in found:
+        phase, where = each["phase"].replace("_", " "), f"{each['round']} of {each['rounds']}"
+        standing = each["federation"], each["status"], phase, where, len(each["online"])
+        rows.append((*standing, moment(each["created_at"]), each["reason"]))
+    return found, table(
+        columns, rows, "No federations here; --all shows archived ones too.\nNext: fedcg federation create"
+    )
 
 
 @federation_app.command("show")
 @asks
 def federation_show(client: Client, federation: Named = None) -> Result:
-    """Show where a federation stands, its policy, and how its artifacts are coded."""
+    """Show where a federation stands, its policy, and how its artifacts are coded.
+
+    Example: fedcg federation show
+    """
     found = client.get(f"/federations/{client.federation(federation)}")
     policy = ", ".join(f"{name} = {_toml(value)}" for name, value in found["policy"].items() if value is not None)
     coded = f"updates coded {found['codec']}, aggregates {found['aggregate_codec']}"
@@ -79,29 +111,53 @@ def federation_show(client: Client, federation: Named = None) -> Result:
 @federation_app.command("start")
 @asks
 def federation_start(client: Client, federation: Named = None) -> Result:
-    """Start a federation that was created with --no-start."""
+    """Start a federation that was created with --no-start.
+
+    Example: fedcg federation start casting
+    """
     return _steered(client, federation, "start")
 
 
 @federation_app.command("pause")
 @asks
 def federation_pause(client: Client, federation: Named = None, reason: Reason = "") -> Result:
-    """Open no further attempt of a round; the open one ends as it would."""
-    return _steered(client, federation, "pause", {"reason": reason})
+    """Open no further attempt of a round; the open one ends as it would.
+
+    Example: fedcg federation pause --reason maintenance
+    """
+    return _steered(client, federation, "pause", {"reason": reason}, "to go on, fedcg federation resume {}")
 
 
 @federation_app.command("resume")
 @asks
 def federation_resume(client: Client, federation: Named = None) -> Result:
-    """Let a federation go on that an operator paused, or that stalled after failed attempts."""
+    """Let a federation go on that an operator paused, or that stalled after failed attempts.
+
+    Example: fedcg federation resume
+    """
     return _steered(client, federation, "resume")
 
 
 @federation_app.command("stop")
 @asks
 def federation_stop(client: Client, federation: Named = None, reason: Reason = "") -> Result:
-    """End a federation now; its devices keep the last aggregate, and an open attempt fails."""
-    return _steered(client, federation, "stop", {"reason": reason})
+    """End a federation now; its devices keep the last aggregate, and an open attempt fails.
+
+    Example: fedcg federation stop casting --reason "the line is closed"
+    """
+    following = "fedcg federation archive {} takes it off the lists, fedcg federation extend {} --rounds N goes on"
+    return _steered(client, federation, "stop", {"reason": reason}, following)
+
+
+@federation_app.command("archive")
+@asks
+def federation_archive(client: Client, federation: Named = None) -> Result:
+    """Take a federation that is over off the lists, the page and the ids that may be left out; all its data stays.
+
+    Example: fedcg federation archive casting
+    """
+    following = "fedcg federation list --all shows it, fedcg federation extend {} --rounds N brings it back"
+    return _steered(client, federation, "archive", following=following)
 
 
 @federation_app.command("extend")
@@ -111,7 +167,10 @@ def federation_extend(
     rounds: Annotated[int, typer.Option(min=1, max=100_000, help="How many to add.")],
     federation: Named = None,
 ) -> Result:
-    """Add rounds, also to a federation that is over or was stopped: it goes on from its last aggregate."""
+    """Add rounds, also to a federation that is over or was stopped: it goes on from its last aggregate.
+
+    Example: fedcg federation extend --rounds 10
+    """
     return _steered(client, federation, "extend", {"rounds": rounds})
 
 
@@ -119,13 +178,21 @@ def federation_extend(
 @asks
 def federation_set(
     client: Client,
-    federation: Annotated[str, typer.Argument(help="Its id.")],
     changes: Annotated[
-        list[str], typer.Argument(metavar="FIELD=VALUE...", help="Fields of the policy, e.g. rounds=40.")
+        list[str],
+        typer.Argument(
+            metavar="[FEDERATION] FIELD=VALUE...",
+            help="Its id, not needed where one federation is live; and fields of the policy, e.g. rounds=40.",
+        ),
     ],
 ) -> Result:
-    """Change fields of the policy while the federation runs; docs/plan.md has them. `none` clears one."""
+    """Change fields of the policy while the federation runs; docs/plan.md has them. `none` clears one.
+
+    Example: fedcg federation set rounds=40 min_clients=4
+    """
+    named = None if "=" in changes[0] else changes.pop(0)
     wanted = _assigned(changes)
+    federation = client.federation(named)
     policy = client.change("PATCH", f"/federations/{federation}/policy", wanted)
     text = "\n".join(f"{name} = {_toml(policy[name])}" for name in wanted)
     return {"federation": federation, "policy": policy}, text
@@ -136,11 +203,10 @@ def _opened(client: Client, plan: Path, *, start: bool, continued_from: str | No
 
     wanted = {"plan": read_plan(plan).model_dump(mode="json"), "start": start, "continued_from": continued_from}
     made = client.change("POST", "/federations", wanted)
-    started = "it starts when devices come" if start else f"`fedcg federation start {made['federation']}` starts it"
-    return (
-        made,
-        f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}.{_masked(made)}",
-    )
+    started = "it starts when devices come" if start else "it is not started"
+    following = "for each device, fedcg token create" if start else f"fedcg federation start {made['federation']}"
+    opened = f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}."
+    return made, f"{opened}{_masked(made)}\nNext: {following}"
 
 
 def _masked(found: Mapping[str, Any]) -> str:
@@ -151,18 +217,22 @@ def _masked(found: Mapping[str, Any]) -> str:
 
 
 def _steered(
-    client: Client, federation: str | None, action: str, content: Mapping[str, object] | None = None
+    client: Client,
+    federation: str | None,
+    action: str,
+    content: Mapping[str, object] | None = None,
+    following: str = "fedcg federation watch {}",
 ) -> Result:
     done = client.change("POST", f"/federations/{client.federation(federation)}/{action}", content)
     later = "" if client.is_remote else "\nNo coordinator runs; one that starts goes by this."
-    return done, f"{_line(done)}{later}"
+    return done, f"{_line(done)}{later}\nNext: {following.replace('{}', done['federation'])}"
 
 
 def _assigned(changes: list[str]) -> dict[str, object]:
     """The values of FIELD=VALUE words; what is no number, true, false or none is a text, and the coordinator checks them all."""
     from fedcg.errors import BadInputError
 
-    if wrong := [word for word in changes if "=" not in word]:
+    if wrong := [word for word in changes or ["nothing to change"] if "=" not in word]:
         raise BadInputError(f"{', '.join(map(repr, wrong))}: write FIELD=VALUE, e.g. rounds=40")
     pairs = (word.partition("=")[::2] for word in changes)
     return {name.strip(): _value(text.strip()) for name, text in pairs}
@@ -179,7 +249,7 @@ def _value(text: str) -> object:
 
 
 def _line(view: Mapping[str, Any]) -> str:
-    status = f" ({view['status']})" if view["status"] in ("created", "stopped") else ""
+    status = f" ({view['status']})" if view["status"] in ("created", "stopped", "archived") else ""
     reason = f": {view['reason']}" if view["reason"] else ""
     where = f"round {view['round']} of {view['rounds']}, attempt {view['attempt']}"
     return f"{view['federation']}: {view['phase'].replace('_', ' ')}{status}, {where}{reason}"

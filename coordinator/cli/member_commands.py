@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coordinator.cli.shared_options import Directory, Reason, Result, asks, prints, store_of, when
+from coordinator.cli.shared_options import Directory, Reason, Result, asks, prints, store_of
+from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
     from coordinator.cli.client import Client
@@ -35,30 +37,40 @@ def token_create(
         str | None,
         typer.Option("--replaces", help="Put a new device in the place of this device and revoke the old one."),
     ] = None,
-    hours: Annotated[float, typer.Option(help="For how long it can be used, at most 2160.")] = 24.0,
+    span: Annotated[
+        str, typer.Option("--for", metavar="SPAN", help="How long it can be used: 30m, 2h or 3d, at most 90d.")
+    ] = "24h",
     enrolment_url: Annotated[
         str | None,
         typer.Option(help="URL under which devices reach the enrolment listener, if not the one in coordinator.toml."),
     ] = None,
     federation: JoinedFederation = None,
 ) -> Result:
-    """Make a one-time token for a device; it is shown once, and holds the digest of this coordinator's authority."""
+    """Make a one-time token for a device; it is shown once, and holds the digest of this coordinator's authority.
+
+    Example: fedcg token create --device line-4 --for 2h
+    """
+    hours = seconds_of(span, "--for") / 3600
     wanted = {"device": device, "replaces": replaces, "hours": hours, "url": enrolment_url, "federation": federation}
     made = client.change("POST", "/enrolment-tokens", wanted)
     named = "" if made["device"] else " --device ID"
     return made, (
-        f"{made['token']}\n\nOn the device, until {when(made['expires_at'])}, once:\n"
-        f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
-        "Whoever has the token can enrol a device: hand it over as you would a password."
+        f"{made['token']}\n\nWhoever has the token can enrol a device: hand it over as you would a password.\n"
+        f"Next: on the device, until {moment(made['expires_at'])}, once:\n"
+        f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter"
     )
 
 
 @token_app.command("list")
 @asks
 def token_list(client: Client) -> Result:
-    """List all tokens; their secrets are not known to the coordinator."""
+    """List all tokens; their secrets are not known to the coordinator.
+
+    Example: fedcg token list
+    """
     found = client.all("/enrolment-tokens")
-    return found, "\n".join(map(_token_line, found)) or "no tokens yet; make one with `fedcg token create`"
+    columns = ("id", "state", "device", "replaces it", "expires", "used")
+    return found, table(columns, map(_token_row, found), "No tokens yet.\nNext: fedcg token create")
 
 
 @token_app.command("revoke")
@@ -66,7 +78,10 @@ def token_list(client: Client) -> Result:
 def token_revoke(
     client: Client, token: Annotated[str, typer.Argument(help="Its id, as `fedcg token list` shows it.")]
 ) -> Result:
-    """Make a token that was not used yet unusable."""
+    """Make a token that was not used yet unusable.
+
+    Example: fedcg token revoke 3f9c21d07a54
+    """
     return client.change("DELETE", f"/enrolment-tokens/{token}"), f"token {token} is revoked."
 
 
@@ -81,6 +96,8 @@ def device_add(
     """Enrol devices without a network: certificate, keys and agent.toml of each in a bundle that a person carries.
 
     Devices that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
+
+    Example: fedcg device add line-4 line-5 --out bundles
     """
     from coordinator.broker.access_lists import NOT_APPLIED, publish_access
     from coordinator.members.bundle_enrolment import enrol
@@ -91,8 +108,9 @@ def device_add(
         reloaded = publish_access(home)
     devices = {device: str(path) for device, path in bundles.items()}
     lines = [f"{device}: {path}" for device, path in devices.items()]
-    lines.append("The bundles hold private keys: carry them over a safe channel.")
-    return {"devices": devices, "broker_reloaded": reloaded}, "\n".join([*lines, *([] if reloaded else [NOT_APPLIED])])
+    lines += [*([] if reloaded else [NOT_APPLIED]), "The bundles hold private keys: carry them over a safe channel."]
+    lines.append("Next: on each device, in its bundle: fedcg doctor --config agent.toml")
+    return {"devices": devices, "broker_reloaded": reloaded}, "\n".join(lines)
 
 
 @device_app.command("list")
@@ -105,68 +123,89 @@ def device_list(
     ] = None,
     sort: Annotated[Literal["id", "enrolled_at", "last_seen_at"], typer.Option(help="In this order.")] = "id",
 ) -> Result:
-    """List all devices, also those that were revoked or left."""
+    """List all devices, also those that were revoked or left.
+
+    Example: fedcg device list --state enrolled --sort last_seen_at
+    """
     found = client.all("/devices", search=search, state=state, sort=sort)
-    return found, "\n".join(map(_device_line, found)) or "no devices; see `fedcg token create`"
+    return found, _devices(found)
 
 
 @device_app.command("show")
 @asks
 def device_show(client: Client, device: Device) -> Result:
-    """Show one device: state, keys, certificates."""
+    """Show one device: state, keys, certificates.
+
+    Example: fedcg device show line-4
+    """
     values = client.get(f"/devices/{device}")
-    lines = [_device_line(values), f"message key\t{values['public_key']}", f"enrolled\t{when(values['enrolled_at'])}"]
+    lines = [_devices([values]), "", f"enrolled     {moment(values['enrolled_at'])}"]
+    lines.append(f"message key  {values['public_key']}")
     for known in values["certificates"]:
-        ended = f", revoked {when(known['revoked_at'])}" if known["revoked_at"] else ""
-        lines.append(f"certificate\t{known['serial']}, until {when(known['expires_at'])}{ended}")
+        ended = f", revoked {moment(known['revoked_at'])}" if known["revoked_at"] else ""
+        lines.append(f"certificate  {known['serial']}, until {moment(known['expires_at'])}{ended}")
     return values, "\n".join(lines)
 
 
 @device_app.command("disable")
 @asks
 def device_disable(client: Client, device: Device, reason: Reason = "") -> Result:
-    """Invite a device to no round until it is enabled; it stays enrolled."""
+    """Invite a device to no round until it is enabled; it stays enrolled.
+
+    Example: fedcg device disable line-4 --reason "camera is being replaced"
+    """
     values = client.change("POST", f"/devices/{device}/disable", {"reason": reason})
-    return values, _device_line(values)
+    return values, f"{_devices([values])}\nNext: to invite it again, fedcg device enable {device}"
 
 
 @device_app.command("enable")
 @asks
 def device_enable(client: Client, device: Device) -> Result:
-    """Invite a disabled device again."""
+    """Invite a disabled device again.
+
+    Example: fedcg device enable line-4
+    """
     values = client.change("POST", f"/devices/{device}/enable")
-    return values, _device_line(values)
+    return values, _devices([values])
 
 
 @device_app.command("revoke")
 @asks
 def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result:
-    """Cut a device off: its certificates, its keys, and the session it may have now; no round waits for it."""
+    """Cut a device off: its certificates, its keys, and the session it may have now; no round waits for it.
+
+    Example: fedcg device revoke line-4 --reason stolen
+    """
     from coordinator.broker.access_lists import NOT_APPLIED
 
     done = client.change("POST", f"/devices/{device}/revoke", {"reason": reason})
     text = f"{device} is revoked: {done['certificates']} certificates are on the revocation list."
-    return done, text if done["broker_reloaded"] else f"{text}\n{NOT_APPLIED}"
+    applied = "" if done["broker_reloaded"] else f"\n{NOT_APPLIED}"
+    return done, f"{text}{applied}\nNext: to put a new machine in its place, fedcg token create --replaces {device}"
 
 
-def _device_line(values: dict[str, Any]) -> str:
-    seen = "never seen" if values["last_seen_at"] is None else f"last seen {when(values['last_seen_at'])}"
-    expiry = values["certificate_expires_at"]
-    lines = [values["id"], values["state"], *(["silenced"] if values["silenced"] else [])]
-    lines.append(f"online in {', '.join(values['online'])}" if values["online"] else seen)
-    if values["disabled_at"] is not None:
-        lines.append(f"disabled {when(values['disabled_at'])} {values['disabled_because']}".strip())
-    if values["state"] == "enrolled" and expiry is not None:
-        lines.append(f"certificate until {when(expiry)}")
-    if values["ended_at"] is not None:
-        lines.append(f"since {when(values['ended_at'])} {values['ended_because']}".strip())
-    return "\t".join(lines)
+def _devices(found: Sequence[dict[str, Any]]) -> str:
+    columns = ("device", "state", "online in", "last seen", "certificate until", "remarks")
+    return table(columns, map(_device_row, found), "No devices here.\nNext: fedcg token create")
 
 
-def _token_line(token: dict[str, Any]) -> str:
-    meant = f"for {token['device']}" if token["device"] else "for any id"
-    if token["replaces"]:
-        meant = f"replaces {token['device']}"
-    used = token["used_at"]
-    ended = f"used by {token['used_by']} {when(used)}" if used else f"until {when(token['expires_at'])}"
-    return f"{token['id']}\t{token['state']}\t{meant}\t{ended}"
+def _device_row(values: dict[str, Any]) -> tuple[object, ...]:
+    seen, expiry = values["last_seen_at"], values["certificate_expires_at"]
+    remarks = ["silenced"] if values["silenced"] else []
+    for name, word in (("disabled", "disabled "), ("ended", "since ")):
+        if values[f"{name}_at"] is not None:
+            remarks.append(f"{word}{moment(values[f'{name}_at'])} {values[f'{name}_because']}".strip())
+    return (
+        values["id"],
+        values["state"],
+        ", ".join(values["online"]),
+        "never" if seen is None else "" if values["online"] else moment(seen),
+        moment(expiry) if values["state"] == "enrolled" and expiry is not None else "",
+        "; ".join(remarks),
+    )
+
+
+def _token_row(token: dict[str, Any]) -> tuple[object, ...]:
+    used = f"{moment(token['used_at'])} by {token['used_by']}" if token["used_at"] else ""
+    replaces = "yes" if token["replaces"] else "no"
+    return token["id"], token["state"], token["device"] or "any", replaces, moment(token["expires_at"]), used

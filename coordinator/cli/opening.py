@@ -14,6 +14,7 @@ from coordinator.errors import ConfigError, HomeError
 from coordinator.paths import BROKER_NAME, Home
 from coordinator.pki.authority import create_ca, issue, server_credential
 from fedcg.config_file import listed, problems_of
+from fedcg.errors import EXISTS
 from fedcg.files import READABLE, SECRET_BYTES, checked_secret, replace_durably, write_durably
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
@@ -34,7 +35,9 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
         HomeError: the directory holds something.
     """
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise HomeError(f"{root} is not an empty directory; choose another one for the new coordinator")
+        raise HomeError(
+            f"{root} is not an empty directory; choose another one for the new coordinator", exit_code=EXISTS
+        )
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     root.chmod(0o700)
     home = Home(root)

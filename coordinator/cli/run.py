@@ -54,13 +54,13 @@ GRACEFUL_S = 1
 
 
 def run_coordinator(
-    home: Home, *, exit_when_finished: bool = False, accepts_loss: bool = False, print_line: Callable[[str], None]
+    home: Home, *, until_finished: bool = False, accepts_loss: bool = False, print_line: Callable[[str], None]
 ) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         home: whose coordinator to run.
-        exit_when_finished: end by itself after the last round.
+        until_finished: end by itself after the last round.
         accepts_loss: go on with a database that has lost commits.
         print_line: called with one line once the HTTP interface listens.
 
@@ -86,7 +86,7 @@ def run_coordinator(
         _opened(home, config, accepts_loss=accepts_loss) as (store, events),
     ):
         local_token(home, ApiTokens(store.api))
-        there = ", ".join(record.id for record in store.federations()) or "no federation yet"
+        there = ", ".join(record.id for record in store.shown_federations()) or "no federation yet"
         print_line(f"coordinator of {there} on {config.api.url}")
         if enrolment is not None:
             print_line(f"enrolment on {config.enrolment_url}")
@@ -105,7 +105,7 @@ def run_coordinator(
                 yield
 
         coordinator = Coordinator(store, artifacts_of(home), events, _contexts(home, config, store, events))
-        return _serve(home, config, coordinator, listener, serve_devices, exit_when_finished=exit_when_finished)
+        return _serve(home, config, coordinator, listener, serve_devices, until_finished=until_finished)
 
 
 def _enrolment(
@@ -143,7 +143,7 @@ def _serve(
     listener: Listener,
     serve_devices: Beside,
     *,
-    exit_when_finished: bool,
+    until_finished: bool,
 ) -> int:
     code = 0
 
@@ -157,7 +157,7 @@ def _serve(
         home,
         coordinator,
         request_exit,
-        exit_when_finished=exit_when_finished,
+        until_finished=until_finished,
         beside=serve_devices,
         proxy=None if api.proxy is None else str(api.proxy),
     )

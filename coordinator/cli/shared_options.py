@@ -7,7 +7,6 @@ of them; `asks` also adds the options that name a coordinator, and gives the fun
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +20,17 @@ if TYPE_CHECKING:
     from coordinator.paths import Home
     from coordinator.storage.store import Store
 
-Directory = Annotated[Path, typer.Option("--dir", help="The coordinator's directory.")]
-Somewhere = Annotated[Path | None, typer.Option("--dir", help="The coordinator's directory, on its machine.")]
+HOME_VARIABLE = "FEDCG_HOME"
+Directory = Annotated[Path, typer.Option("--dir", envvar=HOME_VARIABLE, help="The coordinator's directory.")]
+Somewhere = Annotated[
+    Path | None, typer.Option("--dir", envvar=HOME_VARIABLE, help="The coordinator's directory, on its machine.")
+]
 Url = Annotated[
     str | None,
     typer.Option("--url", help="Or the address of its HTTP interface, with an API token in FEDCG_API_TOKEN."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Named = Annotated[str | None, typer.Argument(help="Its id; not needed where there is one federation.")]
+Named = Annotated[str | None, typer.Argument(help="Its id; not needed where one federation is live.")]
 Reason = Annotated[str, typer.Option("--reason", help="For the record, e.g. maintenance.")]
 Result = tuple[object, str]
 """What a command prints: values with `--json`, else the text."""
@@ -100,11 +102,6 @@ def print_result(values: object, text: str, *, as_json: bool) -> None:
         print_data(values)
     else:
         print(text)  # noqa: T201 - the commands' output
-
-
-def when(at: float) -> str:
-    """A unix time in the local zone, for people."""
-    return time.strftime("%F %T", time.localtime(at))
 
 
 def line_printer(*, as_json: bool) -> Callable[[str], None]:

@@ -27,7 +27,10 @@ def federation_watch(
     once: Annotated[bool, typer.Option("--once", help="Print where it stands and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per change.")] = False,
 ) -> None:
-    """Watch a federation until it is over: round, updates, deadline, and what every client does. Ctrl-C ends it."""
+    """Watch a federation until it is over: round, updates, deadline, and what every client does. Ctrl-C ends it.
+
+    Example: fedcg federation watch --once
+    """
     from coordinator.cli.client import client_of
 
     with client_of(directory, url) as client:

@@ -115,7 +115,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
     enrolled = len(known.store.members())
     left = state.policy.rounds - state.round + 1
     begun = known.now if attempt is None else attempt.opened_at
-    is_over = state.phase is Phase.FINISHED or record.status is FederationStatus.STOPPED
+    is_over = state.phase is Phase.FINISHED or record.status.is_ended
     stands = (Phase.PAUSED.value, Phase.STALLED.value, WAITS_FOR_OWNERS)
     is_still = is_over or service is None or state.label in stands
     goes_on = round_s is not None and not is_still and record.status is FederationStatus.RUNNING

@@ -70,7 +70,7 @@ def _samples(known: Known) -> Samples:
         yield "fedcg_devices", (device_state.value,), sum(device.state is device_state for device in devices)
     for kind in sorted(set(kinds)):
         yield "fedcg_problems_open", (kind,), kinds.count(kind)
-    for record in known.store.federations():
+    for record in known.store.shown_federations():
         yield from _of_federation(known, record.id)
 
 

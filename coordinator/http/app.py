@@ -47,7 +47,7 @@ def create_app(
     coordinator: Coordinator,
     request_exit: RequestExit,
     *,
-    exit_when_finished: bool,
+    until_finished: bool,
     beside: Beside,
     proxy: str | None = None,
 ) -> FastAPI:
@@ -57,7 +57,7 @@ def create_app(
         home: its directory.
         coordinator: runs the federations; not yet started.
         request_exit: called to end the process with an exit code, when a service fails or all are finished.
-        exit_when_finished: end after the last round of every federation, once the devices have left (or a minute later).
+        until_finished: end after the last round of every federation, once the devices have left (or a minute later).
         beside: runs beside the federations, for as long as they work.
         proxy: the address of the reverse proxy in front.
     """
@@ -71,7 +71,7 @@ def create_app(
             loop.call_soon_threadsafe(_failed, request_exit, home.artifacts, error)
 
         await asyncio.to_thread(coordinator.start, failed)
-        leaving = asyncio.create_task(_leave(coordinator, request_exit)) if exit_when_finished else None
+        leaving = asyncio.create_task(_leave(coordinator, request_exit)) if until_finished else None
         try:
             async with beside(coordinator):
                 yield

@@ -164,9 +164,10 @@ async def readyz(running: Running, response: Response) -> HealthView:
 
 
 @router.get("/federations")
-def federations(running: Running, page: Paged) -> list[FederationView]:
-    """All federations, oldest first."""
-    chosen = page.of(running.store.federations(), lambda record: (record.created_at, record.id))
+def federations(running: Running, page: Paged, archived: bool = False) -> list[FederationView]:
+    """All federations, oldest first; archived ones only where they are asked for."""
+    found = running.store.federations() if archived else running.store.shown_federations()
+    chosen = page.of(found, lambda record: (record.created_at, record.id))
     return [federation_view(running, record) for record in chosen]
 
 

@@ -17,13 +17,14 @@ from coordinator.errors import (
     CoordinatorError,
     EnrolmentError,
     HomeError,
-    NotFoundError,
     PlanError,
     SteeringError,
 )
+from fedcg.errors import EXISTS, NOT_FOUND
 
 MEDIA_TYPE = "application/problem+json"
 MAX_PROBLEMS = 100
+ANY_KIND, EXISTS_KIND = "about:blank", "urn:fedcg:exists"
 Answer = Callable[[Request, Exception], Awaitable[Response]]
 UNFORESEEN = 500
 """The status of an error that nobody expects: `fedcg.listening` logs it, within what one peer may cause."""
@@ -32,7 +33,7 @@ UNFORESEEN = 500
 class Problem(BaseModel):
     """What is wrong with a request, and what to do; `problems` has a line for each error of its content."""
 
-    type: str = "about:blank"
+    type: str = ANY_KIND
     title: str
     status: int
     detail: str
@@ -65,20 +66,29 @@ class ProblemError(Exception):
         detail: for the person who asked: what is wrong, and what to do.
         problems: one line for each error of the content, when there are several.
         headers: of the answer.
+        kind: `type` of the answer; EXISTS_KIND where what would be made exists already.
     """
 
     def __init__(
-        self, status: int, detail: str, *, problems: Sequence[str] = (), headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        detail: str,
+        *,
+        problems: Sequence[str] = (),
+        headers: Mapping[str, str] | None = None,
+        kind: str = ANY_KIND,
     ) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.problems = tuple(problems)
         self.headers = dict(headers or {})
+        self.kind = kind
 
     def answer(self, instance: str) -> Response:
         """The answer to a request for the path `instance`."""
         body = Problem(
+            type=self.kind,
             title=HTTPStatus(self.status).phrase,
             status=self.status,
             detail=self.detail,
@@ -99,8 +109,11 @@ def problem_of(error: Exception) -> ProblemError:
     if isinstance(error, ProblemError):
         return error
     first, *more = str(error).split("\n  ")  # as `fedcg.config_file.listed` lays out several
-    if isinstance(error, NotFoundError):
+    code = error.exit_code if isinstance(error, CoordinatorError) else None
+    if code == NOT_FOUND:
         return ProblemError(404, first)
+    if code == EXISTS:
+        return ProblemError(409, first, problems=more, kind=EXISTS_KIND)
     if isinstance(error, PlanError):
         return ProblemError(422, first, problems=more)
     if isinstance(error, SteeringError):

@@ -157,6 +157,12 @@ def extend(federation: str, more: MoreRounds, doing: Doing, running: Running) ->
     return _steered(doing, running, lambda steering: steering.extend(federation, more.rounds))
 
 
+@router.post("/federations/{federation}/archive")
+def archive(federation: str, doing: Doing, running: Running) -> FederationView:
+    """Take one that is over, or was never started, off the lists; its data stays, and `extend` brings it back."""
+    return _steered(doing, running, lambda steering: steering.archive(federation))
+
+
 @router.patch("/federations/{federation}/policy")
 def change_policy(
     federation: str,

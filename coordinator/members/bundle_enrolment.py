@@ -19,6 +19,7 @@ from coordinator.pki.authority import CA_NAME, LEAF_LIFE, credential_of, issue
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, DeviceState
 from coordinator.storage.store import Store
+from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.provision.agent_config import CONFIG_NAME, render_agent_config
 from fedcg.wire.messages.enrolment_messages import load_certificate
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
@@ -70,13 +71,13 @@ def federation_to_join(store: Store, named: str | None) -> str:
     Raises:
         EnrolmentError: there is none, none of that name, or several and none was named.
     """
-    there = [record.id for record in store.federations()]
+    there = [record.id for record in store.shown_federations()]
     if not there:
         raise EnrolmentError("there is no federation to join yet; open one with `fedcg federation create`")
     if named is None and len(there) > 1:
         raise EnrolmentError(f"name the federation with --federation; there are {', '.join(there)}")
     if named is not None and named not in there:
-        raise EnrolmentError(f"there is no federation {named!r}; there are {', '.join(there)}")
+        raise EnrolmentError(f"there is no federation {named!r}; there are {', '.join(there)}", exit_code=NOT_FOUND)
     return named or there[0]
 
 
@@ -116,7 +117,8 @@ def _check(store: Store, ids: Sequence[str], out: Path) -> None:
             problem = f"{out / device} exists; remove it or choose another --out"
         problems += [problem] if problem else []
     if problems:
-        raise EnrolmentError("\n".join(problems))
+        is_there = any(store.device(device) is not None or (out / device).exists() for device in ids)
+        raise EnrolmentError("\n".join(problems), exit_code=EXISTS if is_there else None)
 
 
 def _write_bundle(home: Home, federation: str, device: str, coordinator: VerifyKey, target: Path) -> VerifyKey:

@@ -15,6 +15,7 @@ from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import TokenRecord, TokenState
 from coordinator.storage.store import Store
+from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.wire.messages.enrolment_messages import (
     SECRET_BYTES,
     URL_PATTERN,
@@ -61,7 +62,7 @@ def create_token(
     if not re.fullmatch(URL_PATTERN, url):
         raise EnrolmentError(f"--enrolment-url {url}: write https://HOST:PORT")
     if not 0 < hours <= MAX_TOKEN_HOURS:
-        raise EnrolmentError(f"hours = {hours:g}: choose more than 0 and at most {MAX_TOKEN_HOURS:g}")
+        raise EnrolmentError(f"a token for {hours:g} hours: choose more than 0 and at most {MAX_TOKEN_HOURS:g} hours")
     federation = federation_to_join(store, federation)
     _check_device(store, device, replaces)
     authority = load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
@@ -84,9 +85,11 @@ def _check_device(store: Store, device: str | None, replaces: str | None) -> Non
     if device is not None and replaces is not None and device != replaces:
         raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new device takes over the id")
     if replaces is not None and store.device(replaces) is None:
-        raise EnrolmentError(f"there is no device {replaces!r} to replace; `fedcg device list` shows all")
+        raise EnrolmentError(
+            f"there is no device {replaces!r} to replace; `fedcg device list` shows all", exit_code=NOT_FOUND
+        )
     if replaces is None and device is not None and (problem := problem_with_new(store, device)):
-        raise EnrolmentError(problem)
+        raise EnrolmentError(problem, exit_code=EXISTS if store.device(device) is not None else None)
 
 
 def revoke_token(store: Store, token: str, now: float) -> TokenRecord:

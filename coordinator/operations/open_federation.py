@@ -11,6 +11,7 @@ from coordinator.pki.signing_keys import links_for
 from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
+from fedcg.errors import EXISTS
 from fedcg.learning.spec import FederationPlan, RoundPolicy
 
 
@@ -40,7 +41,7 @@ def open_federation(
         StoreError: there is no federation `continued_from`.
     """
     if plan.federation in [record.id for record in store.federations()]:
-        raise PlanError(f"there is a federation {plan.federation!r} already; choose another name")
+        raise PlanError(f"there is a federation {plan.federation!r} already; choose another name", exit_code=EXISTS)
     config, first = home.config(), None
     if continued_from is not None:
         first = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)

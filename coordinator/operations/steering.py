@@ -133,6 +133,18 @@ class Steering:
         self._require_life(record)
         return self._change(record, FederationStatus.STOPPED, reason or NO_REASON)
 
+    def archive(self, federation: str) -> FederationRecord:
+        """Take a federation that is over, or was never started, off lists and page; its data stays, and `extend` brings it back.
+
+        Raises:
+            SteeringError: it is not over yet.
+        """
+        record = federation_of(self._store, federation)
+        is_over = record.status.is_ended or self._store.round_state(federation).phase is Phase.FINISHED
+        if not is_over and record.status is not FederationStatus.CREATED:
+            raise SteeringError(f"{federation} is not over; `fedcg federation stop {federation}` ends it")
+        return self._change(record, FederationStatus.ARCHIVED, record.status_reason)
+
     def change_policy(self, federation: str, changes: Mapping[str, Any]) -> FederationRecord:
         """Change fields of the policy; the open attempt goes on by the new one.
 
@@ -162,7 +174,7 @@ class Steering:
         record = federation_of(self._store, federation)
         if rounds < 1:
             raise SteeringError(f"rounds = {rounds}: add at least 1")
-        if record.status is not FederationStatus.STOPPED:
+        if not record.status.is_ended:
             return self.change_policy(federation, {"rounds": record.operator_policy.rounds + rounds})
         closed = self._store.aggregates(federation)[-1].round
         policy = _changed(record, {"rounds": closed + rounds})
@@ -188,9 +200,9 @@ class Steering:
     def _require_life(self, record: FederationRecord) -> None:
         if record.status is FederationStatus.CREATED:
             raise SteeringError(f"{record.id} was not started yet; `fedcg federation start {record.id}` does")
-        if record.status is FederationStatus.STOPPED:
+        if record.status.is_ended:
             raise SteeringError(
-                f"{record.id} was stopped ({record.status_reason}); `fedcg federation extend` gives it more rounds"
+                f"{record.id} was {record.status.value} ({record.status_reason}); `fedcg federation extend` gives it more rounds"
             )
 
     def _change(

@@ -26,6 +26,7 @@ CHANGES: dict[str, Callable[[Steering, str, str, int], object]] = {
     "pause": lambda steering, federation, reason, _rounds: steering.pause(federation, reason),
     "resume": lambda steering, federation, _reason, _rounds: steering.resume(federation),
     "stop": lambda steering, federation, reason, _rounds: steering.stop(federation, reason),
+    "archive": lambda steering, federation, _reason, _rounds: steering.archive(federation),
     "extend": lambda steering, federation, _reason, rounds: steering.extend(federation, rounds),
 }
 """Changes of a federation by the last part of the form's address."""
@@ -118,7 +119,7 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
 
 @router.post("/federations/{federation}/{action}")
 def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
-    """Start, pause, resume, stop or extend a federation."""
+    """Start, pause, resume, stop, archive or extend a federation."""
     change, reason, rounds = CHANGES.get(action), fields.get("reason", ""), fields.get("rounds", "")
     if change is None:
         raise SteeringError(f"{action!r} is not a change of a federation: {', '.join(CHANGES)}")

@@ -20,6 +20,7 @@ from coordinator.facts.sent import sent
 from coordinator.facts.worth import worth
 from coordinator.operations.create_federation import example_plan
 from coordinator.page.views import PageRoute, View, plain_page, view_of
+from coordinator.rounds.records import FederationStatus
 
 PER_PAGE = 100
 SHOWN_CLIENTS = 100
@@ -37,7 +38,7 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False, default_respo
 @router.get("/")
 def front(view: Asked) -> Response:
     """The federation that runs, or how to make one."""
-    federations = view.known.store.federations()
+    federations = view.known.store.shown_federations()
     if not federations:
         return view.render("empty.html")
     running = [each for each in federations if each.id in view.known.services]
@@ -151,9 +152,11 @@ def enrolment(view: Asked) -> Response:
 
 
 @router.get("/federations")
-def federations(view: Asked) -> Response:
-    """All federations, and how to steer them."""
-    return view.render("federations.html", every=[view.facts(current_round, name) for name in _names(view)])
+def federations(view: Asked, archived: bool = False) -> Response:
+    """All federations, and how to steer them; archived ones apart."""
+    found = [(each.id, each.status is FederationStatus.ARCHIVED) for each in view.known.store.federations()[::-1]]
+    every = [view.facts(current_round, name) for name, is_archived in found if is_archived is archived]
+    return view.render("federations.html", every=every, archived=archived, others=len(found) - len(every))
 
 
 @router.get("/federations/new")
@@ -177,10 +180,6 @@ def enrolment_values(view: View) -> dict[str, Any]:
 
 def _recent_events(known: Known, federation: str) -> list[Event]:
     return last_events(known.events_file, EventFilter(federation=federation, level="info"), ON_NOW)
-
-
-def _names(view: View) -> list[str]:
-    return [record.id for record in view.known.store.federations()[::-1]]
 
 
 def _chosen(devices: list[DeviceFacts], text: str, state: str, sort: str) -> list[DeviceFacts]:

@@ -114,9 +114,9 @@ class View:
 
 
 def _federations(known: Known) -> list[tuple[str, str]]:
-    """Id and phase of every federation: running ones first, then the newest."""
+    """Id and phase of every federation that is not archived: running ones first, then the newest."""
     found = []
-    for record in known.store.federations()[::-1]:
+    for record in known.store.shown_federations()[::-1]:
         status = record.status.value
         found.append((record.id, status if status in ("created", "stopped") else known.state(record.id).label))
     order = "collecting distilling waits_for_owners waiting stalled paused created finished stopped"

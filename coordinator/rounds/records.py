@@ -48,6 +48,12 @@ class FederationStatus(str, Enum):
     RUNNING = "running"
     PAUSED = "paused"
     STOPPED = "stopped"
+    ARCHIVED = "archived"
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether an operator ended it; only more rounds bring it back."""
+        return self in (FederationStatus.STOPPED, FederationStatus.ARCHIVED)
 
 
 class TokenState(str, Enum):

@@ -109,7 +109,7 @@ class Coordinator:
 
     def _goes_on(self, service: Service, record: FederationRecord) -> bool:
         """Whether a federation that is over was given more rounds."""
-        is_stopped = record.status is FederationStatus.STOPPED
+        is_stopped = record.status.is_ended
         is_over = service.state.phase is Phase.FINISHED
         return is_over and not is_stopped and self.store.round_state(record.id).phase is not Phase.FINISHED
 

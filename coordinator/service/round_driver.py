@@ -176,7 +176,7 @@ class RoundDriver:
             self.apply(Resumed())
 
     def _follow_status(self, record: FederationRecord) -> None:
-        if record.status is FederationStatus.STOPPED:
+        if record.status.is_ended:
             self.apply(Stopped(record.status_reason))
         elif record.status is FederationStatus.PAUSED:
             self.apply(Paused(record.status_reason))

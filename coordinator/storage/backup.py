@@ -25,6 +25,7 @@ from coordinator.storage.database import database_of, make_engine, name_of, open
 from coordinator.storage.high_water import EPOCH_STEP, HighWater
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from coordinator.storage.object_store import artifacts_of
+from fedcg.errors import EXISTS
 from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably
 from fedcg.sealing.archive import add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
 from fedcg.sealing.sealed_file import Seal, of_passphrase
@@ -65,7 +66,7 @@ def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
         OSError: the disk of the file is full.
     """
     if target.exists():
-        raise StoreError(f"{target} exists already; name another file")
+        raise StoreError(f"{target} exists already; name another file", exit_code=EXISTS)
     engine = open_database(database_of(home))
     try:
         HighWater(home, engine).check()
@@ -92,7 +93,9 @@ def read_backup(source: Path, home: Home, passphrase: str, configure: Callable[[
         StoreError: a wrong passphrase, a damaged file, a directory or a database that is not empty; nothing was written.
     """
     if home.root.exists() and (not home.root.is_dir() or any(home.root.iterdir())):
-        raise StoreError(f"{home.root} is not an empty directory; choose another one for the restored coordinator")
+        raise StoreError(
+            f"{home.root} is not an empty directory; choose another one for the restored coordinator", exit_code=EXISTS
+        )
     facts = _checked(source, passphrase)
     home.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     home.root.chmod(0o700)
@@ -225,7 +228,7 @@ def _seal(passphrase: str) -> Seal:
 def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: BackupFacts, name: str) -> int:
     """Make the tables of the backup's version and fill them; returns the new epoch."""
     if inspect(connection).get_table_names():
-        raise StoreError(f"{name} is not empty; name another database for the restored coordinator")
+        raise StoreError(f"{name} is not empty; name another database for the restored coordinator", exit_code=EXISTS)
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("BEGIN IMMEDIATE")
     upgrade(connection, 0, str(facts.schema_version))

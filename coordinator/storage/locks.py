@@ -18,6 +18,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from coordinator.errors import HomeError
 from coordinator.paths import Home
 from coordinator.storage.database import DEAD_PEER_S, database_of, make_engine, name_of, unusable
+from fedcg.errors import ALREADY_RUNNING
 from fedcg.files import PRIVATE
 
 WRITER_LOCK = 0x66656463_0002
@@ -118,7 +119,7 @@ def _database_lock(
                 raise unusable(database, error) from error
             holder = connection.execute(HOLDER, {"lock": lock}).first()
             which = "" if holder is None else f" (from {holder[0] or 'this machine'}, since {holder[1]:%F %T})"
-            raise HomeError(busy.format(which, name_of(database))) from error
+            raise HomeError(busy.format(which, name_of(database)), exit_code=ALREADY_RUNNING) from error
         except DBAPIError as error:
             raise unusable(database, error) from error
         yield connection

@@ -40,6 +40,7 @@ from coordinator.storage.membership_store import Register
 from coordinator.storage.overview_store import Overview
 from coordinator.storage.presence_store import Presence
 from coordinator.storage.sum_store import SumRecords
+from fedcg.errors import EXISTS
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
@@ -163,11 +164,15 @@ class Store(schema.Queries):
                 *(_added_link(federation.id, link, now) for link in links),
             )
         except IntegrityError as error:
-            raise PlanError(f"there is a federation {federation.id!r} already") from error
+            raise PlanError(f"there is a federation {federation.id!r} already", exit_code=EXISTS) from error
 
     def federations(self) -> list[FederationRecord]:
         """All federations, oldest first."""
         return self._all(FederationRecord, select(schema.federations).order_by(schema.federations.c.created_at))
+
+    def shown_federations(self) -> list[FederationRecord]:
+        """Those that are not archived, oldest first: what lists show and what a command means that names none."""
+        return [record for record in self.federations() if record.status is not FederationStatus.ARCHIVED]
 
     def federation(self, federation: str) -> FederationRecord:
         """One federation.

@@ -54,7 +54,7 @@ _STYLES = {"ok": None, "warning": "yellow", "failed": "red"}
 def run_command(
     config: ConfigOption = Path("agent.toml"),
     until_finished: Annotated[
-        bool, typer.Option("--until-finished", help="exit once the federation is over and the model is exported")
+        bool, typer.Option("--until-finished", help="End after the last round, once the model is exported.")
     ] = False,
     form: LogFormOption = LogForm.CONSOLE,
     level: LogLevelOption = LogLevel.INFO,
@@ -62,7 +62,9 @@ def run_command(
 ) -> None:
     """Take part in the federation until SIGTERM or Ctrl-C. SIGUSR1 toggles the log level `debug`.
 
-    Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
+    Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong; 5 an agent runs already.
+
+    Example: fedcg agent run --config /etc/fedcg/casting/agent.toml
     """
     with loading():
         from edge_client.agent.run import run_agent
@@ -93,16 +95,19 @@ def run_command(
 def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended.
 
-    While the agent runs, also what it does now. Exit codes: 0 shown; 1 there is no private store; 2 the configuration is wrong.
+    While the agent runs, also what it does now. Exit codes: 0 shown; 2 the configuration is wrong; 7 there is no private store.
+
+    Example: fedcg agent status
     """
-    from edge_client.cli.status import read_status
+    from edge_client.cli.status import read_status, status_table
 
     status = read_status(read_config(config))
     if as_json:
         print_data(status)
         return
-    for name, value in status.items():
-        _print(f"{name.replace('_', ' '):<20} {'-' if value is None or value == '' else value}")
+    following = "fedcg agent logs --follow" if status["running"] else "fedcg agent run"
+    following = "fedcg agent approve" if status["waits_for_approval"] else following
+    _print(f"{status_table(status)}\nNext: {following} --config {config}")
 
 
 def doctor_command(
@@ -122,6 +127,8 @@ def doctor_command(
     """Check clock, disk, keys, certificate, broker, data and training on this device, and print what to do.
 
     --hardware works without an agent.toml too. Exit codes: 0 nothing failed; 1 a check failed.
+
+    Example: fedcg doctor --config /etc/fedcg/casting/agent.toml
     """
     from edge_client.cli.doctor.checks import Finding, examine
     from edge_client.config import load_config
@@ -146,6 +153,8 @@ def doctor_command(
             _print(f"{finding.state:<8} {finding.check:<14} {finding.detail}", _STYLES[finding.state])
             if finding.advice:
                 _print(f"{'':<23} what to do: {finding.advice}")
+        if is_sound and not hardware:
+            _print(f"Next: fedcg agent run --config {config}")
     raise typer.Exit(0 if is_sound else FAILED)
 
 

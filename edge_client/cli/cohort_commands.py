@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
-from fedcg.errors import BadInputError
+from fedcg.errors import NOT_FOUND, BadInputError
 from fedcg.json_output import print_data
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ def create_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     """Make the secret on the FIRST device, before its first round, and print the code for the others.
 
     The code is shown this once. It is the secret: carry it by people, not through the coordinator, and keep no copy.
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 6 there is a secret already.
+
+    Example: fedcg cohort create
     """
     from edge_client.store.cohort_secret import create, mark_in
 
@@ -36,8 +38,8 @@ def create_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
         print_data({"code": code, "mark": mark})
         return
     typer.echo(f"Code of this cohort, shown this once:\n\n  {code}\n")
-    typer.echo("On every other device, before its first round:  fedcg cohort join --config AGENT.TOML")
-    typer.echo(f"They have the same secret when `fedcg cohort status` prints the same mark everywhere: {mark}")
+    typer.echo(f"Devices have the same secret when `fedcg cohort status` prints the same mark everywhere: {mark}")
+    typer.echo("Next: on every other device, before its first round, fedcg cohort join --config AGENT.TOML")
 
 
 @app.command("join")
@@ -53,7 +55,9 @@ def join_command(
 ) -> None:
     """Take the code that `fedcg cohort create` printed on the first device.
 
-    Exit codes: 0 done, also when the same secret was there; 1 the private store refuses; 2 a bad code or configuration.
+    Exit codes: 0 done, also when the same secret was there; 1 the private store refuses; 2 a bad code or configuration; 6 there is another secret.
+
+    Example: fedcg cohort join --code-file -
     """
     from edge_client.store.cohort_secret import join, mark_in
 
@@ -64,14 +68,16 @@ def join_command(
     if as_json:
         print_data({"joined": joined, "mark": mark})
     else:
-        typer.echo(f"{'Joined' if joined else 'This device had joined before'}; mark {mark}")
+        typer.echo(f"{'Joined' if joined else 'This device had joined before'}; mark {mark}\nNext: fedcg cohort card")
 
 
 @app.command("status")
 def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """Print the mark of this device's secret: the same on all devices of a cohort.
 
-    Exit codes: 0 there is a secret; 1 there is none, or the private store refuses; 2 the configuration is wrong.
+    Exit codes: 0 there is a secret; 1 the private store refuses; 2 the configuration is wrong; 7 there is none.
+
+    Example: fedcg cohort status
     """
     from edge_client.store.cohort_secret import mark_in
 
@@ -82,8 +88,8 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     elif mark is not None:
         typer.echo(f"mark {mark}; {len(store.roster()) or 'no'} devices on the roster of masked sums")
     else:
-        typer.echo("no cohort secret: `fedcg cohort create` on the first device, `fedcg cohort join` on the others")
-    raise typer.Exit(0 if mark else 1)
+        typer.echo("No cohort secret.\nNext: fedcg cohort create on the first device, fedcg cohort join on the others")
+    raise typer.Exit(0 if mark else NOT_FOUND)
 
 
 @app.command("card")
@@ -92,6 +98,8 @@ def card_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption 
 
     Collect the lines of all devices in one file, by people and not through the coordinator, and give it to `fedcg cohort roster` on each.
     Exit codes: 0 done; 1 the device has no keys; 2 the configuration is wrong.
+
+    Example: fedcg cohort card >> roster.txt
     """
     from edge_client.identity.keys import load_keys
 
@@ -112,7 +120,9 @@ def roster_command(
     """Take the message keys of all devices of the cohort, in the place of those that were given before.
 
     A masked sum counts only devices whose keys are here, so that nobody can invent some.
-    Exit codes: 0 done; 1 the private store refuses; 2 a bad line or configuration.
+    Exit codes: 0 done; 1 the private store refuses; 2 a bad line or configuration; 7 there is no such file.
+
+    Example: fedcg cohort roster roster.txt
     """
     from edge_client.identity.keys import load_keys
     from edge_client.store.cohort_secret import roster_of
@@ -143,6 +153,8 @@ def _text_of(path: str, option: str, most: int) -> str:
     try:
         with Path(path).open(encoding="ascii") as file:
             return file.read(most)
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError) as error:
         raise BadInputError(f"{option} {path} can't be read: {error}") from error
 

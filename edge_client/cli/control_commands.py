@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config, seconds_of
-from fedcg.errors import BAD_INPUT, BadInputError
+from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from fedcg.errors import BAD_INPUT, NOT_FOUND, BadInputError
 from fedcg.json_output import print_data
+from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
     from edge_client.config import AgentConfig
@@ -25,7 +25,9 @@ SHORT = 12
 
 def pause_command(
     config: ConfigOption = Path("agent.toml"),
-    span: Annotated[str | None, typer.Option("--for", help="Ends by itself after 30m, 2h or 3d.")] = None,
+    span: Annotated[
+        str | None, typer.Option("--for", metavar="SPAN", help="Ends by itself after 30m, 2h or 3d.")
+    ] = None,
     reason: Annotated[str, typer.Option("--reason", help="For people at this device; it is never sent.")] = "",
     now: Annotated[
         bool, typer.Option("--now", help="Also abandon the round under way, which is finished else.")
@@ -36,6 +38,8 @@ def pause_command(
 
     A round under way is finished and delivered; then the training process ends, which frees its memory. Exit codes: 0 paused; 1 failed;
     2 --for is no time; 4 no agent runs.
+
+    Example: fedcg agent pause --for 2h --reason "the line is being cleaned"
     """
     from edge_client.agent.control_socket import ask_agent
     from edge_client.messaging.owner_requests import MAX_PAUSE_S, PauseRequest
@@ -51,14 +55,16 @@ def pause_command(
     if as_json:
         print_data({"device": settings.device, "paused": True, **data})
         return
-    until = "until `fedcg agent resume`" if data["until"] is None else f"until {moment(data['until'])}"
-    typer.echo(f"{settings.device} is paused {until}.")
+    until = "" if data["until"] is None else f" until {moment(data['until'])}"
+    typer.echo(f"{settings.device} is paused{until}.\nNext: to take part again, fedcg agent resume")
 
 
 def resume_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """End a pause: the device takes part from the next round on.
 
     Exit codes: 0 it takes part; 1 failed; 4 no agent runs.
+
+    Example: fedcg agent resume
     """
     from edge_client.agent.control_socket import ask_agent
     from edge_client.messaging.owner_requests import ResumeRequest
@@ -85,8 +91,10 @@ def approve_command(
 ) -> None:
     """Show what would leave this device under a spec beyond its policy, and approve exactly that spec.
 
-    A changed spec needs another approval. Exit codes: 0 approved, listed or revoked; 1 failed; 2 nothing of that name waits, or the
-    question was not answered with yes.
+    A changed spec needs another approval. Exit codes: 0 approved, listed or revoked; 1 failed; 2 the question was not answered with
+    yes; 7 nothing of that name waits.
+
+    Example: fedcg agent approve 3f9c21d07a54
     """
     from edge_client.store.owner_record import Consent
 
@@ -109,12 +117,11 @@ def approve_command(
     if as_json:
         print_data({"device": settings.device, "spec": chosen, "approved": revoke is None})
     else:
-        typer.echo(f"Spec {chosen[:SHORT]} is {'approved' if revoke is None else 'not approved any more'}.")
-
-
-def moment(seconds: float) -> str:
-    """A time for people."""
-    return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M} UTC"
+        following = (
+            f"to revoke it, fedcg agent approve --revoke {chosen[:SHORT]}" if revoke is None else "fedcg agent status"
+        )
+        state = "approved" if revoke is None else "not approved any more"
+        typer.echo(f"Spec {chosen[:SHORT]} is {state}.\nNext: {following}")
 
 
 def _is_confirmed() -> bool:
@@ -130,10 +137,13 @@ def _named(text: str, known: Mapping[str, object], what: str) -> str:
     if len(found) == 1 and (not text or len(text) >= SHORT):
         return found[0]
     if not known:
-        raise BadInputError("no spec waits for approval" if what == "waiting" else f"no spec is {what}")
+        raise BadInputError(
+            "no spec waits for approval" if what == "waiting" else f"no spec is {what}", exit_code=NOT_FOUND
+        )
     names = ", ".join(one[:SHORT] for one in sorted(known))
     raise BadInputError(
-        f"{text or 'one spec'}: no single spec of that name is {what} ({names}); name one by its first {SHORT} digits"
+        f"{text or 'one spec'}: no single spec of that name is {what} ({names}); name one by its first {SHORT} digits",
+        exit_code=NOT_FOUND,
     )
 
 
@@ -142,12 +152,11 @@ def _print_list(kept: ConsentFile, *, as_json: bool) -> None:
         waiting = {digest: one.model_dump(exclude={"format"}) for digest, one in kept.waiting.items()}
         print_data({"waiting": waiting, "approved": kept.approved})
         return
-    for digest, one in kept.waiting.items():
-        typer.echo(f"{digest[:SHORT]}  waits since {moment(one.since)}: {one.detail}")
-    for digest, at in kept.approved.items():
-        typer.echo(f"{digest[:SHORT]}  approved {moment(at)}")
-    if not kept.waiting and not kept.approved:
-        typer.echo("No spec waits for approval, and none is approved.")
+    rows = [(digest[:SHORT], "waits", moment(one.since), one.detail) for digest, one in kept.waiting.items()]
+    rows += [(digest[:SHORT], "approved", moment(at), "") for digest, at in kept.approved.items()]
+    typer.echo(table(("spec", "state", "since", "why"), rows, "No spec waits for approval, and none is approved."))
+    if kept.waiting:
+        typer.echo(f"Next: fedcg agent approve {next(iter(kept.waiting))[:SHORT]}")
 
 
 def _decide(settings: AgentConfig, digest: str, *, approve: bool) -> None:

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
-from fedcg.errors import BAD_INPUT, BadInputError
+from fedcg.errors import BAD_INPUT, NOT_FOUND, BadInputError
 from fedcg.json_output import print_data
+from fedcg.text_output import seconds_of
 
 STDIN = "-"
 
@@ -22,7 +23,7 @@ def enrol_command(
             "--token", envvar="FEDCG_TOKEN", help="What `fedcg token create` printed; - reads it from standard input."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "--dir", help="The device's new folder; agent.toml goes there.")],
+    out: Annotated[Path, typer.Option("--out", help="The device's new folder; agent.toml goes there.")],
     url: Annotated[
         str | None, typer.Option(help="https://HOST:PORT of the coordinator, where the token does not hold it.")
     ] = None,
@@ -36,7 +37,10 @@ def enrol_command(
 ) -> None:
     """Make this box a device of a federation, in one step; its keys are made here and never leave it.
 
-    Exit codes: 0 enrolled; 1 failed; 2 bad input; 3 no answer in time; 4 refused, or not connected. Run again after a lost answer, it goes on.
+    Exit codes: 0 enrolled; 1 failed; 2 bad input; 3 no answer in time; 4 refused, or not connected; 6 a device is there already.
+    Run again after a lost answer, it goes on.
+
+    Example: fedcg enrol --token - --device line-4 --data /data/images --out /etc/fedcg/casting
     """
     from edge_client.identity.enrol import enrol
     from fedcg.provision.agent_config import DATA
@@ -47,7 +51,8 @@ def enrol_command(
     parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
     if data is not None and not data.startswith("dataset:") and not Path(data).exists():
         raise BadInputError(
-            f"--data {data}: there is no such file or folder. The token was not used; correct --data, or leave it out"
+            f"--data {data}: there is no such file or folder. The token was not used; correct --data, or leave it out",
+            exit_code=NOT_FOUND,
         )
     where = DATA if data is None else data if data.startswith("dataset:") else str(Path(data).absolute())
     enrolled = enrol(parsed, out, url=url, device=device, data=where)
@@ -65,19 +70,21 @@ def enrol_command(
 
 def join_command(
     federation: Annotated[str, typer.Option("--federation", help="The other federation of the same coordinator.")],
-    out: Annotated[Path, typer.Option("--out", "--dir", help="A new folder, for agent.toml and the private store.")],
+    out: Annotated[Path, typer.Option("--out", help="A new folder, for agent.toml and the private store.")],
     data: Annotated[str, typer.Option("--data", help="This box's images for it (docs/data.md), or dataset:NAME.")],
     config: ConfigOption = Path("agent.toml"),
     as_json: JsonOption = False,
 ) -> None:
     """Take part in a second federation with this device's identity; each federation has an agent of its own.
 
-    Exit codes: 0 written; 1 failed; 2 bad input. The training processes take turns on this device.
+    Exit codes: 0 written; 1 failed; 2 bad input; 6 the folder is not empty. The training processes take turns on this device.
+
+    Example: fedcg agent join --federation welding --data /data/welding --out /etc/fedcg/welding
     """
     from edge_client.identity.join import join
 
     if not data.startswith("dataset:") and not Path(data).exists():
-        raise BadInputError(f"--data {data}: there is no such file or folder")
+        raise BadInputError(f"--data {data}: there is no such file or folder", exit_code=NOT_FOUND)
     where = data if data.startswith("dataset:") else str(Path(data).absolute())
     settings = read_config(config)
     written = join(settings, config.read_text(encoding="utf-8"), federation, out, where)
@@ -94,6 +101,8 @@ def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption
     """Renew this device's certificate now; the agent does it by itself in the last third of its life.
 
     Exit codes: 0 renewed; 1 failed; 2 the configuration is wrong; 3 no answer in time; 4 refused, or not connected. A running agent goes on meanwhile.
+
+    Example: fedcg agent renew --config /etc/fedcg/casting/agent.toml
     """
     from edge_client.identity.keys import load_keys
     from edge_client.identity.renewal import renew
@@ -120,16 +129,21 @@ def leave_command(
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds to wait for the coordinator.")] = 30.0,
+    span: Annotated[
+        str, typer.Option("--timeout", metavar="SPAN", help="How long to wait for the coordinator, e.g. 2m.")
+    ] = "30s",
     as_json: JsonOption = False,
 ) -> None:
     """Leave the federation for good: inform the coordinator, so that no round waits, and with --erase remove the private data.
 
-    The images and agent.toml stay. Exit codes: 0 left; 3 the coordinator did not confirm; 1 an agent still runs, and
-    nothing was erased; 2 the configuration is wrong, or the question was not answered with yes.
+    The images and agent.toml stay. Exit codes: 0 left; 2 the configuration is wrong, or the question was not answered with yes;
+    3 the coordinator did not confirm; 5 an agent still runs, and nothing was erased.
+
+    Example: fedcg agent leave --erase
     """
     from edge_client.identity.leave import leave
 
+    timeout_s = seconds_of(span, "--timeout")
     settings = read_config(config)
     if not yes and not _is_confirmed(settings.device, settings.federation, settings.store if erase else None):
         raise typer.Exit(BAD_INPUT)
@@ -140,7 +154,8 @@ def leave_command(
         return
     outcome = "the coordinator confirmed" if left.confirmed else "the coordinator was not informed"
     gone = "".join(f"\n  erased {path}" for path in left.erased)
-    typer.echo(f"{settings.device} has left {settings.federation}; {outcome}.{gone}")
+    following = "Next: a new token brings it back: on the coordinator, fedcg token create"
+    typer.echo(f"{settings.device} has left {settings.federation}; {outcome}.{gone}\n{following}")
 
 
 def _is_confirmed(device: str, federation: str, erased: Path | None) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, moment_of, read_config
-from fedcg.errors import BadInputError
+from edge_client.cli.shared_options import ConfigOption, read_config
+from fedcg.errors import NOT_FOUND, BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
 from fedcg.log.sentences import DEBUG, LEVELS, sentence_of
+from fedcg.text_output import moment, moment_of
 
 FOLLOW_EVERY_S = 0.5
 _NAMES = {number: name for name, number in LEVELS.items()}
@@ -25,7 +25,8 @@ def logs_command(
     config: ConfigOption = Path("agent.toml"),
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines as they come.")] = False,
     since: Annotated[
-        str | None, typer.Option("--since", help="10m, 2h, 3d, or a time such as 2026-11-22T08:00 (UTC).")
+        str | None,
+        typer.Option("--since", metavar="SPAN", help="10m, 2h, 3d, or a time such as 2026-11-22T08:00 (UTC)."),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Also lines of level debug.")] = False,
     as_json: Annotated[
@@ -34,16 +35,18 @@ def logs_command(
 ) -> None:
     """Print what this device did, from its event log; the agent may run meanwhile.
 
-    Exit codes: 0 printed; 2 there is no event log, or --since is no time.
+    Exit codes: 0 printed; 2 --since is no time; 7 there is no event log.
+
+    Example: fedcg agent logs --since 2h --follow
     """
     store = read_config(config).store
     path = store / "events.jsonl"
     if not path.exists():
-        raise BadInputError(f"{path} is not there yet: `fedcg agent run` writes it")
+        raise BadInputError(f"{path} is not there yet: `fedcg agent run` writes it", exit_code=NOT_FOUND)
     first = 0.0 if since is None else moment_of(since, time.time(), "--since")
     for event in _events(path, follow=follow):
-        if isinstance(moment := event.get("t"), int | float) and moment >= first:
-            line = json.dumps(event) if as_json else _line(event, moment, verbose=verbose)
+        if isinstance(at := event.get("t"), int | float) and at >= first:
+            line = json.dumps(event) if as_json else _line(event, at, verbose=verbose)
             if line:
                 typer.echo(line)
 
@@ -53,9 +56,8 @@ def _events(path: Path, *, follow: bool) -> Iterator[Event]:
     yield from follow_events(path, FOLLOW_EVERY_S) if follow else read_events(path)
 
 
-def _line(event: Event, moment: float, *, verbose: bool) -> str:
+def _line(event: Event, at: float, *, verbose: bool) -> str:
     sentence = sentence_of(event)
     if sentence is None or (sentence.level <= DEBUG and not verbose):
         return ""
-    at = datetime.fromtimestamp(moment).astimezone()
-    return f"{at:%Y-%m-%d %H:%M:%S} [{_NAMES[sentence.level]:<9}] {sentence.text}"
+    return f"{moment(at)} [{_NAMES[sentence.level]:<9}] {sentence.text}"

@@ -8,12 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, JsonOption, moment_of, read_config
+from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from fedcg.errors import BadInputError
 from fedcg.json_output import print_data
+from fedcg.text_output import moment, moment_of, table
 
 MOST_EVENTS = 100_000
-SinceOption = Annotated[str | None, typer.Option("--since", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")]
+SinceOption = Annotated[
+    str | None, typer.Option("--since", metavar="SPAN", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
+]
 
 
 def sent_command(
@@ -24,6 +27,8 @@ def sent_command(
     """List every update and every report about itself that has left this device, from its own record; the agent may run meanwhile.
 
     Exit codes: 0 listed; 2 --since is no time.
+
+    Example: fedcg agent sent --since 3d
     """
     from edge_client.store.sent_record import SENT_FILE, sent_items, totals
 
@@ -46,7 +51,7 @@ def sent_command(
 
 
 def _line(item: dict[str, Any]) -> str:
-    at = _moment(item["t"])
+    at = moment(item["t"])
     report = ", ".join(f"{name} {value}" for name, value in item.get("report", {}).items()) or "nothing"
     messages = ", ".join(f"{kind} {size} bytes" for kind, size in item.get("messages", {}).items())
     before = f"{at}  control messages until then: {messages}\n" if messages else ""
@@ -69,6 +74,8 @@ def ledger_command(
     """List what each round cost this device: seconds, bytes of the update, and energy where a sensor measures it; the agent may run meanwhile.
 
     Exit codes: 0 listed; 2 --since is no time.
+
+    Example: fedcg agent ledger --since 7d
     """
     from edge_client.store.sent_record import LEDGER_FILE, read_lines
 
@@ -87,18 +94,15 @@ def ledger_command(
     if as_json:
         print_data({"device": settings.device, "rounds": rounds, "totals": sums})
         return
+    rows = []
     for line in rounds:
-        energy = "energy not measured" if line.get("joules") is None else f"{line['joules']:.0f} J ({line['rail']})"
-        typer.echo(
-            f"{_moment(line['t'])}  {line['federation']} round {line['round']}, attempt {line['attempt']}: {line['seconds']:.1f} s on "
-            f"{line['device']}, {line['images']} images, {line['update_bytes'] or 0} bytes to send, {energy}"
-        )
+        energy = "not measured" if line.get("joules") is None else f"{line['joules']:.0f} J ({line['rail']})"
+        work = f"{line['seconds']:.1f}", line["device"], line["images"], line["update_bytes"] or 0, energy
+        rows.append((moment(line["t"]), line["federation"], line["round"], line["attempt"], *work))
+    columns = ("time", "federation", "round", "attempt", "seconds", "on", "images", "bytes to send", "energy")
+    typer.echo(table(columns, rows, "No rounds yet."))
     energy = "" if sums["joules"] is None else f", {sums['joules']:.0f} J in {len(measured)} of them"
     typer.echo(f"{sums['rounds']} rounds: {sums['seconds']:.1f} s, {sums['update_bytes']} bytes to send{energy}")
-
-
-def _moment(seconds: float) -> str:
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))} UTC"
 
 
 def diagnose_command(
@@ -115,6 +119,8 @@ def diagnose_command(
     """Write one file to send to support: settings, status, doctor, events, versions, sizes of files; no key, secret, image or weight.
 
     Exit codes: 0 written; 1 failed; 2 the configuration is wrong, or --out is no .zip.
+
+    Example: fedcg agent diagnose --out support.zip
     """
     from edge_client.cli.support_file import support_file
     from fedcg.files import replace_durably
@@ -127,4 +133,4 @@ def diagnose_command(
     if as_json:
         print_data({"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)})
         return
-    typer.echo(f"{out} ({len(content)} bytes) holds {', '.join(names)}. Read it before you send it.")
+    typer.echo(f"{out} ({len(content)} bytes) holds {', '.join(names)}.\nNext: read it, then send it to support.")

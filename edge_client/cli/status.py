@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from edge_client.agent.control_socket import ask_agent
-from edge_client.cli.control_commands import moment
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, NotRunningError, OwnerRequestError, StoreDamagedError, StoreFormatError
 from edge_client.identity.credentials import read_certificate
@@ -25,7 +24,9 @@ from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, open_sto
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
+from fedcg.errors import NOT_FOUND
 from fedcg.event_log import EventValue, read_events
+from fedcg.text_output import moment, table
 from fedcg.wire.parts import PrivacySpent
 
 Status = dict[str, EventValue]
@@ -52,7 +53,9 @@ def read_status(config: AgentConfig) -> Status:
         StoreFormatError: there is no private store at the configured place.
     """
     if not (config.store / "format.json").exists():
-        raise StoreFormatError(f"{config.store} holds no private store yet; `fedcg agent run` makes one")
+        raise StoreFormatError(
+            f"{config.store} holds no private store yet; `fedcg agent run` makes one", exit_code=NOT_FOUND
+        )
     store = open_store(config)
     status: Status = {
         "device": config.device,
@@ -71,6 +74,24 @@ def read_status(config: AgentConfig) -> Status:
         current = Slots(config.store / "models").current()
         status |= {"model": str(current), "model_accuracy": read_manifest(current).verification.accuracy_onnx}
     return status
+
+
+def status_table(status: Status) -> str:
+    """The state for people: a line for each field that has a value."""
+    rows = [(name.replace("_", " "), text) for name, value in status.items() if (text := _in_words(name, value))]
+    return table(("about", "state"), rows, "")
+
+
+def _in_words(name: str, value: EventValue) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {count}" for key, count in value.items())
+    if isinstance(value, list):
+        return "; ".join(value)
+    if isinstance(value, float):
+        return f"{value:.1%}" if name.endswith("accuracy") else f"{value:g}"
+    return "" if value is None else str(value)
 
 
 def _owner(root: Path) -> Status:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
-from fedcg.errors import BadInputError
+from fedcg.errors import NOT_FOUND, BadInputError
 from fedcg.json_output import print_data
 from fedcg.sealing.passphrase import PassphraseFile, passphrase_of
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from edge_client.store.sealed_files import StoreKey
 
 store_app = typer.Typer(help="Check this device's private store, encrypt it, or stop doing so.", no_args_is_help=True)
-NOT_RUNNING = "The agent must not run meanwhile."
 
 
-@store_app.command("migrate", help=f"Check the private store, and bring it to this version's format. {NOT_RUNNING}")
+@store_app.command("migrate")
 def migrate_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Open the store with this version, verify its state, and write the format that this version writes; repeating it changes nothing.
+    """Check the private store, and bring it to this version's format; repeating it changes nothing. The agent must not run meanwhile.
 
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
+
+    Example: fedcg agent store migrate
     """
     from edge_client.store.encryption import STORE_FORMAT
 
@@ -44,11 +45,15 @@ def migrate_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOpti
     typer.echo("; ".join((f"{settings.store} has format {STORE_FORMAT}, {stands}", *problems)))
 
 
-@store_app.command("encrypt", help=f"Encrypt the private store in place with the key under [encryption]. {NOT_RUNNING}")
+@store_app.command("encrypt")
 def encrypt_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Encrypt; the key is made where its file is missing. A command that was killed goes on when it is given again.
+    """Encrypt the private store in place with the key under [encryption]. The agent must not run meanwhile.
 
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    The key is made where its file is missing. A command that was killed goes on when it is given again.
+
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
+
+    Example: fedcg agent store encrypt
     """
     from edge_client.store.encryption import encryption_of
     from edge_client.store.sealed_files import make_key
@@ -70,25 +75,33 @@ def encrypt_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOpti
     )
 
 
-@store_app.command("decrypt", help=f"Decrypt the private store in place. {NOT_RUNNING}")
+@store_app.command("decrypt")
 def decrypt_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Decrypt with the key under [encryption]; a command that was killed goes on when it is given again.
+    """Decrypt the private store in place. The agent must not run meanwhile.
 
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    It takes the key under [encryption]; a command that was killed goes on when it is given again.
+
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
+
+    Example: fedcg agent store decrypt
     """
     settings = _settings_of(config)
     _change(settings, _key_of(settings), None, as_json, f"Take [encryption] out of {config} before the agent starts.")
 
 
-@store_app.command("rekey", help=f"Encrypt the private store with another key, in place. {NOT_RUNNING}")
+@store_app.command("rekey")
 def rekey_command(
     new_key: Annotated[Path, typer.Option("--new-key", help="file with the new key; made where it is missing")],
     config: ConfigOption = Path("agent.toml"),
     as_json: JsonOption = False,
 ) -> None:
-    """Replace the key; a command that was killed goes on when it is given again.
+    """Encrypt the private store with another key, in place. The agent must not run meanwhile.
 
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    A command that was killed goes on when it is given again.
+
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
+
+    Example: fedcg agent store rekey --new-key /etc/fedcg/casting/new.key
     """
     from edge_client.store.encryption import encryption_of
     from edge_client.store.sealed_files import make_key, read_key
@@ -111,7 +124,9 @@ def backup_command(
 ) -> None:
     """Write private store, keys, certificate and agent.toml into one encrypted file, for a box that replaces this one.
 
-    The agent must not run meanwhile. Images are not part of it. Exit codes: 0 done; 1 refused; 2 bad input.
+    The agent must not run meanwhile. Images are not part of it. Exit codes: 0 done; 1 refused; 2 bad input; 5 an agent runs; 6 the file exists.
+
+    Example: fedcg agent backup --out /backup/line-4 --passphrase-file /root/passphrase
     """
     from edge_client.store.backup import write_backup
 
@@ -123,6 +138,7 @@ def backup_command(
         return
     typer.echo(f"Wrote {out}: device {facts.device} of {facts.federation}, trained up to round {facts.round}.")
     typer.echo("It holds the device's keys and private weights: keep the passphrase apart from it.")
+    typer.echo(f"Next: on the box that replaces this one, fedcg agent restore {out.name} --config {config}")
 
 
 def restore_command(
@@ -133,7 +149,9 @@ def restore_command(
 ) -> None:
     """Make this box the device of a backup. Overwrites nothing; an agent.toml that is there already names the places.
 
-    Exit codes: 0 done; 1 refused, nothing was written; 2 bad input.
+    Exit codes: 0 done; 1 refused, nothing was written; 2 bad input; 6 something is there already; 7 there is no such file.
+
+    Example: fedcg agent restore /backup/line-4 --config /etc/fedcg/casting/agent.toml
     """
     from edge_client.store.backup import read_backup
 
@@ -158,6 +176,7 @@ def restore_command(
         typer.echo(
             f'The store is encrypted: set key = "{key.name}" under [encryption], or make {key} a systemd credential.'
         )
+    typer.echo(f"Next: fedcg doctor --config {config}")
 
 
 @contextmanager
@@ -167,7 +186,9 @@ def _alone(settings: AgentConfig) -> Iterator[PrivateStore]:
     from edge_client.store.private_store import open_store
 
     if not (settings.store / "format.json").exists():
-        raise StoreFormatError(f"{settings.store} holds no private store yet; `fedcg agent run` makes one")
+        raise StoreFormatError(
+            f"{settings.store} holds no private store yet; `fedcg agent run` makes one", exit_code=NOT_FOUND
+        )
     store = open_store(settings)
     with store.locked("lock"), store.locked("trainer.lock"):
         yield store
@@ -180,7 +201,8 @@ def _settings_of(config: Path) -> AgentConfig:
     settings = read_config(config)
     if not (settings.store / "format.json").exists():
         raise StoreFormatError(
-            f"{settings.store} holds no private store yet; `fedcg agent run` makes one, encrypted where a key is set"
+            f"{settings.store} holds no private store yet; `fedcg agent run` makes one, encrypted where a key is set",
+            exit_code=NOT_FOUND,
         )
     owner = settings.store.stat().st_uid
     if owner != os.geteuid():
@@ -209,6 +231,6 @@ def _change(
     if as_json:
         print_data({"store": str(settings.store), "files": count, "damaged": [str(path) for path in left]})
         return
-    typer.echo(f"{settings.store}: {count} files rewritten. {next_step}")
+    typer.echo(f"{settings.store}: {count} files rewritten.\nNext: {next_step}")
     for path in left:
         typer.echo(f"{path} is damaged and was left as it is; the agent reports it when it starts.")

@@ -12,6 +12,9 @@ from typing import Annotated
 
 import typer
 
+from edge_client.cli.shared_options import JsonOption
+from fedcg.json_output import print_data
+
 DEFAULT_EXECUTABLE = PurePosixPath("/opt/fedcg/venv/bin/fedcg")
 DEFAULT_CONFIG_ROOT = PurePosixPath("/etc/fedcg")
 AGENT_UNIT = "fedcg-agent@.service"
@@ -46,9 +49,17 @@ def unit_command(
     config_root: Annotated[
         str, typer.Option("--config-root", help="Absolute path of the folder with one bundle per federation.")
     ] = str(DEFAULT_CONFIG_ROOT),
+    as_json: JsonOption = False,
 ) -> None:
-    """Print the systemd unit fedcg-agent@.service."""
+    """Print the systemd unit fedcg-agent@.service.
+
+    Example: fedcg agent unit --config-root /etc/fedcg
+    """
     try:
-        print(render_agent_unit(PurePosixPath(executable), PurePosixPath(config_root)), end="")  # noqa: T201 - its output
+        text = render_agent_unit(PurePosixPath(executable), PurePosixPath(config_root))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print_data({"unit": AGENT_UNIT, "text": text})
+    else:
+        typer.echo(text, nl=False)

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey, check_issued
 from edge_client.identity.enrolment_client import ask, fetch_authority, trusting
+from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably
 from fedcg.provision.agent_config import CONFIG_NAME, DATA, render_agent_config
 from fedcg.wire.errors import WireError
@@ -134,7 +135,9 @@ def _check_answer(token: Token, request: EnrolRequest, answer: EnrolAnswer) -> N
 
 def _check_folder(folder: Folder) -> None:
     if folder.config.exists():
-        raise EnrolError(f"{folder.config} exists: this folder holds a device already; choose another --out")
+        raise EnrolError(
+            f"{folder.config} exists: this folder holds a device already; choose another --out", exit_code=EXISTS
+        )
     if folder.root.exists():
         foreign = sorted(path.name for path in folder.root.iterdir() if path.name not in MAY_BE_THERE)
         if foreign:

@@ -12,6 +12,7 @@ from edge_client.identity.keys import load_keys
 from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.store.sealed_files import read_key
 from fedcg.config_file import set_values
+from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably
 from fedcg.provision.agent_config import CONFIG_NAME
 from fedcg.wire.messages.messages import Identifier
@@ -46,7 +47,7 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
     if federation == config.federation:
         raise EnrolError(f"--federation {federation}: this device is in it already, by {config.store.parent}")
     if out.exists() and any(out.iterdir()):
-        raise EnrolError(f"--out {out} is not empty: give the federation a folder of its own")
+        raise EnrolError(f"--out {out} is not empty: give the federation a folder of its own", exit_code=EXISTS)
     enrolled = load_keys(config).coordinator
     values: dict[tuple[str, str], str | bool | float | list[str]] = {
         ("", "federation"): federation,

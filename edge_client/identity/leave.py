@@ -14,6 +14,7 @@ from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore, open_store
+from fedcg.errors import NOT_FOUND
 from fedcg.files import fsync_path
 from fedcg.wire.transport.mqtt import MqttTransport
 
@@ -47,7 +48,9 @@ def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -
         WireError: the TLS files can't be used.
     """
     if not (config.store / "format.json").exists() and not notify:
-        raise StoreFormatError(f"{config.store} holds no private store: there is nothing to leave behind")
+        raise StoreFormatError(
+            f"{config.store} holds no private store: there is nothing to leave behind", exit_code=NOT_FOUND
+        )
     if erase:
         _check_images_are_elsewhere(config)
     store = open_store(config)

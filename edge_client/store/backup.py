@@ -21,6 +21,7 @@ from edge_client.config import STORE_CREDENTIAL, AgentConfig, load_config
 from edge_client.errors import BackupError
 from edge_client.store.checkpoint_file import CHECKPOINT_FILE
 from edge_client.store.private_store import PrivateStore
+from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably, write_durably
 from fedcg.sealing.archive import add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
 from fedcg.sealing.sealed_file import Seal, of_passphrase
@@ -54,7 +55,7 @@ def write_backup(
         OSError: the disk of the file is full.
     """
     if target.exists():
-        raise BackupError(f"{target} exists already; name another file")
+        raise BackupError(f"{target} exists already; name another file", exit_code=EXISTS)
     generation, _ = store.generations.current()
     trained = 0 if generation is None else generation.round_attempt.round
     facts = BackupFacts(federation=config.federation, device=config.device, round=trained, made_at=time.time())
@@ -117,12 +118,15 @@ def read_backup(
 def _restore(source: Path, passphrase: str, config: AgentConfig, spare_key: Path) -> None:
     if config.store.exists() and (not config.store.is_dir() or any(config.store.iterdir())):
         raise BackupError(
-            f"{config.store} is there already and is not overwritten; move it away, or set another `store` in agent.toml"
+            f"{config.store} is there already and is not overwritten; move it away, or set another `store` in agent.toml",
+            exit_code=EXISTS,
         )
     places = {"store_key": spare_key, **identity_files(config)}
     for name, kept in _identity(source, passphrase):
         if places[name].exists() and places[name].read_bytes() != kept:
-            raise BackupError(f"{places[name]} is there already and differs; move it away. Nothing was overwritten")
+            raise BackupError(
+                f"{places[name]} is there already and differs; move it away. Nothing was overwritten", exit_code=EXISTS
+            )
     staging = config.store.with_name(f".{config.store.name}.restoring")
     shutil.rmtree(staging, ignore_errors=True)
     try:

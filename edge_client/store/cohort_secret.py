@@ -14,6 +14,7 @@ import secrets
 
 from edge_client.errors import CohortError, StoreError
 from edge_client.store.private_store import PrivateStore
+from fedcg.errors import EXISTS
 from fedcg.files import SECRET_BYTES
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.signing import VerifyKey
@@ -53,7 +54,8 @@ def join(store: PrivateStore, code: str) -> bool:
 def _keep(store: PrivateStore, secret: bytes) -> None:
     if store.cohort_secret() is not None:
         raise StoreError(
-            f"{store.root} has a cohort secret already; a device has one for as long as its federation runs"
+            f"{store.root} has a cohort secret already; a device has one for as long as its federation runs",
+            exit_code=EXISTS,
         )
     if store.generations.current()[0] is not None:
         raise StoreError(

@@ -57,6 +57,8 @@ def demo_command(values: Values, typed: frozenset[str]) -> None:
 
     By default scikit-learn's handwritten digits are split over four clients with a skewed choice of classes. At the end:
     accuracies beside the local-only baseline, what crossed the broker, and an ONNX model per client.
+
+    Example: fedcg demo --clients 3 --rounds 5
     """
     with bad_input_ends():
         options = DemoOptions.model_validate({name: values[name] for name in DemoOptions.model_fields})

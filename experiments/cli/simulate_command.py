@@ -26,12 +26,12 @@ from experiments.settings.cli_options import (
     data_text,
     free_folder,
     options_of,
-    reasons,
 )
 from experiments.settings.method_options import parse_method_params, parse_networks, parse_seeds
 from experiments.settings.options import parse_params
 from experiments.simulation.batch import Batch, RunSetting, load_batch, plan_batch, save_batch
 from experiments.simulation.run_slots import Lanes, default_workers, open_lanes, open_ray_lanes
+from fedcg.config_file import in_words
 from fedcg.json_output import print_data
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.method import silent
@@ -118,6 +118,8 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
     Every method is run with every seed; the folder gets one JSON per run, runs.csv, curves.csv, curves.png and event files for
     TensorBoard. Finished runs are not run again, an interrupted one goes on after its last finished round. A run that fails does
     not end the others; the exit code is 1 then.
+
+    Example: fedcg simulate --method fedcg --method local --seeds 0-2
     """
     with bad_input_ends():
         options = SimulateOptions.model_validate({name: values[name] for name in SimulateOptions.model_fields})
@@ -207,7 +209,7 @@ def _check_method(setting: RunSetting) -> None:
     try:
         checked = method.params_type.model_validate(params)
     except ValidationError as error:
-        raise OptionError(f"{method.name}: {reasons(error)}") from error
+        raise OptionError(f"{method.name}: {in_words(error, method.params_type)}") from error
     clients = round(setting.participation * setting.clients)
     most = getattr(checked, "most_clients", clients)
     if clients > most:

@@ -54,7 +54,10 @@ def tables_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON with everything")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
-    """Print the papers' tables beside our runs: mean ± standard deviation over (seeds), and the judgement of the stated orders."""
+    """Print the papers' tables beside our runs: mean ± standard deviation over (seeds), and the judgement of the stated orders.
+
+    Example: fedcg tables --paper fedcg:table1:cifar10-4
+    """
     wanted = None if paper is None else find_presets(paper)
     chosen = None if paper is None else find_presets(paper.partition("@")[0], with_stand_ins=True)
     folder = read_folder(runs)

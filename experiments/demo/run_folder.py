@@ -17,6 +17,7 @@ from typing import Literal
 
 from experiments.errors import OptionError
 from experiments.settings.options import OPTIONS_FILE, Setting, load_setting, root_secret
+from fedcg.errors import EXISTS
 from fedcg.files import replace_durably
 from fedcg.find_mosquitto import find_mosquitto
 
@@ -108,7 +109,9 @@ def new_run(root: Path, setting: Setting, broker: str) -> Run:
     """
     broker = chosen_broker(broker)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise OptionError(f"{root} is not an empty folder; choose another --out, or go on with --resume {root}")
+        raise OptionError(
+            f"{root} is not an empty folder; choose another --out, or go on with --resume {root}", exit_code=EXISTS
+        )
     broker_port, api_port = free_ports(2)
     return Run(root.resolve(), setting, broker, broker_port, api_port)
 

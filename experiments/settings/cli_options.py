@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 from experiments.data.source import DIGITS
 from experiments.errors import ExperimentError, OptionError
 from experiments.settings.options import Setting
-from fedcg.errors import BadInputError
+from fedcg.config_file import in_words
+from fedcg.errors import FAILED, BadInputError
 from fedcg.learning.backbone_names import RANDOM, is_projected, use_weights
 from fedcg.learning.errors import LearningError, NetworkError
 from fedcg.learning.registry import method_names
@@ -82,18 +83,9 @@ def bad_input_ends() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise BadInputError(reasons(error)) from error
+        raise BadInputError(in_words(error)) from error
     except (ExperimentError, LearningError) as error:
-        raise BadInputError(str(error)) from error
-
-
-def reasons(error: ValidationError) -> str:
-    """Every bad value and what is wrong with it, on one line."""
-    lines = [
-        ": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, "))))
-        for item in error.errors(include_url=False)
-    ]
-    return "; ".join(lines)
+        raise BadInputError(str(error), exit_code=error.exit_code if error.exit_code != FAILED else None) from error
 
 
 def check(setting: Setting) -> None:

@@ -18,6 +18,7 @@ from experiments.data.open import open_source
 from experiments.data.partition_shares import Partition
 from experiments.data.source import DIGITS, Source
 from experiments.errors import OptionError
+from fedcg.errors import NOT_FOUND
 from fedcg.learning.backbone_names import IMAGENET, RANDOM, is_projected, parse_projected, weights_digest, weights_for
 from fedcg.learning.spec import (
     DEFAULT_MIN_COHORT,
@@ -273,4 +274,6 @@ def load_setting(folder: Path) -> Setting:
     try:
         return Setting.model_validate(json.loads((folder / OPTIONS_FILE).read_text())["setting"])
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise OptionError(f"{folder} holds no demo that could be resumed ({OPTIONS_FILE}: {error})") from error
+        raise OptionError(
+            f"{folder} holds no demo that could be resumed: {OPTIONS_FILE} is missing or damaged", exit_code=NOT_FOUND
+        ) from error

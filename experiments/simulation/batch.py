@@ -17,6 +17,7 @@ from experiments.data.source import Source
 from experiments.errors import OptionError
 from experiments.settings.method_options import of_method
 from experiments.settings.options import Setting
+from fedcg.errors import NOT_FOUND
 from fedcg.files import replace_durably
 from fedcg.learning.defences.defence import check_defence, defence_label
 from fedcg.learning.privacy import OFF, PrivacySettings
@@ -362,4 +363,7 @@ def load_batch(folder: Path) -> Batch:
     try:
         return Batch.model_validate(json.loads((folder / STATE_FOLDER / _BATCH_FILE).read_text())["batch"])
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise OptionError(f"{folder} holds no simulation that could be resumed ({error})") from error
+        raise OptionError(
+            f"{folder} holds no simulation that could be resumed: {STATE_FOLDER}/{_BATCH_FILE} is missing or damaged",
+            exit_code=NOT_FOUND,
+        ) from error

@@ -6,6 +6,7 @@ import gc
 import logging
 import signal
 import sys
+from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +16,10 @@ from typer.core import TyperGroup
 
 from export.errors import ExportError, ServingError
 from export.model.versions import Slots, Version
-from fedcg.errors import BAD_INPUT
+from fedcg.errors import BAD_INPUT, NOT_FOUND, BadInputError
 from fedcg.imaging import MAX_PIXELS
 from fedcg.json_output import print_data
+from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
     from export.model.manifest import Verification
@@ -52,9 +54,9 @@ ShadowShare = Annotated[
     float,
     typer.Option("--shadow-share", min=0.01, max=1, help="Share of the requests that the new version predicts too."),
 ]
-ShadowMinutes = Annotated[
-    float,
-    typer.Option("--shadow-minutes", min=0.01, help="Then it answers with what was compared until then."),
+ShadowFor = Annotated[
+    str,
+    typer.Option("--shadow-for", metavar="SPAN", help="Then it answers with what was compared until then, e.g. 30m."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -65,10 +67,11 @@ def _accept(signed_by: str | None = None) -> Accept:
     return check_by_this_box if signed_by is None else required(signed_by)
 
 
-def _stage(images: int, share: float, minutes: float) -> Stage | None:
+def _stage(images: int, share: float, span: str) -> Stage | None:
     from export.serving.comparison import Stage
 
-    return Stage(images, share, minutes * 60) if images else None
+    lasts_s = seconds_of(span, "--shadow-for")
+    return Stage(images, share, lasts_s) if images else None
 
 
 class _InferGroup(TyperGroup):
@@ -115,6 +118,8 @@ def infer_command(
 
     An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2.
     Over HTTP: `fedcg infer serve --help`. Over MQTT: `fedcg infer serve-mqtt --help`.
+
+    Example: fedcg infer --model /var/lib/fedcg/casting image.png --top 1
     """
     from export.model.classify import classify_files, csv_text, expand, table_lines
     from export.model.providers import in_words
@@ -154,14 +159,14 @@ def serve_command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     threads: Threads = 1,
     max_batch: Annotated[int, typer.Option(min=1, max=256, help="Images predicted together, or in one request.")] = 32,
-    max_wait_ms: Annotated[float, typer.Option(min=0, max=1000, help="Longest wait for others to join.")] = 2.0,
+    max_wait: Annotated[str, typer.Option(metavar="SPAN", help="Longest wait for others to join, at most 1s.")] = "2ms",
     queue: Annotated[int, typer.Option(min=1, max=4096, help="Images accepted and not answered yet; then 429.")] = 256,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 16 * 1024 * 1024,
     max_pixels: MaxPixels = MAX_PIXELS,
     watch: WatchWindow = 200,
     shadow: ShadowImages = 200,
     shadow_share: ShadowShare = 0.25,
-    shadow_minutes: ShadowMinutes = 60,
+    shadow_for: ShadowFor = "1h",
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
     ] = None,
@@ -171,6 +176,8 @@ def serve_command(
     """Answer predictions over HTTP: POST /predict; /healthz, /readyz, /model, /metrics.
 
     Follows the version in use without losing a request. SIGTERM and SIGINT let what was accepted be answered; the exit code is 0.
+
+    Example: fedcg infer serve --model /var/lib/fedcg/casting/models --port 8080
     """
     gc.disable()  # imported modules stay: collecting garbage during the imports takes an eighth of the start-up
     try:
@@ -178,8 +185,10 @@ def serve_command(
     finally:
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if (max_wait_ms := seconds_of(max_wait, "--max-wait") * 1000) > 1000:
+        raise BadInputError(f"--max-wait {max_wait}: at most 1s")
     bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
-    stage = _stage(shadow, shadow_share, shadow_minutes)
+    stage = _stage(shadow, shadow_share, shadow_for)
     names = tuple(allow_host or ())
     settings = Settings(model, host, port, *bounds, stage, names=names, accept=_accept(signed_by))
     raise typer.Exit(serve(settings, lambda line: print_data({"message": line}) if as_json else typer.echo(line)))
@@ -206,12 +215,15 @@ def serve_mqtt_command(
     watch: WatchWindow = 200,
     shadow: ShadowImages = 200,
     shadow_share: ShadowShare = 0.25,
-    shadow_minutes: ShadowMinutes = 60,
+    shadow_for: ShadowFor = "1h",
     signed_by: SignedBy = None,
+    as_json: AsJson = False,
 ) -> None:
     """Answer predictions over MQTT, by request and response; follows the version in use.
 
     SIGTERM and SIGINT let what waits be answered; the exit code is 0.
+
+    Example: fedcg infer serve-mqtt --model /var/lib/fedcg/casting/models --name line-4 --insecure --port 1883
     """
     from export.serving.drift_watch import Watch
     from export.serving.live_model import ServedModel
@@ -224,7 +236,7 @@ def serve_mqtt_command(
     files = [path for path in (ca, cert, key) if path is not None]
     if len(files) not in (0, 3):
         raise ServingError("TLS needs all of --ca, --cert and --key")
-    stage = _stage(shadow, shadow_share, shadow_minutes)
+    stage = _stage(shadow, shadow_share, shadow_for)
     place, tls, inbound = Place(prefix, name), TlsFiles(*files) if files else None, INBOUND_FACTOR * max_bytes + 65_536
     try:
         config = MqttConfig(host, port, name, tls=tls, insecure=insecure, max_inbound=inbound)
@@ -241,22 +253,27 @@ def serve_mqtt_command(
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
+    line = f"answers requests on {prefix}/{name}/request/CLIENT/ID at {host}:{port}"
+    print_data({"message": line}) if as_json else typer.echo(line)
     server.run()
 
 
 @model_app.command("list")
 def list_versions(root: Root, as_json: AsJson = False) -> None:
-    """List the versions under DIR; a star marks the one in use."""
+    """List the versions under DIR, oldest first.
+
+    Example: fedcg model list /var/lib/fedcg/casting/models
+    """
     versions = Slots(root).versions()
     if not versions:
-        raise ExportError(f"{root}: no model is installed there")
+        raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
     rows = [_version_row(version) for version in versions]
     if as_json:
         print_data(rows)
         return
-    for row in rows:
-        star = "*" if row["current"] else " "
-        typer.echo(f"{star} {row['version']}  {row['state']}")
+    columns = ("version", "in use", "federation", "round", "accuracy", "created", "remarks")
+    cells = [[row["version"], "yes" if row["current"] else "", *_cells(row)] for row in rows]
+    typer.echo(f"{table(columns, cells, '')}\nNext: fedcg model use {root} VERSION, or fedcg model rollback {root}")
 
 
 def _version_row(version: Version) -> dict[str, object]:
@@ -268,19 +285,26 @@ def _version_row(version: Version) -> dict[str, object]:
         manifest, signer = read_manifest(version.directory), signer_of(version.directory)
     except ExportError as error:
         return row | {"state": f"damaged: {error}"}
-    accuracy = manifest.verification.accuracy_onnx
-    share = f"accuracy {accuracy:.1%}" if accuracy is not None else "accuracy unavailable"
-    created = manifest.created.astimezone().strftime("%Y-%m-%d %H:%M")
     return row | {
-        "state": f"{manifest.federation}, round {manifest.round}, {share}, {created}",
+        "state": "sound",
         "federation": manifest.federation,
         "round": manifest.round,
-        "accuracy": accuracy,
+        "accuracy": manifest.verification.accuracy_onnx,
         "verification": manifest.verification.model_dump(mode="json"),
         "created": manifest.created.isoformat(),
         "serves": manifest.serves,
         "signed_by": signer,
     }
+
+
+def _cells(row: dict[str, object]) -> tuple[object, ...]:
+    """The columns behind version and use."""
+    if "created" not in row:
+        return "", "", "", "", row["state"]
+    accuracy = row["accuracy"]
+    share = f"{accuracy:.1%}" if isinstance(accuracy, float) else "unavailable"
+    created = moment(datetime.fromisoformat(str(row["created"])).timestamp())
+    return row["federation"], row["round"], share, created, ""
 
 
 @model_app.command("verify")
@@ -290,11 +314,14 @@ def verify_versions(
     signed_by: SignedBy = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not."""
+    """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not.
+
+    Example: fedcg model verify /var/lib/fedcg/casting/models
+    """
     slots = Slots(root, accept=_accept(signed_by))
     names = [version] if version else [one.name for one in slots.versions()]
     if not names:
-        raise ExportError(f"{root}: no model is installed there")
+        raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
     faults: dict[str, str | None] = {}
     for name in names:
         try:
@@ -325,7 +352,10 @@ def _accuracies(verification: Verification) -> str:
 def use_version(
     root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")], as_json: AsJson = False
 ) -> None:
-    """Put a version in use, after checking it."""
+    """Put a version in use, after checking it.
+
+    Example: fedcg model use /var/lib/fedcg/casting/models 0002
+    """
     _in_use(Slots(root, _accept()).use(version), as_json=as_json)
 
 
@@ -333,12 +363,15 @@ def _in_use(model: Path, *, as_json: bool) -> None:
     if as_json:
         print_data({"model": str(model)})
     else:
-        typer.echo(f"in use: {model}")
+        typer.echo(f"in use: {model}\nNext: fedcg infer --model {model} IMAGE")
 
 
 @model_app.command("rollback")
 def roll_back(root: Root, as_json: AsJson = False) -> None:
-    """Return to the version that was in use before."""
+    """Return to the version that was in use before.
+
+    Example: fedcg model rollback /var/lib/fedcg/casting/models
+    """
     _in_use(Slots(root, _accept()).rollback(), as_json=as_json)
 
 
@@ -359,7 +392,10 @@ def export_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a personal model as ONNX, check it against the trained one, and put it in use."""
+    """Write a personal model as ONNX, check it against the trained one, and put it in use.
+
+    Example: fedcg export --spec spec.json --weights state.safetensors --out models
+    """
     from export.build.checkpoint import read_spec, read_weights
     from export.build.install_model import package_personal
     from export.build.labelled_images import labelled_files
@@ -385,5 +421,5 @@ def export_command(
     accuracy = f", accuracy {checked.accuracy_onnx:.1%}" if checked.accuracy_onnx is not None else ""
     typer.echo(
         f"{directory}: verified on {checked.images} images ({checked.source}), largest difference of a logit "
-        f"{checked.max_abs_difference:.1e}, same class for {checked.top1_agreement:.1%}{accuracy}"
+        f"{checked.max_abs_difference:.1e}, same class for {checked.top1_agreement:.1%}{accuracy}\nNext: fedcg infer --model {directory} IMAGE"
     )

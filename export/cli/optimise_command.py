@@ -51,6 +51,8 @@ def optimise_command(
 
     What was measured and decided is in the new version's manifest. The version before it stays for `fedcg model rollback`.
     When no form is better than the one in use, nothing is installed. A new version of a signed one needs --sign.
+
+    Example: fedcg model optimise /var/lib/fedcg/casting/models --images held-out
     """
     with Console(stderr=True).status("trying other forms of the model"):
         held_out = _held_out(root, images, calibration)
@@ -68,7 +70,10 @@ def optimise_command(
         star = "*" if one.name == manifest.serves else " "
         measured = "" if one.latency_ms is None else f"{one.latency_ms:.3f} ms, accuracy {one.accuracy or 0.0:.1%}; "
         typer.echo(f"{star} {one.name}  {'' if one.file else 'not kept: '}{measured}{one.reason}")
-    typer.echo(f"in use: {directory}" if is_new else f"nothing is faster here: {directory} stays in use")
+    if is_new:
+        typer.echo(f"in use: {directory}\nNext: to take it back, fedcg model rollback {root}")
+    else:
+        typer.echo(f"nothing is faster here: {directory} stays in use")
 
 
 def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:

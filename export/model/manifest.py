@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from export.errors import ManifestError, TamperedError
 from export.model.signature import MANIFEST_NAME, Accept, check_intact
+from fedcg.config_file import in_words
 from fedcg.image_form import ImageForm
 
 MODEL_NAME = "model.onnx"
@@ -211,7 +212,7 @@ def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
     try:
         return Manifest.model_validate_json(payload)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'file'}: {one['msg']}" for one in error.errors()[:10])
+        problems = in_words(error, Manifest)[:1000]
         raise ManifestError(f"{path}: not a manifest of format {MANIFEST_FORMAT}: {problems}") from error
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from export.errors import ManifestError, ModelError, SlotError
 from export.model.manifest import Manifest, read_all
 from export.model.signature import MANIFEST_NAME, SIGNATURE_NAME, Accept
+from fedcg.errors import NOT_FOUND
 from fedcg.files import READABLE, fsync_path, replace_durably
 
 POINTER_NAME = "CURRENT"
@@ -167,7 +168,9 @@ class Slots:
                     continue
                 self._write_pointer(Pointer(current=name, previous=pointer.previous[position + 1 :]))
                 return self.root / name
-        raise SlotError(f"{self.root}: no earlier version to return to; see `fedcg model list {self.root}`")
+        raise SlotError(
+            f"{self.root}: no earlier version to return to; see `fedcg model list {self.root}`", exit_code=NOT_FOUND
+        )
 
     def verify(self, name: str) -> Manifest:
         """Check a version's manifest and the bytes of its model.
@@ -177,7 +180,9 @@ class Slots:
             ModelError: the version is damaged.
         """
         if name not in self._names():
-            raise SlotError(f"{self.root}: no version {name!r}; there are {', '.join(self._names()) or 'none'}")
+            raise SlotError(
+                f"{self.root}: no version {name!r}; there are {', '.join(self._names()) or 'none'}", exit_code=NOT_FOUND
+            )
         return read_all(self.root / name, self.accept)
 
     def _names(self) -> list[str]:
@@ -207,7 +212,7 @@ class Slots:
     def _required_pointer(self) -> Pointer:
         pointer = self._pointer()
         if pointer is None:
-            raise SlotError(f"{self.root}: no model is installed there")
+            raise SlotError(f"{self.root}: no model is installed there", exit_code=NOT_FOUND)
         if not (self.root / pointer.current).is_dir():
             raise SlotError(
                 f"{self.root}: version {pointer.current} is gone; choose one with `fedcg model use {self.root} VERSION`"
@@ -247,7 +252,7 @@ class Slots:
     @contextmanager
     def _lock(self) -> Iterator[None]:
         if not self.root.is_dir():
-            raise SlotError(f"{self.root}: no such folder")
+            raise SlotError(f"{self.root}: no such folder", exit_code=NOT_FOUND)
         with (self.root / _LOCK_NAME).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -265,7 +270,7 @@ def resolve(directory: Path) -> Path:
     if (_root_of(directory) / POINTER_NAME).is_file():
         return Slots(directory).current()
     if not directory.is_dir():
-        raise ManifestError(f"{directory}: no such folder")
+        raise ManifestError(f"{directory}: no such folder", exit_code=NOT_FOUND)
     raise ManifestError(
         f"{directory}: holds neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
     )

@@ -13,7 +13,7 @@ LearningError
 
 from __future__ import annotations
 
-from fedcg.errors import BAD_INPUT, FedcgError
+from fedcg.errors import BAD_INPUT, NOT_FOUND, FedcgError
 
 
 class LearningError(FedcgError):
@@ -44,3 +44,5 @@ class PrivacyError(LearningError):
 
 class UnknownMethodError(LearningError):
     """No method of that name; the message lists those there are."""
+
+    exit_code = NOT_FOUND

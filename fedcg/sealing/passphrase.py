@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedcg.errors import BadInputError
+from fedcg.errors import NOT_FOUND, BadInputError
 
 MIN_PASSPHRASE = 8
 PassphraseFile = Annotated[
@@ -36,7 +36,8 @@ def passphrase_of(file: Path | None, *, is_new: bool) -> str:
         try:
             passphrase = file.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
         except (OSError, UnicodeDecodeError) as error:
-            raise BadInputError(f"--passphrase-file {file} can't be read: {error}") from error
+            code = NOT_FOUND if isinstance(error, FileNotFoundError) else None
+            raise BadInputError(f"--passphrase-file {file} can't be read: {error}", exit_code=code) from error
     if is_new and len(passphrase) < MIN_PASSPHRASE:
         raise BadInputError(f"the passphrase has {len(passphrase)} characters; at least {MIN_PASSPHRASE} are needed")
     return passphrase

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fedcg.errors import ALREADY_RUNNING
 from fedcg.wire.messages.enrolment_messages import load_certificate
 from tests.support.commands import data_of
 from tests.support.stack import Stack, wait_for
@@ -72,7 +73,7 @@ def test_a_box_that_leaves_is_no_member_any_more_and_nothing_private_stays_on_it
         timeout=60,
         check=False,
     )
-    assert busy.returncode == 1
+    assert busy.returncode == ALREADY_RUNNING
     assert "is held by process" in busy.stderr
     stack.running["site-2"].terminate()
     assert stack.running.pop("site-2").wait(timeout=30) == 0

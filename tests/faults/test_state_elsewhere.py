@@ -97,7 +97,7 @@ def test_a_coordinator_restored_from_a_backup_goes_on_with_the_round(tmp_path: P
     try:
         stack.start_all()
         stack.wait_event("coordinator", is_stored, "a first update is stored")
-        stack.command("coordinator", "backup", str(tmp_path / "backup"), "--dir", str(stack.home), *words)
+        stack.command("coordinator", "backup", "--out", str(tmp_path / "backup"), "--dir", str(stack.home), *words)
         stack.kill("coordinator")
         stack.home_name = "restored"
         stack.command("coordinator", "restore", str(tmp_path / "backup"), "--dir", str(stack.home), *words)

@@ -42,6 +42,8 @@ def attacks_command(
     """Accuracy of the honest clients' downloaded models when the last client is hostile, without and with the defence.
 
     Beside each attack stand the same federation with all clients honest, and without the last client.
+
+    Example: fedcg bench attacks --rounds 5 --attack sign_flip
     """
     import torch
 

@@ -31,6 +31,8 @@ def coordinator_command(
     """Lost updates, seconds from the last update to the next offer, and memory of a coordinator and a Mosquitto of its own.
 
     The sessions send a recorded update of the method fedcg, so no device trains; the aggregation worker merges all of them.
+
+    Example: fedcg bench coordinator --sessions 50
     """
     from coordinator.storage.store import Store
     from experiments.bench.coordinator.figures import as_record, cost_of_watchers, draw_memory, growth_mb, rounds_of

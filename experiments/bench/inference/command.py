@@ -23,7 +23,10 @@ def infer_command(
     quick: Annotated[bool, typer.Option("--quick", help="Little of everything, once: does it run at all?")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """One image, one thread: onnxruntime over eager torch; then a real serving process: ready, memory, latency, also beside training, swaps under load."""
+    """One image, one thread: onnxruntime over eager torch; then a real serving process: ready, memory, latency, also beside training, swaps under load.
+
+    Example: fedcg bench infer --quick
+    """
     from dataclasses import asdict
     from importlib.metadata import version
 

@@ -26,6 +26,8 @@ def aggregate_command(
     """Time from the last update to the aggregate, and peak memory: many clients over few.
 
     Updates arrive no faster than a teacher pass takes; every case runs in a process of its own. The split is lenet5.
+
+    Example: fedcg bench aggregate --clients 50
     """
     from experiments.bench.learning.aggregate import Case, measure, ratios
     from experiments.bench.learning.aggregate import as_json as figures

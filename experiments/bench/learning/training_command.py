@@ -32,7 +32,10 @@ def round_command(
     quick: Annotated[bool, typer.Option("--quick", help="A fiftieth of an epoch, once: does it run at all?")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """A whole FedCG round: the published algorithm one step at a time, and ours; ratios of one run."""
+    """A whole FedCG round: the published algorithm one step at a time, and ours; ratios of one run.
+
+    Example: fedcg bench round --quick
+    """
     from dataclasses import asdict
 
     from experiments.bench.learning.round import RoundPlan, measure
@@ -97,7 +100,10 @@ def train_command(
     epochs: Annotated[int, typer.Option(min=1, help="With --device: epochs of the round.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Milliseconds of one step of each stage: the same networks by the plain reference and by ours, one process each."""
+    """Milliseconds of one step of each stage: the same networks by the plain reference and by ours, one process each.
+
+    Example: fedcg bench train --quick
+    """
     if device is not None:
         pair = (networks or ["mlp/mlp"])[0].partition("/")
         rows = min(batch or [16])

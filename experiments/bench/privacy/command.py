@@ -36,6 +36,8 @@ def privacy_command(
 
     The same command goes on where an interrupted one stopped. With the grid `mechanisms` it also draws frontier.png, with
     `antigan` and `antigan-four-curves` curves.png.
+
+    Example: fedcg bench privacy methods --show
     """
     from experiments.bench.privacy.cells import Sizes, chosen_grid, run_grid
     from experiments.bench.privacy.tables import draw_antigan, draw_frontier, summary, table

@@ -25,7 +25,10 @@ def sums_command(
     numbers: Annotated[int, typer.Option(min=1, max=10_000_000, help="Numbers of a device.")] = 12_800,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Bytes and processor time of sums that nobody can look into, by the number of devices; each is checked against the plain sum."""
+    """Bytes and processor time of sums that nobody can look into, by the number of devices; each is checked against the plain sum.
+
+    Example: fedcg bench sums --devices 8
+    """
     from experiments.bench.sums.sums import measure_sum
     from experiments.record import bench_record
 

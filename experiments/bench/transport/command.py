@@ -30,6 +30,8 @@ def transport_command(
     """Throughput of transfers (sha256, signatures, fsynced receipt) over paho to paho: same chunks, window, TLS, processes.
 
     With --sessions: seconds of whole rounds without training, from the opened attempt to the stored aggregate.
+
+    Example: fedcg bench transport --size 65536
     """
     from experiments.bench.transport.rounds import round_of
     from experiments.bench.transport.transfers import LARGE, SMALL, filled, measure

@@ -26,11 +26,14 @@ method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The f
 def list_methods(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """Names of all methods."""
+    """Names of all methods.
+
+    Example: fedcg method list
+    """
     if as_json:
         print_data(method_names())
     else:
-        print("\n".join(method_names()))
+        print("\n".join((*method_names(), "Next: fedcg method show NAME")))
 
 
 @method_app.command("show")
@@ -38,14 +41,13 @@ def show_method(
     name: Annotated[str, typer.Argument(help="A name that `fedcg method list` prints.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What a method shares, what it keeps, and its parameters with their defaults."""
-    from fedcg.learning.errors import UnknownMethodError  # torch comes with a method: not for --help
-    from fedcg.learning.registry import get_method
+    """What a method shares, what it keeps, and its parameters with their defaults.
 
-    try:
-        method = get_method(name)
-    except UnknownMethodError as error:
-        raise typer.BadParameter(str(error)) from error
+    Example: fedcg method show fedcg
+    """
+    from fedcg.learning.registry import get_method  # torch comes with a method: not for --help
+
+    method = get_method(name)
     if as_json:
         print_data(_described(method))
     else:

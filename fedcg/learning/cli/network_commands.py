@@ -28,7 +28,10 @@ _RANGES = {"unit": "in (0, 1)", "non_negative": ">= 0"}
 def list_networks(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Names of all splits with their cuts, generators and discriminators."""
+    """Names of all splits with their cuts, generators and discriminators.
+
+    Example: fedcg network list
+    """
     from fedcg.learning.networks.discriminators import DISCRIMINATORS  # torch comes with them: not for --help
     from fedcg.learning.networks.generators import generator_names
 
@@ -52,7 +55,7 @@ def list_networks(
         else f"  {name}: none here (fedcg network fetch {name})"
         for name, found in weights.items()
     ]
-    typer.echo("\n".join(lines))
+    typer.echo("\n".join((*lines, "Next: fedcg network show NAME")))
 
 
 def _weights_here(backbone: str) -> dict[str, str] | None:
@@ -70,7 +73,10 @@ def fetch_network(
     out: Annotated[Path, typer.Option(help="folder for the file, made where there is none")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Download a backbone's pretrained weights; where a package with them is installed, only name its file."""
+    """Download a backbone's pretrained weights; where a package with them is installed, only name its file.
+
+    Example: fedcg network fetch resnet18 --out weights
+    """
     from fedcg.learning.networks.pretrained.fetch import fetch_weights  # torch comes with it: not for --help
 
     try:
@@ -98,7 +104,10 @@ def show_network(
     freeze: Annotated[str, typer.Option(help="of BACKBONE+project: none, stem, all or all-but:STAGE")] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """The feature's shape, parameters and bytes of every part, and what each method sends."""
+    """The feature's shape, parameters and bytes of every part, and what each method sends.
+
+    Example: fedcg network show lenet5_relu --channels 1 --image-size 28
+    """
     from fedcg.learning.errors import LearningError  # torch comes with the networks: not for --help
     from fedcg.learning.networks.network_sizes import sizes_of
     from fedcg.learning.spec import FederationPlan

@@ -64,7 +64,7 @@ def running_api(home: Home, coordinator: Coordinator | None = None, **settings: 
     def ended(code: int) -> None:
         raise AssertionError(f"the interface asked to end with {code}")
 
-    application: FastAPI = create_app(home, made, ended, exit_when_finished=False, beside=nothing, **settings)
+    application: FastAPI = create_app(home, made, ended, until_finished=False, beside=nothing, **settings)
     listener = Listener("api", "127.0.0.1", 0, Connections(Caps(64, 64)))
     server = uvicorn.Server(http_config(application, listener, lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

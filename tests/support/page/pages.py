@@ -90,9 +90,7 @@ def served(made: Federations) -> Iterator[ServedPage]:
     home.config_file.write_text(render_config(config))
     home.secret_file.write_bytes(b"s" * 32)
     ended: list[int] = []
-    application = create_app(
-        home, made.coordinator, ended.append, exit_when_finished=False, beside=lambda _: nullcontext()
-    )
+    application = create_app(home, made.coordinator, ended.append, until_finished=False, beside=lambda _: nullcontext())
     add_page(application)
     port = free_port()
     server = uvicorn.Server(

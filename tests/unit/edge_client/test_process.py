@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fedcg.errors import ALREADY_RUNNING
 from fedcg.event_log import read_events
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.edge.world import write_device
@@ -57,7 +58,7 @@ def test_the_agent_holds_no_torch_while_its_trainer_does_and_both_end_in_order(s
     )
     second = start()
     _, errors = second.communicate(timeout=60)
-    assert second.returncode == 1
+    assert second.returncode == ALREADY_RUNNING
     assert f"store/lock is held by process {agent.pid}," in errors
     agent.send_signal(signal.SIGTERM)
     _, errors = agent.communicate(timeout=20)

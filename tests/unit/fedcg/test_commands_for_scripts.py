@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,19 +17,17 @@ import pytest
 
 from coordinator.facts.conditions import FINDINGS
 from coordinator.facts.problems import HEALTH, REMEDIES, SUM_REMEDIES
+from coordinator.paths import Home
 from fedcg.cli import app, main
+from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_CONNECTED, NOT_FOUND
 from fedcg.learning.spec import RoundPolicy
 from fedcg.log.sentences import DECLINE_ADVICE
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import picture
 from tests.support.serving import install_versions
 
-NO_DATA_OUT = {
-    ("agent", "unit"): "prints a systemd unit",
-    ("audit", "observe"): "writes wire.json",
-    ("infer", "serve-mqtt"): "prints nothing; its state is the retained status",
-}
-
+SPANS = {"--for", "--since", "--timeout", "--max-wait", "--shadow-for"}
+UNITS = re.compile(r"-(ms|s|seconds|minutes|hours|days)$")
 
 FEDERATION = {
     "create",
@@ -42,6 +41,7 @@ FEDERATION = {
     "set",
     "extend",
     "continue",
+    "archive",
     "watch",
 }
 
@@ -71,9 +71,104 @@ def test_every_command_that_a_remedy_names_exists_and_takes_what_it_is_given() -
     assert not any("of the federation's plan" in text for text in texts), "a plan can't be changed"
 
 
-def test_every_command_that_tells_something_takes_json() -> None:
-    without = {name for name, command in _commands(app) if "--json" not in _options(command)}
-    assert without == set(NO_DATA_OUT)
+def test_every_command_takes_json() -> None:
+    assert [name for name, command in _commands(app) if "--json" not in _options(command)] == []
+
+
+def test_every_command_shows_an_example_of_itself_that_it_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDCG_HOME", "/var/lib/fedcg")
+    wrong: dict[tuple[str, ...], object] = {}
+    for name, command in _commands(app):
+        found = re.findall(r"Example: fedcg (.+)", command.help or "")
+        called = tuple(word for word in name if word != "IMAGE...")
+        words = re.split(r" >>? ", found[0])[0] if len(found) == 1 else ""
+        given = shlex.split(words)
+        if tuple(given[: len(called)]) != called:
+            wrong[name] = found or command.help
+            continue
+        try:
+            command.make_context("fedcg", given[len(called) :])
+        except Exception as error:  # noqa: BLE001 - a usage error of typer's own copy of click
+            wrong[name] = error
+    assert wrong == {}
+
+
+def test_time_spans_and_the_end_of_a_federation_have_one_name_in_every_command() -> None:
+    spans, named, ends = set(), [], set()
+    for name, command in _commands(app):
+        for parameter in command.params:
+            if getattr(parameter, "metavar", None) == "SPAN":
+                spans |= set(parameter.opts)
+            named += [(*name, option) for option in getattr(parameter, "opts", ()) if UNITS.search(option)]
+            ends |= {option for option in getattr(parameter, "opts", ()) if "finished" in option}
+    assert (spans, named, ends) == (SPANS, [], {"--until-finished"})
+
+
+def test_the_help_has_a_panel_for_each_kind_of_reader_and_every_command_is_in_one() -> None:
+    whole: Any = app
+    panels = {name: whole.get_command(None, name).rich_help_panel for name in whole.list_commands(None)}
+    assert list(dict.fromkeys(panels.values())) == ["For the operator", "On a box", "Models", "Research"]
+    assert (panels["federation"], panels["doctor"], panels["infer"]) == ("For the operator", "On a box", "Models")
+
+
+def test_an_environment_variable_stands_for_the_coordinator_s_directory_and_one_for_the_device_s_configuration(
+    tmp_path: Path,
+) -> None:
+    home, nowhere = str(tmp_path / "home"), str(tmp_path / "agent.toml")
+    assert run_fedcg("coordinator", "init", environment={"FEDCG_HOME": home}).exit_code == 0
+    shown = run_fedcg("federation", "list", "--json", environment={"FEDCG_HOME": home})
+    assert data_of(shown.stdout) == []
+    asked = run_fedcg("agent", "status", environment={"FEDCG_CONFIG": nowhere})
+    assert (asked.exit_code, nowhere in asked.stderr.replace("\n", "")) == (NOT_FOUND, True)
+    sent = run_fedcg("federation", "list", "--url", "http://127.0.0.1:1", environment={"FEDCG_HOME": home})
+    assert (sent.exit_code, "FEDCG_API_TOKEN" in sent.stderr) == (NOT_CONNECTED, True)  # never the home's own token
+
+
+def test_running_already_existing_and_missing_things_have_exit_codes_of_their_own(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    codes = [run_fedcg("coordinator", "init", "--dir", home).exit_code for _ in range(2)]
+    with Home(home).locked():
+        codes.append(run_fedcg("coordinator", "run", "--dir", home).exit_code)
+    missing = (
+        ("federation", "show", "nobody", "--dir", home),
+        ("device", "show", "nobody", "--dir", home),
+        ("token", "revoke", "nobody", "--dir", home),
+        ("federation", "list", "--dir", tmp_path / "nowhere"),
+        ("federation", "create", tmp_path / "plan.toml", "--dir", home),
+        (
+            "coordinator",
+            "restore",
+            tmp_path / "backup",
+            "--dir",
+            tmp_path / "new",
+            "--passphrase-file",
+            home / "coordinator.toml",
+        ),
+        ("agent", "run", "--config", tmp_path / "agent.toml"),
+        ("cohort", "roster", tmp_path / "roster.txt"),
+        ("model", "use", tmp_path / "nowhere", "0001"),
+        ("method", "show", "nobody"),
+        ("audit", "run", "--updates", tmp_path / "nowhere", "--data", home, "--out", tmp_path / "report"),
+        ("demo", "--resume", tmp_path),
+    )
+    assert codes == [0, EXISTS, ALREADY_RUNNING]
+    assert {words: run_fedcg(*words).exit_code for words in missing} == dict.fromkeys(missing, NOT_FOUND)
+    assert "7 what was named does not exist" in " ".join(run_fedcg("--help").stdout.split())
+
+
+def test_what_a_schema_refuses_is_said_in_words_and_not_in_those_of_the_library(tmp_path: Path) -> None:
+    options = (
+        ("coordinator", "init", "--dir", tmp_path / "home", "--host", ""),
+        ("simulate", "--clients", "0", "--out", tmp_path / "runs"),
+        ("demo", "--rounds", "-1", "--out", tmp_path / "demo"),
+        ("federation", "extend", "--rounds", "0", "--dir", tmp_path),
+    )
+    for words in options:
+        refused = run_fedcg(*words)
+        assert refused.exit_code == BAD_INPUT
+        assert ": must " in " ".join(refused.stderr.split())
+        for raw in ("validation error", " should ", "pydantic", "type="):
+            assert raw not in refused.stderr
 
 
 def test_only_the_whole_command_offers_to_install_completion() -> None:

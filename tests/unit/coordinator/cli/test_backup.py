@@ -19,6 +19,7 @@ from coordinator.rounds.records import UpdateRecord
 from coordinator.storage import backup, schema
 from coordinator.storage.database import PASSWORD_VARIABLE
 from coordinator.storage.store import Store
+from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sealing import sealed_file
 from fedcg.sealing.archive import add_bytes
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -84,7 +85,7 @@ def epoch(home: Home) -> int:
 
 def backed_up(home: Home, words: tuple[object, ...]) -> Path:
     file = home.root.parent / "backup"
-    code, output = call("coordinator", "backup", "--dir", home.root, file, *words, "--json")
+    code, output = call("coordinator", "backup", "--dir", home.root, "--out", file, *words, "--json")
     assert code == 0, output
     assert data_of(output)["bytes"] == file.stat().st_size
     assert file.stat().st_mode & 0o777 == 0o600
@@ -124,9 +125,9 @@ def test_a_backup_of_sqlite_and_a_directory_is_restored_to_postgresql_and_s3_and
         assert content(elsewhere) == content(home)
         assert moto.objects() == set(ArtifactStore(home.artifacts).ids())
         code, output = call("coordinator", "restore", file, "--dir", tmp_path / "x", *places, *words)
-        assert (code, "is not empty" in output, list((tmp_path / "x").iterdir())) == (1, True, [])
+        assert (code, "is not empty" in output, list((tmp_path / "x").iterdir())) == (EXISTS, True, [])
         second = tmp_path / "second"
-        assert call("coordinator", "backup", "--dir", elsewhere.root, second, *words)[0] == 0
+        assert call("coordinator", "backup", "--dir", elsewhere.root, "--out", second, *words)[0] == 0
         places = ("--database", "sqlite", "--artifacts", "directory")
         back = restored(second, tmp_path / "back", *places, *words)
     assert content(back) == content(home)
@@ -166,24 +167,26 @@ def test_a_wrong_passphrase_and_a_file_that_is_not_whole_write_nothing(
     assert (code, new.exists()) == (1, False)
     assert "another passphrase or key was used for it" in output
     code, output = call("coordinator", "restore", tmp_path / "none", "--dir", new, *words)
-    assert (code, new.exists()) == (2, False)
-    assert "Invalid value for" in output
+    assert (code, new.exists()) == (NOT_FOUND, False)
+    assert "there is no such file" in output
 
 
 def test_what_is_there_already_is_not_overwritten(home: Home, words: tuple[object, ...]) -> None:
     file = backed_up(home, words)
-    assert "exists already" in call("coordinator", "backup", "--dir", home.root, file, *words)[1]
+    code, output = call("coordinator", "backup", "--dir", home.root, "--out", file, *words)
+    assert (code, "exists already" in output) == (EXISTS, True)
     before = content(home)
-    assert "is not an empty directory" in call("coordinator", "restore", file, "--dir", home.root, *words)[1]
+    code, output = call("coordinator", "restore", file, "--dir", home.root, *words)
+    assert (code, "is not an empty directory" in output) == (EXISTS, True)
     assert content(home) == before
 
 
 def test_a_short_passphrase_and_a_missing_file_are_bad_input(home: Home, tmp_path: Path) -> None:
     (tmp_path / "short").write_text("1234567")
-    for name, why in (("short", "at least 8"), ("none", "can't be read")):
+    for name, ends, why in (("short", BAD_INPUT, "at least 8"), ("none", NOT_FOUND, "can't be read")):
         words = ("--passphrase-file", tmp_path / name)
-        code, output = call("coordinator", "backup", "--dir", home.root, tmp_path / "b", *words)
-        assert (code, why in output) == (2, True)
+        code, output = call("coordinator", "backup", "--dir", home.root, "--out", tmp_path / "b", *words)
+        assert (code, why in output) == (ends, True)
     assert not (tmp_path / "b").exists()
 
 
@@ -218,7 +221,9 @@ def test_a_backup_is_a_snapshot_while_the_coordinator_writes(
 
 
 def test_a_backup_into_a_folder_that_is_not_there_ends_with_a_sentence(home: Home, words: tuple[object, ...]) -> None:
-    code, output = call("coordinator", "backup", "--dir", home.root, home.root.parent / "none" / "backup", *words)
+    code, output = call(
+        "coordinator", "backup", "--dir", home.root, "--out", home.root.parent / "none" / "backup", *words
+    )
     assert code != 0
     assert "none" in output
     assert "Traceback" not in output

@@ -16,6 +16,7 @@ from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.paths import Home
 from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
+from fedcg.errors import ALREADY_RUNNING
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.toy_artifacts import FEDERATION
@@ -55,7 +56,7 @@ def test_a_coordinator_serves_its_federation_rounds_and_devices_over_http_and_en
     assert rounds["attempts"][0]["participants"] == [{"client": "a", "state": "invited", "reason": "", **told}]
 
     second = processes.fedcg("second", "coordinator", "run")
-    assert second.wait(timeout=30) == 2
+    assert second.wait(timeout=30) == ALREADY_RUNNING
     assert "is using" in processes.log("second")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0, processes.log("coordinator")
@@ -134,7 +135,7 @@ def test_a_second_broker_for_the_same_home_is_refused_and_the_first_ends_on_sigt
     first = processes.fedcg("broker", "broker", "run")
     wait_until(lambda: "ready" in processes.log("broker") or first.poll() is not None, "the broker is ready")
     second = processes.fedcg("second", "broker", "run")
-    assert second.wait(timeout=30) == 2
+    assert second.wait(timeout=30) == ALREADY_RUNNING
     assert "is using" in processes.log("second")
     first.send_signal(signal.SIGTERM)
     assert first.wait(timeout=20) == 0, processes.log("broker")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from coordinator.operations.create_federation import too_few_for_sums
 from coordinator.paths import Home
+from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.wire.parts import Part
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg
@@ -121,13 +123,13 @@ def test_a_federation_that_is_created_while_a_coordinator_runs_is_at_work_withou
     assert ask(coordinator, "federation", "start", "second")["status"] == "running"
     wait_until(lambda: ask(coordinator, "federation", "show", "second")["epoch"] is not None, "its service runs")
     plan.write_text(SECOND.replace("second", "third"))
-    assert ask(coordinator, "federation", "continue", "second", plan)["continued_from"] == "second"
+    assert ask(coordinator, "federation", "continue", plan, "second")["continued_from"] == "second"
     code, error = failure("federation", "create", plan, "--dir", coordinator.root)
-    assert (code, "already" in error["message"]) == (2, True)
+    assert (code, "already" in error["message"]) == (EXISTS, True)
 
 
 def test_over_the_network_a_token_allows_what_its_role_allows(coordinator: Home) -> None:
-    made = ask(coordinator, "coordinator", "token", "create", "--name", "ann", "--role", "viewer", "--days", "30")
+    made = ask(coordinator, "coordinator", "token", "create", "--name", "ann", "--role", "viewer", "--for", "30d")
     assert made["token"] not in coordinator.database.read_bytes().decode("latin-1")
     url, own = coordinator.config().api.url, {"FEDCG_API_TOKEN": made["token"]}
     shown = run_fedcg("federation", "show", "--url", url, "--json", environment=own)
@@ -138,7 +140,8 @@ def test_over_the_network_a_token_allows_what_its_role_allows(coordinator: Home)
     code, error = failure("federation", "show", "--url", url, environment=own)
     assert (code, error["type"]) == (4, "Access")
     listed = run_fedcg("coordinator", "token", "list", "--dir", coordinator.root)
-    assert "ann\tviewer\trevoked" in listed.output
+    assert re.search(r"^ID +NAME +ROLE +STATE +EXPIRES +LAST USED$", listed.output, re.MULTILINE)
+    assert re.search(r"ann +viewer +revoked +until \S+ \S+ UTC", listed.output)
     assert made["token"] not in listed.output
 
 
@@ -149,6 +152,31 @@ def test_status_names_open_problems_and_check_makes_them_an_exit_code(coordinato
     assert "link lost" in {problem["kind"] for problem in status["problems"]}  # no broker runs
     assert all(problem["remedy"] for problem in status["problems"])
     assert run_fedcg("coordinator", "status", "--dir", coordinator.root).exit_code == 0
+
+
+def test_an_archived_federation_leaves_the_lists_and_the_ids_that_may_be_left_out_and_keeps_its_data(
+    home: Home,
+) -> None:
+    refused = failure("federation", "archive", FEDERATION, "--dir", home.root)
+    assert (refused[0], "is not over" in refused[1]["message"]) == (BAD_INPUT, True)
+    ask(home, "federation", "stop")
+    add_federation(home, "second", spec=tiny_spec())
+    assert ask(home, "federation", "pause")["federation"] == "second"  # the one that is not over is meant
+    assert ask(home, "federation", "archive", FEDERATION)["status"] == "archived"
+    assert [one["federation"] for one in ask(home, "federation", "list")] == ["second"]
+    assert {one["federation"] for one in ask(home, "federation", "list", "--archived")} == {FEDERATION, "second"}
+    shown = sorted(run_fedcg("federation", "list", "--all", "--dir", home.root).stdout.splitlines())
+    assert shown[0].split() == ["FEDERATION", "STATUS", "PHASE", "ROUND", "ONLINE", "CREATED", "REASON"]
+    assert re.match(rf"{FEDERATION} +archived +waiting .* \S+ \S+ UTC  no reason given", shown[2])
+    assert ask(home, "federation", "show", FEDERATION)["aggregate"]
+    assert failure("federation", "resume", FEDERATION, "--dir", home.root)[0] == BAD_INPUT
+    ask(home, "federation", "stop")
+    assert ask(home, "federation", "set", "min_clients=3")["federation"] == "second"  # the only one that is shown
+    ask(home, "federation", "archive")
+    code, error = failure("federation", "show", "--dir", home.root)
+    assert (code, "fedcg federation list --all" in error["message"]) == (NOT_FOUND, True)
+    assert ask(home, "federation", "extend", FEDERATION, "--rounds", "1")["status"] == "running"
+    assert [one["federation"] for one in ask(home, "federation", "list")] == [FEDERATION]
 
 
 def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with_field_and_hint(home: Home) -> None:
@@ -192,8 +220,8 @@ def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.
     token = {"FEDCG_API_TOKEN": f"fcga_{'0' * 16}_{'0' * 64}"}
     assert failure("federation", "set", FEDERATION, "rounds", "--dir", home.root)[0] == 2
     assert failure("federation", "set", FEDERATION, "rounds=0", "--dir", home.root)[0] == 2
-    assert failure("federation", "show", "nobody", "--dir", home.root)[0] == 2
-    assert failure("federation", "show", "--dir", home.root / "nowhere")[0] == 2
+    assert failure("federation", "show", "nobody", "--dir", home.root)[0] == NOT_FOUND
+    assert failure("federation", "show", "--dir", home.root / "nowhere")[0] == NOT_FOUND
     assert failure("federation", "shwo")[0] == 2
     assert failure("federation", "show", "--url", "http://127.0.0.1:1")[0] == 4
     assert failure("federation", "show", "--url", f"http://127.0.0.1:{free_port()}", environment=token)[0] == 4

@@ -76,7 +76,8 @@ def test_a_federation_is_created_started_paused_resumed_extended_and_stopped(api
         ("stopped", 5, "enough"),
     ]
     again = operator.post("/api/v1/federations", json={"plan": PLAN})
-    assert (again.status_code, "already" in again.json()["detail"]) == (422, True)
+    assert (again.status_code, again.json()["type"]) == (409, "urn:fedcg:exists")
+    assert "already" in again.json()["detail"]
     assert api.store.federation("second").operator_policy.rounds == 5
 
 

@@ -15,6 +15,7 @@ from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.rounds.records import DeviceState, TokenState
 from coordinator.storage.store import Store
+from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, load_certificate
 from tests.support.commands import data_of
 from tests.support.coordinator.homes import call
@@ -58,34 +59,37 @@ def test_the_text_for_people_shows_the_token_once_and_what_to_type_on_the_box(ho
 def test_tokens_are_listed_with_what_they_are_still_good_for_and_an_open_one_can_be_revoked(
     home: Home, store: Store
 ) -> None:
-    first, second = created(home, "--device", "a"), created(home, "--hours", 0.000001)
+    first, second = created(home, "--device", "a"), created(home, "--for", "1ms")
     code, output = call("token", "revoke", first["id"], "--dir", home.root, "--json")
     revoked = data_of(output)
     assert (code, revoked["id"], revoked["state"]) == (0, first["id"], "revoked")
     listed = data_of(call("token", "list", "--dir", home.root, "--json")[1])
     assert {entry["id"]: entry["state"] for entry in listed} == {first["id"]: "revoked", second["id"]: "expired"}
     code, output = call("token", "revoke", "nobody", "--dir", home.root)
-    assert code == 2
+    assert code == NOT_FOUND
     assert "fedcg token list" in output
     assert store.register.tokens()[0].state(0.0) in (TokenState.REVOKED, TokenState.OPEN)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "ends", "why"),
     [
-        (["--device", "taken"], "--replaces taken"),
-        (["--device", "Line4"], "lower-case"),
-        (["--replaces", "nobody"], "no device 'nobody'"),
-        (["--device", "a", "--replaces", "taken"], "contradicts"),
-        (["--enrolment-url", "http://127.0.0.1:1"], "https://HOST:PORT"),
-        (["--hours", "0"], "hours = 0"),
-        (["--hours", "99999"], "at most 2160"),
+        (["--device", "taken"], EXISTS, "--replaces taken"),
+        (["--device", "Line4"], BAD_INPUT, "lower-case"),
+        (["--replaces", "nobody"], NOT_FOUND, "no device 'nobody'"),
+        (["--device", "a", "--replaces", "taken"], BAD_INPUT, "contradicts"),
+        (["--enrolment-url", "http://127.0.0.1:1"], BAD_INPUT, "https://HOST:PORT"),
+        (["--for", "0m"], BAD_INPUT, "more than 0"),
+        (["--for", "91d"], BAD_INPUT, "at most 2160 hours"),
+        (["--for", "24"], BAD_INPUT, "give a time span such as 90s"),
     ],
 )
-def test_a_token_that_could_not_be_used_is_not_made(home: Home, store: Store, arguments: list[str], why: str) -> None:
+def test_a_token_that_could_not_be_used_is_not_made(
+    home: Home, store: Store, arguments: list[str], ends: int, why: str
+) -> None:
     store.add_device("taken", "a" * 64, 1.0)
     code, output = call("token", "create", "--dir", home.root, *arguments)
-    assert code == 2
+    assert code == ends
     assert why in output
     assert store.register.tokens() == []
 
@@ -117,10 +121,10 @@ def test_devices_are_shown_with_state_and_certificate_and_revoked_by_a_command(
     assert store.members() == []
     for command in ("show", "revoke"):
         code, output = call("device", command, "nobody", "--dir", home.root)
-        assert code == 2
+        assert code == NOT_FOUND
         assert "fedcg device list" in output
     code, output = call("token", "create", "--dir", home.root, "--device", "a")
-    assert code == 2
+    assert code == EXISTS
     assert f"it is {DeviceState.REVOKED.value}" in output
 
 

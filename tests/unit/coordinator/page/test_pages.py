@@ -291,6 +291,18 @@ def test_a_pause_shows_while_the_round_is_open_and_then_ends_the_forecast(page: 
     assert "running:" not in sentences + shows(reader, "/events", "tiny: an operator lets it run")
 
 
+def test_an_archived_federation_leaves_the_page_but_for_its_own_address_and_the_archive(page: ServedPage) -> None:
+    operator, store = page.reader(), page.made.world.store
+    assert operator.post("/federations/tiny/stop", form_of="/confirm/stop/tiny")[0] == 303
+    assert operator.post("/federations/tiny/archive", form_of="/federations")[0] == 303
+    assert store.federation("tiny").status is FederationStatus.ARCHIVED
+    shown, archived = operator.get("/federations")[1], operator.get("/federations?archived=true")[1]
+    assert ('id="f-tiny"' in shown, 'id="f-second"' in shown, "1 archived" in shown) == (False, True, True)
+    assert ('id="f-tiny"' in archived, 'id="f-second"' in archived) == (True, False)
+    assert "/f/tiny" not in operator.get("/")[1]
+    assert operator.get("/f/tiny")[0] == 200  # its data stays
+
+
 def test_a_form_of_another_site_changes_nothing(page: ServedPage) -> None:
     operator = page.reader()
     status, _, text = operator.post("/federations/tiny/stop")

@@ -22,6 +22,7 @@ from coordinator.http.facts_api import EventStream
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
+from fedcg.errors import NOT_FOUND
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
@@ -232,7 +233,7 @@ def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: Serv
     assert "tiny: waiting, round 1 of 2" in text
     assert "no coordinator runs" in text
     assert "a is not invited until it is enabled: moved" in text
-    assert run_fedcg("federation", "watch", "none", "--dir", world.root).exit_code == 2
+    assert run_fedcg("federation", "watch", "none", "--dir", world.root).exit_code == NOT_FOUND
 
 
 def test_watch_follows_a_running_coordinator_until_the_federation_is_over(page: ServedPage) -> None:

@@ -15,6 +15,7 @@ from typer.testing import Result
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from fedcg.errors import NOT_FOUND
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.conftest import StartMosquitto
@@ -70,7 +71,7 @@ def test_a_wrong_configuration_ends_with_code_2_and_all_problems(tmp_path: Path)
 
 def test_status_before_the_first_run_says_what_to_do(device: Path) -> None:
     result = run("status", "--config", str(device))
-    assert result.exit_code == 1
+    assert result.exit_code == NOT_FOUND
     assert "fedcg agent run" in result.stderr
 
 

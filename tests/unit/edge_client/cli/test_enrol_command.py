@@ -9,6 +9,7 @@ import pytest
 from typer.testing import Result
 
 from edge_client.config import load_config
+from fedcg.errors import NOT_FOUND
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import Desk, open_home, running_desk
 
@@ -35,7 +36,7 @@ def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk
 
 def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk, tmp_path: Path) -> None:
     done = enrol(
-        "--dir",
+        "--out",
         tmp_path / "box",
         "--device",
         "line-5",
@@ -54,7 +55,7 @@ def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk,
 def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(desk: Desk, tmp_path: Path) -> None:
     token = desk.token("a").text
     refused = enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "imgaes")
-    assert refused.exit_code == 2
+    assert refused.exit_code == NOT_FOUND
     assert "imgaes: there is no such file or folder. The token was not used" in refused.stderr
     assert not (tmp_path / "box").exists()
     (tmp_path / "images").mkdir()
@@ -100,4 +101,4 @@ def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk,
     broken = run_fedcg("agent", "renew", "--config", config)
     assert broken.exit_code == 1
     assert "device.key" in broken.stderr
-    assert run_fedcg("agent", "renew", "--config", tmp_path / "nothing.toml").exit_code == 2
+    assert run_fedcg("agent", "renew", "--config", tmp_path / "nothing.toml").exit_code == NOT_FOUND

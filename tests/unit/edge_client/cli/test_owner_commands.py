@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import socket
 import time
 import zipfile
@@ -20,6 +21,7 @@ from edge_client.messaging.owner_requests import Asked, success
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, SentRecord, append_line
+from fedcg.errors import NOT_FOUND
 from fedcg.event_log import EventLog
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
@@ -70,7 +72,7 @@ def run(device: Path, *words: object, typed: str | None = None) -> Any:
 
 def test_pause_and_resume_reach_the_running_agent(device: Path, asked: list[Asked]) -> None:
     paused = run(device, "pause", "--for", "2h", "--reason", "maintenance", "--now")
-    assert paused.stdout == f"{DEVICE} is paused until 2001-09-09 01:46 UTC.\n"
+    assert paused.stdout.startswith(f"{DEVICE} is paused until 2001-09-09 01:46:40 UTC.\nNext: ")
     request = asked[0].request.model_dump()
     assert request == {"v": 1, "command": "pause", "for_s": 7200.0, "reason": "maintenance", "now": True}
     assert run(device, "resume").stdout == f"{DEVICE} takes part again.\n"
@@ -115,13 +117,16 @@ def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) ->
 
 def test_approvals_are_listed_named_by_their_first_digits_and_revoked(device: Path) -> None:
     short = STATISTICS.digest[:12]
-    assert "waits since 2001-09-09" in run(device, "approve", "--list").stdout
+    listed = run(device, "approve", "--list").stdout.splitlines()
+    assert listed[0].split() == ["SPEC", "STATE", "SINCE", "WHY"]
+    assert listed[1].startswith(f"{short}  waits  2001-09-09 01:46:40 UTC  ")
+    assert listed[2] == f"Next: fedcg agent approve {short}"
     for name in ("0" * 12, STATISTICS.digest[:5]):
-        assert run(device, "approve", name, "--yes").exit_code == 2
+        assert run(device, "approve", name, "--yes").exit_code == NOT_FOUND
     assert run(device, "approve", short, "--yes").exit_code == 0
     assert f"{short}  approved" in run(device, "approve", "--list").stdout
     nothing = run(device, "approve", "--yes")
-    assert (nothing.exit_code, "no spec waits for approval" in nothing.stderr) == (2, True)
+    assert (nothing.exit_code, "no spec waits for approval" in nothing.stderr) == (NOT_FOUND, True)
     revoked = data_of(run(device, "approve", "--revoke", short, "--json").stdout)
     assert revoked == {"device": DEVICE, "spec": STATISTICS.digest, "approved": False}
     assert data_of(run(device, "approve", "--list", "--json").stdout) == {"waiting": {}, "approved": {}}
@@ -139,10 +144,16 @@ def test_status_shows_the_owners_decisions_and_what_the_agent_does(device: Path,
     PauseFile(store).write(Pause(since=time.time(), until=4e9, reason="maintenance"))
     TrafficCounter(store, time.time).sent(12)
     status = data_of(run(device, "status", "--json").stdout)
-    assert status["paused"] == "until 2096-10-02 07:06 UTC maintenance"
+    assert status["paused"] == "until 2096-10-02 07:06:40 UTC maintenance"
     assert status["waits_for_approval"] == [f"{STATISTICS.digest[:12]}: statistics are not listed"]
     assert status["bytes_today"] == {"up": 12, "down": 0}
     assert status["agent_now"] == "waits for a round"
+    lines = [re.split(r"  +", line) for line in run(device, "status").stdout.splitlines()]
+    assert lines[0] == ["ABOUT", "STATE"]
+    assert ["bytes today", "up 12, down 0"] in lines
+    assert ["paused", status["paused"]] in lines
+    assert ["running", "no"] in lines
+    assert lines[-1] == [f"Next: fedcg agent approve --config {device}"]
     PauseFile(store).write(Pause(since=0.0, until=1.0))
     assert data_of(run(device, "status", "--json").stdout)["paused"] is None
 
@@ -174,7 +185,7 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
 
 def test_ledger_lists_what_rounds_cost_and_leaves_a_torn_line_out(device: Path) -> None:
     path = device.parent / "store" / LEDGER_FILE
-    assert run(device, "ledger").stdout == "0 rounds: 0.0 s, 0 bytes to send\n"
+    assert run(device, "ledger").stdout == "No rounds yet.\n0 rounds: 0.0 s, 0 bytes to send\n"
     about = {
         "kind": "round",
         "federation": FEDERATION,
@@ -187,11 +198,11 @@ def test_ledger_lists_what_rounds_cost_and_leaves_a_torn_line_out(device: Path) 
     with path.open("a") as file:
         file.write('{"kind": "round", "t": 1')
     append_line(path, {**about, "t": 2e9, "round": 2, "seconds": 10.0, "joules": None, "rail": None})
-    first, second, sums = run(device, "ledger").stdout.splitlines()
-    assert first == (
-        f"2001-09-09 01:46:40 UTC  {FEDERATION} round 1, attempt 1: 12.5 s on cpu, 30 images, 5000 bytes to send, 70 J (VDD_IN)"
-    )
-    assert second.endswith("10.0 s on cpu, 30 images, 5000 bytes to send, energy not measured")
+    *lines, sums = run(device, "ledger").stdout.splitlines()
+    head, first, second = (re.split(r"  +", line) for line in lines)
+    assert head == ["TIME", "FEDERATION", "ROUND", "ATTEMPT", "SECONDS", "ON", "IMAGES", "BYTES TO SEND", "ENERGY"]
+    assert first == ["2001-09-09 01:46:40 UTC", FEDERATION, "1", "1", "12.5", "cpu", "30", "5000", "70 J (VDD_IN)"]
+    assert second[4:] == ["10.0", "cpu", "30", "5000", "not measured"]
     assert sums == "2 rounds: 22.5 s, 10000 bytes to send, 70 J in 1 of them"
     data = data_of(run(device, "ledger", "--since", "2030-01-01", "--json").stdout)
     assert ([line["round"] for line in data["rounds"]], data["totals"]["joules"]) == ([2], None)

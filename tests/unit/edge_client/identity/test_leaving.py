@@ -15,6 +15,7 @@ from edge_client.identity.enrol import enrol
 from edge_client.identity.leave import leave
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
+from fedcg.errors import NOT_FOUND
 from fedcg.wire.messages.messages import Leave, Left, decode
 from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
@@ -170,7 +171,7 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
     assert run_fedcg("agent", *arguments, typed="").exit_code == 2
     assert files_of(tmp_path / "box") == before
     waited = time.monotonic()
-    unheard = run_fedcg("agent", "leave", "--config", config, "--erase", "--yes", "--timeout-s", "1")
+    unheard = run_fedcg("agent", "leave", "--config", config, "--erase", "--yes", "--timeout", "1s")
     assert unheard.exit_code == 3
     assert "--without-coordinator" in unheard.output
     assert time.monotonic() - waited < 30
@@ -180,5 +181,5 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
     assert (told["device"], told["confirmed"]) == ("line-4", False)
     assert str(enrolled.store) in told["erased"]
     again = run_fedcg("agent", *arguments, "--yes")
-    assert again.exit_code == 1
+    assert again.exit_code == NOT_FOUND
     assert "nothing to leave behind" in again.output

@@ -12,6 +12,7 @@ from edge_client.config import load_config
 from edge_client.store import backup
 from edge_client.store.encryption import open_to_others
 from edge_client.store.private_store import PrivateStore, open_store
+from fedcg.errors import ALREADY_RUNNING, EXISTS
 from fedcg.sealing import sealed_file
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.filled_store import contents, files_of, fill
@@ -70,10 +71,10 @@ def test_a_restored_box_has_identity_configuration_and_all_private_state(box: Pa
 def test_nothing_is_overwritten(box: Path, tmp_path: Path) -> None:
     file, before = made(box), files_of(box.parent)
     code, output = run("restore", file, "--config", box, root=tmp_path)
-    assert code == 1
+    assert code == EXISTS
     assert f"{box.parent / 'store'} is there already" in output
     code, output = run("backup", "--config", box, "--out", file, root=tmp_path)
-    assert code == 1
+    assert code == EXISTS
     assert "exists already" in output
     other = write_device(tmp_path / "other", "site-9")
     code, output = run("restore", file, "--config", other, root=tmp_path)
@@ -82,7 +83,7 @@ def test_nothing_is_overwritten(box: Path, tmp_path: Path) -> None:
     same = write_device(tmp_path / "same")  # another signing key
     kept = files_of(same.parent)
     code, output = run("restore", file, "--config", same, root=tmp_path)
-    assert code == 1
+    assert code == EXISTS
     assert "signing.key is there already and differs" in output
     assert files_of(same.parent) == kept
     assert files_of(box.parent) == before
@@ -124,7 +125,7 @@ def test_a_truncated_or_altered_file_and_a_wrong_passphrase_write_nothing(box: P
 def test_a_backup_is_refused_while_the_agent_runs(box: Path, tmp_path: Path) -> None:
     with open_store(load_config(box, {})).locked():
         code, output = run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path)
-    assert code == 1
+    assert code == ALREADY_RUNNING
     assert "stop it first" in output
     assert not (tmp_path / "backup").exists()
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from export.model.classify import expand
 from export.model.preprocess import load_image
 from export.model.runtime import Model
+from fedcg.errors import NOT_FOUND
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import CLASSES, LOADED_PROBE, TestImages, install_model, make_parts, make_spec
@@ -116,15 +117,17 @@ def test_a_directory_without_a_model_is_an_error_that_says_what_is_missing(tmp_p
 def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
     listed = run_fedcg("model", "list", slots_root)
     assert listed.exit_code == 0
-    first, second = listed.stdout.splitlines()
-    assert first.startswith("  0001  garden, round 1, accuracy ")
-    assert second.startswith("* 0002  garden, round 2, accuracy ")
+    head, first, second = (line.split() for line in listed.stdout.splitlines()[:3])
+    assert head == ["VERSION", "IN", "USE", "FEDERATION", "ROUND", "ACCURACY", "CREATED", "REMARKS"]
+    assert first[:4] == ["0001", "-", "garden", "1"]
+    assert second[:4] == ["0002", "yes", "garden", "2"]
+    assert second[-2] == "UTC"
     assert run_fedcg("model", "use", slots_root, "0001").exit_code == 0
     rows = data_of(run_fedcg("model", "list", slots_root, "--json").stdout)
     assert [(row["version"], row["current"], row["round"]) for row in rows] == [("0001", True, 1), ("0002", False, 2)]
     assert "0002" in run_fedcg("model", "rollback", slots_root).stdout
     again = run_fedcg("model", "rollback", slots_root)
-    assert again.exit_code == 2
+    assert again.exit_code == NOT_FOUND
     assert "no earlier version" in again.stderr
 
 
@@ -143,7 +146,7 @@ def test_a_damaged_version_is_found_and_cannot_be_chosen(slots_root: Path) -> No
 def test_a_folder_without_versions_is_an_error(tmp_path: Path) -> None:
     for name in ("list", "verify"):
         done = run_fedcg("model", name, tmp_path)
-        assert done.exit_code == 2
+        assert done.exit_code == NOT_FOUND
         assert "no model is installed" in done.stderr
 
 

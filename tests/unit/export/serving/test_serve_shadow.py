@@ -144,7 +144,7 @@ def test_a_version_that_was_taken_back_and_is_chosen_again_serves_at_once_and_is
 @pytest.mark.slow
 def test_with_little_traffic_it_serves_when_the_time_is_up(tmp_path: Path) -> None:
     install_versions(tmp_path, 1)
-    with serving(tmp_path, "--shadow", 1000, "--shadow-minutes", "0.05") as server:
+    with serving(tmp_path, "--shadow", 1000, "--shadow-for", "3s") as server:
         install_model(tmp_path, seed=1, round_number=2)
         _wait_for_candidate(server, "0002")
         server.wait_for_version("0002")
