@@ -6,6 +6,7 @@ It is another application than the operator's interface (`api`), on another port
 from __future__ import annotations
 
 from collections.abc import Callable
+from email.utils import formatdate
 from typing import TypeVar
 
 import anyio.to_thread
@@ -80,7 +81,8 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits, device_lim
     application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def authority() -> Response:
-        return Response(admission.authority(), media_type="application/x-pem-file")
+        date = formatdate(admission.clock(), usegmt=True)  # a box compares its clock before it uses the token
+        return Response(admission.authority(), media_type="application/x-pem-file", headers={"Date": date})
 
     async def enrol(request: Request) -> Response:
         return await handler.serve(request, EnrolRequest, admission.enrol, "enrolment_refused")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +66,15 @@ class Enrolled:
     certificate: x509.Certificate
 
 
-def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None = None, data: str = DATA) -> Enrolled:
+def enrol(
+    token: Token,
+    out: Path,
+    *,
+    url: str | None = None,
+    device: str | None = None,
+    data: str = DATA,
+    clock: Callable[[], float] = time.time,
+) -> Enrolled:
     """Enrol this box.
 
     The keys are made before anything is requested and stay in `out` when it fails, so that the same command, run again, asks
@@ -76,6 +86,7 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
         url: the enrolment listener; default the token's.
         device: the id that this box wants; default the token's.
         data: where the images are, for agent.toml.
+        clock: this box's.
 
     Raises:
         EnrolError: its message names the next step. When another authority, or another of its servers, answered, the secret was not sent.
@@ -83,7 +94,7 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
     place, name = _wanted(token, url, device)
     folder = Folder(out)
     _check_folder(folder)
-    authority = fetch_authority(place, token.authority)
+    authority = fetch_authority(place, token.authority, clock())
     tls_key, signing_key = _keys(folder)
     public = signing_key.public.hex
     proof = signing_key.sign(enrolment_statement(token.id, name, tls_key.digest, public)).hex()

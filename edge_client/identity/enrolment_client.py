@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import ssl
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -12,7 +13,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import BaseModel, ValidationError
 
 from edge_client.errors import EnrolError, LateAnswerError, NotAcceptedError
-from fedcg.wire.clocks import explain_dates
+from fedcg.text_output import moment
+from fedcg.wire.clocks import SET_CLOCK, explain_dates
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.enrolment_messages import (
     AUTHORITY_PATH,
@@ -24,23 +26,25 @@ from fedcg.wire.messages.enrolment_messages import (
 from fedcg.wire.server_role import ServerRole, expect_role
 
 TIMEOUT_S = 20.0
+MOST_CLOCK_OFF_S = 3600.0
+"""New certificates are valid from an hour before they are made (`coordinator.pki.authority.CLOCK_SLACK`)."""
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
-def fetch_authority(url: str, digest: str) -> x509.Certificate:
-    """The certificate of the authority that is expected behind `url`.
+def fetch_authority(url: str, digest: str, now: float) -> x509.Certificate:
+    """The certificate of the authority that is expected behind `url`, where this box's clock `now` is about the coordinator's.
 
     Only the request is sent, on a connection that verifies no certificate; the answer counts only when its public key is the
     expected one. An attacker who relays the true certificate gains nothing: the next connection is verified against it.
 
     Raises:
-        EnrolError: no answer, or an answer of another authority.
+        EnrolError: no answer, an answer of another authority, or clocks with which the new certificate would not be valid here.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    status, body = _exchange(url, "GET", AUTHORITY_PATH, None, context)
+    status, body, date = _exchange(url, "GET", AUTHORITY_PATH, None, context)
     try:
         authority = load_certificate(body)
         found = certificate_key_digest(authority)
@@ -51,7 +55,23 @@ def fetch_authority(url: str, digest: str) -> x509.Certificate:
             f"{url} belongs to another authority than the token's (key {found[:16]}..., expected {digest[:16]}...). The "
             "secret was not sent. Either the URL is wrong, or somebody is in between: ask the operator"
         )
+    _check_clock(date, now)
     return authority
+
+
+def _check_clock(date: str | None, now: float) -> None:
+    """Compare this box's clock with the `Date` of an answer; one without it is not compared."""
+    try:
+        there = parsedate_to_datetime(date or "").timestamp()
+    except ValueError:
+        return
+    ahead_s = now - there
+    if abs(ahead_s) > MOST_CLOCK_OFF_S:
+        by = f"{abs(ahead_s) / 86_400:.0f} days" if abs(ahead_s) >= 2 * 86_400 else f"{abs(ahead_s) / 3600:.1f} hours"
+        raise EnrolError(
+            f"this box's clock is {by} {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's: it shows {moment(now)}, the "
+            f"coordinator's {moment(there)}. The token was not used. {SET_CLOCK.capitalize()}, then enrol again"
+        )
 
 
 def trusting(authority: x509.Certificate) -> ssl.SSLContext:
@@ -69,7 +89,7 @@ def ask(url: str, path: str, request: BaseModel, answer: type[AnswerT], context:
     Raises:
         EnrolError: no answer, the connection is not trusted, the request was refused, or the answer is malformed.
     """
-    status, body = _exchange(url, "POST", path, request.model_dump_json().encode(), context)
+    status, body, _ = _exchange(url, "POST", path, request.model_dump_json().encode(), context)
     try:
         if status != http.client.OK:
             raise NotAcceptedError(f"the coordinator refused: {Refusal.model_validate_json(body).error}")
@@ -78,7 +98,10 @@ def ask(url: str, path: str, request: BaseModel, answer: type[AnswerT], context:
         raise EnrolError(f"{url}{path} answered {status} with something that is not of this protocol") from error
 
 
-def _exchange(url: str, method: str, path: str, body: bytes | None, context: ssl.SSLContext) -> tuple[int, bytes]:
+def _exchange(
+    url: str, method: str, path: str, body: bytes | None, context: ssl.SSLContext
+) -> tuple[int, bytes, str | None]:
+    """Status, body and date of an answer."""
     place = urlsplit(url)
     if place.scheme != "https" or place.hostname is None or place.path not in ("", "/") or place.query:
         raise EnrolError(f"--url {url}: write https://HOST:PORT")
@@ -89,7 +112,7 @@ def _exchange(url: str, method: str, path: str, body: bytes | None, context: ssl
     try:
         connection.request(method, path, body, {"Content-Type": "application/json", "Connection": "close"})
         response = connection.getresponse()
-        status, data = response.status, response.read(MAX_BODY_BYTES + 1)
+        status, data, date = response.status, response.read(MAX_BODY_BYTES + 1), response.getheader("Date")
     except ssl.SSLCertVerificationError as error:
         cause = explain_dates(error) or f"{error.verify_message}. Check the URL; else somebody is in between"
         raise NotAcceptedError(
@@ -103,7 +126,7 @@ def _exchange(url: str, method: str, path: str, body: bytes | None, context: ssl
         connection.close()
     if len(data) > MAX_BODY_BYTES:
         raise EnrolError(f"{url}{path} answers with more than {MAX_BODY_BYTES} bytes")
-    return status, data
+    return status, data, date
 
 
 def _cause(error: Exception) -> str:

@@ -156,7 +156,7 @@ def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(
         (unknown, "not valid here"),
     ):
         with pytest.raises(EnrolError, match=why):
-            enrol(token, tmp_path / token.id / why.split()[0])
+            enrol(token, tmp_path / token.id / why.split()[0], clock=desk.clock)
     assert desk.store.devices() == []
     assert [event["reason"].split(": ")[1] for event in desk.events("enrolment_refused")] == [
         "the token has expired",
