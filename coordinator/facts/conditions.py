@@ -28,8 +28,11 @@ FINDINGS = {
         "On the device: `fedcg agent renew` prints why.",
     ),
     ("certificate", "failed"): ("its certificate can't be used", ENROL_AGAIN),
-    ("data", "warning"): ("some of its images can't be decoded and are left out, or a class has one image", LOOK),
-    ("data", "failed"): ("it finds no images, or can't read some", LOOK),
+    ("data", "warning"): (
+        "some of its images can't be decoded or lie outside the folders of classes, all are of one class, or a class has one image",
+        LOOK,
+    ),
+    ("data", "failed"): ("it finds no images in folders of classes, or can't read some", LOOK),
     ("cohort secret", "warning"): (
         "it has no cohort secret: the start of its private networks can be computed from the spec",
         "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round.",

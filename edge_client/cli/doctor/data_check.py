@@ -19,6 +19,9 @@ from fedcg.learning.spec import ImageForm
 DAMAGED_LISTED = 20
 DECODE_S = 10.0  # about 5,000 photographs; more are a sample
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+SPLITS = ("train", "val", "test")
+LOOSE = "lie in the folder itself, which names no class,"
+SORTED_IN = "move each image into a folder named as its class, e.g. good/ and crack/"
 _ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
 
 
@@ -52,6 +55,11 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
     files = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
     if not files and not unreadable:
         return "failed", f"{root} holds no images", f"expected {expected}"
+    unsorted = {root, *(root / name for name in SPLITS if name not in classes)}
+    loose = [path for path in files if path.parent in unsorted]
+    files = [path for path in files if path.parent not in unsorted]
+    if not files and not unreadable:
+        return "failed", f"{root}: all {len(loose)} images {LOOSE[:-1]}", SORTED_IN
     by_class, unknown, single = _by_class(files, classes)
     random.Random(0).shuffle(files)  # folders that there is no time for are then no classes
     decoded, stop_at = 0, time.monotonic() + DECODE_S
@@ -80,6 +88,16 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
         more = f"; and {len(damaged) - DAMAGED_LISTED} more" if len(damaged) > DAMAGED_LISTED else ""
         detail = f"{detail}; {len(damaged)} can't be decoded: {'; '.join(sorted(damaged)[:DAMAGED_LISTED])}{more}"
         return "warning", detail, "repair or remove them; training leaves them out"
+    return _distributed(files, loose, single, detail)
+
+
+def _distributed(files: list[Path], loose: list[Path], single: list[str], detail: str) -> Result:
+    """How the images that can be used are distributed over folders and classes."""
+    if loose:
+        return "warning", f"{detail}; {len(loose)} more {LOOSE} and are left out", SORTED_IN
+    if len(names := {path.parent.name for path in files}) == 1:
+        detail = f"{detail}; all of them are of one class, {names.pop()!r}, so nothing here tells classes apart"
+        return "warning", detail, "add images of the other classes, each in a folder named as its class"
     if single:
         detail = f"{detail}; {', '.join(single)} with one image: training, validation or test has none of that class"
         return "warning", detail, "add images of it: three or more let it be trained on and tested"

@@ -73,9 +73,9 @@ def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
             files = (path for path in listed if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."))
             found += [(path.relative_to(root).as_posix(), labels[folder.name]) for path in files]
     if not found:
-        raise DataError(
-            f"{root}: no images; expected {root}/CLASS/*.png or .jpg with CLASS one of {', '.join(classes)}"
-        )
+        loose = any(path.suffix.lower() in IMAGE_SUFFIXES for path in root.iterdir())
+        where = "its images lie in the folder itself, which names no class" if loose else "no images"
+        raise DataError(f"{root}: {where}; expected {root}/CLASS/*.png or .jpg with CLASS one of {', '.join(classes)}")
     return sorted(found)
 
 

@@ -90,6 +90,36 @@ def test_a_class_with_one_image_is_named_with_what_will_miss_it(tmp_path: Path) 
     assert "crack with one image: training, validation or test has none" in found.detail
 
 
+def test_images_of_one_class_alone_are_a_finding(tmp_path: Path) -> None:
+    config = box_config(tmp_path)
+    draw(config.data.root)
+    shutil.rmtree(config.data.root / "crack")
+    found = data_finding(config)
+    assert found.state == "warning"
+    assert "all of them are of one class, 'good'" in found.detail
+    assert found.advice.startswith("add images of the other classes")
+
+
+@pytest.mark.parametrize("place", [".", "train"])
+def test_images_in_the_folder_itself_are_named_as_such_and_not_as_a_class_of_its_name(
+    tmp_path: Path, place: str
+) -> None:
+    config = box_config(tmp_path)
+    draw(config.data.root)
+    (config.data.root / place).mkdir(exist_ok=True)
+    (config.data.root / "good" / "1.png").rename(config.data.root / place / "1.png")
+    found = data_finding(config)
+    assert found.state == "warning"
+    assert "(crack 3, good 2)" in found.detail
+    assert "1 more lie in the folder itself, which names no class" in found.detail
+    for name in ("good", "crack"):
+        shutil.rmtree(config.data.root / name)
+    found = data_finding(config)
+    assert (found.state, "all 1 images lie in the folder itself" in found.detail) == ("failed", True)
+    assert config.data.root.name not in found.detail.replace(str(config.data.root), "")
+    assert found.advice.startswith("move each image into a folder named as its class")
+
+
 @pytest.mark.parametrize("what", ["crack", "crack/1.png"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user that may not read")
 def test_a_class_folder_or_image_that_cannot_be_read_is_named(open_folder: Path, what: str) -> None:
