@@ -21,7 +21,7 @@ def tables_of(*, runs: bool, federations: Sequence[View], problems: Sequence[Vie
     """
     yield "The coordinator runs." if runs else "No coordinator runs; this is what its directory holds."
     if not federations:
-        yield "No federations yet; `fedcg federation create` opens one."
+        yield "No federations here; `fedcg federation create` opens one."
     else:
         table = Table("federation", "status", "phase", "round", "online", "reason", box=None, pad_edge=False)
         for view in federations:

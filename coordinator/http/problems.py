@@ -66,24 +66,19 @@ class ProblemError(Exception):
         detail: for the person who asked: what is wrong, and what to do.
         problems: one line for each error of the content, when there are several.
         headers: of the answer.
-        kind: `type` of the answer; EXISTS_KIND where what would be made exists already.
+        kind: `type` of the answer.
     """
 
+    kind = ANY_KIND
+
     def __init__(
-        self,
-        status: int,
-        detail: str,
-        *,
-        problems: Sequence[str] = (),
-        headers: Mapping[str, str] | None = None,
-        kind: str = ANY_KIND,
+        self, status: int, detail: str, *, problems: Sequence[str] = (), headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.problems = tuple(problems)
         self.headers = dict(headers or {})
-        self.kind = kind
 
     def answer(self, instance: str) -> Response:
         """The answer to a request for the path `instance`."""
@@ -96,6 +91,12 @@ class ProblemError(Exception):
             problems=list(self.problems[:MAX_PROBLEMS]) or None,
         )
         return JSONResponse(body.model_dump(exclude_none=True), self.status, self.headers, MEDIA_TYPE)
+
+
+class TakenError(ProblemError):
+    """What would be made exists already."""
+
+    kind = EXISTS_KIND
 
 
 def too_many(what: str, wait_s: float) -> ProblemError:
@@ -113,7 +114,7 @@ def problem_of(error: Exception) -> ProblemError:
     if code == NOT_FOUND:
         return ProblemError(404, first)
     if code == EXISTS:
-        return ProblemError(409, first, problems=more, kind=EXISTS_KIND)
+        return TakenError(409, first, problems=more)
     if isinstance(error, PlanError):
         return ProblemError(422, first, problems=more)
     if isinstance(error, SteeringError):

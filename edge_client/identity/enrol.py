@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,15 +64,7 @@ class Enrolled:
     certificate: x509.Certificate
 
 
-def enrol(
-    token: Token,
-    out: Path,
-    *,
-    url: str | None = None,
-    device: str | None = None,
-    data: str = DATA,
-    clock: Callable[[], float] = time.time,
-) -> Enrolled:
+def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None = None, data: str = DATA) -> Enrolled:
     """Enrol this box.
 
     The keys are made before anything is requested and stay in `out` when it fails, so that the same command, run again, asks
@@ -86,7 +76,6 @@ def enrol(
         url: the enrolment listener; default the token's.
         device: the id that this box wants; default the token's.
         data: where the images are, for agent.toml.
-        clock: this box's.
 
     Raises:
         EnrolError: its message names the next step. When another authority, or another of its servers, answered, the secret was not sent.
@@ -94,7 +83,7 @@ def enrol(
     place, name = _wanted(token, url, device)
     folder = Folder(out)
     _check_folder(folder)
-    authority = fetch_authority(place, token.authority, clock())
+    authority = fetch_authority(place, token.authority)
     tls_key, signing_key = _keys(folder)
     public = signing_key.public.hex
     proof = signing_key.sign(enrolment_statement(token.id, name, tls_key.digest, public)).hex()

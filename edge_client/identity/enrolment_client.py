@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.client
 import ssl
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -31,8 +34,8 @@ MOST_CLOCK_OFF_S = 3600.0
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
-def fetch_authority(url: str, digest: str, now: float) -> x509.Certificate:
-    """The certificate of the authority that is expected behind `url`, where this box's clock `now` is about the coordinator's.
+def fetch_authority(url: str, digest: str, clock: Callable[[], float] = time.time) -> x509.Certificate:
+    """The certificate of the authority that is expected behind `url`, where this box's clock is about the coordinator's.
 
     Only the request is sent, on a connection that verifies no certificate; the answer counts only when its public key is the
     expected one. An attacker who relays the true certificate gains nothing: the next connection is verified against it.
@@ -55,7 +58,7 @@ def fetch_authority(url: str, digest: str, now: float) -> x509.Certificate:
             f"{url} belongs to another authority than the token's (key {found[:16]}..., expected {digest[:16]}...). The "
             "secret was not sent. Either the URL is wrong, or somebody is in between: ask the operator"
         )
-    _check_clock(date, now)
+    _check_clock(date, clock())
     return authority
 
 
@@ -67,9 +70,8 @@ def _check_clock(date: str | None, now: float) -> None:
         return
     ahead_s = now - there
     if abs(ahead_s) > MOST_CLOCK_OFF_S:
-        by = f"{abs(ahead_s) / 86_400:.0f} days" if abs(ahead_s) >= 2 * 86_400 else f"{abs(ahead_s) / 3600:.1f} hours"
         raise EnrolError(
-            f"this box's clock is {by} {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's: it shows {moment(now)}, the "
+            f"this box's clock is {timedelta(seconds=round(abs(ahead_s)))} {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's: it shows {moment(now)}, the "
             f"coordinator's {moment(there)}. The token was not used. {SET_CLOCK.capitalize()}, then enrol again"
         )
 

@@ -33,6 +33,7 @@ from coordinator.pki.authority import create_ca, credential_of, issue, observers
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
+from fedcg.errors import BAD_INPUT, EXISTS
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
@@ -212,13 +213,13 @@ def test_the_access_list_has_a_section_per_device_and_nothing_without_a_federati
     assert all("fedcg/lists/" in line for line in alone if line.startswith("topic"))
 
 
-def test_init_refuses_a_directory_in_use_with_exit_code_2(tmp_path: Path) -> None:
+def test_init_refuses_a_directory_in_use_with_the_exit_code_of_things_that_exist(tmp_path: Path) -> None:
     code, output = call("coordinator", "init", "--dir", tmp_path / "home", "--broker-port", 18884, "--json")
     assert code == 0
     assert data_of(output)["dir"] == str(tmp_path / "home")
     assert load_config(tmp_path / "home" / "coordinator.toml").broker.port == 18884
     code, output = call("coordinator", "init", "--dir", tmp_path / "home")
-    assert code == 2
+    assert code == EXISTS
     assert "not an empty directory" in output
 
 
@@ -283,7 +284,7 @@ def test_ids_that_cannot_be_are_refused_before_anything_is_written(
     with_federation(home)
     call("device", "add", "taken", "--dir", home.root, "--out", tmp_path / "first")
     code, output = call("device", "add", "good", *ids, "--dir", home.root, "--out", tmp_path / "out")
-    assert code == 2
+    assert code == (EXISTS if ids == ["taken"] else BAD_INPUT)
     assert why in output
     assert not (tmp_path / "out").exists()
 
@@ -304,7 +305,7 @@ def test_a_home_has_several_federations_and_shows_where_each_stands(home: Home, 
     code, output = call("federation", "create", plan, "--dir", home.root)
     assert code == 0, output
     code, output = call("federation", "create", plan, "--dir", home.root)
-    assert code == 2
+    assert code == EXISTS
     assert "there is a federation 'second' already" in output
     shown = data_of(call("federation", "list", "--dir", home.root, "--json")[1])
     assert [(each["federation"], each["phase"], each["round"]) for each in shown] == [

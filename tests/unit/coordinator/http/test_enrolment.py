@@ -144,8 +144,8 @@ def test_after_a_lost_answer_the_same_command_finishes_the_enrolment(desk: Desk,
 def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(desk: Desk, tmp_path: Path) -> None:
     from coordinator.members.tokens import revoke_token
 
-    expired, revoked, known = desk.token("a", hours=1.0), desk.token("b", hours=100.0), desk.token("c", hours=100.0)
-    desk.ahead_s = 3601.0
+    expired, revoked, known = desk.token("a", hours=0.5), desk.token("b", hours=100.0), desk.token("c", hours=100.0)
+    desk.ahead_s = 1801.0
     revoke_token(desk.store, revoked.id, desk.clock())
     guessed = known.model_copy(update={"secret": b"g" * 32, "device": "c"})
     unknown = known.model_copy(update={"id": "f" * 16, "device": "c"})
@@ -156,7 +156,10 @@ def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(
         (unknown, "not valid here"),
     ):
         with pytest.raises(EnrolError, match=why):
-            enrol(token, tmp_path / token.id / why.split()[0], clock=desk.clock)
+            enrol(
+                token,
+                tmp_path / token.id / why.split()[0],
+            )
     assert desk.store.devices() == []
     assert [event["reason"].split(": ")[1] for event in desk.events("enrolment_refused")] == [
         "the token has expired",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,7 +68,7 @@ def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(des
 SHIFTED = "import time; now = time.time; time.time = lambda: now() + {}; from fedcg.cli import main; main()"
 
 
-@pytest.mark.parametrize(("days", "how"), [(400, "400 days ahead of"), (-400, "400 days behind")])
+@pytest.mark.parametrize(("days", "how"), [(400, "(399|400) days.* ahead of"), (-400, "(399|400) days.* behind")])
 def test_a_box_whose_clock_is_wrong_is_told_by_how_much_and_keeps_its_token(
     desk: Desk, tmp_path: Path, days: int, how: str
 ) -> None:
@@ -75,7 +76,7 @@ def test_a_box_whose_clock_is_wrong_is_told_by_how_much_and_keeps_its_token(
     command = [sys.executable, "-c", SHIFTED.format(days * 86_400), "enrol", "--token", token, "--out", str(out)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 1
-    assert f"this box's clock is {how} the coordinator's" in refused.stderr
+    assert re.search(f"this box's clock is {how} the coordinator's", refused.stderr)
     assert refused.stderr.count(" UTC") == 2
     assert "(timedatectl set-ntp true), then enrol again" in refused.stderr
     assert not out.exists()

@@ -14,6 +14,7 @@ from edge_client.errors import CohortError, StoreError
 from edge_client.store.cohort_secret import code_of, create, join, mark_of, roster_of, secret_of
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
+from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import data_of
@@ -114,8 +115,8 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (write_device(tmp_path / name, name) for name in ("first", "second"))
-    assert run("status", "--config", str(first)) == 1
-    assert "no cohort secret" in capsys.readouterr().out
+    assert run("status", "--config", str(first)) == NOT_FOUND
+    assert "No cohort secret" in capsys.readouterr().out
     assert run("create", "--config", str(first), "--json") == 0
     made = data_of(capsys.readouterr().out)
     code = tmp_path / "code"
@@ -124,12 +125,12 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(
     assert f"Joined; mark {made['mark']}" in capsys.readouterr().out
     assert run("status", "--config", str(second), "--json") == 0
     assert data_of(capsys.readouterr().out) == {"mark": made["mark"], "roster": []}
-    assert run("create", "--config", str(first)) == 1
+    assert run("create", "--config", str(first)) == EXISTS
     assert "has a cohort secret already" in capsys.readouterr().err
     code.write_text("ABCD")
     assert run("join", "--config", str(second), "--code-file", str(code)) == 2
     assert "this one has 4" in capsys.readouterr().err
-    assert run("join", "--config", str(second), "--code-file", str(tmp_path / "nowhere")) == 2
+    assert run("join", "--config", str(second), "--code-file", str(tmp_path / "nowhere")) == NOT_FOUND
     assert "nowhere" in capsys.readouterr().err
 
 
