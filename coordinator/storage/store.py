@@ -186,7 +186,7 @@ class Store(schema.Queries):
         return known
 
     def resume(self, federation: str) -> None:
-        """Let a paused federation try its round again, counting failed attempts anew."""
+        """Let a paused or stalled federation try its round again, counting failed attempts anew."""
         last = self.last_attempt(federation)
         if last is not None and last.state is AttemptState.FAILED:
             self._write(_change_federation(federation, first_attempt=last.attempt + 1))
