@@ -6,15 +6,20 @@ import contextlib
 import fcntl
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from edge_client.agent.control_socket import ask_agent
 from edge_client.config import AgentConfig
-from edge_client.errors import EnrolError, NotRunningError, OwnerRequestError, StoreDamagedError, StoreFormatError
+from edge_client.errors import (
+    DamagedFileError,
+    EnrolError,
+    NotRunningError,
+    OwnerRequestError,
+    StoreDamagedError,
+    StoreFormatError,
+)
 from edge_client.identity.credentials import read_certificate
 from edge_client.messaging.owner_requests import StatusRequest
 from edge_client.store.generations import Generation
@@ -138,7 +143,7 @@ def _state(store: PrivateStore) -> Status:
     deliveries = store.deliveries()
     last = deliveries[-1] if deliveries else None
     return {
-        "privacy_spent": _spent(store.privacy()),
+        "privacy_spent": _spent(store),
         "round": None if generation is None else generation.round_attempt.round,
         "attempt": None if generation is None else generation.round_attempt.attempt,
         "spec": None if generation is None else generation.spec,
@@ -166,7 +171,11 @@ def _images(store: PrivateStore, generation: Generation | None) -> Status:
     return found
 
 
-def _spent(record: Mapping[str, Any]) -> str | None:
+def _spent(store: PrivateStore) -> str | None:
+    try:
+        record = store.privacy()
+    except DamagedFileError as error:
+        return f"unknown: {error}"
     if not record:
         return None
     try:

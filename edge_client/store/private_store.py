@@ -10,6 +10,7 @@ accepted.json   the data snapshot of the round that was accepted last
 left_out.json   images that could not be read for it, with reasons
 seen.json       highest (epoch, round, attempt) of a broadcast
 coordinator.json  the coordinator's key that counts, once it was replaced
+counter.json    the newest numbers of the files whose older copies are refused, see `small_files`
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
 signing.pub     public keys of this device, by which its models are checked where they are used, see `export.model.signature`

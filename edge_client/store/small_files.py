@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 from edge_client.errors import DamagedFileError, StoreError, unreadable
 from edge_client.store.sealed_files import StoreFiles
 
-_CHECK = "check"
-_RESTORE = "restore it from a backup, or enrol this device anew with a new store"
+_CHECK, _NUMBER = "check", "number"
+COUNTER = "counter.json"
+_RESTORE = "restore the whole store from a backup (`fedcg agent restore`), or enrol this device anew with a new store"
 _LOST = {
     "delivered.json": "It holds the receipts of updates and nothing else: delete it, and the last update is offered once more",
     "finalised.json": "It holds the outcome of the federation and nothing else: delete it, and the model is chosen and exported once more",
@@ -22,22 +25,48 @@ _LOST = {
     "sums.json": "It holds the secrets of the open round's masked sum: when that round is over, delete it, and the next one has a sum again",
     "roster.json": "It holds the message keys of the cohort's devices and nothing else: delete it, and give them again with `fedcg cohort roster`",
     "seen.json": f"Without it an old broadcast could be played again: {_RESTORE}",
+    COUNTER: f"It says which copies of other files are the newest ones: {_RESTORE}",
     "coordinator.json": f"Without it a coordinator's key that was replaced would be trusted: {_RESTORE}",
 }
 
 
-def damaged(path: Path) -> StoreError:
+_COUNTED = frozenset({"seen.json", "sums.json", "coordinator.json", "privacy.json"})
+"""The files whose older copies undo a promise. Each write of one takes the next number, which the file and `COUNTER` keep."""
+
+
+def damaged(path: Path, what: str = "is damaged") -> StoreError:
     """The error for a damaged file: what is lost with it, and what to do."""
-    return DamagedFileError(f"{path} is damaged. {_LOST.get(path.name, _RESTORE.capitalize())}")
+    return DamagedFileError(f"{path} {what}. {_LOST.get(path.name, _RESTORE.capitalize())}")
 
 
 def read_json(files: StoreFiles, path: Path) -> dict[str, Any]:
     """A small JSON file of the store; only an absent one counts as empty.
 
     Raises:
-        StoreError: it is there and can't be read, or its content is damaged: an empty one in its place would start the
-            order of broadcasts anew, or trust a key that was rotated away.
+        StoreError: it is there and can't be read, or its content is damaged, or it is an older copy: an empty one in its place
+            would start the order of broadcasts anew, or trust a key that was rotated away.
     """
+    if path.name not in _COUNTED:
+        return _read(files, path)
+    counter = path.with_name(COUNTER)
+    before = _read(files, counter)  # first: a writer may go on meanwhile
+    values = _read(files, path)
+    number = _count(values, _NUMBER)
+    values.pop(_NUMBER, None)
+    may_be_deleted = _RESTORE not in _LOST.get(path.name, _RESTORE)
+    if number < _count(before, path.name) and not (may_be_deleted and not values):
+        raise damaged(path, "is an older copy, put back without the rest of the store" if values else "is missing")
+    if number > _count(before, _NUMBER) + 1 and number > _count(_read(files, counter), _NUMBER) + 1:
+        raise damaged(counter, f"is missing, or older than {path.name}")
+    return values
+
+
+def _count(values: Mapping[str, Any], name: str) -> int:
+    count = values.get(name)
+    return count if isinstance(count, int) else 0
+
+
+def _read(files: StoreFiles, path: Path) -> dict[str, Any]:
     try:
         values = json.loads(files.read(path))
     except FileNotFoundError:
@@ -63,7 +92,22 @@ def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def write_json(files: StoreFiles, path: Path, values: Mapping[str, Any]) -> None:
-    """Give a small JSON file new content, with its check."""
+    """Give a small JSON file new content, with its check; several processes may do so at once."""
+    if path.name not in _COUNTED:
+        _write(files, path, values)
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        kept = _read(files, path.with_name(COUNTER))
+        number = _count(kept, _NUMBER) + 1
+        _write(files, path, {**values, _NUMBER: number})  # first: a crash between both leaves the counter one behind
+        _write(files, path.with_name(COUNTER), {**kept, _NUMBER: number, path.name: number})
+    finally:
+        os.close(folder)
+
+
+def _write(files: StoreFiles, path: Path, values: Mapping[str, Any]) -> None:
     whole = {"format": 1, **values}
     files.replace(path, json.dumps({**whole, _CHECK: _check_of(json.loads(json.dumps(whole)))}).encode())
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.errors import StoreError
+from edge_client.errors import DamagedFileError, StoreError
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.sealed_files import StoreFiles, StoreKey
 from edge_client.store.small_files import read_json, write_json
+from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
 from tests.support.edge.filled_store import SPEC, contents, files_of, fill
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
 
 KEY = StoreKey(b"k" * 32)
+ENROLLED = SigningKey.generate().public
 REMEDIES = ("estore", "delete it", "move it away", "enrol", "[encryption]", "agent store rekey")
 
 
@@ -110,6 +115,7 @@ def test_a_check_whose_very_name_is_damaged_is_no_file_of_an_earlier_program(tmp
             path.write_bytes(changed)
             with pytest.raises(StoreError, match="damaged"):
                 read_json(files, path)
+    (tmp_path / "counter.json").unlink()
     path.write_bytes(b'{"format": 1, "spent": "y"}')  # as earlier programs wrote it
     assert read_json(files, path) == {"format": 1, "spent": "y"}
 
@@ -132,3 +138,81 @@ def test_a_lost_pointer_beside_later_generations_is_no_new_store(tmp_path: Path)
     assert generation is not None
     assert generation.round_attempt == RoundAttempt(2, 1)
     assert "CURRENT is damaged" in problems[0]
+
+
+WRITES: dict[str, Callable[[PrivateStore, int], None]] = {
+    "seen.json": lambda store, number: store.save_seen((1, number, 1)),
+    "sums.json": lambda store, number: store.save_sum_record({"round": number}),
+    "privacy.json": lambda store, number: store.save_privacy({"spent": number}),
+    "coordinator.json": lambda store, number: store.save_pinned_key(ENROLLED, PinnedKey(ENROLLED, number)),
+}
+READS: dict[str, Callable[[PrivateStore], object]] = {
+    "seen.json": lambda store: store.seen(),
+    "sums.json": lambda store: store.sum_record(),
+    "privacy.json": lambda store: store.privacy(),
+    "coordinator.json": lambda store: store.pinned_key(ENROLLED),
+}
+
+
+@pytest.fixture
+def lived(tmp_path: Path) -> tuple[PrivateStore, Path]:
+    """A store in which each file was written three times, in turns, and a copy of it from before the last ones."""
+    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+    for number in (1, 2, 3):
+        if number == 3:
+            shutil.copytree(store.root, tmp_path / "earlier")
+        for write in WRITES.values():
+            write(store, number)
+    return store, tmp_path / "earlier"
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_an_older_copy_of_one_file_is_refused_by_name_and_the_others_are_read(
+    lived: tuple[PrivateStore, Path], name: str
+) -> None:
+    store, earlier = lived
+    shutil.copyfile(earlier / name, store.root / name)
+    with pytest.raises(DamagedFileError, match=rf"{name} is an older copy.*(fedcg agent restore|delete it)"):
+        READS[name](store)
+    for other in set(READS) - {name}:
+        READS[other](store)
+    shutil.copytree(earlier, store.root.parent / "whole")
+    READS[name](PrivateStore.open(store.root.parent / "whole", FEDERATION, DEVICE))  # a whole store is a backup's
+
+
+def test_a_file_of_a_promise_that_is_gone_or_an_older_counter_is_refused(lived: tuple[PrivateStore, Path]) -> None:
+    store, earlier = lived
+    (store.root / "seen.json").unlink()
+    with pytest.raises(DamagedFileError, match=r"seen\.json is missing"):
+        store.seen()
+    (store.root / "sums.json").unlink()  # as its remedy says
+    assert store.sum_record() == {}
+    shutil.copyfile(earlier / "counter.json", store.root / "counter.json")
+    with pytest.raises(DamagedFileError, match=r"counter\.json is missing, or older than privacy\.json"):
+        store.privacy()
+
+
+def test_a_kill_between_a_file_and_the_counter_loses_nothing(lived: tuple[PrivateStore, Path]) -> None:
+    store, _ = lived
+    counter = (store.root / "counter.json").read_bytes()
+    store.save_seen((1, 4, 1))
+    (store.root / "counter.json").write_bytes(counter)
+    assert store.seen() == (1, 4, 1)
+    store.save_privacy({"spent": 4})
+    assert (store.seen(), store.privacy()["spent"]) == ((1, 4, 1), 4)
+
+
+def test_agent_and_training_process_write_at_once_and_no_reader_is_misled(tmp_path: Path) -> None:
+    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+
+    def write(name: str) -> None:
+        for number in range(1, 40):
+            WRITES[name](PrivateStore(store.root), number)
+
+    with ThreadPoolExecutor(3) as threads:
+        writers = [threads.submit(write, name) for name in ("seen.json", "privacy.json")]
+        while not all(writer.done() for writer in writers):
+            READS["seen.json"](store)
+            READS["privacy.json"](store)
+        assert [writer.result() for writer in writers] == [None, None]
+    assert (store.seen(), store.privacy()["spent"]) == ((1, 39, 1), 39)

@@ -71,7 +71,7 @@ def test_a_damaged_state_file_is_an_error_and_never_an_empty_one(
 ) -> None:
     filled(store)
     (store.root / name).write_bytes(content)
-    with pytest.raises(StoreError, match=rf"{name} is damaged. .*(estore it from a backup|delete it)"):
+    with pytest.raises(StoreError, match=rf"{name} is damaged. .*(estore the whole store from a backup|delete it)"):
         read(store, name)
 
 
