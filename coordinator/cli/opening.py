@@ -23,13 +23,16 @@ HERE = ("sqlite", "directory")
 """Places in the coordinator's directory, as `fedcg coordinator restore` names them."""
 
 
-def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:
+def create_home(
+    root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = (), secret: bytes | None = None
+) -> Home:
     """Make a coordinator's directory: authority, certificates, signing key, secret, configuration, empty database and access list.
 
     Args:
         root: must be missing or empty.
         config: what goes into coordinator.toml.
         observers: identities that get a certificate to read everything and write nothing.
+        secret: the root of its random streams, for runs that are repeated; default random.
 
     Raises:
         HomeError: the directory holds something.
@@ -46,7 +49,7 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
     for identity in (COORDINATOR, *observers):
         issue(home.pki, identity)
     SigningKey.generate().save(home.signing_key)
-    write_durably(home.secret_file, checked_secret(secrets.token_bytes(SECRET_BYTES)), is_new=True)
+    write_durably(home.secret_file, checked_secret(secret or secrets.token_bytes(SECRET_BYTES)), is_new=True)
     home.make_folders()
     replace_durably(home.config_file, render_config(config), READABLE)
     refresh_access(home)

@@ -147,8 +147,8 @@ class Demo:
                 public_data=str(run.data / "public") if run.setting.public_images else None
             ),
         )
-        home = create_home(run.home, config, observers=("observer",))
-        home.secret_file.write_bytes(root_secret(run.setting.seed, "coordinator"))
+        secret = root_secret(run.setting.seed, "coordinator")
+        home = create_home(run.home, config, observers=("observer",), secret=secret)
         with contextlib.closing(Store.of(home)) as store:
             make_bundles(home, store, self._clients, run.root / "devices", time.time(), FEDERATION)
 

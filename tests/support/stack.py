@@ -106,6 +106,8 @@ class Stack:
         if self.https:
             ports += ["--carrier-port", str(self.carrier_port)]
         self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
+        (self.home / "coordinator.secret").write_bytes(b"s" * 32)
+        (self.home / "high-water.mark").unlink()  # the secret of before signed it
         storage = {("storage", name): value for name, value in self.storage.items()}
         set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): self.retry_s, **storage})
         if self.certificate_days is not None:
@@ -127,7 +129,6 @@ class Stack:
             for name, content in (("cohort.key", b"c" * 32), ("device.key", bytes([number]) * 32)):
                 (secrets / name).write_bytes(content)
                 (secrets / name).chmod(0o600)
-        (self.home / "coordinator.secret").write_bytes(b"s" * 32)
 
     def enrol_device(self, device: str, *wishes: str, folder: Path | None = None) -> Path:
         """Make a token and enrol a box with it, as an operator and a person at the box do; returns the box's folder."""
