@@ -5,6 +5,7 @@ Owns nothing but files in the directory it is given: `ca.pem`, `ca.key`, `crl.pe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -21,7 +22,7 @@ from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import HomeError
 from coordinator.paths import CRL_NAME, Home, damaged
 from fedcg.files import READABLE, replace_durably, write_durably
-from fedcg.wire.server_role import AUTHORITY_NAME
+from fedcg.wire.server_role import AUTHORITY_NAME, ServerRole
 
 CA_NAME = "ca"
 CA_DAYS = 3650
@@ -30,6 +31,9 @@ LEAF_LIFE = timedelta(days=LEAF_DAYS)
 RENEW_SERVER_BEFORE = timedelta(days=60)
 CLOCK_SLACK = timedelta(hours=1)
 """Devices without a battery-backed clock start with a date in the past; a fresh certificate must already be valid for them."""
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,12 @@ def server_credential(directory: Path, role: str, host: str) -> Credential:
     names = tuple(dict.fromkeys((host, "127.0.0.1", "localhost"))) if host in LOOPBACK_HOSTS else (host,)
     credential = credential_of(directory, role)
     if credential.certificate.exists() and credential.key.exists():
-        certificate, _ = _load(credential, _load_ca(directory)[0])
+        authority, _ = _load_ca(directory)
+        try:
+            certificate, _ = _load(credential, authority)
+        except HomeError as error:
+            log.warning("%s. Or do nothing: a new pair is issued now", error)
+            return issue(directory, role, server=True, sans=names)
         left = certificate.not_valid_after_utc - datetime.now(timezone.utc)
         if left > RENEW_SERVER_BEFORE and _names(certificate) == set(names):
             return credential
@@ -254,7 +263,7 @@ def _load(
         certificate.verify_directly_issued_by(authority or certificate)
         path = credential.key
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, FileNotFoundError) as error:
         raise damaged(path, error) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise damaged(path, f"it is not the key of {credential.certificate}")
@@ -262,14 +271,14 @@ def _load(
 
 
 def check_pki(directory: Path) -> None:
-    """Check every certificate, key and list of the authority in `directory`.
+    """Check the authority in `directory`, its list, and every pair but those of servers, which are issued anew when needed.
 
     Raises:
         HomeError: one is damaged; names it, and says how to go on.
     """
     authority, _ = _load_ca(directory)
     for path in sorted(directory.glob("*.pem")):
-        if path.name != CRL_NAME and path.stem != CA_NAME:
+        if path.stem not in (*ServerRole, CA_NAME, Path(CRL_NAME).stem):
             _load(credential_of(directory, path.stem), authority)
     if (directory / CRL_NAME).exists():
         _load_revocations(directory / CRL_NAME, authority)
