@@ -133,10 +133,10 @@ class Home:
         return held(self.pid_file, "a coordinator")
 
 
-def damaged(path: Path, why: object) -> HomeError:
+def damaged(path: Path, why: str) -> HomeError:
     """The error for a damaged file of a home that only a backup brings back."""
     return HomeError(
-        f"{path} is damaged: {why or 'it fails its check'}. Restore a backup (`fedcg coordinator restore FILE --dir NEW`) and copy the file "
+        f"{path} is damaged: {why}. Restore a backup (`fedcg coordinator restore FILE --dir NEW`) and copy the file "
         "from there"
     )
 

@@ -257,14 +257,14 @@ def _load(
     credential: Credential, authority: x509.Certificate | None = None
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     """A pair, checked: the certificate is signed by the authority (by itself without one), and the key is its own."""
-    path = credential.certificate
+    path, what = credential.certificate, "no certificate of this authority"
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
         certificate.verify_directly_issued_by(authority or certificate)
-        path = credential.key
+        path, what = credential.key, "no private key"
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, FileNotFoundError) as error:
-        raise damaged(path, error) from error
+        raise damaged(path, f"it holds {what}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise damaged(path, f"it is not the key of {credential.certificate}")
     return certificate, key

@@ -115,8 +115,8 @@ class HighWater:
     def _advice(self) -> str:
         return (
             "Restore a backup into a new directory: `fedcg coordinator restore FILE --dir NEW`. Or go on without what is lost: "
-            f"`fedcg coordinator run --dir {self._home.root} --accept-loss`; then revoke and enrol again what "
-            f"{self._home.events_file} has and `fedcg device list` has not"
+            f"`fedcg coordinator run --dir {self._home.root} --accept-loss`. Then compare {self._home.events_file} "
+            "with `fedcg device list`, and revoke or enrol again"
         )
 
     def _read(self) -> dict[str, int] | None:
