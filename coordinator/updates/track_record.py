@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 
-from coordinator.rounds.records import AttemptRecord, ParticipantState
+from coordinator.rounds.records import AttemptRecord, ParticipantState, UpdateRecord
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances, medians_of
 from fedcg.learning.spec import RoundPolicy
@@ -20,6 +19,8 @@ FAILURES = {
     DeclineReason.DIVERGED.value: "its training diverged",
 }
 """Declines that count as failures."""
+MIN_VOTES = 2
+"""Clients whose accuracy rises no more; one alone ends no federation."""
 MISSED = "it accepted and did not deliver before the deadline"
 
 
@@ -68,18 +69,29 @@ def _failures(store: Store, attempt: AttemptRecord) -> dict[str, str]:
 
 
 def plateau_reason(store: Store, federation: str, policy: RoundPolicy) -> str:
-    """Why the federation ends before its last round, or "": the mean accuracy that its clients reported rises no more."""
+    """Why the federation ends before its last round, or "": the accuracies of more than half of its clients rise no more.
+
+    Each client is compared with itself, so that what one device reports moves its own vote alone; a single vote ends nothing.
+    """
     if policy.stop_patience is None:
         return ""
-    means = []
-    for aggregate in store.aggregates(federation):
-        merged = [each for each in store.updates((federation, aggregate.round, aggregate.attempt)) if each.weight]
-        if accuracies := [each.reported["accuracy"] for each in merged if "accuracy" in each.reported]:
-            means.append(statistics.fmean(accuracies))
-    recent, earlier = means[-policy.stop_patience :], means[: -policy.stop_patience]
-    if not earlier or 100.0 * (max(recent) - max(earlier)) > policy.stop_gain:
+    closed = [(federation, each.round, each.attempt) for each in store.aggregates(federation) if each.round]
+    merged = [[each for each in store.updates(key) if each.weight] for key in closed]
+    recent, earlier = merged[-policy.stop_patience :], merged[: -policy.stop_patience]
+    best, before = _best_accuracies(recent), _best_accuracies(earlier)
+    level = [client for client in best.keys() & before if 100.0 * (best[client] - before[client]) <= policy.stop_gain]
+    clients = {each.client for updates in recent for each in updates}
+    if len(level) < MIN_VOTES or 2 * len(level) <= len(clients):
         return ""
     return (
-        f"the clients' mean accuracy has not risen by more than {policy.stop_gain:g} points in {len(recent)} rounds "
-        f"(best {max(earlier):.1%}, since then {max(recent):.1%})"
+        f"the accuracies of {len(level)} of {len(clients)} clients have not risen by more than {policy.stop_gain:g} points "
+        f"in {len(recent)} rounds"
     )
+
+
+def _best_accuracies(rounds: list[list[UpdateRecord]]) -> dict[str, float]:
+    """By client that reported any, the best accuracy that it reported in these rounds."""
+    best: dict[str, float] = {}
+    for update in (each for updates in rounds for each in updates if "accuracy" in each.reported):
+        best[update.client] = max(best.get(update.client, 0.0), update.reported["accuracy"])
+    return best

@@ -264,7 +264,8 @@ class RoundPolicy(_Frozen):
         ),
     ] = False
     stop_patience: Annotated[
-        int | None, Field(ge=1, description="end after so many rounds without a better mean validation accuracy")
+        int | None,
+        Field(ge=1, description="end after so many rounds in which most clients' validation accuracies rose no more"),
     ] = None
     stop_gain: Annotated[float, Field(ge=0, le=100, description="points of accuracy that count as better")] = 0.1
 

@@ -187,7 +187,7 @@ def test_accuracy_that_rises_no_more_ends_a_federation(made: Federations) -> Non
         until_over(made, "tiny")
     record = made.world.store.federation("tiny")
     assert record.status.value == "stopped"
-    assert "has not risen by more than 0.1 points in 2 rounds (best 50.0%, since then 50.0%)" in record.status_reason
+    assert "of 3 clients have not risen by more than 0.1 points in 2 rounds" in record.status_reason
     assert len(made.world.store.aggregates("tiny")) == 1 + 3
 
 

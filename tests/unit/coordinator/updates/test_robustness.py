@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +26,8 @@ from coordinator.updates.robustness import (
     outlier,
     over,
 )
-from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
+from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
+from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.messages.messages import Outcome
@@ -142,13 +146,20 @@ class Past:
         for device in "abcd":
             self.store.add_device(device, device * 64, 1.0)
 
-    def round(self, number: int, rejected: str = "", accepted: str = "", distances: str = "{}") -> None:
+    def round(
+        self,
+        number: int,
+        rejected: str = "",
+        accepted: str = "",
+        distances: str = "{}",
+        reports: Sequence[str | None] = (None,) * 4,
+    ) -> None:
         key = ("f", number, 1)
         self.store.open_attempt(key, "0" * 64, frozenset("abcd"), 1.0, 2.0)
-        for client in rejected + accepted:
+        for client, report in zip(rejected + accepted, reports, strict=False):
             outcome = Outcome.REJECTED if client in rejected else Outcome.ACCEPTED
             record = UpdateRecord(
-                *key, client, client * 64, 1, outcome, f"because of {number}", None, 1.0, 2.0, distances
+                *key, client, client * 64, 1, outcome, f"because of {number}", report, 1.0, 2.0, distances
             )
             self.store.end_update(record)
         self.store.start_distilling(key, 3.0)
@@ -168,6 +179,39 @@ def test_two_rejections_running_leave_a_device_out_for_five_rounds_and_one_does_
     past.round(back, rejected="a", accepted="bc")
     assert left_out(past.store, "f", back + 1) == {"a": f"because of {back}"}
     past.store.close()
+
+
+def votes(folder: Path, *rounds: tuple[float | None, ...], patience: int = 2) -> str:
+    """Why a federation ends whose clients a, b, c, d reported these accuracies, round by round; None: none."""
+    folder.mkdir()
+    past = Past(folder)
+    for number, accuracies in enumerate(rounds, 1):
+        reports = [json.dumps({"accuracy": one}) for one in accuracies]
+        past.round(number, accepted="abcd"[: len(accuracies)], reports=reports)
+    policy = RoundPolicy(rounds=99, min_clients=1, min_cohort=1, stop_patience=patience)
+    with closing(past.store):
+        return plateau_reason(past.store, "f", policy)
+
+
+def test_one_device_that_reports_what_it_likes_does_not_end_a_federation(tmp_path: Path) -> None:
+    rising = ((0.5, 0.6), (0.6, 0.7), (0.7, 0.8), (0.8, 0.9))
+    for number, lie in enumerate(((1.0, 1.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.5, 0.5))):
+        told = [(*honest, lied) for honest, lied in zip(rising, lie, strict=True)]
+        assert votes(tmp_path / str(number), *told) == ""
+    assert votes(tmp_path / "alone", (1.0,), (0.5,), (0.5,)) == ""  # no federation ends by one device's word
+    assert (
+        votes(tmp_path / "two", *[(own, lied) for (own, _), lied in zip(rising, (1.0, 0.0, 0.0, 0.0), strict=True)])
+        == ""
+    )
+
+
+def test_a_federation_ends_when_the_accuracies_of_more_than_half_of_its_clients_rise_no_more(tmp_path: Path) -> None:
+    ended = votes(tmp_path / "ended", (0.5, 0.6, 0.1), (0.7, 0.9, 0.2), (0.7, 0.8, 0.3), (0.6, 0.9, 0.4))
+    assert ended == "the accuracies of 2 of 3 clients have not risen by more than 0.1 points in 2 rounds"
+    assert votes(tmp_path / "half", (0.5, 0.5, 0.1, 0.1), (0.5, 0.5, 0.2, 0.2), (0.5, 0.5, 0.3, 0.3)) == ""
+    assert votes(tmp_path / "early", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)) == ""
+    unreported = [(0.5, 0.5, None, None)] * 4
+    assert votes(tmp_path / "unreported", *unreported) == ""
 
 
 def test_the_medians_are_those_of_the_merged_updates_of_the_closed_attempt(tmp_path: Path) -> None:
