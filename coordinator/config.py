@@ -200,6 +200,7 @@ class RobustnessSettings(_Section):
             own) is scaled back.
         norm, direction, consistency, agreement: what is done about an update that behaves unlike the others (`figures.Figures`).
         down_weight: share of its examples that an update counts for when a policy says `down-weight`.
+        below_quorum: what is done with updates in quarantine when fewer than the quorum are left without them; `fail`: the attempt fails.
     """
 
     weight_medians: Annotated[float, Field(ge=1, le=1e9)] = 3.0
@@ -211,6 +212,7 @@ class RobustnessSettings(_Section):
     consistency: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
     agreement: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
     down_weight: Annotated[float, Field(gt=0, le=1)] = 0.1
+    below_quorum: Literal["warn", "down-weight", "fail"] = "down-weight"
 
 
 class StorageSettings(_Section):

@@ -141,6 +141,7 @@ def device_show(client: Client, device: Device) -> Result:
     values = client.get(f"/devices/{device}")
     lines = [_devices([values]), "", f"enrolled     {moment(values['enrolled_at'])}"]
     lines.append(f"message key  {values['public_key']}")
+    lines += [f"odd update   {federation}, {what}" for federation, what in values["odd"].items()]
     for known in values["certificates"]:
         ended = f", revoked {moment(known['revoked_at'])}" if known["revoked_at"] else ""
         lines.append(f"certificate  {known['serial']}, until {moment(known['expires_at'])}{ended}")

@@ -71,6 +71,7 @@ class CurrentRound:
         unapproved: clients that take part as soon as their owners approve the spec; the phase is "waits_for_owners" where the
             open attempt can't close without them.
         waits_for: what the next attempt waits for.
+        odd: by client, what became of its last update where that was unlike the others.
     """
 
     federation: str
@@ -97,6 +98,7 @@ class CurrentRound:
     unapproved: list[str] = field(default_factory=list)
     merge: MergeProgress | None = None
     waits_for: str = ""
+    odd: dict[str, str] = field(default_factory=dict)
 
 
 def current_round(known: Known, federation: str) -> CurrentRound:
@@ -143,6 +145,9 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         counts={phase.value: sum(each.phase is phase for each in clients) for phase in ClientPhase},
         unapproved=sorted(state.unapproved),
         merge=None if service is None else service.round_driver.merge,
+        odd={}
+        if service is None
+        else {client: f"round {each.round}: {each.reason}" for client, each in service.round_driver.odd.items()},
         waits_for=_waits_for(record, state, service) if state.phase is Phase.WAITING and not is_over else "",
     )
 

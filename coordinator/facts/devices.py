@@ -171,6 +171,8 @@ def _remarks(known: Known, device: DeviceRecord) -> list[str]:
         why = service.state.barred.get(device.id) or service.state.left_out.get(device.id)
         if why and not why.startswith("disabled"):
             remarks.append(f"not invited to {federation}: {why}")
+        if (odd := service.round_driver.odd.get(device.id)) is not None:
+            remarks.append(f"its update to round {odd.round} of {federation} is {odd.reason}")
         if service.floods.is_silenced(device.id):
             remarks.append(f"silenced in {federation}: it sent too much")
         if refused := service.refused_of(device.id):

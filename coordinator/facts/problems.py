@@ -86,6 +86,10 @@ SUM_REMEDIES = {
     SumPhase.SHARES: "Give every device a file with all devices' lines (`fedcg cohort card`, `fedcg cohort roster FILE`); see `refused` in its event log.",
 }
 SUM_REMEDY = "After one round, nothing. Else see to it that devices stay to the end: four at least, and more than half of those that announced keys."
+ODD_REMEDY = (
+    "Look at the device: its images, their labels, whether it is yours. If it is honestly different, raise the figure's bound under "
+    "[robustness] in coordinator.toml, or set its action to `warn`, and start the coordinator again."
+)
 HEALTH = {
     "low_disk": "On the device: free some space; it declines rounds before its disk is full.",
     "hot": "On the device: improve its cooling, or lower its power mode; it declines rounds above its limit.",
@@ -247,6 +251,9 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
             f"Start the agents that are offline, enable devices, or `fedcg federation set {record.id} {lower}`.",
             is_severe=True,
         )
+    for device, update in service.round_driver.odd.items():
+        what = f"its update to round {update.round} is {update.reason}"
+        yield Problem("odd update", f"{device} in {record.id}", what, ODD_REMEDY, device=device)
     outsiders = service.cohorts.outsiders()
     if len(outsiders) < len(state.online):  # else no device has a secret, which is a choice and not a problem
         for device, why in outsiders.items():

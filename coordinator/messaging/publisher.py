@@ -199,17 +199,10 @@ class Publisher:
             Need(**self._to(device, manifest.at), artifact=manifest.artifact.id, ranges=ranges),
         )
 
-    def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
-        """End an update."""
-        return self._send(
-            device,
-            Receipt(
-                **self._to(device, manifest.at),
-                artifact=manifest.artifact.id,
-                outcome=outcome,
-                reason=reason[:300],
-            ),
-        )
+    def receipt(self, device: str, at: RoundAttempt, artifact: str, outcome: Outcome, reason: str) -> bool:
+        """End an update, or say what became of one that was accepted."""
+        message = Receipt(**self._to(device, at), artifact=artifact, outcome=outcome, reason=reason[:300])
+        return self._send(device, message)
 
     def chunks(self, device: str, source: ChunkFile, ranges: Ranges) -> None:
         """Send what one device asked for, as the link takes it; the device asks again for lost chunks."""

@@ -125,6 +125,7 @@ class DeviceView(DeviceRecord):
         online: the federations in which it has a session.
         participates: the federations whose open attempt it was invited to.
         left_out: by federation, why it is not invited while enough others are there, or at all.
+        odd: by federation, what became of its last update where that was unlike the others.
         refused: messages of it that were refused since the coordinator started.
         progress: by federation, how far its training is.
         certificate_expires_at: of the last of its certificates that is not revoked.
@@ -133,6 +134,7 @@ class DeviceView(DeviceRecord):
     online: list[str]
     participates: list[str]
     left_out: dict[str, str]
+    odd: dict[str, str]
     refused: int
     silenced: bool
     progress: dict[str, DeviceProgress]
@@ -249,6 +251,11 @@ def device_view(
             federation: reason
             for federation, state in states.items()
             if (reason := state.barred.get(device.id) or state.left_out.get(device.id))
+        },
+        odd={
+            federation: f"round {odd.round}: {odd.reason}"
+            for federation, service in services.items()
+            if (odd := service.round_driver.odd.get(device.id)) is not None
         },
         refused=sum(service.refused_of(device.id) for service in services.values()),
         silenced=device.id in silenced or any(service.floods.is_silenced(device.id) for service in services.values()),

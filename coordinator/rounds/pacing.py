@@ -36,11 +36,6 @@ class Policy(RoundPolicy):
     retry_s: float = 0.0
     selection_key: bytes = Field(default=b"", repr=False)
 
-    @property
-    def quorum(self) -> int:
-        """An attempt opens with at least so many clients, and is merged from at least so many updates."""
-        return max(self.min_clients, self.min_cohort)
-
     def wanted(self, invited: int) -> int:
         """How many updates close an attempt to which so many clients were invited."""
         if self.over_selection == 0.0:

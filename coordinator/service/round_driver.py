@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from coordinator.aggregation.worker_messages import (
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.pacing import Policy
-from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus
+from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus, UpdateRecord
 from coordinator.rounds.round_commands import (
     Distil,
     FailAttempt,
@@ -48,6 +48,7 @@ from coordinator.rounds.round_engine import Phase, RoundState, transition
 from coordinator.rounds.round_events import (
     AggregateStored,
     AggregationFailed,
+    CameOnline,
     Event,
     Paused,
     PolicyChanged,
@@ -64,7 +65,7 @@ from coordinator.sums.open_attempt import MaskedSums
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
 from coordinator.updates.screening import Choice, Screening
-from coordinator.updates.track_record import left_out, plateau_reason
+from coordinator.updates.track_record import left_out, odd_updates, plateau_reason
 from fedcg.event_log import EventValue
 from fedcg.wire.messages.messages import Outcome, RoundAttempt
 
@@ -97,6 +98,7 @@ class RoundDriver:
         announced_at: when `announce` was called last; monotonic seconds.
         worker_pid: the worker's process, once it is ready.
         merge: the merge that runs, or the last one; None before the first one.
+        odd: by client, its last update where that was unlike the others.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class RoundDriver:
         self.announced_at = 0.0
         self.worker_pid: int | None = None
         self.merge: MergeProgress | None = None
+        self.odd: Mapping[str, UpdateRecord] = {}
         self._base = ""
         self._shares: dict[str, float] = {}  # of the local steps, that the clients of the open attempt take
         self.is_announced = True
@@ -161,6 +164,7 @@ class RoundDriver:
         self._published.allow(self._context.federation.spec)
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
         self._judge_devices(self._state.round)
+        self.odd = odd_updates(self._store, self._id, self._state.round - 1)
         self.apply(Restarted())
         self._follow_status(self._record)
 
@@ -195,6 +199,8 @@ class RoundDriver:
         self._state, commands = transition(self._state, event, self._context.clock())
         for command in commands:
             self._do_what[type(command)](command)
+        if isinstance(event, CameOnline):
+            self._report_odd(event.client)
 
     def follow_worker(self, event: WorkerEvent) -> None:
         """Write a report of the worker into the event log, and act on it."""
@@ -357,13 +363,22 @@ class RoundDriver:
             self._assess(key)  # one was rejected meanwhile, or the policy changed
             return
         choice = self._screening.choose(key, assessed.figures, policy)
-        odd = frozenset(choice.quarantined)
+        odd = choice.quarantined
         self._state = replace(state, updates=state.updates - odd, declined=state.declined | odd)
+        self.odd = odd_updates(self._store, self._id, state.round - 1)
+        for client in choice.odd:
+            self._report_odd(client)
         reason = choice.too_few(len(self._state.updates), state.policy.quorum)
         if reason:
             self.apply(AggregationFailed(assessed.round, assessed.attempt, reason))
         else:
             self._sums.open(self._state.updates, partial(self._merge, assessed.at, choice))
+
+    def _report_odd(self, client: str) -> None:
+        """Send a device what became of its last update where that was unlike the others; again with each session."""
+        if (update := self.odd.get(client)) is not None:
+            at = RoundAttempt(update.round, update.attempt)
+            self._publisher.receipt(client, at, update.artifact, update.outcome, update.reason)
 
     def _merge(self, at: RoundAttempt, choice: Choice, opened: OpenedSum) -> None:
         if self._state.phase is Phase.DISTILLING and self._state.at == at:  # a sum takes a while to be opened

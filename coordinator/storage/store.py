@@ -238,11 +238,24 @@ class Store(schema.Queries):
         self._write(_change_attempt(key, state=AttemptState.DISTILLING.value, distilling_at=now))
         return [ended for ended in self.updates(key) if ended.outcome is Outcome.ACCEPTED]
 
-    def weigh(self, key: Key, weights: Mapping[str, int], figures: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Store the weights with which these clients' updates are merged (0: they are not), and their figures as JSON."""
+    def weigh(
+        self,
+        key: Key,
+        weights: Mapping[str, int],
+        figures: Mapping[str, str] = MappingProxyType({}),
+        reasons: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Store the weights with which these clients' updates are merged (0: they are not), their figures as JSON, and why some are odd."""
         self._write(
             *(
-                _change(schema.updates, key, client, weight=weight, figures=figures.get(client))
+                _change(
+                    schema.updates,
+                    key,
+                    client,
+                    weight=weight,
+                    figures=figures.get(client),
+                    reason=reasons.get(client, ""),
+                )
                 for client, weight in weights.items()
             )
         )

@@ -7,8 +7,8 @@ of hostile updates.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,20 @@ from fedcg.wire.parts import Part
 
 SKETCH_NUMBERS = 4096
 """Length of a sketch: a cosine of two sketches is off by about 1 / sqrt(4096), 0.016."""
-OPPOSITE = -0.1
-"""A step whose median cosine to the others is below this undoes what they do; honest ones stayed above -0.04, also where clients have
-two classes each."""
+ALIKE = 0.6
+"""Where the median cosine of steps is at least this, a step is compared with it by the policy's bound: while devices still learn the same
+things. Honest steps stayed within 0.24 of such a median; with less in common, a device with other classes came to 0.5 below it."""
+FAR = 2.5
+"""Below `ALIKE` the bound counts so many times: converged steps are near orthogonal (median -0.2 to 0.5). Of three steps of which one is
+flipped the median is about 0, and that one -0.8."""
+OPPOSITE, COMMON = -0.1, 0.4
+"""A step whose median cosine to the others is below the first undoes what they do, where the median is at least the second."""
+MIN_OPPOSED = 5
+"""With fewer updates the median of a step's cosines is one of three, or the mean of two: a single other device moves it."""
 TELLING = 0.5
 """A share is compared with the cohort's median only where that is at least this: clients with few classes, and an untrained base, give
 low shares that mean nothing."""
+NEEDED = "left in because the round needs it"
 _STATISTICS = ("running_mean", "running_var")  # of batch norm: they follow the data, not a gradient
 
 OUTPUT = "output"
@@ -84,6 +92,11 @@ class Verdict:
     action: Action | None = None
     reasons: tuple[str, ...] = ()
 
+    @property
+    def sentence(self) -> str:
+        """What became of the update and why, for its operator and its owner; "" where nothing is odd."""
+        return f"{_CONSEQUENCES[self.action]}: {'; '.join(self.reasons)}" if self.action else ""
+
 
 def sketches_of(parts: PartArrays, base: PartArrays, seed: int) -> dict[str, NDArray[np.float64]]:
     """The step of each part from the base, shortened so that cosines of steps stay what they are, up to a few hundredths.
@@ -128,22 +141,45 @@ def figures_of(updates: Mapping[str, Behaviour], *, has_trained_base: bool) -> d
     return found
 
 
-def verdict_of(figures: Figures, settings: RobustnessSettings) -> Verdict:
-    """What the operator's policies do about an update."""
+def verdicts_of(
+    figures: Mapping[str, Figures], settings: RobustnessSettings, own: Collection[str], quorum: int
+) -> dict[str, Verdict]:
+    """What the operator's policies do about the updates that are to be merged.
+
+    Args:
+        figures: by client.
+        settings: the policies.
+        own: the clients whose update belongs to the attempt; the others' are late ones of the round before.
+        quorum: with fewer updates of its own the attempt would fail. Where quarantine leaves fewer, `below_quorum` decides.
+    """
+    found = {client: verdict_of(each, settings, len(figures)) for client, each in figures.items()}
+    odd = {client for client in own if found[client].action == "quarantine"}
+    if settings.below_quorum == "fail" or len(own) - len(odd) >= quorum:
+        return found
+    instead = settings.below_quorum
+    return found | {
+        client: replace(found[client], action=instead, reasons=(*found[client].reasons, NEEDED)) for client in odd
+    }
+
+
+def verdict_of(figures: Figures, settings: RobustnessSettings, updates: int) -> Verdict:
+    """What the operator's policies do about one of so many updates."""
     found: list[tuple[Action, str]] = []
     if figures.norm is not None and figures.norm > settings.norm.bound:
-        found.append((settings.norm.action, f"its step is {figures.norm:.3g} times as long as the median"))
+        odd = f"its step is {figures.norm:.3g} times as long as the median (at most {settings.norm.bound:g})"
+        found.append((settings.norm.action, odd))
     if figures.direction is not None and figures.typical_direction is not None:
-        least = max(OPPOSITE, figures.typical_direction - settings.direction.bound)
+        least = _least_cosine(figures.typical_direction, settings.direction.bound, updates)
         if figures.direction < least:
-            odd = f"its step points away from the others' (cosine {figures.direction:.2f}, median {figures.typical_direction:.2f})"
-            found.append((settings.direction.action, odd))
+            shown = f"cosine {figures.direction:.2f}, median {figures.typical_direction:.2f}, at least {least:.2f}"
+            found.append((settings.direction.action, f"its step points away from the others' ({shown})"))
     for name, share, typical, policy in (
         ("its classifier recognises", figures.consistency, figures.typical_consistency, settings.consistency),
         ("the last aggregate agrees on", figures.agreement, figures.typical_agreement, settings.agreement),
     ):
         if share is not None and typical is not None and typical >= TELLING and share < policy.bound * typical:
-            found.append((policy.action, f"{name} {share:.0%} of its generated features (median {typical:.0%})"))
+            shown = f"median {typical:.0%}, at least {policy.bound * typical:.0%}"
+            found.append((policy.action, f"{name} {share:.0%} of its generated features ({shown})"))
     if not found:
         return Verdict()
     return Verdict(max((action for action, _ in found), key=_SEVERITY.index), tuple(reason for _, reason in found))
@@ -159,7 +195,18 @@ def merge_weights(
     return weights | {client: max(1, round(settings.down_weight * weights[client])) for client in lighter}
 
 
-_SEVERITY: tuple[Action, ...] = ("warn", "down-weight", "quarantine")
+_CONSEQUENCES: Mapping[Action, str] = {
+    "warn": "merged all the same",
+    "down-weight": "weighed down",
+    "quarantine": "not merged (quarantine)",
+}
+_SEVERITY: tuple[Action, ...] = tuple(_CONSEQUENCES)  # from the mildest on
+
+
+def _least_cosine(typical: float, bound: float, updates: int) -> float:
+    """The median cosine from which on a step is no oddity, in an attempt with this median of them."""
+    least = typical - (bound if typical >= ALIKE else FAR * bound)
+    return max(OPPOSITE, least) if typical >= COMMON and updates >= MIN_OPPOSED else least
 
 
 def _is_weight(name: str, array: Array) -> bool:

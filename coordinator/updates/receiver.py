@@ -345,14 +345,14 @@ class Receiver:
                 received=received.fresh,
                 repeated=received.repeated,
             )
-            self._publisher.receipt(device, manifest, record.outcome, "")
+            self._receipt(device, manifest, record.outcome, "")
             self._notify(UpdateStored(record.round, record.attempt, device, record.artifact))
 
     def _repeat(self, device: str, manifest: Manifest, earlier: UpdateRecord) -> None:
         """Answer the manifest of a device whose update to this attempt has ended before."""
         if earlier.artifact == manifest.artifact.id:
             self._end(device)
-            self._publisher.receipt(device, manifest, earlier.outcome, earlier.reason)
+            self._receipt(device, manifest, earlier.outcome, earlier.reason)
         else:
             self._finish(
                 device, manifest, Outcome.CONFLICT, "another update of this round and attempt was ended before"
@@ -369,7 +369,10 @@ class Receiver:
             outcome=outcome.value,
             reason=reason,
         )
-        self._publisher.receipt(device, manifest, outcome, reason)
+        self._receipt(device, manifest, outcome, reason)
+
+    def _receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> None:
+        self._publisher.receipt(device, manifest.at, manifest.artifact.id, outcome, reason)
 
     def _end(self, device: str) -> None:
         self.without_room.pop(device, None)
@@ -384,4 +387,4 @@ class Receiver:
             for device in ended:
                 self._frames.pop(device, None)
         for device, manifest in ended.items():
-            self._publisher.receipt(device, manifest, outcome, reason)
+            self._receipt(device, manifest, outcome, reason)

@@ -6,21 +6,18 @@ A function of the database, the settings and the worker's figures: a coordinator
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from coordinator.config import RobustnessSettings
 from coordinator.rounds.records import UpdateRecord
 from coordinator.storage.store import Key, Store
-from coordinator.updates.figures import Figures, Verdict, merge_weights, verdict_of
+from coordinator.updates.figures import Figures, Verdict, merge_weights, verdicts_of
 from coordinator.updates.robustness import Distances, limits_of, medians_of, over
 from coordinator.updates.track_record import typical_distances
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import Outcome
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,19 +27,21 @@ class Choice:
     Attributes:
         updates: (client, artifact, weight) each.
         limits: how far from the base an update may be.
-        quarantined: of the attempt's own updates those that are not merged, and why.
+        odd: of the attempt's own updates those that are unlike the others: what becomes of each, and why.
+        quarantined: those of them that are not merged.
     """
 
     updates: tuple[tuple[str, str, int], ...]
     limits: Distances
-    quarantined: Mapping[str, str]
+    odd: Mapping[str, str]
+    quarantined: frozenset[str]
 
     def too_few(self, left: int, needed: int) -> str:
         """Why the attempt fails with so many of its own updates left, or ""."""
         if left >= needed:
             return ""
-        odd = ", ".join(f"{client} ({reason})" for client, reason in self.quarantined.items())
-        return f"in quarantine: {odd or 'none'}; {left} updates are left, and {needed} are needed"
+        odd = ", ".join(f"{client} ({self.odd[client]})" for client in sorted(self.quarantined))
+        return f"{odd or 'no update is odd'}; {left} updates are left, and {needed} are needed"
 
 
 class Screening:
@@ -83,13 +82,14 @@ class Screening:
         """Judge the candidates by their figures, store figures and weights, and write what is odd into the event log."""
         updates = self._candidates(key, policy)
         late = {client for client, update in updates.items() if (update.round, update.attempt) != key[1:]}
-        verdicts = {client: verdict_of(figures[client], self._settings) for client in updates}
+        own = updates.keys() - late
+        verdicts = verdicts_of({client: figures[client] for client in updates}, self._settings, own, policy.quorum)
         where = {"round": key[1], "attempt": key[2]}
         weights = self._weights(where, self._examples(updates), verdicts)
         weights |= {client: max(1, round(policy.late_decay * weights[client])) for client in late & weights.keys()}
-        own = updates.keys() - late
         stored = {client: _stored(figures[client], verdicts[client]) for client in own}
-        self._store.weigh(key, {client: weights.get(client, 0) for client in own}, stored)
+        sentences = {client: verdicts[client].sentence for client in own}
+        self._store.weigh(key, {client: weights.get(client, 0) for client in own}, stored, sentences)
         for client in sorted(late & weights.keys()):
             self._events.write(
                 "late_merged", **where, client=client, weight=weights[client], of_round=updates[client].round
@@ -98,7 +98,8 @@ class Screening:
         return Choice(
             tuple((client, updates[client].artifact, weight) for client, weight in sorted(weights.items())),
             limits,
-            {client: "; ".join(verdicts[client].reasons) for client in sorted(own - weights.keys())},
+            {client: text for client, text in sorted(sentences.items()) if text},
+            frozenset(own - weights.keys()),
         )
 
     def _examples(self, updates: Mapping[str, UpdateRecord]) -> dict[str, int]:
@@ -121,9 +122,6 @@ class Screening:
         for client, verdict in sorted(verdicts.items()):
             if verdict.action is not None:
                 reason = "; ".join(verdict.reasons)
-                log.warning(
-                    "the update of %s to round %d is odd (%s): %s", client, where["round"], verdict.action, reason
-                )
                 self._events.write("update_odd", **where, client=client, action=verdict.action, reason=reason)
         for client, weight in sorted(weights.items()):
             if weight != reported[client]:

@@ -68,6 +68,16 @@ def _failures(store: Store, attempt: AttemptRecord) -> dict[str, str]:
     return outcomes
 
 
+def odd_updates(store: Store, federation: str, since_round: int) -> dict[str, UpdateRecord]:
+    """By client, the last of its updates from a round on that was judged, where it was unlike the others; `reason` says what became of it."""
+    judged: dict[str, UpdateRecord] = {}
+    for attempt in store.attempts(federation):
+        if attempt.round >= since_round:
+            updates = store.updates((federation, attempt.round, attempt.attempt))
+            judged |= {each.client: each for each in updates if each.weight is not None}
+    return {client: each for client, each in judged.items() if each.reason}
+
+
 def plateau_reason(store: Store, federation: str, policy: RoundPolicy) -> str:
     """Why the federation ends before its last round, or "": the accuracies of more than half of its clients rise no more.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from edge_client.agent.event_reporter import describe_end
@@ -20,6 +21,7 @@ from edge_client.session.commands import (
     LoadUpdate,
     Note,
     RecordDelivery,
+    RecordReason,
     ReleaseTrainer,
     Send,
     SendChunks,
@@ -108,6 +110,7 @@ class CommandExecutor:
             TrainRound: self._start_job,
             ChooseModel: self._start_job,
             RecordDelivery: self._record_delivery,
+            RecordReason: self._record_reason,
             Note: self._note,
             Done: self._done,
         }
@@ -273,6 +276,11 @@ class CommandExecutor:
             outcome=outcome,
             reason=command.reason,
         )
+
+    def _record_reason(self, command: RecordReason, state: SessionState) -> None:
+        ended = self._store.save_reason(command.artifact, command.reason)
+        if ended is not None:
+            self._events.write("receipt", **asdict(ended))
 
     def _note(self, command: Note, state: SessionState) -> None:
         at, about = command.round_attempt, {}

@@ -32,6 +32,7 @@ from export.model.versions import Slots
 from fedcg.errors import NOT_FOUND
 from fedcg.event_log import EventValue, read_events
 from fedcg.text_output import moment, table
+from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import PrivacySpent
 
 Status = dict[str, EventValue]
@@ -142,6 +143,7 @@ def _state(store: PrivateStore) -> Status:
     outbox = store.outbox(generation)
     deliveries = store.deliveries()
     last = deliveries[-1] if deliveries else None
+    odd = [each for each in deliveries if each.outcome == Outcome.ACCEPTED.value and each.reason]
     return {
         "privacy_spent": _spent(store),
         "round": None if generation is None else generation.round_attempt.round,
@@ -154,6 +156,9 @@ def _state(store: PrivateStore) -> Status:
         "last_receipt": None
         if last is None
         else f"round {last.round}.{last.attempt}: {last.outcome} {last.reason}".strip(),
+        "odd_updates": f"{len(odd)} of the last {len(deliveries)}; round {odd[-1].round}.{odd[-1].attempt}: {odd[-1].reason}"
+        if odd
+        else None,
         "problem": "; ".join(problems) or None,
     }
 

@@ -136,6 +136,14 @@ class RecordDelivery:
 
 
 @dataclass(frozen=True)
+class RecordReason:
+    """Store durably what became of an update that was accepted before."""
+
+    artifact: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Note:
     """Write one line of the event log, for the operator."""
 
@@ -166,6 +174,7 @@ Command = (
     | TrainRound
     | ChooseModel
     | RecordDelivery
+    | RecordReason
     | Note
     | Done
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from edge_client.session.commands import AnswerSum, Done, LoadUpdate, RecordDelivery, Send, SendChunks
+from edge_client.session.commands import AnswerSum, Done, LoadUpdate, RecordDelivery, RecordReason, Send, SendChunks
 from edge_client.session.due_commands import Step, advance, decline, is_asked
 from edge_client.session.events import (
     ArtifactLost,
@@ -166,7 +166,7 @@ def _granted(state: SessionState, event: Granted, now: float) -> Step:
 def _receipted(state: SessionState, event: Receipted, now: float) -> Step:
     delivery, receipt = state.delivery, event.receipt
     if delivery is None or delivery.update is None or delivery.update.id != receipt.artifact:
-        return state, ()
+        return state, (RecordReason(receipt.artifact, receipt.reason),) if receipt.reason else ()
     record = RecordDelivery(delivery.round_attempt, receipt.artifact, receipt.outcome, receipt.reason)
     return replace(state, delivery=None), (record,)
 

@@ -32,7 +32,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +286,17 @@ class PrivateStore:
         """Store a receipt: this ends the outbox entry."""
         entries = [asdict(entry) for entry in (*self.deliveries(), record)][-RECEIPTS_KEPT:]
         write_json(self.files, self.root / "delivered.json", {"entries": entries})
+
+    def save_reason(self, artifact: str, reason: str) -> DeliveryRecord | None:
+        """Store what became of an update after its receipt; returns that, or None where there is none or it has this reason already."""
+        kept = self.deliveries()
+        ended = next((each for each in kept if each.artifact == artifact), None)
+        if ended is None or ended.reason == reason:
+            return None
+        amended = replace(ended, reason=reason)
+        entries = [asdict(amended if each is ended else each) for each in kept]
+        write_json(self.files, self.root / "delivered.json", {"entries": entries})
+        return amended
 
     def outbox(self, generation: Generation | None) -> OutboxEntry | None:
         """The update of `generation` that still waits for a receipt."""

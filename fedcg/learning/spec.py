@@ -269,6 +269,11 @@ class RoundPolicy(_Frozen):
     ] = None
     stop_gain: Annotated[float, Field(ge=0, le=100, description="points of accuracy that count as better")] = 0.1
 
+    @property
+    def quorum(self) -> int:
+        """An attempt opens with at least so many clients, and is merged from at least so many updates."""
+        return max(self.min_clients, self.min_cohort)
+
     @model_validator(mode="after")
     def _bounds_fit(self) -> Self:
         if self.min_clients < self.min_cohort:

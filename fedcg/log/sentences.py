@@ -158,7 +158,9 @@ def _committed(event: Event) -> Line:
 def _receipt(event: Event) -> Line:
     outcome = event.get("outcome")
     if outcome in ("accepted", "duplicate"):
-        return INFO, "{at}: the update is accepted"
+        return (
+            (WARNING, "{at}: the update is {reason}") if event.get("reason") else (INFO, "{at}: the update is accepted")
+        )
     if outcome == "conflict":
         advice = (
             "another update of this device came first: a copy of it, or of its private store, takes part too. Stop one of them, or "

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fedcg.event_log import read_events
 from tests.support.commands import data_of
 from tests.support.stack import wait_for
 from tests.support.traps import imported_in, lay_traps
@@ -54,6 +55,16 @@ def test_the_summary_tells_what_was_observed_on_the_wire(demo: Path) -> None:
         assert client["accuracy_onnx"] == client["accuracy_personal"], "ONNX decides like the trained model"
         assert 150_000 < client["uplink_bytes_per_round"] < 200_000
     assert (demo / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_fleet_of_three_goes_on_after_convergence_with_every_update(tmp_path: Path) -> None:
+    few = ["--clients", "3", "--rounds", "18", "--method", "fedavg", "--images-per-client", "150"]
+    done = _fedcg("demo", *few, "--out", "run", cwd=tmp_path)  # from round 12 on, steps have nothing in common
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = [dict(event) for event in read_events(tmp_path / "run" / "coordinator" / "events.jsonl")]
+    assert [event for event in events if event["event"] in ("attempt_failed", "update_odd", "paused")] == []
+    assert len([event for event in events if event["event"] == "aggregate_stored"]) == 18
 
 
 def test_every_client_has_a_model_that_classifies_its_test_images(demo: Path) -> None:

@@ -135,9 +135,9 @@ class ScriptedCoordinator:
         address = self.address(self.device, manifest.round, manifest.attempt)
         self.tell(Need(**address, artifact=manifest.artifact.id, ranges=ranges))
 
-    def receipt(self, manifest: Manifest, outcome: Outcome = Outcome.ACCEPTED) -> None:
+    def receipt(self, manifest: Manifest, outcome: Outcome = Outcome.ACCEPTED, reason: str = "") -> None:
         address = self.address(self.device, manifest.round, manifest.attempt)
-        self.tell(Receipt(**address, artifact=manifest.artifact.id, outcome=outcome))
+        self.tell(Receipt(**address, artifact=manifest.artifact.id, outcome=outcome, reason=reason))
 
     def wait(self, kind: type[MessageT], what: str = "", deadline_s: float = DEADLINE_S) -> MessageT:
         """Work until the device sends a message of a kind; returns it."""

@@ -14,7 +14,7 @@ import torch
 from coordinator.aggregation.behaviour import behaviour_of
 from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
-from coordinator.updates.figures import Behaviour, figures_of, merge_weights, verdict_of
+from coordinator.updates.figures import Behaviour, figures_of, merge_weights, verdicts_of
 from coordinator.updates.robustness import (
     Distances,
     Yardstick,
@@ -134,9 +134,10 @@ class Trainer:
 class Defence:
     """The coordinator's checks of a round's updates; keeps the last round's typical distances."""
 
-    def __init__(self, trainer: Trainer, settings: RobustnessSettings) -> None:
+    def __init__(self, trainer: Trainer, settings: RobustnessSettings, quorum: int) -> None:
         self._trainer = trainer
         self._settings = settings
+        self._quorum = quorum
         self._typical: Distances = {}
         self.screened: list[Screened] = []
 
@@ -157,10 +158,12 @@ class Defence:
                 continue
             measured[client] = self._trainer.behaviour(number, seen, yardstick)
         figures = figures_of(measured, has_trained_base=number > 1)
-        verdicts = {client: verdict_of(each, self._settings) for client, each in figures.items()}
+        verdicts = verdicts_of(figures, self._settings, figures, self._quorum)
         reported = {client: updates[client].examples for client in measured}
         weights = merge_weights(reported, verdicts, self._settings)
-        reasons |= {client: "; ".join(verdict.reasons) for client, verdict in verdicts.items()}
+        if len(weights) < self._quorum:  # the attempt fails
+            weights = {}
+        reasons |= {client: verdict.sentence for client, verdict in verdicts.items()}
         self.screened += [
             Screened(
                 number,
@@ -183,7 +186,12 @@ class Defence:
 
 
 def attacked_run(
-    trainer: Trainer, attack: Attack | None, settings: RobustnessSettings | None, *, is_absent: bool = False
+    trainer: Trainer,
+    attack: Attack | None,
+    settings: RobustnessSettings | None,
+    *,
+    quorum: int = 1,
+    is_absent: bool = False,
 ) -> AttackedRun:
     """Run a federation in which the last client is hostile.
 
@@ -191,6 +199,7 @@ def attacked_run(
         trainer: with all clients.
         attack: what the last client sends; None: its honest update.
         settings: of the defence; None: there is none.
+        quorum: updates that a round with a defence needs.
         is_absent: the last client never delivers.
     """
     party, spec, method = trainer.party, trainer.party.spec, get_method(trainer.party.spec.method)
@@ -198,7 +207,7 @@ def attacked_run(
     server: ServerState = method.init_server(spec, initial)
     names = sorted(party.datasets)
     states = {name: method.init_client(spec, initial) for name in names}
-    defence = None if settings is None else Defence(trainer, settings)
+    defence = None if settings is None else Defence(trainer, settings, quorum)
     for number in range(1, spec.rounds + 1):
         updates: dict[str, Update] = {}
         for name in names[:-1] if is_absent else names:

@@ -23,7 +23,8 @@ def attacks_command(
     data: Annotated[str, typer.Option(help="As for `fedcg simulate --data`.")] = "digits",
     partition: Annotated[str, typer.Option(help="iid or dirichlet:OMEGA.")] = "iid",
     method: Annotated[str, typer.Option(help="A method.")] = "fedcg",
-    clients: Annotated[int, typer.Option(min=4, help="Clients; the last one is hostile.")] = 5,
+    clients: Annotated[int, typer.Option(min=3, help="Clients; the last one is hostile.")] = 5,
+    min_clients: Annotated[int, typer.Option(min=1, help="Updates that a round with the defence needs.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 4,
     epochs: Annotated[int, typer.Option(min=1, help="Local epochs a round.")] = 4,
     images: Annotated[int, typer.Option(min=10, help="Training images of a client, at most.")] = 200,
@@ -68,12 +69,12 @@ def attacks_command(
         )
         record = {
             **bench_record("bench attacks"),
-            "setting": setting | {"data": Path(data).name, "seed": number},
+            "setting": setting | {"data": Path(data).name, "seed": number, "min_clients": min_clients},
             "cases": [],
         }
         if path is not None and path.is_file():
             record = json.loads(path.read_text(encoding="utf-8"))
-        _run_cases(record, setting | {"seed": number}, attack, defence, path)
+        _run_cases(record, setting | {"seed": number}, min_clients, attack, defence, path)
         records.append(record)
     if as_json:
         print_data(records)
@@ -83,7 +84,12 @@ def attacks_command(
 
 
 def _run_cases(
-    record: dict[str, Any], setting: Mapping[str, Any], chosen: list[str] | None, only: bool | None, path: Path | None
+    record: dict[str, Any],
+    setting: Mapping[str, Any],
+    quorum: int,
+    chosen: list[str] | None,
+    only: bool | None,
+    path: Path | None,
 ) -> None:
     """Run what the record lacks, and write it after every case."""
     from coordinator.config import RobustnessSettings
@@ -110,7 +116,7 @@ def _run_cases(
 
         trainer = trainer or _trainer(setting)
         settings = RobustnessSettings() if defended else None
-        run = attacked_run(trainer, attacks.get(name), settings, is_absent=name == ABSENT)
+        run = attacked_run(trainer, attacks.get(name), settings, quorum=quorum, is_absent=name == ABSENT)
         typer.echo(
             f"seed {setting['seed']}, {name}, {'with' if defended else 'without'} the defence: {run.accuracy:.1f}",
             err=True,

@@ -9,7 +9,7 @@ from coordinator.messaging.publisher import Publisher
 from coordinator.updates.receiver import Receiver
 from coordinator.updates.update_checks import UpdateChecks
 from fedcg.refusal_counter import Refusals
-from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
+from fedcg.wire.messages.messages import Carrier, Manifest, Outcome, RoundAttempt
 from fedcg.wire.transfer.chunk_window import Ranges
 from tests.support.coordinator.world import World
 
@@ -28,8 +28,8 @@ class Published:
     def need(self, device: str, manifest: Manifest, ranges: Ranges) -> None:
         self.needs.append(ranges)
 
-    def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> None:
-        self.receipts.append((manifest.artifact.id, outcome))
+    def receipt(self, device: str, at: RoundAttempt, artifact: str, outcome: Outcome, reason: str) -> None:
+        self.receipts.append((artifact, outcome))
 
 
 def receiver_of(world: World, published: Published, notify: Callable[[Any], None]) -> Receiver:

@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import Self
 
 from coordinator.aggregation.worker_messages import Job, JobDone, OpenedSum, UpdateAdded, Updates, WorkerSettings
-from coordinator.config import RoundSettings
+from coordinator.config import RobustnessSettings, RoundSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
@@ -87,6 +87,7 @@ class World:
     keep_rounds: int = 10
     pacing: RoundSettings = field(default_factory=lambda: RoundSettings(gather_s=0.0, retry_s=0.0))
     remote: Remote | None = None
+    robustness: RobustnessSettings = field(default_factory=RobustnessSettings)
 
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
@@ -134,6 +135,7 @@ class World:
             make_worker=make_worker,
             keep_rounds=self.keep_rounds,
             rounds=self.pacing,
+            robustness=self.robustness,
         )
 
     def start_devices(self) -> None:

@@ -41,8 +41,8 @@ def ended() -> Ended:
     return Ended(Finished(**BROADCAST, epoch=1, round=3, attempt=1, spec=SPEC, aggregate=aggregate(9)))
 
 
-def receipt(artifact: str, outcome: Outcome = Outcome.ACCEPTED) -> Receipted:
-    return Receipted(Receipt(**DIRECT, artifact=artifact, outcome=outcome))
+def receipt(artifact: str, outcome: Outcome = Outcome.ACCEPTED, reason: str = "") -> Receipted:
+    return Receipted(Receipt(**DIRECT, artifact=artifact, outcome=outcome, reason=reason))
 
 
 def need(artifact: str) -> Granted:

@@ -20,13 +20,16 @@ from coordinator.config import RoundSettings
 from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus
+from coordinator.service.service_context import MakeWorker
 from coordinator.storage import schema
 from coordinator.storage.presence_store import PresenceRecord
 from fedcg.event_log import read_events
 from fedcg.wire.leaving import SENT, own_fields
 from fedcg.wire.messages.messages import DeclineReason, Heartbeat
 from fedcg.wire.parts import ReportField
+from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations
+from tests.support.coordinator.odd_worker import REASON, RECOGNISED, OddC
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World
 from tests.support.page.crowds import add_crowd
@@ -40,10 +43,16 @@ WORTHLESS = json.dumps({"accuracy": 0.0})
 MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny")
 
 
-def make(tmp_path: Path, *names: str, clients: tuple[str, ...] = ("a", "b", "c"), rounds: int = 2) -> Federations:
+def make(
+    tmp_path: Path,
+    *names: str,
+    clients: tuple[str, ...] = ("a", "b", "c"),
+    rounds: int = 2,
+    make_worker: MakeWorker | None = None,
+) -> Federations:
     spec = tiny_spec(rounds)
     base, gather = aggregate_bytes(spec, 0, 0, seed=1), RoundSettings(gather_s=60.0, retry_s=0.0)
-    world = World(tmp_path / "home", spec, base, clients=clients, min_clients=2, pacing=gather)
+    world = World(tmp_path / "home", spec, base, clients=clients, min_clients=2, pacing=gather, make_worker=make_worker)
     return Federations(world, *names)
 
 
@@ -147,6 +156,26 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
     assert "a takes part" not in reader.get("/events")[1]
     assert "a takes part" in reader.get("/events?level=debug")[1]
+
+
+def test_an_update_in_quarantine_is_shown_with_reason_figure_and_threshold_on_every_surface(tmp_path: Path) -> None:
+    made = make(tmp_path, clients=("a", "b", "c", "d"), make_worker=OddC)
+    why = f"not merged (quarantine): {REASON}; {RECOGNISED}"
+    with served(made) as page:
+        start(page)
+        reader = page.reader()
+        escaped = html.escape(why, quote=True).replace("&#x27;", "&#39;")
+        shows(reader, "/f/tiny", "Updates unlike the others", f'<a href="/devices/c">c</a>, round 2: {escaped}')
+        shows(
+            reader, "/devices/c", f"its update to round 2 of tiny is {escaped}", ">quarantine</span>", f"{escaped}</td>"
+        )
+        shows(reader, "/devices", f"its update to round 2 of tiny is {escaped}")
+        shows(reader, "/repairs", "odd update", f"its update to round 2 is {escaped}", "raise the figure&#39;s bound")
+        assert "quarantine" not in reader.get("/devices/a")[1]
+        words = ("device", "show", "c", "--url", f"http://127.0.0.1:{page.port}")
+        shown = run_fedcg(*words, environment={"FEDCG_API_TOKEN": page.token(Role.VIEWER)})
+        assert f"odd update\ttiny, round 2: {why}" in shown.output
+    made.world.store.close()
 
 
 def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> None:

@@ -5,26 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from coordinator.aggregation.worker_messages import Assessed, JobDone, JobEased
-from coordinator.config import RoundSettings
+from coordinator.aggregation.worker_messages import JobDone, JobEased
+from coordinator.config import RobustnessSettings, RoundSettings
 from coordinator.operations.views import round_view
-from coordinator.updates.figures import Figures
 from fedcg.wire.messages.messages import Outcome
+from tests.support.coordinator.odd_worker import FINE, REASON, RECOGNISED, OddC
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
+from tests.support.waiting import wait_until
 
 ALL_FIRST = RoundSettings(gather_s=600.0, retry_s=0.0)  # a round opens when all devices are online
-FINE, ODD = Figures(1.0, 0.6, 0.6, 0.9, 0.9), Figures(1.0, -0.5, 0.6, 0.1, 0.9, 0.9, 0.9)
-REASON = "its step points away from the others' (cosine -0.50, median 0.60)"
-
-
-class OddC(PlainWorker):
-    """Measures that c goes the other way."""
-
-    def assess(self, updates: Mapping[str, str]) -> None:
-        assert self.job is not None
-        self.asked.append(("assess", tuple(updates)))
-        figures = {client: ODD if client == "c" else FINE for client in updates}
-        self._reply(Assessed(self.job.round, self.job.attempt, figures))
 
 
 class Unmeasured(PlainWorker):
@@ -52,24 +41,43 @@ def test_an_odd_update_is_receipted_and_shown_with_its_figures_and_not_merged(ma
         world.wait_event("finished")
         first = rounds_of(world)[0]["attempts"][0]["updates"]
     assert merged(world) == [["a", "b", "d"]] * 2
-    assert [receipt.outcome for receipt in world.devices["c"].receipts()] == [Outcome.ACCEPTED] * 2
+    why = f"not merged (quarantine): {REASON}; {RECOGNISED}"
+    receipts = world.devices["c"].receipts()
+    assert [receipt.outcome for receipt in receipts] == [Outcome.ACCEPTED] * 4
+    assert [(receipt.round, receipt.reason) for receipt in receipts] == [(1, ""), (1, why), (2, ""), (2, why)]
+    assert {receipt.reason for receipt in world.devices["a"].receipts()} == {""}
     shown = {update["client"]: update for update in first}
     assert (shown["c"]["outcome"], shown["c"]["weight"]) == ("accepted", 0)
     assert shown["c"]["figures"]["direction"] == -0.5
     assert shown["c"]["figures"]["action"] == "quarantine"
     assert shown["c"]["figures"]["reasons"][0] == REASON
+    assert shown["c"]["reason"] == why
     assert shown["a"]["weight"] == 11
     assert shown["a"]["figures"] == FINE.as_json()
     events = [(event["client"], event["action"], event["round"]) for event in world.events("update_odd")]
     assert events == [("c", "quarantine", 1), ("c", "quarantine", 2)]
 
 
-def test_a_round_that_needs_the_odd_update_fails_by_the_devices_name(make_world: MakeWorld) -> None:
+def test_a_round_that_needs_the_odd_update_weighs_it_down_and_goes_on(make_world: MakeWorld) -> None:
     world = make_world(1, clients=("a", "b", "c"), make_worker=OddC, min_clients=3, max_attempts=1)
     with RunningService(world):
         world.start_devices()
+        world.wait_event("finished")
+        shown = {each["client"]: each for each in rounds_of(world)[0]["attempts"][0]["updates"]}
+    assert merged(world) == [["a", "b", "c"]]
+    assert [shown[client]["weight"] for client in "abc"] == [11, 11, 1]
+    assert shown["c"]["figures"]["action"] == "down-weight"
+    assert shown["c"]["reason"] == f"weighed down: {REASON}; {RECOGNISED}; left in because the round needs it"
+    assert not world.events("attempt_failed")
+
+
+def test_an_operator_may_have_such_a_round_fail_by_the_devices_name(make_world: MakeWorld) -> None:
+    strict = RobustnessSettings(below_quorum="fail")
+    world = make_world(1, clients=("a", "b", "c"), make_worker=OddC, min_clients=3, max_attempts=1, robustness=strict)
+    with RunningService(world):
+        world.start_devices()
         stalled = world.wait_event("stalled")
-    assert f"in quarantine: c ({REASON}" in str(stalled["reason"])
+    assert f"c (not merged (quarantine): {REASON}" in str(stalled["reason"])
     assert "2 updates are left, and 3 are needed" in str(stalled["reason"])
     assert merged(world) == []
 
@@ -87,6 +95,21 @@ def test_a_coordinator_that_was_killed_before_the_figures_came_decides_the_same(
     odd = world.store.update(("tiny", 1, 1), "c")
     assert odd is not None
     assert odd.weight == 0
+
+
+def test_a_device_that_was_away_gets_to_know_it_with_its_next_session_also_from_a_new_coordinator(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(1, clients=("a", "b", "c", "d"), make_worker=OddC, pacing=ALL_FIRST)
+    device = world.devices["c"]
+    with RunningService(world):
+        world.start_devices()
+        world.wait_event("finished")
+    known = len(device.receipts())
+    with RunningService(world):
+        device.hello()
+        wait_until(lambda: len(device.receipts()) > known, "the receipt comes again")
+    assert device.receipts()[-1].reason.startswith("not merged (quarantine): its step points away")
 
 
 class Eased(PlainWorker):

@@ -39,7 +39,7 @@ def test_a_step_against_the_others_has_their_cosine_with_the_sign_flipped() -> N
         {"a": 0.6, "b": 0.8, "c": 0.6, "d": -0.8}
     )
     assert [each.typical_direction for each in figures.values()] == pytest.approx([0.6] * 4)
-    assert [verdict_of(figures[client], SETTINGS).action for client in "abcd"] == [None, None, None, "quarantine"]
+    assert [verdict_of(figures[client], SETTINGS, 4).action for client in "abcd"] == [None, None, None, "quarantine"]
 
 
 def test_the_figures_do_not_depend_on_the_order_of_clients() -> None:
@@ -63,21 +63,22 @@ def test_two_updates_are_no_cohort_to_compare_with() -> None:
     updates = {"a": behaviour([1.0], 1.0, 0.9), "b": behaviour([-1.0], 100.0, 0.0)}
     found = figures_of(updates, has_trained_base=True)
     assert found["b"] == Figures(consistency=0.0)
-    assert verdict_of(found["b"], SETTINGS) == Verdict()
+    assert verdict_of(found["b"], SETTINGS, 2) == Verdict()
 
 
 @pytest.mark.parametrize(
     ("odd", "reason"),
     [
-        ({"norm": 3.1}, "3.1 times as long as the median"),
-        ({"direction": 0.29}, "points away from the others' (cosine 0.29, median 0.60)"),
-        ({"direction": -0.11, "typical_direction": 0.0}, "points away"),  # below OPPOSITE, however skewed the cohort
-        ({"consistency": 0.26}, "its classifier recognises 26% of its generated features (median 90%)"),
+        ({"norm": 3.1}, "3.1 times as long as the median (at most 3)"),
+        ({"direction": 0.29}, "points away from the others' (cosine 0.29, median 0.60, at least 0.30)"),
+        ({"direction": -0.11, "typical_direction": 0.4}, "at least -0.10"),  # below OPPOSITE
+        ({"direction": -0.76, "typical_direction": 0.0}, "at least -0.75"),  # one of three against the two others
+        ({"consistency": 0.26}, "its classifier recognises 26% of its generated features (median 90%, at least 27%)"),
         ({"agreement": 0.26}, "the last aggregate agrees on 26%"),
     ],
 )
 def test_each_figure_has_a_bound_from_which_on_an_update_is_odd(odd: dict[str, float], reason: str) -> None:
-    verdict = verdict_of(Figures(**{**vars(HONEST), **odd}), SETTINGS)
+    verdict = verdict_of(Figures(**{**vars(HONEST), **odd}), SETTINGS, 5)
     assert verdict.action == "quarantine"
     assert reason in verdict.reasons[0]
 
@@ -88,20 +89,27 @@ def test_each_figure_has_a_bound_from_which_on_an_update_is_odd(odd: dict[str, f
         {},
         {"norm": 2.9},
         {"direction": 0.31},
-        {"direction": -0.09, "typical_direction": 0.0},
+        {"direction": -0.09, "typical_direction": 0.59},  # a device with other classes than the others
+        {"direction": -0.11, "typical_direction": -0.07},  # converged: steps have nothing in common
+        {"direction": -0.35, "typical_direction": 0.39},
         {"consistency": 0.1, "typical_consistency": 0.4},  # clients with few classes: the share means nothing
         {"agreement": 0.0, "typical_agreement": None},  # the base is untrained
     ],
 )
 def test_within_the_bounds_nothing_happens(fine: dict[str, float]) -> None:
-    assert verdict_of(Figures(**{**vars(HONEST), **fine}), SETTINGS) == Verdict()
+    assert verdict_of(Figures(**{**vars(HONEST), **fine}), SETTINGS, 5) == Verdict()
+
+
+def test_the_absolute_cut_off_needs_five_updates() -> None:
+    step = Figures(direction=-0.2, typical_direction=0.5)
+    assert [verdict_of(step, SETTINGS, count).action for count in (3, 4, 5)] == [None, None, "quarantine"]
 
 
 def test_the_strictest_action_counts_and_every_reason_is_kept() -> None:
     settings = RobustnessSettings(
         norm=FigurePolicy(bound=3.0, action="warn"), direction=FigurePolicy(bound=0.3, action="down-weight")
     )
-    verdict = verdict_of(Figures(9.0, 0.1, 0.6), settings)
+    verdict = verdict_of(Figures(9.0, 0.1, 0.6), settings, 5)
     assert verdict.action == "down-weight"
     assert len(verdict.reasons) == 2
 

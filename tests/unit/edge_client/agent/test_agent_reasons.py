@@ -121,6 +121,26 @@ def test_what_the_transport_warns_of_is_in_the_status_until_the_link_is_back(tmp
     assert told == ["certificate revoked; trying again in 0.2 s"]
 
 
+def test_what_became_of_an_accepted_update_is_in_the_log_and_in_the_status(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    why = "not merged (quarantine): its step is 4 times as long as the median (at most 3)"
+    world = make_world()
+    begin(world)
+    manifest = world.coordinator.wait(Manifest)
+    world.coordinator.receipt(manifest)
+    world.coordinator.work_until(lambda: bool(world.events("receipt")), "the receipt is recorded")
+    assert status(world)["odd_updates"] is None
+    for _ in range(2):  # the coordinator sends it again with each session
+        world.coordinator.receipt(manifest, reason=why)
+    world.coordinator.invite(1)
+    world.coordinator.wait(Decline)  # of an update that was delivered: the receipts before it are handled
+    assert status(world)["odd_updates"] == f"1 of the last 1; round 1.1: {why}"
+    assert status(world)["last_receipt"] == f"round 1.1: accepted {why}"
+    assert [event["reason"] for event in world.events("receipt")] == ["", why]
+    assert f"round 1: the update is {why}" in caplog.text
+
+
 class _Chooser(FakeTrainer):
     outcome: dict[str, object]
 

@@ -12,6 +12,7 @@ from edge_client.session.commands import (
     Done,
     Note,
     RecordDelivery,
+    RecordReason,
     ReleaseTrainer,
     Send,
     SendChunks,
@@ -155,6 +156,15 @@ def test_every_outcome_of_a_receipt_ends_the_outbox_entry(training: SessionState
     state, commands = drive(state, receipt(update(1).id, outcome))
     assert commands == [RecordDelivery(RoundAttempt(1, 1), update(1).id, outcome, "")]
     assert state.delivery is None
+
+
+def test_a_later_receipt_only_says_what_became_of_the_update(training: SessionState) -> None:
+    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
+    state, commands = drive(state, receipt(update(1).id, reason="late"), receipt(update(1).id))
+    assert [command for command in commands if isinstance(command, RecordReason)] == []
+    after, commands = drive(state, receipt(update(1).id, reason="not merged (quarantine): too long"))
+    assert commands == [RecordReason(update(1).id, "not merged (quarantine): too long")]
+    assert after == state
 
 
 def test_a_training_process_that_keeps_dying_is_given_ever_more_time_and_then_up(training: SessionState) -> None:

@@ -1,0 +1,23 @@
+"""A worker that measures that device c goes the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coordinator.aggregation.worker_messages import Assessed
+from coordinator.updates.figures import Figures
+from tests.support.coordinator.world import PlainWorker
+
+FINE, ODD = Figures(1.0, 0.6, 0.6, 0.9, 0.9), Figures(1.0, -0.5, 0.6, 0.1, 0.9, 0.9, 0.9)
+REASON = "its step points away from the others' (cosine -0.50, median 0.60, at least 0.30)"
+RECOGNISED = "its classifier recognises 10% of its generated features (median 90%, at least 27%)"
+
+
+class OddC(PlainWorker):
+    """Measures that c goes the other way."""
+
+    def assess(self, updates: Mapping[str, str]) -> None:
+        assert self.job is not None
+        self.asked.append(("assess", tuple(updates)))
+        figures = {client: ODD if client == "c" else FINE for client in updates}
+        self._reply(Assessed(self.job.round, self.job.attempt, figures))
