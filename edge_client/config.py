@@ -152,9 +152,12 @@ AUTO = "auto"
 
 
 class TrainingSection(_Section):
-    """Where training runs, and whether a local-only shadow is trained beside it for comparison."""
+    """Where training runs, and how often a local-only shadow is trained beside it for comparison."""
 
-    shadow: bool = False
+    shadow_every: Annotated[
+        int,
+        Field(ge=0, le=1000, description="rounds from one training of the local-only shadow to the next; 0 = never"),
+    ] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
     threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this device")] = 0
     precision: Annotated[

@@ -67,6 +67,8 @@ from fedcg.wire.parts import (
 from fedcg.wire.sums.secrets import SumRound
 
 BEST_SLOTS = ("best", "best_shadow")
+SHADOWED = "shadow.round"
+"""The round in which the shadow was trained last, among the scores."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def _checkpoint(
     depends_on = (
         *(at.round, at.attempt, command.aggregate, spec.digest, data.snapshot.digest, data.snapshot.defended),
         None if stored is None else sorted(stored.generation.checksums.items()),
-        *(work.config.privacy, work.config.training.shadow, work.config.training.precision),
+        *(work.config.privacy, work.config.training.shadow_every, work.config.training.precision),
         *(work.place, work.threads, command.share),
         *(str(torch.__version__), version("fedcg-edge")),
     )
@@ -233,24 +235,26 @@ def _masks(work: Workplace, spec: FederationSpec, at: RoundAttempt) -> SumMasks 
 
 
 def _start(work: Workplace, spec: FederationSpec, method: Method, stored: StoredState | None) -> _Start:
-    if stored is not None:
-        slots = {name: to_weights(parts) for name, parts in stored.slots.items()}
-        shadow = ClientState(slots["shadow"]) if "shadow" in slots and work.config.training.shadow else None
-        best: dict[str, Mapping[Part, Weights]] = {name: slots[name] for name in BEST_SLOTS if name in slots}
-        personal = ClientState(slots["personal"], to_weights(stored.extras))
-        return _Start(personal, shadow, best, stored.generation.scores)
-    initial = initial_parts(spec, work.store.cohort_secret() or spec_root(spec.seed))
-    personal = method.init_client(spec, initial)
-    shadow = get_method("local").init_client(shadow_spec(spec), initial) if work.config.training.shadow else None
-    return _Start(personal, shadow, {}, {})
+    slots = {} if stored is None else {name: to_weights(parts) for name, parts in stored.slots.items()}
+    has_shadow = work.config.training.shadow_every > 0
+    shadow = ClientState(slots["shadow"]) if has_shadow and "shadow" in slots else None
+    if stored is None or (has_shadow and shadow is None):  # the first round, or the first one with a shadow
+        initial = initial_parts(spec, work.store.cohort_secret() or spec_root(spec.seed))
+        shadow = get_method("local").init_client(shadow_spec(spec), initial) if has_shadow else None
+    if stored is None:
+        return _Start(method.init_client(spec, initial), shadow, {}, {})
+    best: dict[str, Mapping[Part, Weights]] = {name: slots[name] for name in BEST_SLOTS if name in slots}
+    personal = ClientState(slots["personal"], to_weights(stored.extras))
+    return _Start(personal, shadow, best, stored.generation.scores)
 
 
 def _train_shadow(
     work: Workplace, start: _Start, data: RoundData, ctx: RoundContext, progress: ProgressEvents
 ) -> ClientState | None:
-    """The shadow after the round; from before it where it diverged, which is no reason to decline the round."""
-    if start.shadow is None:
-        return None
+    """The shadow after the round; from before it where it is not its turn, or diverged, which is no reason to decline the round."""
+    trained_at = start.scores.get(SHADOWED)
+    if start.shadow is None or (trained_at and ctx.round - trained_at < work.config.training.shadow_every):
+        return start.shadow
     of_shadow = None if ctx.checkpoint is None else ctx.checkpoint.named("shadow")
     beside = replace(
         ctx, spec=shadow_spec(ctx.spec), progress=progress.named("shadow"), privacy=OFF, checkpoint=of_shadow
@@ -274,8 +278,10 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     report = _report(work, spec, done, own, shadow)
     update = _update(work, spec, done, report, Base(command.aggregate, done.base.parts))
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
-    scores = {name: value for name, value in done.start.scores.items() if name != COVERED}
+    dropped = {COVERED} if done.shadow is not None else {COVERED, SHADOWED}
+    scores = {name: value for name, value in done.start.scores.items() if name not in dropped}
     scores |= {} if done.spent is None else {COVERED: 1.0}
+    scores |= {} if done.shadow is done.start.shadow else {SHADOWED: float(attempt.round)}
     trained = {"best": (personal_parts(spec, personal), own)}
     if done.shadow is not None and shadow is not None:
         slots["shadow"] = done.shadow.parts

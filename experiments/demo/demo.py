@@ -200,7 +200,7 @@ class Demo:
             "FEDCG_AGENT_BROKER_PROTOCOL": run.protocol,
             "FEDCG_AGENT_DATA_ROOT": str(run.data / client),
             "FEDCG_AGENT_DATA_COMMON_TEST": str(run.data / "common"),
-            "FEDCG_AGENT_TRAINING_SHADOW": "true",
+            "FEDCG_AGENT_TRAINING_SHADOW_EVERY": "1",
             "FEDCG_AGENT_TRAINING_THREADS": "1",
             # All boxes share one machine here: what is faster would mean nothing, and exports would take turns with training.
             "FEDCG_AGENT_EXPORT_VARIANTS": "false",

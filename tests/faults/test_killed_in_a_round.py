@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 def site_of(root: Path, method: str) -> Site:
     site = Site(root, real_spec(method, epochs=20))
     draw_images(root / "data" / "train", 300, seed=4)
-    training = TrainingSection(device="cpu", threads=1, checkpoint_s=0.3)
+    training = TrainingSection(device="cpu", threads=1, checkpoint_s=0.3, shadow_every=2)
     policy = PolicySection(allow_upload=get_method(method).shared_up)
     site.config = site.config.model_copy(update={"training": training, "policy": policy})
     return site
@@ -41,4 +41,7 @@ def test_a_trainer_that_is_killed_in_mid_round_goes_on_and_the_update_is_the_sam
     later = steps(killed, "classify")[before:]
     assert not later or later[0] > 1, "the second process began the stage anew"
     assert hashlib.sha256(killed.update()).hexdigest() == hashlib.sha256(undisturbed.update()).hexdigest()
+    assert "shadow" in killed.state().slots
+    checksums = [dict(site.state().generation.checksums) for site in (killed, undisturbed)]
+    assert checksums[0] == checksums[1], "the shadow too"
     assert not checkpoint.exists()

@@ -68,6 +68,7 @@ class Stack:
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     min_clients: int | None = None  # all devices when None
     deadline_s: float | None = None  # of a round
+    shadow_every: int = 1
     enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
     certificate_days: float | None = None
     retry_s: float = 0.5  # after a failed attempt
@@ -159,7 +160,7 @@ class Stack:
             {
                 ("data", "root"): str(data),
                 ("policy", "allow_report"): list(self.allow_report),
-                ("training", "shadow"): True,
+                ("training", "shadow_every"): self.shadow_every,
                 ("export", "enabled"): False,
                 **(
                     {("policy", "allow_upload"): list(self.allow_upload[device])} if device in self.allow_upload else {}

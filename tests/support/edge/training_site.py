@@ -55,7 +55,7 @@ def real_spec(
 class Site:
     """A device's folder with images, secrets, a spec and the first aggregate, and a trainer in this process."""
 
-    def __init__(self, root: Path, spec: FederationSpec, *, shadow: bool = False, export: bool = False) -> None:
+    def __init__(self, root: Path, spec: FederationSpec, *, shadow: int = 0, export: bool = False) -> None:
         self.root, self.spec = root, spec
         draw_images(root / "data" / "train", 12, seed=1)
         draw_images(root / "data" / "test", 5, seed=2)

@@ -149,7 +149,7 @@ def draw_images(root: Path, per_class: int, seed: int) -> None:
 
 
 def make_config(
-    root: Path, *, policy: PolicySection | None = None, shadow: bool = False, export: bool = False
+    root: Path, *, policy: PolicySection | None = None, shadow: int = 0, export: bool = False
 ) -> AgentConfig:
     """A device's configuration with everything under `root`."""
     reproducible = VOLUNTARY_REPORT - {ReportField.COST}
@@ -160,7 +160,7 @@ def make_config(
         broker=BrokerSection(host="127.0.0.1", insecure=True),
         data=DataSection(root=root / "data"),
         policy=policy or PolicySection(allow_report=DEFAULT_ALLOW_REPORT | (reproducible if shadow else set())),
-        training=TrainingSection(shadow=shadow, device="cpu", threads=1),
+        training=TrainingSection(shadow_every=shadow, device="cpu", threads=1),
         export=ExportSection(enabled=export, variants=False),
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import coordinator.page
 from edge_client.config import AgentConfig, environment_names, load_config
 from edge_client.errors import ConfigError
 from fedcg.provision.agent_config import render_agent_config
@@ -75,7 +76,7 @@ def test_by_default_only_classifier_generator_and_harmless_fields_may_leave_and_
     assert config.policy.allow_upload == DEFAULT_ALLOW_UPLOAD == {Part.CLASSIFIER, Part.GENERATOR}
     assert config.policy.allow_report == DEFAULT_ALLOW_REPORT
     assert ReportField.LABEL_COUNTS not in config.policy.allow_report
-    assert not config.training.shadow
+    assert config.training.shadow_every == 0
     assert config.export.enabled
 
 
@@ -124,17 +125,28 @@ def test_plain_text_is_refused_where_there_are_tls_files_too(tmp_path: Path) -> 
     assert "leave one out" in problems(tmp_path, both)["(file)"]
 
 
+def test_a_new_box_reports_what_it_would_have_alone_and_the_page_asks_others_for_the_same_lines(tmp_path: Path) -> None:
+    text = render_agent_config("shapes", "site-1", host="broker.example", port=8884, preset="mosquitto")
+    config = load(tmp_path, text)
+    assert config.training.shadow_every == 4
+    assert config.policy.allow_report == DEFAULT_ALLOW_REPORT | {ReportField.SHADOW}
+    page = (Path(coordinator.page.__file__).parent / "templates" / "worth.html").read_text()
+    lines = page.partition("<pre>")[2].partition("</pre>")[0].splitlines()
+    assert [line for line in lines if line not in text.splitlines()] == []
+    assert {"shadow_every = 4", "[training]", "[policy]"} <= set(lines)
+
+
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     environment = {
         "FEDCG_AGENT_BROKER_PORT": "1234",
         "FEDCG_AGENT_STORE": "/var/lib/fedcg",
-        "FEDCG_AGENT_TRAINING_SHADOW": "true",
+        "FEDCG_AGENT_TRAINING_SHADOW_EVERY": "3",
         "FEDCG_AGENT_POLICY_ALLOW_UPLOAD": "classifier, generator, extractor",
         "FEDCG_AGENT_POLICY_MAX_EPOCHS": "5",
         "UNRELATED": "x",
     }
     config = load(tmp_path, GOOD, environment)
-    assert (config.broker.port, config.store, config.training.shadow) == (1234, Path("/var/lib/fedcg"), True)
+    assert (config.broker.port, config.store, config.training.shadow_every) == (1234, Path("/var/lib/fedcg"), 3)
     assert config.policy.allow_upload == {Part.CLASSIFIER, Part.GENERATOR, Part.EXTRACTOR}
     assert config.policy.max_epochs == 5
 

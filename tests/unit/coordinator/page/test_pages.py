@@ -132,6 +132,10 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
         assert phase in text.partition(f'id="c-{device}"')[2].partition("</tr>")[0]
     shows(reader, "/repairs", "b in tiny", "put images where")
     assert "50.0 %" in reader.get("/f/tiny/worth")[1].partition('id="w-a"')[2].partition("</tr>")[0]
+    worth = reader.get("/f/tiny/worth")[1]
+    assert "No device reports what it would have alone" in worth
+    assert "[training]\nshadow_every = 4</pre>" in worth
+    assert "loses" not in worth.partition("Worst client")[2].partition("</section>")[0]
     sent = reader.get("/f/tiny/sent")[1]
     assert "Never sent: extractor, and images." in sent
     (update,) = page.made.world.store.updates(("tiny", 1, 1))

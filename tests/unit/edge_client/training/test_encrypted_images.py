@@ -71,7 +71,7 @@ def keyed(root: bytes) -> Scrambling:
 def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits_and_with_another_key_that_of_chance(
     tmp_path: Path,
 ) -> None:
-    site, digits = Site(tmp_path, digits_spec(), shadow=True, export=True), tmp_path / "digits"
+    site, digits = Site(tmp_path, digits_spec(), shadow=1, export=True), tmp_path / "digits"
     draw_digits(digits / "train", slice(0, 900))
     draw_digits(digits / "test", slice(900, 1100))
     draw_digits(tmp_path / "common_digits", slice(1100, 1200))

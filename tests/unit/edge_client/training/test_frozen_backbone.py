@@ -46,7 +46,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def site_of(tmp_path: Path, weights: Path) -> Site:
     plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
     update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY}
-    return Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=True)
+    return Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=1)
 
 
 def test_rounds_train_on_features_that_are_computed_once_and_keep_the_projection_alone(
@@ -179,7 +179,7 @@ def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(
     plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
     network = plan.network.model_copy(update={"backbones": (BackboneChoice(name="timm:test_resnet"),)})
     update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY, "network": network, "codec": "f32"}
-    site = Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=True)
+    site = Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=1)
 
     def choose(backbone: str) -> None:
         training = site.config.training.model_copy(update={"backbone": backbone})

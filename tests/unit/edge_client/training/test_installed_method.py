@@ -156,7 +156,7 @@ def test_the_exported_model_is_the_methods_own(
     tmp_path: Path, method: str, kind: type[nn.Module], parts: set[Part]
 ) -> None:
     spec = real_spec(method, epochs=3)
-    site = allowing(Site(tmp_path, spec, shadow=True, export=True))
+    site = allowing(Site(tmp_path, spec, shadow=1, export=True))
     trainer = site.trainer()
     assert isinstance(trainer.do(site.round()), Committed)
     done = trainer.do(ChooseModel(spec=spec.digest, aggregate=site.aggregate))

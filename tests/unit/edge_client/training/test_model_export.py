@@ -19,7 +19,7 @@ from tests.support.edge.training_site import Site, real_spec
 
 
 def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec(), shadow=True, export=True)
+    site = Site(tmp_path, real_spec(), shadow=1, export=True)
     trainer = site.trainer()
     for number in (1, 2):
         trainer.do(site.round(number))

@@ -25,8 +25,8 @@ def steps_of(site: Site) -> dict[str, int]:
 
 
 def test_half_of_the_steps_are_taken_in_every_stage_and_by_the_shadow_and_told_the_ledger(tmp_path: Path) -> None:
-    whole = Site(tmp_path / "whole", real_spec(epochs=8), shadow=True)
-    half = Site(tmp_path / "half", real_spec(epochs=8), shadow=True)
+    whole = Site(tmp_path / "whole", real_spec(epochs=8), shadow=1)
+    half = Site(tmp_path / "half", real_spec(epochs=8), shadow=1)
     whole.trainer().do(whole.round())
     half.trainer().do(replace(half.round(), share=0.5))
     assert steps_of(whole).keys() == STEPS.keys()

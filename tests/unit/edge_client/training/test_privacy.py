@@ -34,7 +34,7 @@ BATCH = 12
 DAMAGED = b'{"spent": "{}"}'
 
 
-def site_with(root: Path, privacy: PrivacySettings, *, shadow: bool = False) -> Site:
+def site_with(root: Path, privacy: PrivacySettings, *, shadow: int = 0) -> Site:
     spec = real_spec("fedsplit", batch_size=BATCH).model_copy(update={"codec": "f32", "with_base": ()})
     site = Site(root, spec, shadow=shadow)
     policy = site.config.policy.model_copy(update={"allow_report": DEFAULT_ALLOW_REPORT | {ReportField.EPSILON}})
@@ -74,8 +74,8 @@ def expected_epsilon(site: Site, rounds: int) -> float:
 
 
 def test_mechanisms_change_what_is_sent_and_neither_the_private_model_nor_the_shadow(tmp_path: Path) -> None:
-    plain = site_with(tmp_path / "a", PrivacySettings(), shadow=True)
-    clipped = site_with(tmp_path / "b", PrivacySettings(update_clip=0.01, update_noise=0.001), shadow=True)
+    plain = site_with(tmp_path / "a", PrivacySettings(), shadow=1)
+    clipped = site_with(tmp_path / "b", PrivacySettings(update_clip=0.01, update_noise=0.001), shadow=1)
     for site in (plain, clipped):
         site.trainer().do(site.round())
     base = sent(plain, plain.store.artifacts.get(plain.aggregate))
@@ -96,8 +96,8 @@ def test_mechanisms_change_what_is_sent_and_neither_the_private_model_nor_the_sh
 
 
 def test_mechanisms_inside_local_steps_change_the_model_and_leave_the_shadow_alone(tmp_path: Path) -> None:
-    plain = site_with(tmp_path / "a", PrivacySettings(), shadow=True)
-    noisy = site_with(tmp_path / "b", PrivacySettings(gradient_noise=0.1), shadow=True)
+    plain = site_with(tmp_path / "a", PrivacySettings(), shadow=1)
+    noisy = site_with(tmp_path / "b", PrivacySettings(gradient_noise=0.1), shadow=1)
     for site in (plain, noisy):
         site.trainer().do(site.round())
 

@@ -48,7 +48,7 @@ def site_of(
     privacy: PrivacySettings | None,
     *,
     every_s: float,
-    shadow: bool = False,
+    shadow: int = 0,
     params: Mapping[str, ParameterValue] = MappingProxyType({}),
 ) -> Site:
     site = Site(
@@ -56,7 +56,7 @@ def site_of(
         real_spec(method, network=None if privacy is None else PRIVATE, epochs=EPOCHS, **params),
         shadow=shadow,
     )
-    training = TrainingSection(shadow=shadow, device="cpu", threads=1, checkpoint_s=every_s)
+    training = TrainingSection(shadow_every=shadow, device="cpu", threads=1, checkpoint_s=every_s)
     policy = PolicySection(
         allow_upload=get_method(method).shared_up,
         allow_report=site.config.policy.allow_report | {ReportField.LABEL_COUNTS},
@@ -100,7 +100,7 @@ def check_every_interruption(
     method: str,
     privacy: PrivacySettings | None = None,
     *,
-    shadow: bool = False,
+    shadow: int = 0,
     params: Mapping[str, ParameterValue] = MappingProxyType({}),
 ) -> None:
     site_with = partial(site_of, shadow=shadow, params=params)
@@ -132,7 +132,7 @@ def check_every_interruption(
 def test_a_round_that_is_interrupted_after_any_checkpoint_ends_in_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    check_every_interruption(tmp_path, monkeypatch, method, shadow=method == "fedcg")
+    check_every_interruption(tmp_path, monkeypatch, method, shadow=int(method == "fedcg"))
 
 
 def test_a_moving_average_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ COHORT_KEY = b"c" * 32
 
 
 def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec(), shadow=True)
+    site = Site(tmp_path, real_spec(), shadow=1)
     assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
     state = site.state()
     assert set(state.slots) == {"personal", "shadow", "best", "best_shadow"}
@@ -103,7 +103,7 @@ def test_each_round_that_is_trained_is_in_the_ledger_once_with_its_energy_where_
 
 
 def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path: Path) -> None:
-    with_shadow, without = Site(tmp_path / "a", real_spec(), shadow=True), Site(tmp_path / "b", real_spec())
+    with_shadow, without = Site(tmp_path / "a", real_spec(), shadow=1), Site(tmp_path / "b", real_spec())
     alone = Site(tmp_path / "c", real_spec("local"))
     for site in (with_shadow, without, alone):
         site.trainer().do(site.round())
@@ -121,8 +121,45 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
             assert np.array_equal(tensor, shadow[part][name]), (part, name)
 
 
+def test_a_shadow_of_every_second_round_is_the_model_of_these_rounds_alone_and_is_reported_in_each(
+    tmp_path: Path,
+) -> None:
+    site, alone = Site(tmp_path / "a", real_spec(), shadow=2), Site(tmp_path / "b", real_spec("local"))
+    slots, told = [], []
+    for number in (1, 2, 3):
+        site.trainer().do(site.round(number))  # each time another process
+        slots.append(site.state().slots["shadow"])
+        told.append(read_header(site.update()).report)
+        if number != 2:
+            alone.trainer().do(alone.round(number))
+            for part, weights in slots[-1].items():
+                for name, tensor in alone.state().slots["personal"][part].items():
+                    assert np.array_equal(tensor, weights[name]), (number, part, name)
+    assert all(
+        np.array_equal(slots[0][part][name], slots[1][part][name]) for part in slots[0] for name in slots[0][part]
+    )
+    accuracies = [report.shadow for report in told if report is not None]
+    assert accuracies == [event["accuracy_local"] for event in site.events("committed")]
+    assert None not in accuracies
+    assert {event["round"] for event in site.events("progress") if event["phase"] == "shadow-classify"} == {1, 3}
+
+
+def test_the_owner_switches_the_shadow_off_and_on_while_the_federation_runs(tmp_path: Path) -> None:
+    site = Site(tmp_path, real_spec(), shadow=4)
+    found = []
+    for number, every in enumerate((4, 0, 4), start=1):
+        training = site.config.training.model_copy(update={"shadow_every": every})
+        site.config = site.config.model_copy(update={"training": training})
+        site.trainer().do(site.round(number))
+        report = read_header(site.update()).report
+        found.append((report is not None and report.shadow is not None, "shadow" in site.state().slots))
+    assert found == [(True, True), (False, False), (True, True)]
+    trained = {event["round"] for event in site.events("progress") if event["phase"] == "shadow-classify"}
+    assert trained == {1, 3}, "it begins anew from the first weights, and is trained at once"
+
+
 def test_the_downloaded_model_and_accuracies_by_class_are_reported_where_the_owner_allows_them(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec(), shadow=True)
+    site = Site(tmp_path, real_spec(), shadow=1)
 
     def allow(fields: frozenset[ReportField]) -> None:
         policy = site.config.policy.model_copy(update={"allow_report": fields})
@@ -185,9 +222,9 @@ def test_the_next_round_starts_from_the_committed_state(site: Site) -> None:
 
 
 def test_a_restarted_process_continues_with_the_same_bits(tmp_path: Path) -> None:
-    through, restarted = Site(tmp_path / "a", real_spec(), shadow=True), Site(tmp_path / "b", real_spec(), shadow=True)
+    through, restarted = Site(tmp_path / "a", real_spec(), shadow=2), Site(tmp_path / "b", real_spec(), shadow=2)
     trainer = through.trainer()
-    for number in (1, 2):
+    for number in (1, 2, 3):
         trainer.do(through.round(number))
         restarted.trainer().do(restarted.round(number))
     assert through.update() == restarted.update()
@@ -271,7 +308,7 @@ def test_private_weights_that_are_no_numbers_after_the_last_step_count_as_diverg
 def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site = Site(tmp_path, real_spec("fedsplit"), shadow=True)
+    site = Site(tmp_path, real_spec("fedsplit"), shadow=1)
     site.trainer().do(site.round(1))
     before = site.state().slots["shadow"]
     alone = get_method("local")
