@@ -134,18 +134,20 @@ class PolicySection(_Section):
 
     allow_upload: frozenset[Part] = DEFAULT_ALLOW_UPLOAD
     allow_report: frozenset[ReportField] = DEFAULT_ALLOW_REPORT
-    max_epochs: Annotated[int, Field(ge=1, description="local epochs of one round at most")] = 200
+    max_epochs: Annotated[int, Field(ge=1, le=1 << 31, description="local epochs of one round at most")] = 200
     max_steps: Annotated[
-        int, Field(ge=1, description="local steps of one round at most, where steps are asked for")
+        int, Field(ge=1, le=1 << 31, description="local steps of one round at most, where steps are asked for")
     ] = 100_000
-    max_batch: Annotated[int, Field(ge=2, description="largest local batch")] = 4096
+    max_batch: Annotated[int, Field(ge=2, le=1 << 31, description="largest local batch")] = 4096
     max_download_mb: Annotated[
         int, Field(ge=1, le=MAX_ARTIFACT_BYTES // 1_000_000, description="largest aggregate, in MB")
     ] = 128
-    max_upload_mb_per_day: Annotated[int | None, Field(ge=1, description="updates sent in a day (UTC), in MB")] = None
-    max_download_mb_per_day: Annotated[int | None, Field(ge=1, description="chunks received in a day (UTC), in MB")] = (
-        None
-    )
+    max_upload_mb_per_day: Annotated[
+        int | None, Field(ge=1, le=1 << 31, description="updates sent in a day (UTC), in MB")
+    ] = None
+    max_download_mb_per_day: Annotated[
+        int | None, Field(ge=1, le=1 << 31, description="chunks received in a day (UTC), in MB")
+    ] = None
 
 
 AUTO = "auto"

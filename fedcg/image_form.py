@@ -17,8 +17,11 @@ class ImageForm(BaseModel):
     mode: Annotated[Literal["L", "RGB"], Field(description="L is grey, RGB is colour")]
     height: _Side
     width: _Side
-    mean: Annotated[tuple[float, ...], Field(description="one per channel, of pixels between 0 and 1")]
-    std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(description="one per channel, above 0")]
+    mean: Annotated[
+        tuple[Annotated[float, Field(ge=-1e3, le=1e3)], ...],
+        Field(description="one per channel, of pixels between 0 and 1"),
+    ]
+    std: Annotated[tuple[Annotated[float, Field(gt=0, le=1e3)], ...], Field(description="one per channel, above 0")]
 
     @property
     def channels(self) -> int:

@@ -108,9 +108,8 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: 
     state.access = Access(ApiTokens(store.api), secret)
     state.events = facts_api.EventStream(home.events_file)
     state.operations = Operations(home, store, coordinator.events, follow or coordinator.follow)
-    state.waiting = anyio.CapacityLimiter(
-        1
-    )  # the thread that waits for the members' lock, and for a new federation's weights
+    state.waiting = anyio.CapacityLimiter(1)  # the thread that waits for the members' lock
+    state.creating = anyio.CapacityLimiter(1)  # the thread that waits for a new federation's weights
     seal = Fernet(base64.urlsafe_b64encode(hmac.digest(secret, b"answers of the coordinator's API", "sha256")))
     audit = AuditLog(home.audit_file, home.config().storage.audit_days)
     state.changes = Changes(store.api, seal, audit, coordinator.events)

@@ -16,6 +16,7 @@ from coordinator.http.operator_api import Running, policy_tag
 from coordinator.http.problems import PROBLEMS, ProblemError
 from coordinator.members.api_tokens import DAYS, MAX_DAYS
 from coordinator.members.revocation import Revoked
+from coordinator.members.tokens import MAX_TOKEN_HOURS, TOKEN_HOURS
 from coordinator.operations.create_federation import OperatorPlan
 from coordinator.operations.operations import MadeToken, Operations
 from coordinator.operations.steering import MAX_REASON, Steering
@@ -30,7 +31,7 @@ from coordinator.operations.views import (
     token_view,
 )
 from coordinator.rounds.records import DeviceRecord, FederationRecord
-from fedcg.learning.spec import RoundPolicy
+from fedcg.learning.spec import ParameterValue, RoundPolicy
 
 EXAMPLE_PLAN = {
     "federation": "casting",
@@ -39,9 +40,6 @@ EXAMPLE_PLAN = {
     "rounds": 20,
     "image": {"mode": "RGB", "height": 32, "width": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
 }
-
-
-PolicyText = Annotated[str, Field(max_length=100)]
 
 
 class _Content(BaseModel):
@@ -79,7 +77,7 @@ class NewToken(_Content):
 
     device: Annotated[str, Field(max_length=63, examples=["line-4"])] | None = None
     replaces: Annotated[str, Field(max_length=63)] | None = None
-    hours: float = 24.0
+    hours: Annotated[float, Field(gt=0, le=MAX_TOKEN_HOURS)] = TOKEN_HOURS
     url: Annotated[str, Field(max_length=300)] | None = None
     federation: Annotated[str, Field(max_length=63)] | None = None
 
@@ -122,7 +120,7 @@ async def create_federation(
 ) -> FederationView:
     """Open a federation; it takes some seconds, one after the other."""
     create = partial(doing.create_federation, wanted.plan, start=wanted.start, continued_from=wanted.continued_from)
-    record = await anyio.to_thread.run_sync(create, limiter=request.app.state.waiting)
+    record = await anyio.to_thread.run_sync(create, limiter=request.app.state.creating)
     response.headers["Location"] = f"/api/v1/federations/{record.id}"
     return await anyio.to_thread.run_sync(federation_view, running, record)
 
@@ -167,7 +165,7 @@ def archive(federation: str, doing: Doing, running: Running) -> FederationView:
 def change_policy(
     federation: str,
     changes: Annotated[
-        dict[str, float | int | bool | PolicyText | None],
+        dict[str, ParameterValue],
         Body(examples=[{"min_clients": 4, "deadline_s": 1800}], max_length=64),
     ],
     doing: Doing,

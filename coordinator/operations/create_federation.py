@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,12 +24,16 @@ from fedcg.config_file import listed, problems_of, read_toml
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights
 
 BAD_PLAN = 3
+COMPLETE_S = 100.0
+"""Longest time that a plan may take to complete; the commands wait 120 s. Parts near the bound of an artifact take about 40 s."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,11 @@ class Completion:
 
     def __call__(self, request: str) -> tuple[int, str]:
         """`answer` of the process."""
-        made, errors = self._child.communicate(request)
+        try:
+            made, errors = self._child.communicate(request, timeout=COMPLETE_S)
+        except subprocess.TimeoutExpired:
+            self.close()
+            return BAD_PLAN, f"it takes longer than {COMPLETE_S:g} s; use smaller images or networks"
         return self._child.returncode, errors if self._child.returncode else made
 
     def close(self) -> None:
@@ -176,6 +185,10 @@ def _make(request: _Request) -> InitialArtifacts | None:
     method = get_method(spec.method)
     if problem := too_few_for_sums(spec, request.plan.min_clients):
         raise PlanError(problem)
+    numbers = sum(math.prod(layout.shape) for part in spec.layouts.values() for layout in part)
+    if 2 * numbers > MAX_ARTIFACT_BYTES:  # before weights are made; few codecs take less than two bytes
+        bound = f"an artifact has at most {MAX_ARTIFACT_BYTES:,} bytes"
+        raise PlanError(f"its parts have {numbers:,} numbers, and {bound}; use smaller images or networks")
     if request.artifacts is None:
         return None
     store = ArtifactStore(request.artifacts)
@@ -228,7 +241,7 @@ def answer(given: str) -> tuple[int, str]:
 
         params = get_method(request.plan.method).params_type
         return BAD_PLAN, listed("[params]", problems_of(params, error))
-    except (ValueError, LearningError, PlanError) as error:
+    except (ValueError, LearningError, WireError, PlanError) as error:
         return BAD_PLAN, str(error)
     return 0, json.dumps(made and asdict(made))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 from coordinator.errors import PlanError
 from coordinator.operations.create_federation import Complete, make_artifacts
@@ -23,8 +24,9 @@ def open_federation(
     start: bool = True,
     continued_from: str | None = None,
     complete: Complete | None = None,
+    registering: AbstractContextManager[None] | None = None,
 ) -> FederationRecord:
-    """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `changing_members` held.
+    """Complete a plan to a spec, make the initial aggregate, and register both.
 
     The broker's lists are as before: `publish_access` is for whoever knows that one runs.
 
@@ -35,13 +37,13 @@ def open_federation(
         start: else it is only created, and `Steering.start` starts it.
         continued_from: a federation whose last aggregate has the initial weights.
         complete: the process that completes the plan, where one was started before.
+        registering: `changing_members`, which is held for the registration alone; None where the caller holds it.
 
     Raises:
         PlanError: there is a federation of that name, or the method or the networks refuse the plan.
         StoreError: there is no federation `continued_from`.
     """
-    if plan.federation in [record.id for record in store.federations()]:
-        raise PlanError(f"there is a federation {plan.federation!r} already; choose another name", exit_code=EXISTS)
+    _check_new(store, plan)
     config, first = home.config(), None
     if continued_from is not None:
         first = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)
@@ -68,5 +70,12 @@ def open_federation(
         continued_from=continued_from,
     )
     initial = AggregateRecord(plan.federation, 0, 0, made.aggregate, made.aggregate_bytes, made.server_state, now)
-    store.add_federation(record, initial, links_for(home, store, record.id), now)
+    with registering or nullcontext():
+        _check_new(store, plan)
+        store.add_federation(record, initial, links_for(home, store, record.id), now)
     return record
+
+
+def _check_new(store: Store, plan: FederationPlan) -> None:
+    if plan.federation in [record.id for record in store.federations()]:
+        raise PlanError(f"there is a federation {plan.federation!r} already; choose another name", exit_code=EXISTS)

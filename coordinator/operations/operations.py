@@ -101,8 +101,11 @@ class Operations:
         """
         if continued_from is not None:
             federation_of(self.store, continued_from)
+        registering = changing_members(self.home)
+        record = open_federation(
+            self.home, self.store, plan, start=start, continued_from=continued_from, registering=registering
+        )
         with changing_members(self.home):
-            record = open_federation(self.home, self.store, plan, start=start, continued_from=continued_from)
             publish_access(self.home)
         self.events.write("federation_created", federation=record.id, started=start, continued_from=continued_from)
         if record.status is FederationStatus.RUNNING:

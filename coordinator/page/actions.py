@@ -114,7 +114,7 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
         view.changed()
         return see_other(f"/f/{federation}")
 
-    return await anyio.to_thread.run_sync(create, limiter=request.app.state.waiting)
+    return await anyio.to_thread.run_sync(create, limiter=request.app.state.creating)
 
 
 @router.post("/federations/{federation}/{action}")

@@ -15,8 +15,8 @@ from typing_extensions import Self
 
 from fedcg.learning.errors import PrivacyError
 
-_Scale = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Scale = Annotated[float, Field(ge=0, le=1e9)]
+_Bound = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class _Frozen(BaseModel):
@@ -33,9 +33,7 @@ class DpSgdSettings(_Frozen):
         budget_epsilon: a round that would bring ε above it is not trained; None: no end.
     """
 
-    noise_multiplier: Annotated[
-        float, Field(gt=0, allow_inf_nan=False, description="noise of a step, in units of clip (sigma)")
-    ]
+    noise_multiplier: Annotated[float, Field(gt=0, le=1e9, description="noise of a step, in units of clip (sigma)")]
     clip: Annotated[_Bound, Field(description="L2 norm to which the gradient of one image is cut")] = 1.0
     delta: Annotated[float, Field(gt=0, lt=1, description="delta of the guarantee; well below 1 / images")] = 1e-5
     budget_epsilon: Annotated[

@@ -27,10 +27,19 @@ from fedcg.wire.parts import (
 # Fields that weigh a client in the merge; accuracy, loss and health are only for people.
 _WEIGHING = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
 DEFAULT_MIN_COHORT = 3
-ParameterValue = bool | int | float | str | None
+ParameterValue = (
+    bool
+    | Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
+    | Annotated[float, Field(ge=-1e9, le=1e9)]
+    | Annotated[str, Field(max_length=200)]
+    | None
+)
+MAX_DEADLINE_S = 366 * 86_400.0
+_Clients = Annotated[int, Field(ge=1, le=100_000)]
+"""More devices than one coordinator serves."""
 CropPixels = Annotated[int, Field(ge=0, le=64)]
 _FederationId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-_Classes = Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
+_Classes = Annotated[tuple[Annotated[str, Field(max_length=255)], ...], Field(min_length=2, max_length=10_000)]
 METHOD_PATTERN = r"^[a-z][a-z0-9_]{0,62}$"
 _MethodName = Annotated[str, Field(pattern=METHOD_PATTERN)]
 _Rounds = Annotated[int, Field(ge=1, le=100_000)]
@@ -49,7 +58,7 @@ def check_crop(pixels: int, side: int) -> int:
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)  # it is JSON, which has neither
 
 
 # Fields that came later, and what a spec without them means.
@@ -226,24 +235,25 @@ class FederationSpec(_Frozen):
 class RoundPolicy(_Frozen):
     """How an operator wants the rounds of a federation to go; can be changed while it runs."""
 
-    model_config = ConfigDict(allow_inf_nan=False)  # it is stored as JSON, which has neither
-
     rounds: Annotated[_Rounds, Field(description="rounds until the federation is over")]
-    min_clients: Annotated[int, Field(ge=1, description="a round opens and closes with at least so many")] = 3
-    min_cohort: Annotated[int, Field(ge=1, description="no aggregate of fewer clients is ever published")] = (
+    min_clients: Annotated[_Clients, Field(description="a round opens and closes with at least so many")] = 3
+    min_cohort: Annotated[_Clients, Field(description="no aggregate of fewer clients is ever published")] = (
         DEFAULT_MIN_COHORT
     )
     fraction: Annotated[float, Field(gt=0, le=1, description="share of the devices there whose updates are wanted")] = (
         1.0
     )
-    max_clients: Annotated[int | None, Field(ge=1, description="at most so many updates are wanted")] = None
+    max_clients: Annotated[_Clients | None, Field(description="at most so many updates are wanted")] = None
     over_selection: Annotated[
         float, Field(ge=0, le=4, description="invite so many more, as a share; a round closes with the wanted updates")
     ] = 0.0
     deadline_s: Annotated[
-        float, Field(gt=0, description="seconds that a round collects, from when the quorum has accepted")
+        float,
+        Field(gt=0, le=MAX_DEADLINE_S, description="seconds that a round collects, from when the quorum has accepted"),
     ] = 3600.0
-    max_attempts: Annotated[int, Field(ge=1, description="tries of one round before the federation stalls")] = 3
+    max_attempts: Annotated[
+        int, Field(ge=1, le=10_000, description="tries of one round before the federation stalls")
+    ] = 3
     late: Annotated[
         Literal["drop", "next"],
         Field(description="an update that comes when its round has closed: dropped, or a teacher of the next round"),
@@ -264,8 +274,8 @@ class RoundPolicy(_Frozen):
         ),
     ] = False
     stop_patience: Annotated[
-        int | None,
-        Field(ge=1, description="end after so many rounds in which most clients' validation accuracies rose no more"),
+        _Rounds | None,
+        Field(description="end after so many rounds in which most clients' validation accuracies rose no more"),
     ] = None
     stop_gain: Annotated[float, Field(ge=0, le=100, description="points of accuracy that count as better")] = 0.1
 

@@ -38,7 +38,9 @@ def problem_in(error: ValidationError, inside: int = 0) -> str:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     steps, kind = first["loc"][inside:], first["type"]
     is_ours = len(steps) > (1 if kind == "extra_forbidden" else 0)
-    return f"{steps[0] if is_ours else '(root)'}: {'there is no such kind' if kind == 'union_tag_invalid' else first['msg']}"
+    where = [str(step) for step in steps[:1] + tuple(step for step in steps[1:] if isinstance(step, int))]
+    text = "there is no such kind" if kind == "union_tag_invalid" else first["msg"]
+    return f"{'.'.join(where) if is_ours else '(root)'}: {text}"
 
 
 class WireError(FedcgError):

@@ -115,6 +115,8 @@ VOLUNTARY_REPORT: frozenset[ReportField] = frozenset(
 )
 """Fields of an update that no spec asks for: a device reports them where its owner allows it."""
 
+MAX_NUMBER = 3.4e38
+"""Of a float32; JSON's numbers are larger, and neither they nor infinity are one."""
 TensorDtype = Literal["float32", "int64"]
 
 # Codecs by name; `codecs` describes each one and its laws.
@@ -134,7 +136,7 @@ def _is_absent(value: object) -> bool:
     return value is None
 
 
-_Bound = Annotated[float | None, Field(allow_inf_nan=False, exclude_if=_is_absent)]
+_Bound = Annotated[Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)] | None, Field(exclude_if=_is_absent)]
 
 
 class TensorLayout(BaseModel):
@@ -199,9 +201,9 @@ class PrivacySpent(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    epsilon: Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+    epsilon: Annotated[float, Field(ge=0.0, le=MAX_NUMBER)]
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
-    budget: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    budget: Annotated[float, Field(gt=0.0, le=MAX_NUMBER)] | None = None
 
 
 class RoundCost(BaseModel):
@@ -234,9 +236,11 @@ class Report(BaseModel):
 
     examples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     accuracy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    loss: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    loss: Annotated[float, Field(ge=0.0, le=MAX_NUMBER)] | None = None
     health: Health | None = None
-    label_counts: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=100_000)] | None = None
+    label_counts: Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=100_000)] | None = (
+        None
+    )
     # Later than the others: left out where they are absent, so that artifacts of before them keep their bytes.
     shadow: Annotated[Share | None, Field(exclude_if=_is_absent)] = None
     downloaded: Annotated[Share | None, Field(exclude_if=_is_absent)] = None

@@ -30,6 +30,7 @@ Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Versions = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(min_length=1, max_length=8)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Time = Annotated[float, Field(ge=0.0, le=1e11)]
 
 
 @dataclass(frozen=True, order=True)
@@ -127,7 +128,7 @@ class Offer(_Message):
     spec: ArtifactRef
     aggregate: ArtifactRef
     rounds: Count
-    deadline_at: float
+    deadline_at: Time
 
 
 class Finished(_Message):
@@ -233,7 +234,7 @@ class SelfReport(_Message):
 
     kind: Literal["self_report"] = "self_report"
     boot: Nonce
-    clock: Annotated[float, Field(ge=0.0, le=1e11)] | None = None
+    clock: Time | None = None
     condition: DeviceCondition = DeviceCondition()
     telemetry: Annotated[Readings | None, Field(exclude_if=lambda readings: readings is None)] = None
 
@@ -242,10 +243,10 @@ class Welcome(_Message):
     """The coordinator answers a hello; both nonces make the session id."""
 
     kind: Literal["welcome"] = "welcome"
-    version: int
+    version: Annotated[int, Field(ge=1, le=1 << 16)]
     device_nonce: Nonce
     nonce: Nonce
-    server_time: float
+    server_time: Time
     cohort: CohortVerdict = CohortVerdict.ALONE
 
 

@@ -69,6 +69,17 @@ def test_a_process_of_its_own_makes_the_same_artifacts_and_tells_why_there_are_n
         check_plan(plan.model_copy(update={"params": {"nonsense": 1}}))
 
 
+def test_a_plan_that_takes_too_long_or_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = ImageForm(mode="RGB", height=1024, width=1024, mean=(0.5,) * 3, std=(0.5,) * 3)
+    plan = FederationPlan(federation="large", classes=("x", "y"), method="fedcg", rounds=1, image=form)
+    with pytest.raises(PlanError, match=r"its parts have \d{3},\d{3},\d{3} numbers.*smaller images"):
+        check_plan(plan)
+    monkeypatch.setattr(create_federation, "in_a_process", in_a_process)
+    monkeypatch.setattr(create_federation, "COMPLETE_S", 0.05)
+    with pytest.raises(PlanError, match=r"takes longer than 0\.05 s"):
+        check_plan(plan)
+
+
 @pytest.mark.parametrize("command", ["plan", "create"])
 def test_everything_that_is_wrong_with_a_plan_is_reported_at_once_with_its_line(tmp_path: Path, command: str) -> None:
     home = tmp_path / "home"

@@ -337,7 +337,7 @@ def test_a_coordinator_that_says_odd_things_does_not_stop_the_agent(tmp_path: Pa
             coordinator.tell(Receipt(**where, artifact=rng.randbytes(32).hex(), outcome="late"))
             coordinator.tell(Invite(**where))
             refs = {"spec": odd_ref(rng), "aggregate": odd_ref(rng)}
-            odd: AnyMessage = Offer(**broadcast, **refs, rounds=odd_number(rng), deadline_at=-1.0)
+            odd: AnyMessage = Offer(**broadcast, **refs, rounds=odd_number(rng), deadline_at=0.0)
             if rng.random() < 0.3:
                 odd = Finished(**broadcast, **refs)
             coordinator.publish(coordinator.topics.offer, odd)
