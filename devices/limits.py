@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from devices.files import read_int, read_text
+from devices.files import available_memory, read_int, read_text
 
 # Without a limit, v1 reports the largest page-aligned 63-bit number instead of a word.
 _UNLIMITED_V1 = 1 << 60
@@ -29,6 +30,19 @@ def memory_left(root: Path) -> int | None:
             cached = re.search(r"^inactive_file (\d+)$", read_text(root, f"{folder}/memory.stat") or "", re.MULTILINE)
             left.append(max(0, limit - used + (int(cached[1]) if cached else 0)))
     return min(left, default=None)
+
+
+def free_memory(root: Path) -> int | None:
+    """Bytes that this process could take without swapping: of the box, its control groups and its own limit (`ulimit -v`)."""
+    left = [available_memory(root), memory_left(root), _address_space_left(root)]
+    return min((size for size in left if size is not None), default=None)
+
+
+def _address_space_left(root: Path) -> int | None:
+    """Of this process's limit, by the most that it ever took."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    peak = re.search(r"^VmPeak:\s*(\d+) kB", read_text(root, "proc/self/status") or "", re.MULTILINE)
+    return None if limit == resource.RLIM_INFINITY or peak is None else max(0, limit - int(peak[1]) * 1024)
 
 
 def oom_kills(root: Path) -> str:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from devices.files import available_memory, read_int, read_text
-from devices.limits import memory_left
+from devices.files import read_int, read_text
+from devices.limits import free_memory
 from devices.nvidia import GpuReadings, nvml_readings
 from devices.power import Rail, Supply, board_power, jetson_stats, read_power_mode, read_rails, read_supply
 from devices.throttling import OVER_CURRENT, Causes, EventRates, read_causes, read_counters, read_cpu_mhz
@@ -189,7 +189,6 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT, *, asks_services: bool = 
             found += [] if gpu.temperature_c is None else [Zone("GPU", gpu.temperature_c, hot_c=gpu.slowdown_c)]
     passive = [zone.name for zone in found if zone.passive_c is not None and zone.temperature_c >= zone.passive_c]
     software = causes.software + tuple(f"{name} is at its passive trip point" for name in passive)
-    memory = [size for size in (available_memory(root), memory_left(root)) if size is not None]
     return Telemetry(
         zones=tuple(found),
         rails=rails + _gpu_rail(gpu),
@@ -200,7 +199,7 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT, *, asks_services: bool = 
         cpu_mhz=read_cpu_mhz(root),
         counters=read_counters(root),
         free_disk_bytes=_free_bytes(disk),
-        free_memory_bytes=min(memory, default=None),
+        free_memory_bytes=free_memory(root),
         links=_links(root),
     )
 

@@ -13,6 +13,9 @@ from fedcg.files import replace_durably
 MEMORY_FILE = "memory.json"
 LEAST_SHARE = 1 / 128
 """A batch that does not fit in so many pieces does not fit at all."""
+NEAR_END_BYTES = 256 << 20
+"""Less than this left in a round counts as near the end: about what a step of the larger networks takes at once."""
+MOST_FAILURES = 3
 _log = logging.getLogger(__name__)
 
 
@@ -21,6 +24,9 @@ class MemoryShare:
 
     A process that the kernel kills can't say so. It notes the kernel's count of such kills before a round; where its successor finds the
     round unfinished and the count higher in the same boot, memory was the reason. A kill by hand or a power cut leaves the share as it is.
+
+    Other failures are counted where memory was near its end in their round, whatever error or signal they came with: after three without a
+    round between them that went well, the share is halved.
 
     What is available now decides once, before the first round; afterwards the kept share holds, so that a repeated round is cut as before
     whatever else runs on the box meanwhile. The file removed, it decides anew.
@@ -34,7 +40,7 @@ class MemoryShare:
 
     Attributes:
         share: in (0, 1].
-        was_killed: whether the kernel ended the process before this one in a round, for memory.
+        was_killed: whether the process before this one died in a round for memory: by the kernel, or as the third that died near its end.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class MemoryShare:
     ) -> None:
         self._path, self._memory, self._root = store / MEMORY_FILE, memory, root
         self.share, self.was_killed = planned if at_first is None else at_first, False
+        self._failures, self._was_near, self._in_round = 0, False, ""
         known = self._read()
         if known.get("memory") != memory:
             return
@@ -51,23 +58,42 @@ class MemoryShare:
         (boot, _, before), (boot_now, _, now) = (text.rpartition(" ") for text in (noted, oom_kills(root)))
         counted = bool(boot) and boot == boot_now and before.isdigit() and now.isdigit()
         self.was_killed = counted and int(before) < int(now)
+        failures = known.get("failures")
+        self._failures = failures if isinstance(failures, int) else 0
+        self._was_near = bool(noted) and known.get("near_end") is True
         if self.was_killed:
             self.halve()
+        else:
+            self.was_killed = self.failed()
 
     def halve(self) -> bool:
         """Whether half the rows may fit where so many did not; then the share is halved."""
         if self.share / 2 < LEAST_SHARE:
             return False
-        self.share /= 2
+        self.share, self._failures = self.share / 2, 0
         self._write("")
         return True
 
     def round_begins(self) -> None:
         """Note that a round is trained now."""
-        self._write(oom_kills(self._root))
+        self._was_near = False
+        self._write(oom_kills(self._root) or "round")
 
-    def round_ended(self) -> None:
-        """Note that it ended, whether or not it went well."""
+    def look(self, free_bytes: int | None) -> None:
+        """Note, once in a round, that memory is near its end."""
+        if self._in_round and not self._was_near and free_bytes is not None and free_bytes < NEAR_END_BYTES:
+            self._was_near = True
+            self._write(self._in_round)
+
+    def failed(self) -> bool:
+        """Count a failure with another reason; whether it was the third with memory near its end, and the share is halved."""
+        self._failures += self._was_near
+        self._was_near = False
+        return self._failures >= MOST_FAILURES and self.halve()
+
+    def round_ended(self, *, well: bool = False) -> None:
+        """Note that it ended, and whether it went well."""
+        self._failures = 0 if well else self._failures
         self._write("")
 
     def _read(self) -> dict[str, object]:
@@ -77,7 +103,9 @@ class MemoryShare:
         return {}
 
     def _write(self, in_round: str) -> None:
-        known = {"memory": self._memory, "share": float(self.share), "in_round": in_round}
+        self._in_round = in_round
+        known: dict[str, object] = {"memory": self._memory, "share": float(self.share), "in_round": in_round}
+        known |= {"near_end": self._was_near, "failures": self._failures}
         try:
             replace_durably(self._path, json.dumps(known))
         except OSError as error:  # a full disk: the round goes on, and what it can't do without is its commit

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 
-from devices.detect import detect
+from devices import limits
+from devices.detect import LIVE_ROOT, detect
 from devices.errors import NotTrainableError
 from devices.nvidia import nvml_readings, torch_obstacle
 from devices.power import EnergyMeter
 from devices.profile import DeviceProfile, Gpu, TrainingPlan, batch_share, plan_training
-from devices.telemetry import Sensors, read_power, read_telemetry
+from devices.telemetry import Sensors, read_power
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
 from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound
@@ -49,6 +50,7 @@ from fedcg.wire.parts import RoundCost
 from fedcg.worker_process import requests_of
 
 LOCK_WAIT_S = 30.0
+LOOK_S = 1.0  # between two looks at the memory that is left
 WORKING_EVERY_S = 1.0
 _SUFFIXES = "|".join(map(re.escape, IMAGE_SUFFIXES))
 _log = logging.getLogger(__name__)
@@ -114,16 +116,18 @@ class Trainer:
         place = plan.device
         torch.set_num_threads(plan.threads)
         of_place = box.gpu if place == "cuda" and box.gpu is not None else box
-        at_first = batch_share(box, place, free_memory(store.root, None if of_place is box else box.gpu))
+        self._gpu = None if of_place is box else box.gpu
+        at_first = batch_share(box, place, free_memory(self._gpu))
         self._memory = MemoryShare(store.root, plan.batch_scale, f"{place} {of_place.memory_bytes}", at_first=at_first)
         share = self._memory.share
         events.write("plan", device=place, threads=plan.threads, batch_scale=share, reason=plan.reason)
         if self._memory.was_killed:
-            events.write("memory_short", share=share, detail="the kernel ended the training process in a round")
+            events.write("memory_short", share=share, detail="the training process died in a round for want of memory")
         defence = LocalDefence(config.data, store, events, place)
         data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped, defence)
         self._working = working
         self._meter = EnergyMeter(lambda: None)
+        self._looked = 0.0
         self._started = time.monotonic()
         duty = config.training.duty_cycle
         self._pauses = Pauses(config.eligibility, Sensors(store.root).read, self._is_working, events, duty_cycle=duty)
@@ -139,6 +143,9 @@ class Trainer:
     def _is_working(self) -> None:
         self._working()
         self._meter.look()
+        if (now := time.monotonic()) - self._looked >= LOOK_S:
+            self._looked = now
+            self._memory.look(free_memory(self._gpu))
 
     def _cost(self) -> RoundCost:
         self._meter.look(at_once=True)
@@ -192,16 +199,19 @@ class Trainer:
             generation = train_round(self._work, command)
             if before is None or generation.number > before.number:  # else it was committed before a crash
                 write_cost(self._work, generation, self._cost(), self._meter.rail, command.share)
+            self._memory.round_ended(well=True)
         except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
+            self._memory.look(free_memory(self._gpu))
             if is_sticky(error):
                 self._give_up(command, error)
-            if is_out_of_memory(error) and self._memory.halve():
+            reason = reason_for(error)
+            unexplained = reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError)
+            if (is_out_of_memory(error) and self._memory.halve()) or (unexplained and self._memory.failed()):
                 share = self._memory.share
                 self._events.write("memory_short", share=share, detail=self._explain(error))
                 self._work = replace(self._work, batch_scale=share)
                 return None
-            reason = reason_for(error)
-            if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError):
+            if unexplained:
                 _log.exception("%s failed on %s", command.round_attempt, self._work.config.device)
             return Failed(command.round_attempt, reason, self._explain(error))
         finally:
@@ -258,10 +268,10 @@ def plan_here(config: AgentConfig, box: DeviceProfile) -> TrainingPlan:
     )
 
 
-def free_memory(store: Path, gpu: Gpu | None) -> int | None:
+def free_memory(gpu: Gpu | None) -> int | None:
     """Bytes available now where the training is: of a GPU with memory of its own, else of the box."""
     if gpu is None or gpu.shares_memory:
-        return read_telemetry(store).free_memory_bytes
+        return limits.free_memory(LIVE_ROOT)
     readings = nvml_readings()
     return None if readings is None else readings.free_bytes
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from coordinator.aggregation.worker_messages import (
     Job,
@@ -21,7 +20,7 @@ from coordinator.aggregation.worker_messages import (
 from edge_client.config import TrainingSection
 from edge_client.session.commands import TrainRound
 from edge_client.training.trainer_handle import Committed, Ready, TrainerReport, trainer_process
-from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
+from fedcg.learning.training.device_errors import BROKEN_EXIT
 from fedcg.log.settings import LogSettings
 from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.coordinator import hanging_children
@@ -30,21 +29,6 @@ from tests.support.coordinator.hanging_children import STALL_S
 from tests.support.edge.world import make_config
 
 JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
-
-
-@pytest.mark.parametrize(
-    ("error", "sticky"),
-    [
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
-        (RuntimeError("CUDA error: device-side assert triggered"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
-        (torch.cuda.OutOfMemoryError("CUDA out of memory."), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("CUDA error"), False),
-    ],
-)
-def test_which_errors_break_the_card_for_the_process(error: Exception, sticky: bool) -> None:
-    assert is_sticky(error) is sticky
 
 
 @pytest.mark.slow

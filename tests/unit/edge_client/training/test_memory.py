@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from edge_client.training import local_round, trainer_child
-from edge_client.training.memory_share import LEAST_SHARE, MEMORY_FILE, MemoryShare
+from edge_client.training.memory_share import LEAST_SHARE, MEMORY_FILE, NEAR_END_BYTES, MemoryShare
 from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Method, RoundContext
@@ -122,6 +122,44 @@ def test_the_successor_of_a_process_that_the_kernel_killed_in_a_round_begins_wit
     assert rows_at_once == [BATCH // 2]
     site.trainer()
     assert len(site.events("memory_short")) == 1, "the same kill counts once"
+
+
+def test_three_failures_of_any_kind_with_memory_near_its_end_halve_and_the_round_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: list[int | None]
+) -> None:
+    site, free = Site(tmp_path, real_spec(batch_size=BATCH)), [64 << 30]
+    monkeypatch.setattr(trainer_child, "free_memory", lambda gpu: free[0])
+    failing(monkeypatch, 4, lambda: SystemError("error return without exception set"))
+    trainer = site.trainer()
+    free[0] = NEAR_END_BYTES
+    assert isinstance(trainer.do(site.round(1, 1)), Failed)  # memory was not near its end
+    free[0] -= 1
+    for attempt in (2, 3):
+        assert isinstance(trainer.do(site.round(1, attempt)), Failed)
+    assert site.events("memory_short") == []
+    assert isinstance(trainer.do(site.round(1, 4)), Committed)
+    assert [event["share"] for event in site.events("memory_short")] == [0.5]
+    assert rows_at_once[-1] == BATCH // 2
+
+
+def test_three_deaths_with_memory_near_its_end_halve_and_a_round_that_goes_well_forgets_them(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path, real_spec(batch_size=BATCH))
+
+    def dies() -> None:  # by a signal, as of an allocation that was not checked
+        memory = site.trainer()._memory
+        memory.round_begins()
+        memory.look(NEAR_END_BYTES - 1)
+
+    dies()
+    dies()
+    assert isinstance(site.trainer().do(site.round()), Committed)
+    for _ in range(3):
+        assert site.events("memory_short") == []
+        dies()
+    assert isinstance(site.trainer().do(site.round(2)), Committed)
+    assert [event["share"] for event in site.events("memory_short")] == [0.5]
 
 
 @pytest.mark.parametrize(

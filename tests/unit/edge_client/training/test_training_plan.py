@@ -50,7 +50,7 @@ def on(monkeypatch: pytest.MonkeyPatch, box: DeviceProfile, problem: str = "", f
     for module in ("edge_client.training.trainer_child", "edge_client.cli.doctor.training_check"):
         monkeypatch.setattr(f"{module}.detect", lambda: box)
         monkeypatch.setattr(f"{module}.torch_obstacle", lambda: problem)
-    monkeypatch.setattr(trainer_child, "free_memory", lambda store, gpu: free)
+    monkeypatch.setattr(trainer_child, "free_memory", lambda gpu: free)
 
 
 def configure(site: Site, **training: object) -> None:
@@ -141,8 +141,8 @@ def test_the_batch_follows_what_is_available_before_the_first_round_and_stays(
 
 def test_memory_is_that_of_a_gpu_of_its_own_and_else_the_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_child, "nvml_readings", lambda: GpuReadings(None, None, None, (), (), free_bytes=7))
-    assert free_memory(tmp_path, Gpu("Card", 8 * GIB, (8, 6), None)) == 7
-    box = free_memory(tmp_path, None)
+    assert free_memory(Gpu("Card", 8 * GIB, (8, 6), None)) == 7
+    box = free_memory(None)
     assert box is not None
     assert box > 7
-    assert free_memory(tmp_path, ORIN.gpu) != 7
+    assert free_memory(ORIN.gpu) != 7
