@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,15 @@ class Model:
     def identity(self) -> dict[str, str | int]:
         """Which model it is, as every answer of a server names it."""
         return {"federation": self.manifest.federation, "round": self.manifest.round, "version": self.version}
+
+    @cached_property
+    def _name_order(self) -> npt.NDArray[np.intp]:
+        return np.argsort(self.manifest.classes, kind="stable")
+
+    def by_name(self, probabilities: Floats) -> Floats:
+        """Its probabilities [N, C] with the classes in the order of their names: the order in which two models are compared."""
+        ordered: Floats = probabilities[:, self._name_order]
+        return ordered
 
     def predict(self, images: Sequence[Pixels] | Pixels) -> Floats:
         """Probabilities of images, [N, C] float32.

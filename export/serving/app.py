@@ -112,7 +112,7 @@ class Service:
             with self.batcher.place() as predict:
                 work = self._answer(predict, served, Body(content, content_type))
                 images, rows = await _unless_gone(request, work)
-        self.watch.answered(served.version, rows)
+        self.watch.answered(served.version, served.by_name(rows))
         # Not before the answer is on its way.
         asyncio.get_running_loop().call_soon(self.models.offer, served, [pixels for _, pixels in images])
         results = [Classified(name, served.top(row, top)) for (name, _), row in zip(images, rows, strict=True)]

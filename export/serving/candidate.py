@@ -26,9 +26,20 @@ log = logging.getLogger(__name__)
 
 
 def is_comparable(model: Model, current: Model) -> bool:
-    """Whether two models take the same pixels and name the same classes."""
-    forms = [(one.manifest.classes, one.manifest.image.mode, one.manifest.image.shape) for one in (model, current)]
-    return forms[0] == forms[1]
+    """Whether two models take the same pixels and name the same classes.
+
+    In another order they may give every class another's name and still predict the same shares of classes: that shows only where their
+    accuracies say how often both should agree.
+    """
+    forms = [
+        (sorted(one.manifest.classes), one.manifest.image.mode, one.manifest.image.shape) for one in (model, current)
+    ]
+    is_same_order = model.manifest.classes == current.manifest.classes
+    return forms[0] == forms[1] and (is_same_order or _floor(model, current) > 0)
+
+
+def _floor(model: Model, current: Model) -> float:
+    return least_agreement(*(one.manifest.verification.accuracy_onnx for one in (current, model)))
 
 
 class Candidate:
@@ -58,10 +69,9 @@ class Candidate:
         self.model, self._current, self._stage = model, current, stage
         self._began_s, self._clock, self._chance = began_s, clock, chance
         self.since = datetime.now(timezone.utc)
-        floor = least_agreement(*(one.manifest.verification.accuracy_onnx for one in (current, model)))
         self.progress = Progress(0, None, 0)
         """What was compared until the last look; changes in one step."""
-        self._comparison = Comparison(model.version, current.version, stage, floor)
+        self._comparison = Comparison(model.version, current.version, stage, _floor(model, current))
         self._pairs: deque[Pair] = deque()  # from the thread to whoever asks for the verdict
         self._room = threading.BoundedSemaphore(PENDING)
         self._thread = ThreadPoolExecutor(1, "candidate")
@@ -115,7 +125,7 @@ class Candidate:
             self._room.release()
 
     def _predicted(self, model: Model, images: Sequence[Pixels]) -> tuple[Floats | None, float]:
-        """Probabilities and seconds; None when the model fails or gives values that are not numbers."""
+        """Probabilities by class name, and seconds; None when the model fails or gives values that are not numbers."""
         began = self._clock()
         try:
             rows = model.predict(images)
@@ -123,4 +133,4 @@ class Candidate:
             log.log(logging.DEBUG if self._has_failed else logging.WARNING, _FAILED, model.version, error)
             self._has_failed = True
             return None, self._clock() - began
-        return (rows if np.isfinite(rows).all() else None), self._clock() - began
+        return (model.by_name(rows) if np.isfinite(rows).all() else None), self._clock() - began

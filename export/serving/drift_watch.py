@@ -37,7 +37,7 @@ CLASS_SHIFT = 0.25
 CHANCE = 1.5
 LONGEST = 10
 CONFIDENCE_DROP = 0.2
-Kind = Literal["errors", "drift", "latency"]
+Kind = Literal["errors", "drift", "latency", "incomparable"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Watch:
         self._judged: set[str] = set()
 
     def answered(self, version: str, probabilities: Floats) -> None:
-        """Note a request that was answered: probabilities [N, C] of its images."""
+        """Note a request that was answered: probabilities [N, C] of its images, by class name."""
         sample = self._sample(version)
         if sample is not None:
             sample.add(probabilities)

@@ -80,7 +80,7 @@ class ServedModel:
         A version that cannot be used is refused with a line in the log, and the one in service stays.
 
         Returns:
-            Why a candidate was taken back now; None when none was.
+            Why a version was taken back now, before it answered; None when none was.
         """
         seen = self._look()
         if seen == self._seen:
@@ -101,7 +101,7 @@ class ServedModel:
         else:
             self._observe("loaded")
             self.refused = ""
-            self._introduce(model)
+            return self._introduce(model)
         return None
 
     def offer(self, served: Model, images: Sequence[Pixels]) -> None:
@@ -137,15 +137,15 @@ class ServedModel:
         log.error("version %s is taken back to %s: %s", verdict.version, back.name, verdict.reason)
         return True
 
-    def _introduce(self, model: Model) -> None:
-        """Serve a version that was loaded, or compare it first where it succeeds the one in service."""
+    def _introduce(self, model: Model) -> Verdict | None:
+        """Serve a version that was loaded, or compare it first where it succeeds the one in service; a verdict where it can't be compared."""
         before, is_insisted = self.current, model.version in self._left
         if self._stage is None or before is None or is_insisted or not self._succeeds(before.version):
             self._promote(model)
         elif not is_comparable(model, before):
-            told = "version %s has other classes or takes other images than version %s, so it serves at once, without a comparison"
-            log.warning(told, model.version, before.version)
-            self._promote(model)
+            reason = f"its classes or images are not those of version {before.version}, so it can't be compared; if it is right, "
+            reason += f"`fedcg model use {self._root} {model.version}` puts it in service"
+            return self._reject(Verdict(model.version, "incomparable", reason))
         else:
             if self._began_s is None:  # one that replaces a candidate has the rest of its time
                 self._began_s = self._clock()
@@ -153,6 +153,7 @@ class ServedModel:
             self.candidate = Candidate(model, before, self._stage, self._began_s, clock=self._clock)
             told = "version %s is compared with version %s, which answers, on %d images or for %.0f s before it serves"
             log.info(told, model.version, before.version, self._stage.images, self._stage.limit_s)
+        return None
 
     def _settled(self) -> Verdict | None:
         """Look at the comparison: keep on, take the candidate back, or serve it. A verdict when it was taken back."""
@@ -161,15 +162,20 @@ class ServedModel:
             return None
         verdict = candidate.verdict()
         if verdict is not None:
-            self._drop()
-            self._began_s = None
-            if self.take_back(verdict):
-                self._seen = None  # it may be chosen again before the next look
-                return verdict
-            self._refuse(f"version {verdict.version}: {verdict.reason}")
-        elif candidate.is_over():
+            return self._reject(verdict)
+        if candidate.is_over():
             log.info("version %s takes all requests: %s", candidate.model.version, candidate.progress)
             self._promote(candidate.model)
+        return None
+
+    def _reject(self, verdict: Verdict) -> Verdict | None:
+        """Take a version back that does not answer yet, or refuse it where the pointer can't be moved."""
+        self._drop()
+        self._began_s = None
+        if self.take_back(verdict):
+            self._seen = None  # it may be chosen again before the next look
+            return verdict
+        self._refuse(f"version {verdict.version}: {verdict.reason}")
         return None
 
     def _promote(self, model: Model) -> None:

@@ -194,7 +194,7 @@ class MqttServer:
         except Exception:
             self._watch.failed(served.version)
             raise
-        self._watch.answered(served.version, rows)
+        self._watch.answered(served.version, served.by_name(rows))
         self._models.offer(served, pixels)
         results = [Classified(name, served.top(row, self._top)) for (name, _), row in zip(images, rows, strict=True)]
         return {**served.identity(), "results": [one.as_json() for one in results]}

@@ -8,7 +8,7 @@ import pytest
 
 from export.build.accuracy_gate import pass_gate
 from export.errors import GateError
-from export.model.manifest import read_manifest
+from export.model.manifest import read_manifest, write_manifest
 from export.model.versions import Slots
 from tests.support.learning.export_models import TestImages, install_model, labels_by
 
@@ -44,6 +44,18 @@ def test_a_damaged_model_in_service_keeps_no_better_one_out(tmp_path: Path, imag
     assert Slots(tmp_path).current() == first
     second = install_model(tmp_path, seed=2, images=images, gate=0.0)
     assert Slots(tmp_path).current() == second
+
+
+def test_a_model_with_the_same_classes_in_another_order_is_compared_by_their_names(
+    tmp_path: Path, images: TestImages
+) -> None:
+    first = install_model(tmp_path, seed=1, images=images)
+    right = TestImages(images.files, labels_by(first, images.files))
+    manifest = read_manifest(first)
+    write_manifest(first, manifest.model_copy(update={"classes": (*manifest.classes[1:], manifest.classes[0])}))
+    gate = read_manifest(install_model(tmp_path, seed=1, images=right, gate=1.0)).gate
+    assert gate is not None
+    assert (gate.before, gate.accuracy) == (0.0, 1.0)  # the one in service names each image wrongly
 
 
 def test_models_of_other_classes_are_not_compared(tmp_path: Path, images: TestImages) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import sys
 from itertools import cycle
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from export.model.manifest import read_manifest, write_manifest
 from export.model.versions import Slots
+from tests.support.commands import run_fedcg
 from tests.support.learning.export_models import encoded, install_model, picture
 from tests.support.serving import PNG, Server, install_one_that_names_one_class, install_versions, serving
 from tests.support.stack import wait_for
@@ -83,6 +86,24 @@ def test_a_good_version_serves_after_it_was_compared_and_the_stage_is_shown(tmp_
     found = re.search(told, errors)
     assert found is not None, errors
     assert int(found[1]) >= 30
+
+
+def test_a_version_whose_class_names_are_permuted_never_answers_until_a_person_chooses_it(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    install_versions(root, 1)
+    permuted = Path(shutil.copytree(root / "0001", root / "0002"))
+    manifest = read_manifest(permuted)
+    write_manifest(permuted, manifest.model_copy(update={"classes": (*manifest.classes[1:], manifest.classes[0])}))
+    with serving(root, "--shadow", 24, *ALL) as server:
+        image = next(NEXT)
+        right = server.ask("/predict", image, PNG).document["results"][0]["class"]
+        Slots(root).use("0002")
+        server.wait_for_metric('fedcg_serve_rollbacks_total{reason="incomparable"}', 1)
+        assert "so it can't be compared" in server.ask("/model").document["taken_back"]
+        answer = server.ask("/predict", image, PNG).document
+        assert (answer["version"], answer["results"][0]["class"]) == ("0001", right)
+        assert run_fedcg("model", "use", root, "0002").exit_code == 0
+        server.wait_for_version("0002")
 
 
 @pytest.mark.parametrize(

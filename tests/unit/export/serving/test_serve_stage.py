@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from export.errors import SlotError
+from export.model.manifest import read_manifest, write_manifest
 from export.model.runtime import Floats, Model
 from export.model.versions import Slots
 from export.serving.candidate import PENDING, Candidate
@@ -19,7 +20,7 @@ from export.serving.drift_watch import FAILURES, Verdict
 from export.serving.live_model import ServedModel
 from export.serving.stage_record import RECORD_NAME
 from fedcg.imaging import Pixels
-from tests.support.learning.export_models import flip_bit, install_model, make_spec
+from tests.support.learning.export_models import CLASSES, flip_bit, install_model, make_spec
 from tests.support.waiting import wait_until
 
 IMAGES = [np.full((20, 24, 3), level, dtype=np.uint8) for level in (40, 90, 200)]
@@ -238,14 +239,49 @@ def test_a_rollback_from_the_version_in_service_takes_effect_at_once(root: Path,
     assert _states(models) == ("0001", None)
 
 
-def test_a_version_of_other_classes_cannot_be_compared_and_serves_at_once(
-    root: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("classes", [("ant", "bee", "dog"), ("bee", "cat", "ant")], ids=["others", "in another order"])
+def test_a_version_that_cannot_be_compared_waits_until_a_person_chooses_it(
+    root: Path, clock: Clock, classes: tuple[str, ...]
 ) -> None:
     models = _started(root, clock)
-    install_model(root, spec=make_spec().model_copy(update={"classes": ("ant", "bee", "dog")}))
-    models.refresh()
-    assert _states(models) == ("0004", None)
-    assert "version 0004 has other classes or takes other images than version 0001" in caplog.text
+    install_model(root, spec=make_spec().model_copy(update={"classes": classes}))
+    rejected = models.refresh()
+    assert rejected is not None
+    assert (rejected.version, rejected.kind) == ("0004", "incomparable")
+    assert _states(models) == ("0001", None)
+    assert Slots(root).current().name == "0001"
+    assert f"`fedcg model use {root} 0004` puts it in service" in models.taken_back
+    assert models.refresh() is None
+    assert _choose(models, root, "0004") == ("0004", None)
+
+
+@pytest.mark.parametrize("is_renamed", [True, False], ids=["only its names are permuted", "its outputs are too"])
+def test_classes_in_another_order_are_compared_by_their_names(root: Path, clock: Clock, is_renamed: bool) -> None:
+    for version in Slots(root).versions():
+        _rewrite(version.directory, accuracy_onnx=0.95)
+    models = _started(root, clock)
+    permuted = ("bee", "cat", "ant")
+    directory = Path(shutil.copytree(root / "0003", root / "0004"))
+    _rewrite(directory, classes=permuted)
+    assert _choose(models, root, "0004") == ("0001", "0004")
+    candidate = models.candidate
+    assert candidate is not None
+    if not is_renamed:  # a sound export of the same weights with the spec's classes in another order
+        order, plain = [CLASSES.index(name) for name in permuted], candidate.model.predict
+        object.__setattr__(candidate.model, "predict", lambda images: plain(images)[:, order])
+    _compare(models, 9)
+    verdict = models.refresh()
+    if is_renamed:
+        assert verdict is not None
+        assert (verdict.kind, _states(models)) == ("drift", ("0001", None))
+    else:
+        assert (verdict, candidate.progress.agreement, _states(models)) == (None, 1.0, ("0004", None))
+
+
+def _rewrite(directory: Path, *, accuracy_onnx: float = 0.95, **fields: object) -> None:
+    manifest = read_manifest(directory)
+    verification = manifest.verification.model_copy(update={"accuracy_onnx": accuracy_onnx})
+    write_manifest(directory, manifest.model_copy(update={"verification": verification, **fields}))
 
 
 def test_a_damaged_successor_is_refused_and_is_no_candidate(root: Path, clock: Clock) -> None:
