@@ -150,6 +150,9 @@ def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -
     elif detail["type"] == "missing":
         message = "is missing"
         hint = hint or f"add `{name}`" + (f" to [{tables[0]}]" if tables else "")
+    elif detail["type"] in ("tuple_type", "list_type"):
+        example = [detail["input"]] if isinstance(detail["input"], str) else ["…"]
+        message = f"must be a list: {name} = {json.dumps(example, ensure_ascii=False)}"
     elif pattern := _PATTERNS.get(detail.get("ctx", {}).get("pattern", "")):
         message = f"must be {pattern}"
     else:

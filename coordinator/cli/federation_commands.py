@@ -31,16 +31,16 @@ def federation_plan(
     Example: fedcg federation plan --example > plan.toml
     """
     from coordinator.errors import PlanError
-    from coordinator.operations.create_federation import example_plan, read_plan
+    from coordinator.operations.create_federation import check_plan, example_plan, read_plan
 
     if example:
         return {"plan": example_plan()}, example_plan().rstrip("\n")
     if plan is None:
         raise PlanError("name a file to check, or ask for --example")
     wanted = read_plan(plan)
-    return wanted.model_dump(
-        mode="json"
-    ), f"{plan}: all fields can be used ({wanted.method}).\nNext: fedcg federation create {plan}"
+    check_plan(wanted)  # as `create` does, by the method and the networks
+    usable = f"{plan}: all fields can be used ({wanted.method})."
+    return wanted.model_dump(mode="json"), f"{usable}\nNext: fedcg federation create {plan}"
 
 
 @federation_app.command("create")

@@ -15,7 +15,7 @@ import re
 import sys
 import zipfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -38,6 +38,7 @@ MAX_SECRET_BYTES = 64 * 1024
 LEAST_SECRET = 6  # characters; shorter values occur by chance
 REMOVED, IMAGE = "[removed]", "[image]"
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
+_SMALL_NUMBER = re.compile(r"\d{1,3}")
 _IMAGE_NAME = re.compile(r"[^\s\"'/]+\.(?:png|jpe?g|bmp|webp|tiff?|gif)\b", re.IGNORECASE)
 
 
@@ -56,30 +57,39 @@ def support_file(config: AgentConfig, newest_events: int, *, with_class_names: b
         "doctor.json": [asdict(finding) for finding in examine(config, datetime.now(timezone.utc))],
         "files.json": dict(_sizes(config.store)),
     }
+    names = () if with_class_names else _class_names(config)
+    members = {name: _without_classes(value, names) for name, value in members.items()}
     texts = {name: json.dumps(value, indent=1, default=str, ensure_ascii=False) for name, value in members.items()}
     logs = chain.from_iterable(read_events(config.store / name) for name in ("events.old.jsonl", "events.jsonl"))
     texts["events.jsonl"] = "".join(
-        f"{json.dumps(one, ensure_ascii=False)}\n" for one in deque(logs, maxlen=newest_events)
+        f"{json.dumps(_without_classes(one, names), ensure_ascii=False)}\n" for one in deque(logs, maxlen=newest_events)
     )
     replaced = dict.fromkeys(_secrets(config), REMOVED)
-    names = () if with_class_names else _class_names(config)
     written = BytesIO()
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
-            archive.writestr(name, _cleaned(text, replaced, names))
+            archive.writestr(name, _cleaned(text, replaced))
     return written.getvalue(), tuple(texts)
 
 
-def _cleaned(text: str, replaced: dict[str, str], classes: tuple[str, ...]) -> str:
+def _cleaned(text: str, replaced: dict[str, str]) -> str:
     for secret, instead in replaced.items():
         text = text.replace(secret, instead)
-    text = _IMAGE_NAME.sub(IMAGE, text)
-    if classes:
-        numbers = {name: f"class-{number}" for number, name in enumerate(classes, 1)}
-        longest_first = sorted(map(re.escape, classes), key=len, reverse=True)
-        pattern = re.compile(rf"(?<![A-Za-z0-9_])(?:{'|'.join(longest_first)})(?![A-Za-z0-9_])")
-        text = pattern.sub(lambda found: numbers[found[0]], text)
-    return text
+    return _IMAGE_NAME.sub(IMAGE, text)
+
+
+def _without_classes(value: Any, classes: tuple[str, ...]) -> Any:
+    """A JSON value whose texts name no class; numbers stay, and so do a text's addresses, times and versions."""
+    if isinstance(value, Mapping):
+        return {_without_classes(str(key), classes): _without_classes(one, classes) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_classes(one, classes) for one in value]
+    if not classes or isinstance(value, int | float | None):
+        return value
+    numbers = {name: f"class-{number}" for number, name in enumerate(classes, 1)}
+    longest_first = sorted(map(re.escape, classes), key=len, reverse=True)
+    pattern = rf"(?<![A-Za-z0-9_])(?<!\d[.:-])(?:{'|'.join(longest_first)})(?![A-Za-z0-9_]|[.:-]\d)"
+    return re.sub(pattern, lambda found: numbers[found[0]], str(value))
 
 
 def _about() -> dict[str, Any]:
@@ -137,7 +147,7 @@ def _forms(content: bytes) -> Iterator[str]:
 
 
 def _class_names(config: AgentConfig) -> tuple[str, ...]:
-    """Names of classes that this device knows: of specs, and of the folders of its images."""
+    """Names of classes that this device knows: of specs, and of the folders of its images; without those that say no more than a number."""
     store, found = _store(config), set[str]()
     for path in (config.store / "specs").glob("*.json"):
         if (spec := store.spec(path.stem)) is not None:
@@ -145,4 +155,4 @@ def _class_names(config: AgentConfig) -> tuple[str, ...]:
     for folder in (config.data.root, config.data.root / "train", config.data.root / "test"):
         with suppress(OSError):
             found.update(path.name for path in folder.iterdir() if path.is_dir())
-    return tuple(sorted(found - {"", "train", "test"}))
+    return tuple(sorted(name for name in found - {"", "train", "test"} if not _SMALL_NUMBER.fullmatch(name)))

@@ -33,6 +33,7 @@ from export.serving.drift_watch import (
     Kind,
     Sample,
     Verdict,
+    apart,
 )
 
 LATENCY_FACTOR = 2.0
@@ -176,11 +177,13 @@ class Comparison:
             return ""
         shift, allowed = self._shift()
         if shift > allowed:
-            return f"its predicted classes are {shift:.0%} apart from those of version {name} on the same images (allowed {allowed:.0%})"
+            told = apart(shift, allowed)
+            return f"its predicted classes are {told[0]} apart from those of version {name} on the same images (allowed {told[1]})"
         if self._before.confidence - self._now.confidence > CONFIDENCE_DROP:
             return f"its confidence is {self._now.confidence:.0%} on average where version {name} has {self._before.confidence:.0%}"
         if agreement < self._floor:
-            return f"it names the class of version {name} for {agreement:.0%} of the images; with their accuracies {self._floor:.0%} are the least"
+            told = apart(agreement, self._floor)
+            return f"it names the class of version {name} for {told[0]} of the images; with their accuracies {told[1]} are the least"
         return ""
 
     def _shift(self) -> tuple[float, float]:

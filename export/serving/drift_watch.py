@@ -40,6 +40,13 @@ CONFIDENCE_DROP = 0.2
 Kind = Literal["errors", "drift", "latency", "incomparable"]
 
 
+def apart(first: float, second: float) -> tuple[str, str]:
+    """Two shares in words, with as many digits as show which one is larger."""
+    return next(
+        ((a, b) for n in range(4) if (a := f"{first:.{n}%}") != (b := f"{second:.{n}%}")), (f"{first:%}", f"{second:%}")
+    )
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A version that should not stay in service, and why."""
@@ -172,7 +179,8 @@ def _drift(now: Sample, before: Sample) -> str:
     by_chance = float(np.sqrt(both * (1 - both) * spread).sum()) / math.sqrt(2 * math.pi)
     allowed = CLASS_SHIFT + CHANCE * by_chance
     if shift > allowed:
-        return f"its predicted classes are {shift:.0%} apart from those of version {before.version} (allowed {allowed:.0%})"
+        told = apart(shift, allowed)
+        return f"its predicted classes are {told[0]} apart from those of version {before.version} (allowed {told[1]})"
     if before.confidence - now.confidence > CONFIDENCE_DROP:
         return f"its confidence is {now.confidence:.0%} on average where version {before.version} had {before.confidence:.0%}"
     return ""

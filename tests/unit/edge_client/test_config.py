@@ -100,6 +100,12 @@ def test_a_misspelt_key_is_an_error_that_names_the_right_one(tmp_path: Path) -> 
     assert "did you mean `port`?" in found["broker.prot"]
 
 
+def test_a_text_where_a_list_belongs_is_told_as_the_list_that_was_meant(tmp_path: Path) -> None:
+    found = problems(tmp_path, f'{GOOD}\n[eligibility]\npower_modes = "15W"\nquiet_hours = 22\n')
+    assert found["eligibility.power_modes"].endswith('must be a list: power_modes = ["15W"]')
+    assert found["eligibility.quiet_hours"].endswith('must be a list: quiet_hours = ["…"]')
+
+
 def test_broken_toml_is_told_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not valid TOML: .*line 5"):
         load(tmp_path, GOOD.replace('"broker.example"', '"broker.example'))

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from fedcg.errors import ConnectionFailedError
 from fedcg.learning.backbone_names import MAX_WEIGHT_BYTES, parse_projected
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.pretrained.backbone import tensor_shapes, timm_library
@@ -24,7 +25,8 @@ def fetch_weights(backbone: str, out: Path) -> Path:
         out: the folder; made where there is none. A file of that name is replaced.
 
     Raises:
-        NetworkError: an unknown backbone, no weights for it, no network, or a download that does not hold the network's tensors.
+        NetworkError: an unknown backbone, no weights for it, or a download that does not hold the network's tensors.
+        ConnectionFailedError: no network.
     """
     name = f"{backbone}+project"
     known, shapes = parse_projected(name), tensor_shapes(name)
@@ -37,9 +39,9 @@ def fetch_weights(backbone: str, out: Path) -> Path:
             _download(address, part)
             read_weights(part, shapes)
             part.replace(path)
-    except URLError as error:
-        raise NetworkError(
-            f"{address} can't be reached ({error.reason}): run this command on a machine with a network, and copy {path.name} here"
+    except (URLError, TimeoutError) as error:
+        raise ConnectionFailedError(
+            f"{address} can't be reached ({getattr(error, 'reason', error)}): run this command on a machine with a network, and copy {path.name} here"
         ) from error
     except OSError as error:
         raise NetworkError(f"{path}: can't be fetched ({error}); try again, or choose another --out") from error

@@ -117,13 +117,14 @@ def test_a_problem_between_settings_names_the_line_of_one(tmp_path: Path) -> Non
     assert f"line {line}: min_clients: min_clients = 2 is below min_cohort = 3" in result.stderr
 
 
-@pytest.mark.slow
-def test_a_parameter_that_the_method_does_not_have_is_reported_in_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["plan", "create"])
+def test_a_parameter_that_the_method_does_not_have_is_reported_in_words(tmp_path: Path, command: str) -> None:
     home, plan = tmp_path / "home", tmp_path / "plan.toml"
     run_fedcg("coordinator", "init", "--dir", str(home))
-    plan.write_text(f"{_run('plan', '--example').stdout}ephocs = 3\nlr = -1.0\n")
-    result = _run("create", str(plan), "--dir", str(home))
+    plan.write_text(f"{_run('plan', '--example').stdout}ephocs = 3\nlr = -1.0\nlocal_epochs = 4\n")
+    result = _run(command, str(plan), *(["--dir", str(home)] if command == "create" else []))
     assert result.exit_code == 2
+    assert "local_epochs: there is no such setting" in result.stderr
     assert "ephocs: there is no such setting (did you mean `epochs`?)" in result.stderr
     assert "lr: must be greater than 0" in result.stderr
     assert "pydantic" not in result.stderr

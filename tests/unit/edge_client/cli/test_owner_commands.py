@@ -253,6 +253,29 @@ def test_the_support_file_has_no_secret_class_or_image_in_it(device: Path, monke
     assert len(texts["events.jsonl"].splitlines()) == 1
 
 
+def test_the_support_file_keeps_addresses_and_numbers_where_names_of_classes_are_digits(device: Path) -> None:
+    root = device.parent
+    classes = ("0", "1", "127", "8883", "2026")
+    for name in classes:
+        (root / "data" / name).mkdir(parents=True)
+    events = EventLog(root / "store" / "events.jsonl", time.time).unwatched()
+    events.write(
+        "agent_error",
+        detail="no connection to 127.0.0.1:8883 since 2026-11-26 10:01; class 8883 in data/8883/a.png",
+        port=8883,
+    )
+    assert run(device, "diagnose", "--out", root / "support.zip").exit_code == 0
+    texts = members(root / "support.zip")
+    event = json.loads(texts["events.jsonl"].splitlines()[-1])
+    assert (
+        event["detail"]
+        == "no connection to 127.0.0.1:8883 since 2026-11-26 10:01; class class-2 in data/class-2/[image]"
+    )
+    assert event["port"] == 8883
+    assert json.loads(texts["configuration.json"])["broker"]["host"] == "127.0.0.1"
+    assert all(json.loads(texts[name]) for name in texts if name.endswith(".json"))
+
+
 def test_diagnose_works_before_the_first_run_and_refuses_a_file_that_is_no_zip(tmp_path: Path) -> None:
     config = write_device(tmp_path)
     assert run(config, "diagnose", "--out", tmp_path / "a.zip").exit_code == 0

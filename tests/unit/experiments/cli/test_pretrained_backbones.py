@@ -183,7 +183,7 @@ def test_fetch_without_a_network_says_what_to_do_and_needs_none_for_an_installed
 
     monkeypatch.setattr(fetch, "urlopen", refuse)
     done = run_fedcg("network", "fetch", "resnet18", "--out", tmp_path)
-    assert done.exit_code == 2
+    assert done.exit_code == 4, "as the table of exit codes says: no connection"
     assert (
         "can't be reached (no route): run this command on a machine with a network, and copy resnet18.safetensors"
         in said(done.output)
