@@ -46,18 +46,6 @@ class Module(BaseModel):
         return self.memory_gb * GB
 
 
-class Power(BaseModel):
-    """What the power of a whole board is read from.
-
-    Attributes:
-        sum: labels of the rails that add up to it.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    sum: Annotated[tuple[str, ...], Field(min_length=1)]
-
-
 class Kind(BaseModel):
     """A kind of box, in words: a line of the table of known boxes.
 
@@ -86,7 +74,7 @@ class Catalogue(BaseModel):
 
     soc: dict[str, Soc]
     module: dict[str, Module]
-    power: dict[str, Power]
+    power: dict[str, tuple[str, ...]]
     builds: tuple[Builds, ...]
     kind: dict[str, Kind]
 
@@ -137,7 +125,7 @@ class Catalogue(BaseModel):
             (self.module[number] for number in numbers if number in self.module and self.module[number].soc == soc_key),
             None,
         )
-        power = next((self.power[number[:5]].sum for number in numbers if number[:5] in self.power), ())
+        power = next((self.power[number[:5]] for number in numbers if number[:5] in self.power), ())
         return KnownJetson(self.soc[soc_key], module, power, tuple(one for one in self.builds if one.soc == soc_key))
 
 

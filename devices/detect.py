@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import sys
 from pathlib import Path
 
 from devices import files, limits
 from devices.catalogue import KnownJetson, load_catalogue
 from devices.nvidia import driver_files_gpu, nvml_gpu
 from devices.profile import (
-    LEAST_PYTHON,
     LEAST_TRAINING_BYTES,
     MIB,
-    Builds,
     DeviceKind,
     DeviceProfile,
     Gpu,
@@ -59,11 +55,12 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
         memory_bytes=memory,
         gpu=gpu,
         l4t=l4t if jetson else None,
-        trainable=_trainable(jetson, l4t, _python(root, live=live), memory, gpu),
+        # This program runs here, so that the Python is new enough, whatever the board's last JetPack has.
+        trainable=_trainable(None if live else jetson, l4t, memory, gpu),
         precisions=_precisions(root, gpu),
         known_as=f"Jetson {jetson.soc.family}" if jetson else kind.name if kind else None,
         cpu_formats=_cpu_formats(root),
-        builds=_builds(jetson, l4t),
+        builds=next((one for one in jetson.builds if l4t and l4t.major in one.jetson_linux), None) if jetson else None,
     )
 
 
@@ -136,35 +133,11 @@ def runtime_obstacle(profile: DeviceProfile) -> str:
     return f"a GPU is here ({profile.gpu.name}), onnxruntime is CPU-only: {wanted}"
 
 
-def _builds(jetson: KnownJetson | None, l4t: L4tRelease | None) -> Builds | None:
-    """Those for the Jetson's own release, where it is known."""
-    if jetson is None or l4t is None:
-        return None
-    return next((one for one in jetson.builds if l4t.major in one.jetson_linux), None)
-
-
-def _python(root: Path, *, live: bool) -> tuple[int, int] | None:
-    """The Python that runs here, or the system's of a recorded box."""
-    if live:
-        return sys.version_info[:2]
-    try:
-        found = re.fullmatch(r"python(\d+)\.(\d+)", (root / "usr/bin/python3").readlink().name)
-    except OSError:
-        return None
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def _trainable(
-    jetson: KnownJetson | None,
-    l4t: L4tRelease | None,
-    python: tuple[int, int] | None,
-    memory: int | None,
-    gpu: Gpu | None,
-) -> Trainable:
-    is_old = jetson is not None and l4t is not None and l4t.major < jetson.soc.first_l4t_major
-    if jetson is not None and (python < LEAST_PYTHON if python else is_old or not jetson.soc.can_train):
-        release = f", Jetson Linux {l4t}" if is_old and jetson.soc.can_train else ""
-        return Trainable(possible=False, reason=f"Jetson {jetson.soc.family}{release}: {jetson.soc.advice}")
+def _trainable(jetson: KnownJetson | None, l4t: L4tRelease | None, memory: int | None, gpu: Gpu | None) -> Trainable:
+    if jetson is not None and not jetson.soc.can_train:
+        return Trainable(possible=False, reason=f"Jetson {jetson.soc.family}: {jetson.soc.advice}")
+    if jetson is not None and l4t is not None and l4t.major < jetson.soc.first_l4t_major:
+        return Trainable(possible=False, reason=f"Jetson Linux {l4t} is too old: {jetson.soc.advice}")
     if memory is not None and memory < LEAST_TRAINING_BYTES:
         return Trainable(
             possible=False,

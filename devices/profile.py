@@ -19,7 +19,6 @@ LEAST_TRAINING_BYTES = 768 * MIB
 LEAST_GPU_BYTES = 2 * GIB
 # Kernels for older GPUs are not in the PyTorch builds that the `learn` extra accepts.
 LEAST_COMPUTE_CAPABILITY = (5, 0)
-LEAST_PYTHON = (3, 10)
 # More threads do not speed up networks of this size at small batches; one core stays free for the network and the system.
 MOST_CPU_THREADS = 4
 # Beside a GPU the CPU only feeds it.

@@ -203,13 +203,7 @@ def test_an_old_board_is_refused_by_the_python_that_is_there_and_not_by_its_age(
     tree: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = Path(shutil.copytree(TREES / tree, tmp_path / "box"))
-    assert not detect(root).trainable.possible  # no Python is recorded: the one of its last JetPack counts
-    (root / "usr/bin").mkdir(parents=True)
-    for version, possible in (("3.8", False), ("3.9", False), ("3.10", True), ("3.12", True)):
-        (root / "usr/bin/python3").unlink(missing_ok=True)
-        (root / "usr/bin/python3").symlink_to(f"python{version}")
-        assert detect(root).trainable.possible is possible
-    (root / "usr/bin/python3").unlink()
+    assert not detect(root).trainable.possible  # of a recorded box that of its last JetPack counts
     monkeypatch.setattr(detection, "LIVE_ROOT", root)  # the box itself, where this Python runs
     monkeypatch.setattr(detection, "nvml_gpu", lambda: None)
     assert detect(root).trainable.possible
