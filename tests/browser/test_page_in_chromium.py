@@ -188,6 +188,7 @@ def test_text_has_a_contrast_of_four_and_a_half_and_graphics_of_three(
         looked.update(numbers)
         if found:
             faint[path] = found
+        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), path
         keep(tab, f"{path.strip('/').replace('/', '-')}-{theme}-{width}")
     assert faint == {}
     assert looked["text"] > 500
