@@ -187,7 +187,7 @@ def _client(
     if person.state is ParticipantState.DECLINED or client in state.declined:
         return ClientNow(client, ClientPhase.DECLINED, person.reason.replace("_", " "))
     if client in state.unapproved:
-        return ClientNow(client, ClientPhase.UNAPPROVED, "its owner has not approved the spec (`fedcg agent approve`)")
+        return ClientNow(client, ClientPhase.UNAPPROVED, "its owner has not approved the spec")
     if service is not None and service.receiver.is_busy(client):
         return ClientNow(client, ClientPhase.UPLOADING)
     if client not in state.online:

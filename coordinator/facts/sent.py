@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -106,13 +107,17 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
         sorted(part.value for part in spec.layouts if part not in spec.upload),
         {field.value: field.meaning for field in ReportField},
         [field.value for field in spec.report],
-        {model.__name__: ((model.__doc__ or "").partition("\n")[0], own_fields(model)) for model in SENT},
+        {_words(model.__name__): ((model.__doc__ or "").partition("\n")[0], own_fields(model)) for model in SENT},
         COMMON,
         spec.network.private_start(None),
         [] if service is None else service.cohorts.without(),
         devices,
         sum(size for _, size in volumes.values()),
     )
+
+
+def _words(name: str) -> str:
+    return re.sub(r"\B([A-Z])", r" \1", name).lower()
 
 
 def _fields(deliveries: list[Delivery]) -> set[str]:

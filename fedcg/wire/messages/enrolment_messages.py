@@ -141,7 +141,7 @@ class EnrolAnswer(_Strict):
 
 
 class RenewRequest(_Strict):
-    """A device asks, over mutual TLS with its current certificate, for the next one; `proof` is its message key's signature."""
+    """A device asks for its next certificate, over mutual TLS with its current one; its message key signs the proof."""
 
     device: Identifier
     request: Pem

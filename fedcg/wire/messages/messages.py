@@ -178,7 +178,9 @@ class DeviceStatus(_Message):
 
 
 class Hello(_Message):
-    """A device opens a session. Fields of a later version are ignored when its `versions` name one.
+    """A device opens a session.
+
+    Fields of a later version are ignored when its `versions` name one.
 
     Attributes:
         versions: protocol versions that the device supports.
@@ -310,7 +312,7 @@ class Manifest(_Message):
 
 
 class Need(_Message):
-    """The receiver of an artifact asks its sender for these chunks: (first index, count) pairs."""
+    """The receiver of an artifact asks for chunks of it; `ranges` are (first index, count) pairs."""
 
     kind: Literal["need"] = "need"
     artifact: Sha256
