@@ -116,8 +116,9 @@ class Changes:
 
         async def intend(identity: Identity) -> None:
             if not intended:
-                intended.update(_about(request, identity))
-                await run_in_threadpool(self._intend, intended, body, request.headers.get("Content-Type", ""))
+                about = _about(request, identity)
+                await run_in_threadpool(self._intend, about, body, request.headers.get("Content-Type", ""))
+                intended.update(about)
 
         request.state.intend = intend
         try:

@@ -20,7 +20,7 @@ def coordinator_command(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; with --watchers, rounds of one turn.")] = 5,
     watchers: Annotated[
-        int, typer.Option(min=0, max=500, help="Watchers of the page in every second turn of rounds.")
+        int, typer.Option(min=0, max=50, help="Watchers of the page in every second turn of rounds.")
     ] = 0,
     turns: Annotated[int, typer.Option(min=1, help="With --watchers: so many turns without and with them.")] = 3,
     out: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -109,6 +109,20 @@ def test_nothing_is_changed_where_the_audit_log_can_t_be_written(api: Api) -> No
         refused = operator.post(PAUSE)
     assert (refused.status_code, "audit log" in refused.json()["detail"]) == (503, True)
     assert api.store.federation("casting").status.value == "running"
+
+
+def test_a_change_whose_intent_was_not_written_has_no_outcome(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = AuditLog.write
+
+    def full(log: AuditLog, fields: Mapping[str, EventValue]) -> None:
+        if fields["event"] == "intent":
+            raise OSError(28, "No space left on device")
+        write(log, fields)
+
+    monkeypatch.setattr(AuditLog, "write", full)
+    with api.as_(Role.OPERATOR) as operator:
+        assert operator.post(PAUSE).status_code == 503
+    assert lines(api.home) == []
 
 
 def test_a_line_that_a_full_disk_cut_leaves_no_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
