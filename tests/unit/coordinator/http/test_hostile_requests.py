@@ -47,7 +47,7 @@ def asked_of(operation: Any, token: dict[str, str]) -> set[int]:
     statuses = set()
 
     @settings(
-        max_examples=4 if operation.label == STARTS_A_PROCESS else 25,
+        max_examples=4 if operation.label == STARTS_A_PROCESS else 40,
         deadline=None,
         derandomize=True,
         database=None,
