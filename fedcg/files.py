@@ -9,8 +9,6 @@ import errno
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 PRIVATE = 0o600
@@ -78,20 +76,10 @@ def checked_secret(secret: bytes) -> bytes:
     return secret + hashlib.sha256(b"fedcg secret 1\0" + secret).digest()[:8]
 
 
-def secret_in(data: bytes, keep: Callable[[bytes], None]) -> bytes | None:
-    """The secret in a file's bytes, None where they are damaged.
-
-    Args:
-        data: the whole content.
-        keep: gets the content with a check, where the file has none: one that a person or another program wrote.
-    """
+def secret_in(data: bytes) -> bytes | None:
+    """The secret in a file's content, None where it is damaged; one that a person wrote has no check until a program adds it."""
     secret = data[:SECRET_BYTES]
-    if len(secret) < SECRET_BYTES or data not in (secret, checked_secret(secret)):
-        return None
-    if data == secret:
-        with suppress(OSError):  # such as a read-only mount
-            keep(checked_secret(secret))
-    return secret
+    return secret if len(secret) == SECRET_BYTES and data in (secret, checked_secret(secret)) else None
 
 
 def file_sha256(path: Path) -> str:

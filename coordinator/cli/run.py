@@ -74,6 +74,7 @@ def run_coordinator(
     """
     config = home.require().config()
     home.make_folders()
+    home.check_secret()
     check_pki(home.pki)
     check_api_host(config.api)
     wanted = config.connections

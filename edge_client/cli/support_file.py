@@ -140,7 +140,7 @@ def _secrets(config: AgentConfig) -> Iterator[str]:
 
 def _forms(content: bytes) -> Iterator[str]:
     text = content.decode("utf-8", errors="replace").strip()
-    lines = [line.strip() for line in text.splitlines() if not line.startswith("-----")]
+    lines = [line.strip() for line in text.splitlines() if not line.startswith(("-----", "#"))]
     for form in (text, json.dumps(text)[1:-1], *lines, content.hex(), base64.b64encode(content).decode()):
         if len(form) >= LEAST_SECRET:
             yield form

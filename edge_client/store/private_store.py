@@ -120,7 +120,7 @@ class PrivateStore:
         return PrivateStore(root, files)
 
     def take_over(self) -> None:
-        """Check that this user alone can read what is private, and bring a store of an earlier program to this format.
+        """Check that this user alone can read what is private, add checks to secrets, and bring an earlier program's store to this format.
 
         Raises:
             StoreError: names what is open to others, and the command that closes it.
@@ -130,6 +130,10 @@ class PrivateStore:
             raise StoreError(
                 f"other users of this machine may read or change {opened[0]}{' and more' if len(opened) > 1 else ''}. Type: chmod go= {named}"
             )
+        for path in (self.root / "secrets" / name for name in ("device.key", "cohort.key")):
+            secret = _secret(self.files, path)
+            if secret is not None and len(self.files.read(path)) == SECRET_BYTES:
+                self.files.replace(path, checked_secret(secret))
         path = self.root / FORMAT_FILE
         found = read_json(StoreFiles(self.root), path)
         if found.get("format") != STORE_FORMAT:  # an earlier program must not take checks for content
@@ -370,7 +374,7 @@ def _secret(files: StoreFiles, path: Path) -> bytes | None:
         raise unreadable(path, error) from error
     except DamagedFileError:
         value = b""
-    secret = secret_in(value, lambda checked: files.replace(path, checked))
+    secret = secret_in(value)
     if secret is None:
         raise DamagedFileError(
             f"{path} is damaged: it holds no secret of {SECRET_BYTES} bytes with its check. Restore it from a backup; a cohort's "

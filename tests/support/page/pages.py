@@ -18,6 +18,7 @@ from coordinator.http.app import create_app
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page.site import add_page
 from coordinator.paths import Home
+from coordinator.storage.high_water import HighWater
 from tests.support.coordinator.federations import Federations
 from tests.support.waiting import free_port, wait_until
 
@@ -89,6 +90,7 @@ def served(made: Federations) -> Iterator[ServedPage]:
     config = CoordinatorConfig(enrolment=EnrolmentSettings(port=8444))
     home.config_file.write_text(render_config(config))
     home.secret_file.write_bytes(b"s" * 32)
+    HighWater(home, made.world.store._engine).lift()  # of the world's database, which has no home before
     ended: list[int] = []
     application = create_app(home, made.coordinator, ended.append, until_finished=False, beside=lambda _: nullcontext())
     add_page(application)

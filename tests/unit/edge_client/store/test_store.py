@@ -223,6 +223,10 @@ def test_secrets_that_were_put_there_before_the_first_start_are_kept(tmp_path: P
     folder.mkdir(parents=True)
     (folder / "device.key").write_bytes(b"d" * 32)
     store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+    (folder / "device.key").chmod(0o600)
+    folder.chmod(0o700)
+    store.root.chmod(0o700)
+    store.take_over()
     assert store.device_secret() == b"d" * 32
     checked = (folder / "device.key").read_bytes()
     for bit in range(8 * len(checked)):
