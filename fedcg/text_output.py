@@ -12,6 +12,7 @@ NOTHING = "-"
 """What stands for a value that there is not."""
 _SHOULD = re.compile(r"^[A-Z]\w+ should ")
 """How pydantic's sentences begin, typer's with them: `Input should be`, `String should have`."""
+_SENTENCES = {"Field required": "is missing", "Extra inputs are not permitted": "there is no such field"}
 _SPAN = re.compile(r"(\d{1,6})(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -29,7 +30,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) 
 
 def plain(sentence: str) -> str:
     """What a library wrote of a wrong value, in the words of this program."""
-    return _SHOULD.sub("must ", sentence)
+    return _SENTENCES.get(sentence) or _SHOULD.sub("must ", sentence)
 
 
 def moment(seconds: float) -> str:

@@ -11,6 +11,7 @@ import typer
 
 from coordinator.cli.shared_options import Named, Somewhere, Url
 from fedcg.json_output import print_data
+from fedcg.text_output import moment
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -112,4 +113,4 @@ def _merging(merge: dict[str, Any]) -> str:
 
 
 def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at))
+    return moment(at).partition(" ")[2]

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from edge_client.errors import NotRunningError, OwnerRequestError
 from edge_client.messaging.owner_requests import REQUESTS, Asked, OwnerRequest, Reply, failure
+from fedcg.text_output import plain
 
 SOCKET_NAME = "control.sock"
 MAX_REQUEST_BYTES = 4096
@@ -107,7 +108,7 @@ class ControlSocket:
             asked = Asked(REQUESTS.validate_json(line))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            return failure(f"request field {'.'.join(map(str, first['loc'])) or '(root)'}: {first['msg']}")
+            return failure(f"request field {'.'.join(map(str, first['loc'])) or '(root)'}: {plain(first['msg'])}")
         try:
             self._put(asked)
             return asked.answer.get(timeout=ANSWER_S)

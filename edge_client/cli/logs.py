@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
+from fedcg.json_output import print_data
 from fedcg.log.sentences import DEBUG, LEVELS, sentence_of
 from fedcg.text_output import moment, moment_of
 
@@ -46,8 +46,9 @@ def logs_command(
     first = 0.0 if since is None else moment_of(since, time.time(), "--since")
     for event in _events(path, follow=follow):
         if isinstance(at := event.get("t"), int | float) and at >= first:
-            line = json.dumps(event) if as_json else _line(event, at, verbose=verbose)
-            if line:
+            if as_json:
+                print_data(event)
+            elif line := _line(event, at, verbose=verbose):
                 typer.echo(line)
 
 

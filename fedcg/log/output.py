@@ -51,7 +51,7 @@ def _formatter(form: LogForm, *, is_terminal: bool) -> logging.Formatter:
         last: list[Any] = [structlog.processors.format_exc_info, _message_apart, remove_meta]
         last.append(structlog.processors.JSONRenderer())
     else:
-        first.append(structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False))
+        first.append(structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S UTC", utc=True))
         console = structlog.dev.ConsoleRenderer(colors=is_terminal, pad_event_to=0, exception_formatter=_traceback)
         last = [remove_meta, _without_logger, console]
     return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=first, processors=last)

@@ -162,7 +162,10 @@ def test_what_a_schema_refuses_is_said_in_words_and_not_in_those_of_the_library(
         ("simulate", "--clients", "0", "--out", tmp_path / "runs"),
         ("demo", "--rounds", "-1", "--out", tmp_path / "demo"),
         ("federation", "extend", "--rounds", "0", "--dir", tmp_path),
+        ("simulate", "--mechanism", "update_clip=-1", "--out", tmp_path / "runs"),
+        ("coordinator", "token", "create", "--name", "", "--role", "viewer", "--dir", tmp_path / "sound"),
     )
+    assert run_fedcg("coordinator", "init", "--dir", tmp_path / "sound").exit_code == 0
     for words in options:
         refused = run_fedcg(*words)
         assert refused.exit_code == BAD_INPUT

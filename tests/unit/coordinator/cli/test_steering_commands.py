@@ -179,6 +179,32 @@ def test_an_archived_federation_leaves_the_lists_and_the_ids_that_may_be_left_ou
     assert [one["federation"] for one in ask(home, "federation", "list")] == [FEDERATION]
 
 
+def test_the_output_of_a_command_ends_with_the_next_step(home: Home, tmp_path: Path) -> None:
+    following = {
+        ("federation", "pause"): f"to go on, fedcg federation resume {FEDERATION}",
+        ("federation", "resume"): f"fedcg federation watch {FEDERATION}",
+        ("federation", "stop"): f"fedcg federation archive {FEDERATION} takes it off the lists",
+        ("federation", "extend", "--rounds", "1"): f"fedcg federation watch {FEDERATION}",
+        ("device", "disable", "a"): "to invite it again, fedcg device enable a",
+        ("device", "revoke", "b"): "to put a new machine in its place, fedcg token create --replaces b",
+        ("device", "add", "c", "--out", tmp_path / "out"): "on each device, in its bundle: fedcg doctor",
+        ("token", "list"): "fedcg token create",
+        (
+            "coordinator",
+            "token",
+            "create",
+            "--name",
+            "ann",
+            "--role",
+            "viewer",
+        ): "to end it, fedcg coordinator token revoke",
+    }
+    ends = {
+        words: run_fedcg(*words, "--dir", home.root).stdout.strip().rpartition("\nNext: ")[2] for words in following
+    }
+    assert {words: end[: len(following[words])] for words, end in ends.items()} == following
+
+
 def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with_field_and_hint(home: Home) -> None:
     words = ("rounds=0", "fractoin=0.5", "late=never", "min_clients=two", "classes=x", "deadline_s=inf")
     code, error = failure("federation", "set", FEDERATION, *words, "--dir", home.root)

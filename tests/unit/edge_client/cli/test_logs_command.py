@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ import pytest
 
 from fedcg.errors import BAD_INPUT, NOT_FOUND
 from fedcg.event_log import EventLog, follow_events
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.world import write_device
 from tests.support.waiting import wait_until
 
@@ -45,8 +44,8 @@ def test_since_takes_a_span_or_a_time_and_json_gives_the_events(config: Path) ->
     log(config, now - 7200).write("welcomed", epoch=1)
     log(config, now - 60).write("welcomed", epoch=2)
     words = ("agent", "logs", "--config", config, "--json", "--since")
-    assert [json.loads(line)["epoch"] for line in run_fedcg(*words, "1h").output.splitlines()] == [2]
-    assert [json.loads(line)["epoch"] for line in run_fedcg(*words, "2020-01-01").output.splitlines()] == [1, 2]
+    assert [data_of(line)["epoch"] for line in run_fedcg(*words, "1h").output.splitlines()] == [2]
+    assert [data_of(line)["epoch"] for line in run_fedcg(*words, "2020-01-01").output.splitlines()] == [1, 2]
     assert run_fedcg(*words, "2999-01-01T00:00Z").output == ""
 
 

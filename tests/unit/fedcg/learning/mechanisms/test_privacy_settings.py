@@ -37,7 +37,7 @@ def test_settings_are_read_from_pairs_and_name_a_run() -> None:
         (["prune.share=1"], "dp_sgd.KEY=VALUE"),
         (["clip=1"], "--mechanism clip: no such mechanism; there are update_clip, .*dp_sgd.noise_multiplier"),
         (["dp_sgd.sigma=1"], "--mechanism dp_sgd.sigma: no such mechanism"),
-        (["dp_sgd.clip=2"], "--mechanism dp_sgd.noise_multiplier: Field required"),
+        (["dp_sgd.clip=2"], "--mechanism dp_sgd.noise_multiplier: is missing"),
         (["prune=1"], "--mechanism prune: .*less than 1"),
         (["update_noise=NaN"], "--mechanism update_noise: .*finite"),
         (["update_clip=0", "dropout=-1"], "--mechanism update_clip: .*; --mechanism dropout: "),
