@@ -38,11 +38,13 @@ def refresh_access(home: Home) -> Lists:
         federations = tuple(record.id for record in store.federations())
         devices = tuple(sorted(device.id for device in store.members() if device.id not in silenced))
         revoked = store.register.revoked_certificates(time.time())
+        told = tuple(store.register.revoked_devices(time.time()))
     serials = [
         (int(record.serial, 16), datetime.fromtimestamp(record.revoked_at or 0.0, timezone.utc)) for record in revoked
     ]
     revocations = write_revocations(home.pki, serials).read_text(encoding="ascii")
-    return Lists(federations=federations, devices=devices, observers=tuple(observers_of(home)), revocations=revocations)
+    observers = tuple(observers_of(home))
+    return Lists(federations=federations, devices=devices, observers=observers, revocations=revocations, revoked=told)
 
 
 def end_silences(home: Home) -> None:

@@ -37,16 +37,18 @@ class Lists(_Message):
         devices: ids of those that may connect and are not silenced.
         observers: identities that may read everything.
         revocations: PEM of the revocation list; its date orders messages.
+        revoked: ids of devices that may still read that they are revoked, in a session from before.
     """
 
     federations: Annotated[tuple[Name, ...], Field(max_length=1000)]
     devices: Annotated[tuple[Name, ...], Field(max_length=25_000)]
     observers: Annotated[tuple[Name, ...], Field(max_length=100)]
     revocations: Annotated[str, Field(max_length=MAX_BYTES)]
+    revoked: Annotated[tuple[Name, ...], Field(max_length=25_000)] = ()
 
     def access_list(self) -> str:
         """Mosquitto's access list."""
-        return access_list(self.federations, self.devices, self.observers)
+        return access_list(self.federations, self.devices, self.observers, self.revoked)
 
 
 class Applied(_Message):
@@ -61,10 +63,12 @@ class Applied(_Message):
     problem: Annotated[str, Field(max_length=500)] = ""
 
 
-def access_list(federations: Sequence[str], devices: Iterable[str], observers: Iterable[str]) -> str:
+def access_list(
+    federations: Sequence[str], devices: Iterable[str], observers: Iterable[str], revoked: Iterable[str] = ()
+) -> str:
     """Mosquitto's access list: one `user` section per identity, nothing for anybody else."""
-    ids, watching = sorted(devices), sorted(observers)
-    return "\n".join([lists_acl(), *(Topics(federation).mosquitto_acl(ids, watching) for federation in federations)])
+    identities = sorted(devices), sorted(observers), sorted(revoked)
+    return "\n".join([lists_acl(), *(Topics(federation).mosquitto_acl(*identities) for federation in federations)])
 
 
 def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:

@@ -36,6 +36,7 @@ from fedcg.wire.messages.messages import (
     Outcome,
     Receipt,
     Refusal,
+    Revoked,
     RoundAttempt,
     SumDown,
     Welcome,
@@ -187,6 +188,10 @@ class Publisher:
     def left(self, device: str) -> bool:
         """Confirm that a device is no member any more."""
         return self._send(device, Left(**self._to(device)))
+
+    def revoked(self, device: str, key: str) -> bool:
+        """Tell the device that has this message key that it is revoked; outside of a session, as it has none any more."""
+        return self._publish(self._topics.down_control(device), self._seal(Revoked(**self._to(device), key=key)))
 
     def sum_step(self, device: str, at: RoundAttempt, step: ToDevice) -> bool:
         """Send a step of the masked sum of (round, attempt)."""

@@ -84,10 +84,18 @@ class MemberRefresh:
         if barred != self._round_driver.state.barred:
             self._context.events.write("barred", clients=[f"{name}: {why}" for name, why in sorted(barred.items())])
             self._round_driver.apply(Barred(barred))
-        for device in sorted(self._message_checks.learn_keys((member.id, member.public_key) for member in members)):
+        departed = self._message_checks.learn_keys((member.id, member.public_key) for member in members)
+        for device in sorted(departed):
             self._context.events.write("departed", client=device)
             self._cohorts.forget(device)
             self._departed(device)
+        if departed:
+            self.tell_revoked()
+
+    def tell_revoked(self) -> None:
+        """Tell revoked devices so: one whose session at the broker outlives its membership would go on asking for ever."""
+        for device, key in self._context.store.register.revoked_devices(self._context.clock()).items():
+            self._publisher.revoked(device, key)
 
     def drop_strangers(self) -> None:
         """After a restart: devices that departed while the coordinator was down hold up no round."""

@@ -6,6 +6,7 @@ holds all that matters, and a restarted coordinator goes on with the same attemp
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -323,6 +324,9 @@ class Service:
             self._refusals.note(f"the hello of {device}", VersionError(reason), device)
             self._publisher.refuse_hello(device, hello)
             return
+        if hello.check:
+            self._publisher.welcome(device, hello.nonce, secrets.token_hex(16), self._context.clock(), version)
+            return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self.invitations.forget(device)
         self.conditions.remembered[device] = hello.epoch, hello.round
@@ -351,6 +355,7 @@ class Service:
         self._publisher.keys()
         self._publisher.status(online=True)
         self._members.publish_lists()
+        self._members.tell_revoked()
         self._has_link = True
         if not self._store_problem:
             self.round_driver.apply(change)

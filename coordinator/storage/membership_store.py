@@ -78,6 +78,14 @@ class Register(schema.Queries):
         query = select(table).where(table.c.revoked_at.is_not(None), table.c.expires_at > now)
         return self._all(CertificateRecord, query.order_by(table.c.revoked_at, table.c.serial))
 
+    def revoked_devices(self, now: float) -> dict[str, str]:
+        """The public keys of devices that were revoked, while a certificate of theirs has not expired."""
+        devices, certificates = schema.devices, schema.certificates
+        is_current = certificates.c.expires_at > now
+        query = select(devices.c.id, devices.c.public_key).join(certificates, certificates.c.device == devices.c.id)
+        query = query.where(devices.c.state == DeviceState.REVOKED.value, is_current).distinct().order_by(devices.c.id)
+        return dict(map(tuple, self._rows(query)))
+
     # Memberships
 
     def admit(self, admitted: Admitted, now: float) -> None:

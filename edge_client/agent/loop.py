@@ -40,6 +40,7 @@ from edge_client.session.events import (
     LinkChanged,
     ObstacleChanged,
     OutboxFound,
+    Revoked,
     RoundCommitted,
     RoundFailed,
     Sending,
@@ -51,14 +52,16 @@ from edge_client.session.events import (
     Weighed,
     Welcomed,
 )
-from edge_client.session.state import Trainer, next_deadline
+from edge_client.session.state import REVOKED_RETRY_S, Trainer, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
+from edge_client.store.revocation import REVOKED_ADVICE, Revocation
 from edge_client.training.trainer_handle import Committed, Failed, Noted, Ready, TrainerHandle, TrainerReport
 from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer
 from edge_client.transfer.https_client import https_carrier
 from edge_client.transfer.mqtt_carrier import MqttCarrier
+from fedcg.errors import NOT_CONNECTED
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Need
@@ -153,6 +156,7 @@ class Agent:
         )
         self._events_due: deque[Event] = deque()
         self._owners_reason: DeclineReason | None = None
+        self._revocation = Revocation(store.root, keys.signing.public.hex)
         self._state = restored_state(config, store, self._trust, self._reporter)
 
     def stop(self) -> None:
@@ -163,7 +167,7 @@ class Agent:
         """Work until stopped, or until the federation is over when `until_finished` is set.
 
         Returns:
-            0; or 1 when the federation is over and this device could not choose or export its model.
+            0; 1 when the federation is over and this device could not choose or export its model; 4 when it is revoked.
         """
         self._events.write(
             "agent_started",
@@ -181,9 +185,11 @@ class Agent:
             self._handle(Tick())  # starts the training process: it loads torch while the link comes up
             self._transfer.start()
             self._link.subscribe(chunks=self._reads_chunks)
+            if self._revocation.holds:
+                self._back_off()
             self._transport.start(self._on_delivery, lambda up: self._put(LinkChanged(up)))
             self._service.ready()
-            while not self._stopping and not (until_finished and self._executor.outcome is not None):
+            while not self._stopping and not (until_finished and self._is_over):
                 self._turn()
                 self._service.alive(describe(self._state, self._reporter.progress))
             self._service.stopping()
@@ -199,7 +205,16 @@ class Agent:
             self._events.write(
                 "agent_stopped", pid=os.getpid(), dropped=self._dropped, refused=self._reporter.refusals.counts
             )
-        return 1 if self._executor.outcome is False else 0
+        return NOT_CONNECTED if self._revocation.holds else int(self._executor.outcome is False)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._executor.outcome is not None or self._revocation.holds
+
+    def _back_off(self) -> None:
+        """This device is revoked: report it once, and try again after a long time."""
+        self._events.write("revoked", detail=REVOKED_ADVICE)
+        self._transport.be_patient(REVOKED_RETRY_S)
 
     def _on_delivery(self, delivery: Delivery) -> None:
         try:
@@ -293,12 +308,26 @@ class Agent:
         while self._events_due:
             due = self._events_due.popleft()
             self._reporter.report(due)
+            if isinstance(due, Revoked | Welcomed):
+                self._follow_standing(due)
             if isinstance(due, Welcomed):
                 self.self_reporter.repeat()
                 self.hardware.welcomed(due.server_time, self._clock())
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
                 self._carry_out(command)
+
+    def _follow_standing(self, statement: Revoked | Welcomed) -> None:
+        """Keep whether the coordinator has this device as a member, where that is another answer than before."""
+        is_revoked = isinstance(statement, Revoked)
+        if is_revoked is self._revocation.holds:
+            return
+        with self._reporter.recording_errors("revocation", "the coordinator's statement about this device"):
+            self._revocation.note(revoked=is_revoked)
+        if is_revoked:
+            self._back_off()
+        else:
+            self._transport.be_patient(0.0)
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, SendHello):

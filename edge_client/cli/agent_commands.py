@@ -20,7 +20,7 @@ from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from edge_client.cli.store_commands import backup_command, restore_command, store_app
 from edge_client.cli.units import unit_command
 from fedcg.child_python import loading
-from fedcg.errors import FAILED
+from fedcg.errors import FAILED, NOT_CONNECTED
 from fedcg.json_output import print_data
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 
@@ -62,7 +62,8 @@ def run_command(
 ) -> None:
     """Take part in the federation until SIGTERM or Ctrl-C. SIGUSR1 toggles the log level `debug`.
 
-    Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong; 5 an agent runs already.
+    Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong; 4 ended in order, and the coordinator has
+    revoked this device; 5 an agent runs already.
 
     Example: fedcg agent run --config /etc/fedcg/casting/agent.toml
     """
@@ -95,7 +96,8 @@ def run_command(
 def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended.
 
-    While the agent runs, also what it does now. Exit codes: 0 shown; 2 the configuration is wrong; 7 there is no private store.
+    While the agent runs, also what it does now. Exit codes: 0 shown; 2 the configuration is wrong;
+    4 shown, and the coordinator has revoked this device; 7 there is no private store.
 
     Example: fedcg agent status
     """
@@ -104,10 +106,13 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     status = read_status(read_config(config))
     if as_json:
         print_data(status)
-        return
-    following = "fedcg agent logs --follow" if status["running"] else "fedcg agent run"
-    following = "fedcg agent approve" if status["waits_for_approval"] else following
-    _print(f"{status_table(status)}\nNext: {following} --config {config}")
+    else:
+        following = "fedcg agent logs --follow" if status["running"] else "fedcg agent run"
+        following = "fedcg agent approve" if status["waits_for_approval"] else following
+        revoked = "ask the coordinator's operator for a token, then fedcg enrol"
+        following = revoked if status["revoked"] else f"{following} --config {config}"
+        _print(f"{status_table(status)}\nNext: {following}")
+    raise typer.Exit(NOT_CONNECTED if status["revoked"] else 0)
 
 
 def doctor_command(

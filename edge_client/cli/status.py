@@ -14,6 +14,7 @@ from edge_client.agent.control_socket import ask_agent
 from edge_client.config import AgentConfig
 from edge_client.errors import (
     DamagedFileError,
+    EdgeError,
     EnrolError,
     NotRunningError,
     OwnerRequestError,
@@ -21,11 +22,13 @@ from edge_client.errors import (
     StoreFormatError,
 )
 from edge_client.identity.credentials import read_certificate
+from edge_client.identity.keys import load_keys
 from edge_client.messaging.owner_requests import StatusRequest
 from edge_client.store.generations import Generation
 from edge_client.store.own_backbone import private_start
 from edge_client.store.owner_record import Consent, PauseFile, TrafficCounter
 from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, open_store
+from edge_client.store.revocation import REVOKED_ADVICE, Revocation
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
@@ -70,6 +73,7 @@ def read_status(config: AgentConfig) -> Status:
         "training_process": is_locked(config.store / "trainer.lock"),
         "private_parts_start": private_start(config, store),
         "certificate_until": _certificate_end(config),
+        "revoked": REVOKED_ADVICE if is_revoked(config) else None,
         **_state(store),
         **_latest(config.store / "events.jsonl"),
         **_owner(config.store),
@@ -98,6 +102,14 @@ def _in_words(name: str, value: EventValue) -> str:
     if isinstance(value, float):
         return f"{value:.1%}" if name.endswith("accuracy") else f"{value:g}"
     return "" if value is None else str(value)
+
+
+def is_revoked(config: AgentConfig) -> bool:
+    """Whether the coordinator has told this device that it is revoked."""
+    try:
+        return Revocation(config.store, load_keys(config).signing.public.hex).holds
+    except EdgeError:
+        return False  # without a key there is no device that could be
 
 
 def _owner(root: Path) -> Status:

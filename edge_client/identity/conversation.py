@@ -14,11 +14,12 @@ from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.session.commands import Done, Send, SendHello
-from edge_client.session.events import CoordinatorSeen, Event, HelloRefused, LinkChanged, Tick
+from edge_client.session.events import CoordinatorSeen, Event, HelloRefused, LinkChanged, Revoked, Tick
 from edge_client.session.state import Purpose, SessionState
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
+from edge_client.store.revocation import REVOKED_ADVICE
 from edge_client.store.sent_record import SentRecord
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.key_chain import PinnedKey
@@ -44,14 +45,15 @@ def converse(
         keys: its keys.
         store: its private store; nothing is saved in it, but a line of the record of what was sent.
         transport: not started yet.
-        purpose: greet or leave; a device that only greets is counted as offline again at the end.
+        purpose: greet or leave; a device that only greets does not count as online.
         timeout_s: how long to wait.
 
     Raises:
         NoAnswerError: the coordinator has not answered in time; names the step that messages reached.
     """
     trust = CoordinatorTrust(store, config.federation, keys.coordinator)
-    handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark_in(store, config.federation))
+    mark, is_check = mark_in(store, config.federation), purpose is Purpose.GREET
+    handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark, is_check=is_check)
     sent = SentRecord(store.root, config.federation, time.time)
     link = CoordinatorLink(config.federation, config.device, keys.signing, transport, trust, handshake, sent.message)
     items: queue.Queue[Delivery | LinkChanged] = queue.Queue(QUEUE_MAX)
@@ -69,6 +71,8 @@ def converse(
             event = _next_event(items, link)
             if isinstance(event, HelloRefused):
                 raise NoAnswerError(event.reason)
+            if isinstance(event, Revoked):
+                raise NoAnswerError(REVOKED_ADVICE)
             if isinstance(event, CoordinatorSeen):
                 is_online = event.online
             state, commands = step(state, event, time.monotonic())
@@ -80,8 +84,6 @@ def converse(
                 else:
                     assert isinstance(command, Done)
     finally:
-        if purpose is Purpose.GREET:
-            link.status(online=False)
         transport.close()
         sent.close()
     if not state.done:

@@ -23,6 +23,7 @@ from edge_client.session.events import (
     Welcomed,
 )
 from edge_client.session.events import Left as LeftEvent
+from edge_client.session.events import Revoked as RevokedEvent
 from fedcg.wire.errors import (
     MalformedError,
     OldEpochError,
@@ -45,6 +46,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Receipt,
     Refusal,
+    Revoked,
     RoundAttempt,
     SumDown,
     Welcome,
@@ -154,7 +156,7 @@ class CoordinatorLink:
         return delivery.topic if is_ours else "a topic that this device does not read"
 
     def open(self, delivery: Delivery) -> Event | PinnedKey | Chunk | None:
-        """Check a delivery: an event, another key of the coordinator, or a chunk; None for a key that is known.
+        """Check a delivery: an event, another key of the coordinator, or a chunk; None for what is known or is no news.
 
         Raises:
             WireError: it is refused, with the reason.
@@ -166,9 +168,12 @@ class CoordinatorLink:
             return read_frame(delivery.payload)
         if parsed.kind is TopicKind.KEYS:
             return self._trust.follow(delivery.payload)
+        is_broadcast = parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR)
+        if delivery.retained and is_broadcast and self._trust.is_of_replaced_key(delivery.payload):
+            return None  # the broker kept it from before the new key; the coordinator replaces it
         message = open_envelope(delivery.payload, lambda sender: self._trust.key if sender == COORDINATOR else None)
         self._check_address(message)
-        if parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR):
+        if is_broadcast:
             return self._broadcast(message, parsed.kind, live=not delivery.retained)
         if parsed.kind is TopicKind.DOWN_CONTROL:
             return self._direct(message)
@@ -197,7 +202,9 @@ class CoordinatorLink:
             return Ended(message)
         raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
-    def _direct(self, message: AnyMessage) -> Event:
+    def _direct(self, message: AnyMessage) -> Event | None:
+        if isinstance(message, Revoked):  # of the device that had this one's name, where the key is another one
+            return RevokedEvent() if message.key == self._key.public.hex else None
         if isinstance(message, Welcome | Refusal):
             if message.epoch < self._order.highest[0]:
                 raise OldEpochError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")

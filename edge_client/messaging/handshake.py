@@ -36,6 +36,7 @@ class Handshake:
         cohort: mark of the cohort secret, None without one.
         heartbeat_s: this device promises that it is never silent for longer.
         carrier: how its artifacts travel.
+        is_check: it only wants to know whether it is answered.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class Handshake:
         cohort: str | None = None,
         heartbeat_s: int | None = None,
         carrier: Carrier = Carrier.MQTT,
+        *,
+        is_check: bool = False,
     ) -> None:
+        self._is_check = is_check
         self._carrier = carrier
         self._heartbeat_s = heartbeat_s
         self._federation = federation
@@ -85,6 +89,7 @@ class Handshake:
             cohort=self._cohort,
             heartbeat_s=self._heartbeat_s,
             carrier=self._carrier,
+            check=self._is_check,
         )
 
     def welcome(self, message: Welcome) -> None:

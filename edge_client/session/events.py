@@ -235,6 +235,11 @@ class Left:
     """The coordinator confirms that this device is no member any more."""
 
 
+@dataclass(frozen=True)
+class Revoked:
+    """The coordinator states that it has revoked this device."""
+
+
 Event = (
     Tick
     | Sending
@@ -247,6 +252,7 @@ Event = (
     | ConsentChanged
     | Stopping
     | Left
+    | Revoked
     | Offered
     | Ended
     | Invited

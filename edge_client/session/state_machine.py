@@ -34,6 +34,7 @@ from edge_client.session.events import (
     Offered,
     OutboxFound,
     Receipted,
+    Revoked,
     RoundCommitted,
     RoundFailed,
     Sending,
@@ -52,6 +53,7 @@ from edge_client.session.state import (
     GRANT_PATIENCE_S,
     MANIFEST_FIRST_S,
     REFUSED_HELLO_S,
+    REVOKED_RETRY_S,
     TRAINER_BACKOFF_MAX_S,
     TRAINER_BACKOFF_S,
     TRAINER_DEATHS,
@@ -120,6 +122,10 @@ def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
 
 def _hello_refused(state: SessionState, event: HelloRefused, now: float) -> Step:
     return replace(state, hello_at=now + REFUSED_HELLO_S), ()
+
+
+def _revoked(state: SessionState, event: Revoked, now: float) -> Step:
+    return replace(state, welcomed=False, hello_at=now + REVOKED_RETRY_S), ()
 
 
 def _left(state: SessionState, event: Left, now: float) -> Step:
@@ -280,6 +286,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     ConsentChanged: _consent_changed,
     Stopping: _stopping,
     Left: _left,
+    Revoked: _revoked,
     Offered: _offered,
     Ended: _ended,
     Invited: _invited,

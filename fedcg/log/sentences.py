@@ -280,6 +280,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "agent_error": (ERROR, "{detail}"),
     "link_problem": (WARNING, "{detail}"),
     "welcomed": (INFO, "joined: the coordinator answered"),
+    "revoked": (WARNING, "{detail}"),
     "coordinator_key": (INFO, "the coordinator's message key was replaced, now number {serial}"),
     "cohort": _cohort,
     "offer": (DEBUG, "{at} is open"),

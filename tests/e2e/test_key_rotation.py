@@ -60,6 +60,7 @@ def test_all_boxes_follow_two_rotations_and_the_aggregate_is_counted_from_all(st
         enrolled = VerifyKey.from_hex((stack.config(device).parent / "coordinator.pub").read_text())
         pinned = PrivateStore(stack.store(device)).pinned_key(enrolled)
         assert (pinned.key.hex, pinned.serial) == (newest, 2), device
+        assert [event for event in stack.events(device) if event["event"] == "refused"] == [], device
     followed = [event["serial"] for event in stack.events(AWAY) if event["event"] == "coordinator_key"]
     assert followed == [2]  # both links at once
     seen = stack.root / "wire" / "wire.json"

@@ -12,7 +12,7 @@ import pytest
 
 from fedcg.errors import ALREADY_RUNNING
 from fedcg.wire.messages.enrolment_messages import load_certificate
-from tests.support.commands import data_of
+from tests.support.commands import data_of, run_fedcg
 from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280), pytest.mark.slow]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.timeout(280), pytest.mark.slow]
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Nothing is learnt here: a round would need more devices than there are."""
     root = tmp_path_factory.mktemp("plant")
-    made = Stack(root=root, devices=("site-1", "site-2"), min_clients=9, enrol=True, broker="mosquitto")
+    made = Stack(root=root, devices=("site-1", "site-2", "site-3"), min_clients=9, enrol=True, broker="mosquitto")
     with made.up():
         yield made
 
@@ -59,6 +59,28 @@ def test_a_new_box_takes_the_place_of_one_that_still_runs_and_that_one_is_cut_of
     links = [event["up"] for event in stack.events("site-1") if event["event"] == "link"]
     assert links[-1] is False
     assert links.count(True) == 1
+
+
+def test_a_box_that_is_revoked_while_it_runs_is_told_says_so_once_and_backs_off(stack: Stack) -> None:
+    config = str(stack.enrol_device("site-3") / "agent.toml")
+    stack.start_agent("site-3")
+    stack.wait_event("site-3", lambda event: event["event"] == "welcomed", "it is welcomed")
+    stack.command("device", "revoke", "site-3", "--reason", "stolen", "--dir", str(stack.home))
+    assert stack.running.pop("site-3").wait(timeout=60) == 4  # it was to run until the end
+    stack.start("again", "agent", "run", "--config", config)  # its certificate is refused: no hello, no statement
+    refused = "starts anew, tries once, and has no link"
+    wait_for(lambda: [event["event"] for event in stack.events("site-3")].count("revoked") == 2, refused, 60)
+    shown = run_fedcg("agent", "status", "--config", config, "--json")
+    assert shown.exit_code == 4
+    assert "the coordinator has revoked this device" in data_of(shown.stdout)["revoked"]
+    found = stack.doctor("site-3")["coordinator"]
+    assert (found["state"], found["detail"]) == ("failed", "it has revoked this device")
+    stack.running["again"].terminate()
+    assert stack.running.pop("again").wait(timeout=30) == 4
+    log = stack.tail("site-3") + stack.tail("again")
+    assert log.count("[warning") <= 3, log  # that it is revoked, twice, and that the link is lost
+    assert log.count("[error") == 0, log
+    assert log.count("the coordinator has revoked this device") == 2
 
 
 def test_a_box_that_leaves_is_no_member_any_more_and_nothing_private_stays_on_it(stack: Stack) -> None:

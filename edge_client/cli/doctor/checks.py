@@ -18,7 +18,7 @@ from edge_client.cli.doctor.data_check import check_data
 from edge_client.cli.doctor.findings import Finding as Finding
 from edge_client.cli.doctor.findings import Result, existing_place
 from edge_client.cli.doctor.training_check import check_predictions, check_training
-from edge_client.cli.status import is_locked, read_status
+from edge_client.cli.status import is_locked, is_revoked, read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, EnrolError
 from edge_client.identity.conversation import converse
@@ -26,6 +26,7 @@ from edge_client.identity.credentials import life_of, read_certificate
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, open_store
+from edge_client.store.revocation import REVOKED_ADVICE
 from edge_client.transfer.https_client import check_ready, tls_of
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
 from fedcg.wire.clocks import SET_CLOCK, clock_time
@@ -169,6 +170,8 @@ def _authority(config: AgentConfig, now: datetime) -> Result:
 
 def _coordinator(config: AgentConfig, now: datetime) -> Result:
     """A hello and its welcome: the broker takes and delivers this device's messages, and the coordinator answers it."""
+    if is_revoked(config):
+        return "failed", "it has revoked this device", REVOKED_ADVICE
     if _broker(config, now)[0] == "failed":
         return "warning", "not checked: the broker is not reached", ""
     is_made = (config.store / "format.json").exists()

@@ -187,6 +187,7 @@ class Hello(_Message):
         cohort: marks its cohort secret, None where it has none.
         heartbeat_s: the longest time in seconds between two of its messages.
         carrier: how its artifacts travel.
+        check: it only wants to know whether it is answered; it takes part in nothing and does not count as online.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -198,6 +199,7 @@ class Hello(_Message):
     cohort: Nonce | None = None
     heartbeat_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
     carrier: Carrier = Carrier.MQTT
+    check: Annotated[bool, Field(exclude_if=lambda check: not check)] = False
 
     @model_validator(mode="after")
     def _unknown_fields_are_a_later_versions(self) -> Hello:
@@ -333,6 +335,13 @@ class Left(_Message):
     kind: Literal["left"] = "left"
 
 
+class Revoked(_Message):
+    """The coordinator has revoked the device that has this message key. It is said outside of a session."""
+
+    kind: Literal["revoked"] = "revoked"
+    key: Sha256
+
+
 class Receipt(_Message):
     """Ends an update, whatever the outcome."""
 
@@ -370,6 +379,7 @@ AnyMessage = (
     | Refusal
     | Invite
     | Left
+    | Revoked
     | Receipt
     | SumDown
 )

@@ -197,8 +197,12 @@ class Topics:
             return role_of(identity) is Role.OBSERVER
         return self._allowed(_READS, identity, self._parse_filter(topic))
 
-    def mosquitto_acl(self, device_ids: Iterable[str], observers: Iterable[str] = ()) -> str:
+    def mosquitto_acl(
+        self, device_ids: Iterable[str], observers: Iterable[str] = (), revoked: Iterable[str] = ()
+    ) -> str:
         """Mosquitto's access list: one `user` section per identity, nothing for anybody else.
+
+        A revoked device whose session outlives the change may read its own topic, where the coordinator tells it so, and nothing else.
 
         One explicit section per device, not a pattern: rewriting the file and sending SIGHUP then silences a revoked
         device even while its session is up.
@@ -212,6 +216,8 @@ class Topics:
                 raise ValueError(f"observer {observer!r}: name it {OBSERVER!r} or {OBSERVER + '-...'!r}")
             sections.append(f"user {observer}\ntopic read {self.everything()}\n")
         sections.extend(self._section(check_device_id(device), device) for device in sorted(set(device_ids)))
+        told = (check_device_id(device) for device in sorted(set(revoked)))
+        sections.extend(f"user {device}\ntopic read {self.down_control(device)}\n" for device in told)
         return "\n".join(sections)
 
     def _section(self, identity: str, device: str) -> str:

@@ -184,6 +184,12 @@ class MemoryTransport:
             self.link_changed(up=False)
             self._broker.attach(self)
 
+    def be_patient(self, retry_s: float) -> None:
+        """Give up the link for good, as long as a test lasts; 0 changes nothing."""
+        if retry_s and self._broker.is_attached(self):
+            self._broker.detach(self)
+            self.link_changed(up=False)
+
     @property
     def backlog(self) -> Backlog:
         """Nothing: a publish is with the broker when `publish` returns."""

@@ -89,6 +89,7 @@ class MqttTransport:
         self._wake_in.settimeout(0.0)
         self._wake_out.settimeout(0.0)
         self._is_woken = False
+        self._patience_s = 0.0
         self._thread: threading.Thread | None = None
         self._up = False
         self._accepted = False
@@ -167,6 +168,12 @@ class MqttTransport:
         self._anew.set()
         self._wake()
 
+    def be_patient(self, retry_s: float) -> None:
+        """Give up the link, if there is one, and from now on let at least so many seconds pass before each new try; 0 ends that."""
+        self._patience_s = retry_s
+        if retry_s:
+            self.reconnect()
+
     def close(self) -> None:
         """Let queued messages leave for a moment, disconnect without triggering the will, stop the thread.
 
@@ -209,8 +216,11 @@ class MqttTransport:
             if self._closing.is_set():
                 return
             failures = 1 if self._accepted and time.monotonic() - began > STEADY_S else failures + 1
-            delay = backoff_s(failures, self._rng)
-            _LOG.log(self._retry_log_level, "%s; trying again in %.1f s", self.last_error, delay)
+            delay = max(backoff_s(failures, self._rng), self._patience_s)
+            level = (
+                logging.DEBUG if self._patience_s else self._retry_log_level
+            )  # whoever asked for patience has the reason
+            _LOG.log(level, "%s; trying again in %.1f s", self.last_error, delay)
             self._closing.wait(delay)
 
     def _connect_once(self) -> None:

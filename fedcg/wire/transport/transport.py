@@ -89,6 +89,9 @@ class Transport(Protocol):
     def change_will(self, will: Will) -> None:
         """Replace the will; this connects anew, without triggering the old one."""
 
+    def be_patient(self, retry_s: float) -> None:
+        """Give up the link, if there is one, and from now on let at least so many seconds pass before each new try; 0 ends that."""
+
     @property
     def backlog(self) -> Backlog:
         """The messages that wait to leave; a caller that sends much waits until they are few."""

@@ -10,7 +10,9 @@ import pytest
 from edge_client.config import PolicySection
 from edge_client.session.commands import TrainRound
 from edge_client.store.private_store import PrivateStore
+from edge_client.store.revocation import Revocation
 from edge_client.training.trainer_handle import Failed, Noted
+from fedcg.errors import NOT_CONNECTED
 from fedcg.wire.messages.messages import (
     Accept,
     Decline,
@@ -22,6 +24,7 @@ from fedcg.wire.messages.messages import (
     Need,
     Outcome,
     Receipt,
+    Revoked,
     RoundAttempt,
 )
 from fedcg.wire.messages.signing import SigningKey
@@ -89,6 +92,42 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: M
     assert world.store.finalised()["aggregate"] == coordinator.serve(aggregate(world, 2)).id
 
 
+def test_a_revoked_device_believes_the_coordinator_alone_says_so_once_and_ends_when_it_runs_until_the_end(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    coordinator = world.coordinator
+    coordinator.come_online()
+    world.start_agent(until_finished=True)
+    coordinator.wait(Hello)
+    topic, about = coordinator.topics.down_control(DEVICE), coordinator.address(DEVICE)
+    own = Revoked(**about, key=coordinator.device_key.public.hex)
+    coordinator.publish(topic, Revoked(**about, key="0" * 64))  # the device that had this name before
+    coordinator.publish(topic, own, key=SigningKey.generate())
+    wait_until(lambda: bool(world.events("refused")), "the forged statement is refused")
+    assert "not signed by it" in str(world.events("refused")[0]["detail"])
+    assert world.events("revoked") == []
+    coordinator.publish(topic, own)
+    coordinator.publish(topic, own)
+    wait_until(lambda: world.exit_code is not None, "the agent ends")
+    assert world.exit_code == NOT_CONNECTED
+    assert len(world.events("revoked")) == 1
+    assert Revocation(world.store.root, coordinator.device_key.public.hex).holds
+    assert not Revocation(world.store.root, "0" * 64).holds  # enrolled anew
+
+
+def test_a_revoked_device_that_is_restarted_remembers_it_until_the_coordinator_welcomes_it(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.config.store.mkdir(parents=True)
+    standing = Revocation(world.config.store, world.coordinator.device_key.public.hex)
+    standing.note(revoked=True)
+    world.connect()
+    wait_until(lambda: not standing.holds, "the welcome counts")
+    assert len(world.events("revoked")) == 1
+
+
 def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: MakeWorld) -> None:
     world = in_round(make_world)
     world.coordinator.broadcast(aggregate(world))
@@ -130,7 +169,6 @@ def test_an_agent_told_to_upload_its_extractor_refuses_says_why_and_stays_up(mak
     assert world.trainer.rounds() == []
     world.coordinator.invite(1)
     assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
-    assert world.exit_code is None
 
 
 def test_the_extractor_goes_only_where_the_owner_of_the_device_allows_it(make_world: MakeWorld) -> None:

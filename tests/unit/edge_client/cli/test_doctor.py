@@ -38,10 +38,13 @@ def open_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_a_member_is_answered_and_counts_as_gone_right_afterwards(service_world: World, tmp_path: Path) -> None:
+def test_a_member_is_answered_and_neither_joins_nor_leaves(service_world: World, tmp_path: Path) -> None:
     with RunningService(service_world):
         talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.GREET, 20.0)
-        assert service_world.wait_event("offline")["client"] == "a"
+        service_world.devices["b"].start()
+        assert service_world.wait_event("online")["client"] == "b"
+    assert [event["client"] for event in service_world.events("online")] == ["b"]
+    assert "a" not in [event["client"] for event in service_world.events("offline")]
     assert service_world.events("attempt_opened") == []
 
 
