@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from coordinator.messaging.message_checks import MessageChecks, Sessions
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase
+from fedcg.event_log import EventLog, read_events
+from fedcg.refusal_counter import Refusals
 from fedcg.wire.artifacts.artifacts import artifact_id, pack
 from fedcg.wire.messages.messages import AnyMessage, DeviceStatus, Invite, Manifest, Need, Outcome
-from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
+from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report
+from fedcg.wire.transport.transport import Delivery
 from tests.support.coordinator.toy_artifacts import random_parts, shared_layouts, update_header
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
@@ -112,3 +119,26 @@ def test_what_is_not_authentic_or_not_in_order_is_refused_and_counted(make_world
         assert a.receipts() == []
         a.transport.publish(a.topics.up_control("a"), seal(stamped, a.key))
         wait_until(lambda: bool(a.of(Need)), "the authentic one is answered")
+
+
+def test_what_a_delivery_says_before_its_signature_holds_is_in_no_log(tmp_path: Path) -> None:
+    evil = "EVIL\n\x1b[2J"
+    log = tmp_path / "events.jsonl"
+    checks = MessageChecks(Topics("casting"), Sessions(), Refusals(EventLog(log, lambda: 1.0)))
+    key = SigningKey.generate()
+    checks.learn_keys([("a", key.public.hex)])
+    known = Topics("casting").up_control("a")
+    payload = json.dumps(
+        {"kind": "heartbeat", "federation": "casting", "sender": "a", "recipient": "coordinator", evil: 1}
+    )
+    forged = MAGIC + bytes(64) + payload.encode()
+    for topic in (known, evil, f"fedcg/casting/devices/{evil}/up/control", Topics("casting").up_control("evil-name")):
+        assert checks.open(Delivery(topic, forged, retained=False)) is None
+    assert (
+        checks.open(Delivery(known, MAGIC + key.sign(DOMAIN + payload.encode()) + payload.encode(), retained=False))
+        is None
+    )
+    refused = list(read_events(log))
+    assert [event["what"] for event in refused][:1] == [known]
+    assert len(refused) == 5
+    assert "evil" not in json.dumps(refused).lower()
