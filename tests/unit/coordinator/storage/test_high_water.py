@@ -125,7 +125,7 @@ def test_every_door_refuses_a_database_that_lost_commits_and_nothing_is_written(
         ("device", "list"),
         ("token", "create"),
         ("broker", "run"),
-        ("coordinator", "backup", tmp_path / "backup", "--passphrase-file", tmp_path / "words"),
+        ("coordinator", "backup", "--out", tmp_path / "backup", "--passphrase-file", tmp_path / "words"),
     ):
         code, output = call(*words, "--dir", killed.root)
         assert (code, "revoked certificates (0 now, 1 before)" in output) == (1, True), (words, output)
