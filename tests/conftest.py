@@ -31,6 +31,14 @@ def _plans_are_completed_here() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _children_find_the_tests() -> Iterator[None]:
+    """Child processes import nothing from the folder that they start in; some of them run what a test names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        yield
+
+
 @pytest.fixture(scope="session")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     """An authority with certificates for the broker, the coordinator, an observer and the devices a, b, c."""
