@@ -231,7 +231,7 @@ def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: 
         raise StoreError(f"{name} is not empty; name another database for the restored coordinator", exit_code=EXISTS)
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("BEGIN IMMEDIATE")
-    upgrade(connection, 0, str(facts.schema_version))
+    upgrade(connection, facts.schema_version)
     for entry, content in _entries(source, passphrase):
         if (found := TABLE_ENTRY.fullmatch(entry.name)) is None:
             continue
@@ -243,8 +243,6 @@ def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: 
     epoch = int(connection.execute(text("SELECT coalesce(max(epoch), 0) FROM leases")).scalar_one()) + EPOCH_STEP
     connection.execute(text("DELETE FROM leases"))
     connection.execute(text("INSERT INTO leases (id, epoch) VALUES (1, :epoch)"), {"epoch": epoch})
-    if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql(f"PRAGMA user_version = {facts.schema_version}")
     return epoch
 
 

@@ -153,22 +153,18 @@ def _bring_up(connection: Connection, name: str) -> None:
     if version == SCHEMA_VERSION:
         return
     try:
-        upgrade(connection, version)
+        upgrade(connection, SCHEMA_VERSION)
     except DBAPIError as error:
         raise StoreError(
             f"{name} could not be brought from version {version} to {SCHEMA_VERSION}, and was left as it is: {error.orig}. "
             "Use the program that wrote it, or a backup"
         ) from error
-    if connection.dialect.name == "sqlite":
-        # Programs of before Alembic look here, and refuse what is newer than they are.
-        connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _version(connection: Connection, name: str) -> int:
     """The version of the database; 0 when it is empty."""
     if not inspect(connection).has_table("alembic_version"):
-        is_sqlite = connection.dialect.name == "sqlite"
-        return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one()) if is_sqlite else 0
+        return 0
     revision = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
     if revision is None or not revision.isdecimal():
         raise StoreError(f"{name} is the database of another program (revision {revision}); name one of its own")

@@ -1,7 +1,7 @@
 """Tables of the coordinator's database, and reading rows as records. Queries live in `store` and `membership_store`.
 
-Every table is keyed by federation but those of devices, certificates, tokens, repeated requests and the lease. A change here comes
-with a revision in `migrations/versions`; a test compares both.
+Every table is keyed by federation but those of devices, certificates, tokens, repeated requests and the lease. After the
+first release a change here comes with a revision in `migrations/versions`; a test compares both.
 """
 
 from __future__ import annotations

@@ -6,23 +6,16 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 1
+SCRIPTS = Path(__file__).parent
 
 
-def upgrade(connection: Connection, version: int, target: str = str(SCHEMA_VERSION)) -> None:
-    """Run the revisions after `version`; the caller's transaction makes it all or nothing.
-
-    Args:
-        connection: of the database, in a transaction.
-        version: the version that the database has; 0 when it is empty.
-        target: the version to bring it to.
-    """
+def upgrade(connection: Connection, target: int) -> None:
+    """Run the revisions that the database lacks up to `target`; the caller's transaction makes it all or nothing."""
     from alembic import command
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     config.attributes["connection"] = connection
-    if version:
-        command.stamp(config, str(version))  # databases up to version 4 have no table of Alembic's
-    command.upgrade(config, target)
+    command.upgrade(config, str(target))

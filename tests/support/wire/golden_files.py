@@ -225,10 +225,9 @@ def fill_database(path: Path) -> None:
 
 
 def dump(path: Path) -> str:
-    """The SQL that makes a database again, with its version."""
+    """The SQL that makes a database again."""
     connection = sqlite3.connect(path)
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    lines = [f"PRAGMA user_version = {version};", *connection.iterdump()]
+    lines = list(connection.iterdump())
     connection.close()
     return "\n".join(lines) + "\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import cast
@@ -15,6 +16,7 @@ from sqlalchemy import URL, Column, MetaData, String, inspect, text
 from coordinator.errors import StoreError
 from coordinator.rounds.records import DeviceState
 from coordinator.rounds.round_engine import Phase
+from coordinator.storage import database as database_module
 from coordinator.storage import migrations
 from coordinator.storage.database import make_engine, open_database
 from coordinator.storage.migrations import SCHEMA_VERSION
@@ -85,38 +87,57 @@ def test_every_version_has_its_golden_database() -> None:
     ]
 
 
+@pytest.fixture
+def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A program of a made-up next version, which gives devices an owner."""
+    scripts, made_up = tmp_path / "migrations", SCHEMA_VERSION + 1
+    shutil.copytree(migrations.SCRIPTS, scripts)
+    (scripts / "versions" / f"version_{made_up}.py").write_text(
+        f"import sqlalchemy as sa\nfrom alembic import op\nrevision, down_revision = '{made_up}', '{SCHEMA_VERSION}'\n"
+        "def upgrade():\n    op.add_column('devices', sa.Column('owner', sa.String))\n"
+    )
+    monkeypatch.setattr(migrations, "SCRIPTS", scripts)
+    monkeypatch.setattr(database_module, "SCHEMA_VERSION", made_up)
+    return made_up
+
+
+def check_content(path: Path) -> None:
+    store = Store(path)
+    assert store.epoch() == 2
+    assert store.federation("casting").rounds == 3
+    known = {device.id: device for device in store.devices()}
+    assert sorted(known) == ["line-1", "line-2"]
+    assert (known["line-1"].state, known["line-1"].agent) == (DeviceState.ENROLLED, "0.1.0")
+    assert known["line-2"].state is DeviceState.REVOKED
+    assert len(store.register.tokens()) == len(store.register.certificates("line-1")) == 1
+    assert [link.serial for link in store.key_links("casting")] == [1]
+    ended = store.updates(("casting", 1, 1))
+    assert [(update.client, update.outcome, update.weight) for update in ended] == [
+        ("line-1", Outcome.ACCEPTED, 12),
+        ("line-2", Outcome.ACCEPTED, 9),
+    ]
+    assert {update.facts for update in ended} == {'{"threads":"2"}'}
+    assert [aggregate.round for aggregate in store.aggregates("casting")] == [0, 1]
+    assert store.masked_sums.of(("casting", 2, 1)) == '{"phase":"keys"}'
+    state = store.round_state("casting")
+    assert (state.phase, state.round, state.participants) == (Phase.COLLECTING, 2, frozenset({"line-1"}))
+    store.close()
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_database_of_every_version_opens_with_all_that_it_holds(version: int, tmp_path: Path) -> None:
     path = restore(version, tmp_path)
     for _ in range(2):  # migrated, then as migrated
-        store = Store(path)
-        assert store.epoch() == 2
-        assert store.federation("casting").rounds == 3
-        known = {device.id: device for device in store.devices()}
-        assert sorted(known) == ["line-1", "line-2"]
-        assert (known["line-1"].state, known["line-1"].agent) == (DeviceState.ENROLLED, "0.1.0")
-        assert known["line-2"].state is (DeviceState.ENROLLED if version == 1 else DeviceState.REVOKED)
-        assert len(store.register.tokens()) == len(store.register.certificates("line-1")) == (version >= 2)
-        assert [link.serial for link in store.key_links("casting")] == ([1] if version >= 3 else [])
-        ended = store.updates(("casting", 1, 1))
-        assert [(update.client, update.outcome) for update in ended] == [
-            ("line-1", Outcome.ACCEPTED),
-            ("line-2", Outcome.ACCEPTED),
-        ]
-        assert [update.weight for update in ended] == ([12, 9] if version >= 4 else [None, None])
-        assert [aggregate.round for aggregate in store.aggregates("casting")] == [0, 1]
-        state = store.round_state("casting")
-        facts = {update.facts for update in store.updates(("casting", 1, 1))}
-        assert facts == ({'{"threads":"2"}'} if version >= 9 else {None})
-        assert store.masked_sums.of(("casting", 2, 1)) == ('{"phase":"keys"}' if version >= 8 else None)
-        assert (state.phase, state.round, state.participants) == (Phase.COLLECTING, 2, frozenset({"line-1"}))
-        store.next_epoch()
-        store.close()
-        connection = sqlite3.connect(path)
-        assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
-        connection.execute("UPDATE leases SET epoch = 2")
-        connection.commit()
-        connection.close()
+        check_content(path)
+
+
+def test_a_database_of_an_earlier_version_is_brought_up_with_all_that_it_holds(
+    tmp_path: Path, next_version: int
+) -> None:
+    path = restore(next_version - 1, tmp_path)
+    for _ in range(2):
+        check_content(path)
+    assert "owner" in columns(path)["devices"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -131,10 +152,10 @@ def test_a_migrated_database_has_the_tables_of_a_new_one(version: int, tmp_path:
     assert differences(new) == []
 
 
-def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
-    path = restore(1, tmp_path)
+def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, next_version: int) -> None:
+    path = restore(next_version - 1, tmp_path)
     connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE key_links (x)")  # the last step meets a table that should not be there
+    connection.execute("ALTER TABLE devices ADD COLUMN owner")  # the step meets a column that should not be there
     connection.commit()
     connection.close()
     before = columns(path)
@@ -143,17 +164,10 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) ->
     assert columns(path) == before
 
 
-@pytest.mark.parametrize(
-    "newer",
-    [
-        f"PRAGMA user_version = {SCHEMA_VERSION + 1}",
-        f"CREATE TABLE alembic_version AS SELECT '{SCHEMA_VERSION + 1}' AS version_num",
-    ],
-)
-def test_a_database_of_a_newer_program_is_refused(newer: str, tmp_path: Path) -> None:
+def test_a_database_of_a_newer_program_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "database.sqlite"
     connection = sqlite3.connect(path)
-    connection.execute(newer)
+    connection.execute(f"CREATE TABLE alembic_version AS SELECT '{SCHEMA_VERSION + 1}' AS version_num")
     connection.commit()
     connection.close()
     with pytest.raises(StoreError, match=f"up to version {SCHEMA_VERSION}"):
@@ -176,17 +190,19 @@ def test_a_new_postgresql_has_the_tables_that_the_queries_use(postgres: Cluster)
         assert differences(database) == []
 
 
-def test_a_postgresql_of_an_earlier_version_is_brought_up_with_all_that_it_holds(postgres: Cluster) -> None:
+def test_a_postgresql_of_an_earlier_version_is_brought_up_with_all_that_it_holds(
+    postgres: Cluster, next_version: int
+) -> None:
     database = postgres.make_database()
     engine = make_engine(database)
     with engine.begin() as connection:
-        migrations.upgrade(connection, 0, "4")
+        migrations.upgrade(connection, next_version - 1)
         connection.execute(text("INSERT INTO leases VALUES (1, 7)"))
-    engine.dispose()
-    assert differences(database) == []
     store = Store(database)
     assert store.epoch() == 7
     store.close()
+    assert "owner" in {column["name"] for column in inspect(engine).get_columns("devices")}
+    engine.dispose()
 
 
 def test_a_migration_that_fails_leaves_postgresql_as_it_was(postgres: Cluster) -> None:
