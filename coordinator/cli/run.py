@@ -17,6 +17,7 @@ import uvicorn
 from coordinator.aggregation.worker_messages import WorkerSettings
 from coordinator.broker.access_lists import are_lists_pending, end_silences, publish_access, silence
 from coordinator.config import CoordinatorConfig, check_api_host
+from coordinator.errors import HomeError
 from coordinator.facts.known import known_of
 from coordinator.http.app import Beside, create_app
 from coordinator.http.carrier_api import create_carrier_app
@@ -42,6 +43,7 @@ from coordinator.storage.database import check_whole
 from coordinator.storage.locks import sole_writer
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
+from fedcg.errors import FedcgError
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
@@ -178,6 +180,13 @@ def _serve(
         signal.signal(number, lambda *_: None)
 
     asyncio.run(server.serve(sockets=[listener]))
+    failure: FedcgError | OSError | None = application.state.failure
+    if isinstance(failure, FedcgError):
+        raise failure
+    if failure is not None:
+        raise HomeError(
+            f"the coordinator can't start: {failure}. Restore a backup: `fedcg coordinator restore FILE --dir NEW`"
+        ) from failure
     return code if server.started else 1
 
 

@@ -44,7 +44,7 @@ REMEDIES = {
     ),
     DeclineReason.DIVERGED.value: (
         "training diverged",
-        "Look at its images: wrong labels, or an empty class. Where several devices diverge: `fedcg federation continue {federation} PLAN`, with a lower learning rate.",
+        "Look at its images: wrong labels, or an empty class. Where several devices diverge: `fedcg federation continue PLAN {federation}`, with a lower learning rate.",
     ),
     DeclineReason.UPLOAD_NOT_ALLOWED.value: (
         "upload not allowed",

@@ -7,7 +7,7 @@ import base64
 import hmac
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from coordinator.operations.steering import Follow
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import TICK_S
+from fedcg.errors import FAILED, FedcgError
 from fedcg.files import advice_for
 
 THREADS = 4
@@ -70,15 +71,17 @@ def create_app(
         def failed(error: BaseException) -> None:
             loop.call_soon_threadsafe(_failed, request_exit, home.artifacts, error)
 
-        await asyncio.to_thread(coordinator.start, failed)
-        leaving = asyncio.create_task(_leave(coordinator, request_exit)) if until_finished else None
-        try:
-            async with beside(coordinator):
-                yield
-        finally:
-            if leaving is not None:
-                leaving.cancel()
-            await asyncio.to_thread(coordinator.close)
+        async with AsyncExitStack() as running:
+            running.push_async_callback(asyncio.to_thread, coordinator.close)
+            try:
+                await asyncio.to_thread(coordinator.start, failed)
+                if until_finished:
+                    running.callback(asyncio.create_task(_leave(coordinator, request_exit)).cancel)
+                await running.enter_async_context(beside(coordinator))
+            except (FedcgError, OSError) as error:  # such as a damaged key, or an artifact that is gone
+                application.state.failure = error
+                request_exit(FAILED)
+            yield
 
     application = FastAPI(
         title="FedCG Edge coordinator",
@@ -86,6 +89,7 @@ def create_app(
         lifespan=life,
         openapi_url=None,  # `operator_api` serves it, to those with a token; the pages would load scripts from elsewhere
     )
+    application.state.failure = None
     application.add_middleware(GZipMiddleware, compresslevel=COMPRESSION)  # leaves event streams as they are
     application.add_middleware(Guard, proxy=proxy)
     add_api(application, home, coordinator)

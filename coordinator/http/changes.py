@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 from cryptography.fernet import Fernet
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -34,18 +35,23 @@ from fedcg.files import advice_for
 
 KEY_HEADER = "Idempotency-Key"
 KEEP_S = 86_400.0
-MAX_CHANGED = 4000
-"""Characters of a request's content that stand in the audit log."""
+MAX_CHANGED = 8000
+"""Characters of a request's content that stand in the audit log; a change with more is refused."""
+MAX_TEXT, MAX_ITEMS = 1000, 30
+"""Of them, those of one text (a plan), and the items of one list (classes)."""
 UNSTORED = (401, 403, 429)
 """Answers that say nothing about the change itself: a repeated request is tried again."""
 SECRET_FIELDS = (FORM_FIELD, "token", "secret", "password")
 MAX_NAME = 100
 """Characters of a name in a request's address, and of the address that a proxy names."""
 DAY_S = 86_400.0
+MAX_WAITING = 3
+"""Plans that wait while one is completed."""
 _KEY = re.compile(r"[!-~]{1,255}")
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+Made = TypeVar("Made")
 
 
 class AuditLog:
@@ -198,6 +204,23 @@ class Changes:
         return Response(body, earlier.status, {"Idempotency-Replayed": "true"}, media)
 
 
+async def in_turn(request: Request, create: Callable[[], Made]) -> Made:
+    """Complete a plan after those that came before it, unless whoever asked is gone by then.
+
+    Raises:
+        ProblemError: 503, as many as may wait are waiting, or nobody waits for the answer any more.
+    """
+    turns: anyio.CapacityLimiter = request.app.state.creating
+    if turns.statistics().tasks_waiting >= MAX_WAITING:
+        raise ProblemError(
+            503, f"{MAX_WAITING} plans wait to be completed; ask again in a minute", headers={"Retry-After": "60"}
+        )
+    async with turns:
+        if await request.is_disconnected():
+            raise ProblemError(503, "nothing was created: the connection had ended")
+        return await run_in_threadpool(create)
+
+
 class ChangeRoute(APIRoute):
     """A route whose changes are made once per key, and audited; reading passes through."""
 
@@ -259,15 +282,34 @@ def _route(request: Request) -> str:
 
 
 def _content(body: bytes, media: str) -> str:
-    """The content of a request, without secrets, in at most `MAX_CHANGED` characters; of any body."""
+    """The content of a request, without secrets and with long texts and lists cut, each with what it has more; of any body.
+
+    Raises:
+        ProblemError: 422, it is longer than a line holds: nothing is changed of which the line would lack a part.
+    """
     try:
         values = (
-            form_fields(body)
-            if media.partition(";")[0].strip().lower() == FORM_MEDIA
-            else json.loads(body[: 16 * MAX_CHANGED] or b"{}")
+            form_fields(body) if media.partition(";")[0].strip().lower() == FORM_MEDIA else json.loads(body or b"{}")
         )
         if isinstance(values, dict):
             values = {name: "(hidden)" if name in SECRET_FIELDS else value for name, value in values.items()}
-        return json.dumps(values)[:MAX_CHANGED]
+        content = json.dumps(_shortened(values))
     except (ValueError, RecursionError, ProblemError):
         return "(not readable)"
+    if len(content) > MAX_CHANGED:
+        raise ProblemError(
+            422, "the request has more content than a line of the audit log holds: leave out what is not needed"
+        )
+    return content
+
+
+def _shortened(value: object) -> object:
+    """A JSON value with long texts and lists cut."""
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return f"{value[:MAX_TEXT]}… and {len(value) - MAX_TEXT} more"
+    if isinstance(value, list):
+        more = [f"… and {len(value) - MAX_ITEMS} more"] if len(value) > MAX_ITEMS else []
+        return [_shortened(each) for each in value[:MAX_ITEMS]] + more
+    if isinstance(value, dict):
+        return {name: _shortened(each) for name, each in value.items()}
+    return value

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Body, Depends, Header, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.http.access import Role, access_of, require
-from coordinator.http.changes import ChangeRoute
+from coordinator.http.changes import ChangeRoute, in_turn
 from coordinator.http.operator_api import Running, policy_tag
 from coordinator.http.problems import PROBLEMS, ProblemError
 from coordinator.members.api_tokens import DAYS, MAX_DAYS
@@ -120,7 +120,7 @@ async def create_federation(
 ) -> FederationView:
     """Open a federation; it takes some seconds, one after the other."""
     create = partial(doing.create_federation, wanted.plan, start=wanted.start, continued_from=wanted.continued_from)
-    record = await anyio.to_thread.run_sync(create, limiter=request.app.state.creating)
+    record = await in_turn(request, create)
     response.headers["Location"] = f"/api/v1/federations/{record.id}"
     return await anyio.to_thread.run_sync(federation_view, running, record)
 

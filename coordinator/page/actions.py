@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import anyio.to_thread
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse
 
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
 from coordinator.http.access import Role, access_of, end_session, require, set_session
+from coordinator.http.changes import in_turn
 from coordinator.http.problems import ProblemError
 from coordinator.operations.create_federation import read_plan
 from coordinator.operations.operations import Operations
@@ -114,7 +114,7 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
         view.changed()
         return see_other(f"/f/{federation}")
 
-    return await anyio.to_thread.run_sync(create, limiter=request.app.state.creating)
+    return await in_turn(request, create)
 
 
 @router.post("/federations/{federation}/{action}")

@@ -24,7 +24,7 @@ DECLINE_ADVICE = {
     "unknown_method": "bring the program on the device up to date",
     "spec_refused": "`fedcg agent status` on the device names the cause",
     "training_failed": "`fedcg agent status` on the device names the cause: memory, disk or private store",
-    "diverged": "look at the device's images; where several devices diverge: `fedcg federation continue {federation} PLAN`, with a lower learning rate",
+    "diverged": "look at the device's images; where several devices diverge: `fedcg federation continue PLAN {federation}`, with a lower learning rate",
     "withheld": "its owner decides: the gate of [audit] or the budget of [privacy] held it back; `fedcg agent status` there names it",
     "paused": "nothing: its owner paused it; `fedcg agent resume` on the device ends that",
     "needs_approval": "the device's owner looks with `fedcg agent approve` at what the spec asks for, beyond [policy] in agent.toml",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -83,6 +84,25 @@ def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused
     wait_until(lambda: get(home, "/healthz")[0] == 200, "it answers again")
     _, federation = get(home, "/api/v1/federations/tiny")
     assert federation["epoch"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", ["signing.key", "artifacts"])
+def test_a_coordinator_that_can_not_start_names_the_file_and_the_remedy(
+    home: Home, processes: Plant, damaged: str
+) -> None:
+    if damaged == "artifacts":
+        shutil.rmtree(home.artifacts)
+    else:
+        key = bytearray(home.signing_key.read_bytes())
+        key[120] ^= 1
+        home.signing_key.write_bytes(key)
+    process = processes.fedcg("coordinator", "coordinator", "run")
+    assert process.wait(timeout=60) == 2
+    said = processes.log("coordinator")
+    assert damaged in said
+    assert "backup" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -70,6 +70,24 @@ def test_every_route_that_changes_something_writes_the_intent_before_and_the_out
     assert audited == {route.path for route, _ in found}
 
 
+def test_nothing_keeps_the_content_of_a_change_out_of_its_line(api: Api) -> None:
+    padded = b'{"device": "hidden", "federation": "casting"' + b" " * 70_000 + b"}"
+    form, form_headers = "/devices/a/disable", {"Content-Type": "application/x-www-form-urlencoded"}
+    with api.as_(Role.ADMIN) as admin:
+        assert admin.post(
+            "/api/v1/enrolment-tokens", content=padded, headers={"Content-Type": "application/json"}
+        ).is_success
+        assert '"hidden"' in str(lines(api.home)[-2]["changed"])
+        assert admin.post(form, content=b"a=" + b"x" * 6000 + b"&reason=worn", headers=form_headers).status_code == 303
+        assert '"worn"' in str(lines(api.home)[-2]["changed"])
+        before = len(lines(api.home))
+        many = b"&".join(b"f%d=%s" % (number, b"x" * 90) for number in range(99)) + b"&reason=worn"
+        refused = admin.post(form, content=many, headers=form_headers)
+        assert refused.status_code == 422
+        assert "more content than a line of the audit log holds" in refused.text
+    assert len(lines(api.home)) == before
+
+
 def media_of(route: APIRoute) -> str:
     return "application/json" if route.path.startswith("/api") else "application/x-www-form-urlencoded"
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from coordinator.facts.events import read_page
+from coordinator.http import changes
 from coordinator.http.access import COOKIE, FORM_FIELD, Access, Role
 from coordinator.http.guard import MAX_BODY_BYTES
 from coordinator.http.refusals import Rate
+from coordinator.operations import create_federation
 from coordinator.paths import Home
 from fedcg.event_log import EventLog, EventValue, read_events
 from tests.support.coordinator.api import Api, running_api
+from tests.support.waiting import wait_until
 
 CASTING = "/api/v1/federations/casting"
 PAUSE = "/api/v1/federations/{federation}/pause"
@@ -50,6 +55,38 @@ def admin(api: Api) -> Iterator[httpx.Client]:
 
 def audited(home: Home) -> list[dict[str, EventValue]]:
     return list(read_events(home.audit_file))
+
+
+def test_plans_wait_up_to_a_bound_and_those_whose_clients_left_are_not_made(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+    complete = create_federation.in_a_process
+    monkeypatch.setattr(
+        create_federation, "in_a_process", lambda given: complete(given) if free.wait(60) else (1, "no turn")
+    )
+    turns = api.application.state.creating
+
+    def post(name: str, timeout: float) -> int:
+        with api.as_(Role.OPERATOR) as client:
+            try:
+                return client.post(
+                    "/api/v1/federations", json={"plan": {**PLAN, "federation": name}, "start": False}, timeout=timeout
+                ).status_code
+            except httpx.ReadTimeout:
+                return 0
+
+    with ThreadPoolExecutor(8) as askers:
+        under_way = askers.submit(post, "first", 60)
+        wait_until(lambda: turns.statistics().borrowed_tokens == 1, "the first plan is completed")
+        waiting = [askers.submit(post, f"left-{number}", 1) for number in range(changes.MAX_WAITING)]
+        wait_until(lambda: turns.statistics().tasks_waiting == changes.MAX_WAITING, "the others wait")
+        assert post("too-many", 60) == 503
+        assert [asker.result() for asker in waiting] == [0] * changes.MAX_WAITING
+        free.set()
+        assert under_way.result() == 201
+    wait_until(lambda: turns.statistics().borrowed_tokens == turns.statistics().tasks_waiting == 0, "no plan is left")
+    assert [record.id for record in api.store.federations()] == ["casting", "first"]
 
 
 def test_a_federation_is_created_started_paused_resumed_extended_and_stopped(api: Api, operator: httpx.Client) -> None:
