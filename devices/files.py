@@ -5,6 +5,7 @@ Every reader returns None when the machine does not report it.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -92,6 +93,29 @@ def available_memory(root: Path) -> int | None:
 def _meminfo(root: Path, name: str) -> int | None:
     match = re.search(rf"^{name}:\s*(\d+) kB", read_text(root, "proc/meminfo") or "", re.MULTILINE)
     return int(match[1]) * 1024 if match else None
+
+
+def is_encrypted(root: Path, device: int) -> bool | None:
+    """Whether all that a block device holds is encrypted by dm-crypt (LUKS, plain); None where it is not listed or lies in a file.
+
+    Args:
+        root: where Linux's files are.
+        device: its number, the `st_dev` of a file on it.
+    """
+    place = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    return _is_encrypted(place.resolve()) if place.exists() else None
+
+
+def _is_encrypted(device: Path) -> bool | None:
+    # Verity and integrity mappings, and the integrity layer below LUKS, have names of cryptsetup too and encrypt nothing.
+    if re.match("CRYPT-(?!VERITY-|INTEGRITY-|SUBDEV-)", read_text(device, "dm/uuid") or ""):
+        return True
+    if (device / "loop").exists():
+        return None
+    if (device / "partition").exists():
+        return _is_encrypted(device.parent)
+    below = {_is_encrypted(slave.resolve()) for slave in (device / "slaves").glob("*")}
+    return None if None in below and False not in below else below == {True}
 
 
 def online_cpus(root: Path) -> int | None:

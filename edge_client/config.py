@@ -30,7 +30,6 @@ from fedcg.wire.transport.mqtt_config import is_loopback
 from fedcg.worker_process import STALL_S
 
 ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
-STORE_CREDENTIAL = "store.key"
 LISTS = {
     ("audit", "attacks"),
     ("policy", "federations"),
@@ -195,14 +194,6 @@ class TrainingSection(_Section):
     ] = 60.0
 
 
-class EncryptionSection(_Section):
-    """The file with the key of the private store; without one the store is not encrypted."""
-
-    key: Annotated[
-        Path | None, Field(description="made by fedcg agent store encrypt; also the systemd credential store.key")
-    ] = None
-
-
 class AuditSection(_Section):
     """Whether this device attacks its own update before it sends it, and the gate that keeps an update back.
 
@@ -293,7 +284,6 @@ class AgentConfig(_Section):
     policy: PolicySection = PolicySection()
     training: TrainingSection = TrainingSection()
     export: ExportSection = ExportSection()
-    encryption: EncryptionSection = EncryptionSection()
     audit: AuditSection = AuditSection()
     privacy: PrivacySettings = OFF
     eligibility: EligibilitySettings = EligibilitySettings()
@@ -344,7 +334,6 @@ class AgentConfig(_Section):
                 "keys": _anchored(self.keys, base),
                 "data": _anchored(self.data, base),
                 "training": _anchored(self.training, base),
-                "encryption": _anchored(self.encryption, base),
                 "audit": _anchored(self.audit, base),
                 "eligibility": _anchored(self.eligibility, base),
                 "metrics_folder": None if self.metrics_folder is None else base / self.metrics_folder,
@@ -361,17 +350,11 @@ def _anchored(section: Any, base: Path) -> Any:
 def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:
     """Read `agent.toml`; settings in `environment` (`FEDCG_AGENT_BROKER_HOST`, ...) win over the file.
 
-    A systemd credential `store.key` is the key of the private store where no file is named.
-
     Raises:
         ConfigError: lists every problem with its line or variable and a hint.
     """
     config = read_toml(path, AgentConfig, ConfigError, lambda values: _apply_environment(values, environment))
-    config = config.resolved(path.resolve().parent)
-    credentials = environment.get("CREDENTIALS_DIRECTORY")
-    if config.encryption.key is None and credentials and (key := Path(credentials, STORE_CREDENTIAL)).exists():
-        config = config.model_copy(update={"encryption": EncryptionSection(key=key)})
-    return config
+    return config.resolved(path.resolve().parent)
 
 
 def environment_names() -> dict[str, tuple[str, ...]]:

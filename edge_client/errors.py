@@ -4,10 +4,9 @@ EdgeError
 ├── ConfigError          agent.toml or its environment is wrong; lists every problem with its line
 ├── StoreError           the private store can't be used
 │   ├── StoreLockedError     another agent (or its trainer) uses this store
-│   ├── StoreFormatError     written by a newer version, or not a private store at all
+│   ├── StoreFormatError     of another format or owner, or not a private store at all
 │   ├── StoreDamagedError    no generation passes its checksums
-│   ├── DamagedFileError     one file was altered or truncated
-│   └── StoreKeyError        encrypted, and the key is missing or another one
+│   └── DamagedFileError     one file was altered or truncated
 ├── BackupError          a backup can't be made or restored; nothing was overwritten
 ├── CohortError          text that is not a cohort code
 ├── EnrolError           this box could not be enrolled, its certificate not renewed, or it could not leave
@@ -68,7 +67,7 @@ class StoreLockedError(StoreError):
 
 
 class StoreFormatError(StoreError):
-    """The folder was written by a newer version, or is not a private store."""
+    """The folder has another format or owner, or is not a private store."""
 
 
 class StoreDamagedError(StoreError):
@@ -76,11 +75,7 @@ class StoreDamagedError(StoreError):
 
 
 class DamagedFileError(StoreError):
-    """A file of the private store was altered, truncated, or put in another one's place."""
-
-
-class StoreKeyError(StoreError):
-    """The private store is encrypted and its key is missing or another one, or the other way round."""
+    """A file of the private store was altered, truncated, or replaced by an older copy."""
 
 
 class EnrolError(EdgeError):

@@ -140,9 +140,7 @@ def _generation(folder: Path) -> _Generation:
         number, backbone = int(described["cursor"]["round"]), str(described.get("backbone", ""))
         return _Generation(number, folder / "state.safetensors", str(update), backbone)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DecodeError(
-            f"{folder} is no generation of an agent's store: {error}. A store that is encrypted can't be read here: decrypt a copy of it"
-        ) from error
+        raise DecodeError(f"{folder} is no generation of an agent's store: {error}") from error
 
 
 def _parts(file: Path, slot: str, wanted: frozenset[Part]) -> PrivateParts:

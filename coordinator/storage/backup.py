@@ -28,7 +28,7 @@ from coordinator.storage.object_store import artifacts_of
 from fedcg.errors import EXISTS
 from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably
 from fedcg.sealing.archive import add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
-from fedcg.sealing.sealed_file import Seal, of_passphrase
+from fedcg.sealing.sealed_file import Seal
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 
@@ -222,7 +222,7 @@ def _checked(source: Path, passphrase: str) -> BackupFacts:
 
 
 def _seal(passphrase: str) -> Seal:
-    return Seal(MAGIC, of_passphrase(passphrase), StoreError)
+    return Seal(MAGIC, passphrase, StoreError)
 
 
 def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: BackupFacts, name: str) -> int:

@@ -19,7 +19,7 @@ uninstall   removes program and units; private stores (/var/lib/fedcg) and confi
                         onnxruntime for an NVIDIA GPU, infer the one for the CPU; without either, infer is added where there is none yet
 --python PATH           the Python of the installation, 3.10 or newer. Default: the one that is installed, else python3
 --system-site-packages  also use the packages of that Python: on a Jetson, NVIDIA's torch and onnxruntime; no constraints.txt then
---unchecked NAME        don't open the store of this federation: its key is a systemd credential, or it was damaged before
+--unchecked NAME        don't open the store of this federation: it was damaged before
 --purge                 uninstall: also remove stores, configurations and keys; asks first
 --yes                   answer yes to --purge
 --root DIR              everything below DIR, to try it out: no user is made, no unit is stopped or started

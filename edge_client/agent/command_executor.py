@@ -130,7 +130,7 @@ class CommandExecutor:
         if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
             ref = known  # an announced chunk size is kept while the link takes it
         if known != ref:
-            self._update = ChunkFile(path, ref, self._store.files.ranges)
+            self._update = ChunkFile(path, ref)
         return OutboxFound(generation.round_attempt, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:

@@ -1,4 +1,4 @@
-"""`fedcg agent store migrate|encrypt|decrypt|rekey`, `fedcg agent backup|restore`: the private store at rest. Importing this loads no torch."""
+"""`fedcg agent store migrate`, `fedcg agent backup|restore`: the private store at rest. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from fedcg.sealing.passphrase import PassphraseFile, passphrase_of
 if TYPE_CHECKING:
     from edge_client.config import AgentConfig
     from edge_client.store.private_store import PrivateStore
-    from edge_client.store.sealed_files import StoreKey
 
-store_app = typer.Typer(help="Check this device's private store, encrypt it, or stop doing so.", no_args_is_help=True)
+store_app = typer.Typer(help="Check this device's private store.", no_args_is_help=True)
 
 
 @store_app.command("migrate")
 def migrate_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Check the private store, and bring it to this version's format; repeating it changes nothing. The agent must not run meanwhile.
+    """Check the private store, and add checks to secrets that lack them; repeating it changes nothing. The agent must not run meanwhile.
 
     Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
 
     Example: fedcg agent store migrate
     """
-    from edge_client.store.encryption import STORE_FORMAT
+    from edge_client.store.private_store import STORE_FORMAT
 
-    settings = _settings_of(config)
+    settings = read_config(config)
+    if settings.store.exists() and (owner := settings.store.stat().st_uid) != os.geteuid():
+        raise BadInputError(
+            f"{settings.store} belongs to the user with id {owner}: run this as that user (sudo -u '#{owner}' ...), "
+            "otherwise its agent could not read the files any more"
+        )
     with _alone(settings) as store:
         generation, problems = store.generations.current()
         store.take_over()
@@ -43,77 +47,6 @@ def migrate_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOpti
         return
     stands = "nothing was trained yet" if trained is None else f"trained up to round {trained}"
     typer.echo("; ".join((f"{settings.store} has format {STORE_FORMAT}, {stands}", *problems)))
-
-
-@store_app.command("encrypt")
-def encrypt_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Encrypt the private store in place with the key under [encryption]. The agent must not run meanwhile.
-
-    The key is made where its file is missing. A command that was killed goes on when it is given again.
-
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
-
-    Example: fedcg agent store encrypt
-    """
-    from edge_client.store.encryption import encryption_of
-    from edge_client.store.sealed_files import make_key
-
-    settings = _settings_of(config)
-    if settings.encryption.key is None:
-        raise BadInputError(
-            f'name the file for the key first: [encryption] with key = "store.key" in {config}; it is made where it is missing'
-        )
-    if not settings.encryption.key.exists() and not encryption_of(settings.store).marks:
-        make_key(settings.encryption.key)
-    key = _key_of(settings)
-    _change(
-        settings,
-        key,
-        key,
-        as_json,
-        f"Keep a copy of {settings.encryption.key} elsewhere: without it the store is lost.",
-    )
-
-
-@store_app.command("decrypt")
-def decrypt_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Decrypt the private store in place. The agent must not run meanwhile.
-
-    It takes the key under [encryption]; a command that was killed goes on when it is given again.
-
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
-
-    Example: fedcg agent store decrypt
-    """
-    settings = _settings_of(config)
-    _change(settings, _key_of(settings), None, as_json, f"Take [encryption] out of {config} before the agent starts.")
-
-
-@store_app.command("rekey")
-def rekey_command(
-    new_key: Annotated[Path, typer.Option("--new-key", help="file with the new key; made where it is missing")],
-    config: ConfigOption = Path("agent.toml"),
-    as_json: JsonOption = False,
-) -> None:
-    """Encrypt the private store with another key, in place. The agent must not run meanwhile.
-
-    A command that was killed goes on when it is given again.
-
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
-
-    Example: fedcg agent store rekey --new-key /etc/fedcg/casting/new.key
-    """
-    from edge_client.store.encryption import encryption_of
-    from edge_client.store.sealed_files import make_key, read_key
-
-    settings = _settings_of(config)
-    current, marks = _key_of(settings), encryption_of(settings.store).marks
-    if current is None or current.mark.hex() not in marks:
-        raise BadInputError(f"{settings.store} is not encrypted with the key that is set: there is no key to replace")
-    target = read_key(new_key) if new_key.exists() else make_key(new_key)
-    _change(
-        settings, current, target, as_json, f'Set key = "{new_key}" under [encryption] in {config}; keep a copy of it.'
-    )
 
 
 def backup_command(
@@ -172,10 +105,6 @@ def restore_command(
             "Rounds that were trained with DP-SGD after the backup are not in its record of spent privacy: count them in by hand, or "
             "enrol the device anew."
         )
-    if settings.encryption.key is None and (key := config.with_name("store.key")).exists():
-        typer.echo(
-            f'The store is encrypted: set key = "{key.name}" under [encryption], or make {key} a systemd credential.'
-        )
     typer.echo(f"Next: fedcg doctor --config {config}")
 
 
@@ -192,45 +121,3 @@ def _alone(settings: AgentConfig) -> Iterator[PrivateStore]:
     store = open_store(settings)
     with store.locked("lock"), store.locked("trainer.lock"):
         yield store
-
-
-def _settings_of(config: Path) -> AgentConfig:
-    """The settings of a device whose store is there and belongs to the user of this command, who alone can then read it."""
-    from edge_client.errors import StoreFormatError
-
-    settings = read_config(config)
-    if not (settings.store / "format.json").exists():
-        raise StoreFormatError(
-            f"{settings.store} holds no private store yet; `fedcg agent run` makes one, encrypted where a key is set",
-            exit_code=NOT_FOUND,
-        )
-    owner = settings.store.stat().st_uid
-    if owner != os.geteuid():
-        raise BadInputError(
-            f"{settings.store} belongs to the user with id {owner}: run this as that user (sudo -u '#{owner}' ...), "
-            "otherwise its agent could not read the files any more"
-        )
-    return settings
-
-
-def _key_of(settings: AgentConfig) -> StoreKey | None:
-    from edge_client.store.sealed_files import read_key
-
-    return None if settings.encryption.key is None else read_key(settings.encryption.key)
-
-
-def _change(
-    settings: AgentConfig, current: StoreKey | None, target: StoreKey | None, as_json: bool, next_step: str
-) -> None:
-    from edge_client.store.encryption import change_encryption
-    from edge_client.store.private_store import PrivateStore
-
-    store = PrivateStore(settings.store)
-    with store.locked("lock"), store.locked("trainer.lock"):
-        count, left = change_encryption(settings.store, current, target)
-    if as_json:
-        print_data({"store": str(settings.store), "files": count, "damaged": [str(path) for path in left]})
-        return
-    typer.echo(f"{settings.store}: {count} files rewritten.\nNext: {next_step}")
-    for path in left:
-        typer.echo(f"{path} is damaged and was left as it is; the agent reports it when it starts.")

@@ -120,19 +120,18 @@ def _sizes(root: Path) -> Iterator[tuple[str, int]]:
 def _store(config: AgentConfig) -> PrivateStore:
     try:
         return open_store(config)
-    except StoreError:  # a reason to write this file; what is not encrypted can be read all the same
+    except StoreError:  # a reason to write this file; what is whole can be read all the same
         return PrivateStore(config.store)
 
 
 def _secrets(config: AgentConfig) -> Iterator[str]:
     """Everything that must not be in the file, in each form in which it could be."""
-    files = [config.keys.signing, config.encryption.key, None if config.tls is None else config.tls.key]
-    for path in filter(None, files):
+    for path in (config.keys.signing, *(() if config.tls is None else (config.tls.key,))):
         with suppress(OSError), path.open("rb") as file:
             yield from _forms(file.read(MAX_SECRET_BYTES))
     for path in sorted((config.store / "secrets").glob("*")):
-        with suppress(OSError, StoreError):
-            yield from _forms(_store(config).files.read(path)[:SECRET_BYTES])  # behind it is the file's check
+        with suppress(OSError):
+            yield from _forms(path.read_bytes()[:SECRET_BYTES])  # behind it is the file's check
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and len(value) >= LEAST_SECRET:
             yield from (value, json.dumps(value)[1:-1])

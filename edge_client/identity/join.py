@@ -10,7 +10,6 @@ from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError
 from edge_client.identity.keys import load_keys
 from edge_client.store.private_store import PrivateStore, open_store
-from edge_client.store.sealed_files import read_key
 from fedcg.config_file import set_values
 from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably
@@ -58,7 +57,6 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
     }
     own = {
         ("audit", "auxiliary"): config.audit.auxiliary,
-        ("encryption", "key"): config.encryption.key,
         ("eligibility", "lock_file"): config.eligibility.lock_file,
         ("eligibility", "stop_file"): config.eligibility.stop_file,
         ("", "metrics_folder"): config.metrics_folder,
@@ -67,8 +65,7 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
     if config.tls is not None:
         values |= {("tls", name): str(path.absolute()) for name, path in config.tls}
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    key = None if config.encryption.key is None else read_key(config.encryption.key)
-    store = PrivateStore.open(out / STORE, federation, config.device, key)
+    store = PrivateStore.open(out / STORE, federation, config.device)
     is_made = (config.store / "format.json").exists()
     pinned = (open_store(config) if is_made else PrivateStore(config.store)).pinned_key(enrolled)
     if pinned.key != enrolled:  # the key that counts now, not one that was replaced, and perhaps stolen

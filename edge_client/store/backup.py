@@ -1,7 +1,7 @@
 """Backup and restore of one device: private store, identity and configuration in one encrypted file. Torch-free.
 
-The file is a tar stream in frames under a passphrase (`fedcg.sealing.sealed_file`): `backup.json`, `agent.toml`, `identity/NAME`, `store/PATH`. Files
-of an encrypted store stay encrypted inside it, and its key is among the identity. Images are not part of it.
+The file is a tar stream in frames under a passphrase (`fedcg.sealing.sealed_file`): `backup.json`, `agent.toml`, `identity/NAME`, `store/PATH`.
+Images are not part of it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edge_client.config import STORE_CREDENTIAL, AgentConfig, load_config
+from edge_client.config import AgentConfig, load_config
 from edge_client.errors import BackupError
 from edge_client.store.checkpoint_file import CHECKPOINT_FILE
 from edge_client.store.private_store import PrivateStore
 from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably, write_durably
 from fedcg.sealing.archive import add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
-from fedcg.sealing.sealed_file import Seal, of_passphrase
+from fedcg.sealing.sealed_file import Seal
 from fedcg.wire.messages.messages import Identifier
 
 MAGIC = b"FEDCG-AGENT-BACKUP-1\n"
@@ -77,8 +77,6 @@ def identity_files(config: AgentConfig) -> dict[str, Path]:
     files = {"signing": config.keys.signing, "coordinator": config.keys.coordinator}
     if config.tls is not None:
         files |= {"ca": config.tls.ca, "cert": config.tls.cert, "key": config.tls.key}
-    if config.encryption.key is not None:
-        files["store_key"] = config.encryption.key
     return files
 
 
@@ -104,7 +102,7 @@ def read_backup(
                 f"{config_path} is of device {config.device!r} of {config.federation!r}, the backup of {facts.device!r} of "
                 f"{facts.federation!r}; nothing was written"
             )
-        _restore(source, passphrase, config, config_path.with_name(STORE_CREDENTIAL))
+        _restore(source, passphrase, config)
         if not config_path.exists():
             draft.replace(config_path)
             fsync_path(config_path.parent)
@@ -115,13 +113,13 @@ def read_backup(
     return facts, config
 
 
-def _restore(source: Path, passphrase: str, config: AgentConfig, spare_key: Path) -> None:
+def _restore(source: Path, passphrase: str, config: AgentConfig) -> None:
     if config.store.exists() and (not config.store.is_dir() or any(config.store.iterdir())):
         raise BackupError(
             f"{config.store} is there already and is not overwritten; move it away, or set another `store` in agent.toml",
             exit_code=EXISTS,
         )
-    places = {"store_key": spare_key, **identity_files(config)}
+    places = identity_files(config)
     for name, kept in _identity(source, passphrase):
         if places[name].exists() and places[name].read_bytes() != kept:
             raise BackupError(
@@ -161,7 +159,7 @@ def _identity(source: Path, passphrase: str) -> Iterator[tuple[str, bytes]]:
 def _checked(source: Path, passphrase: str) -> tuple[BackupFacts, bytes]:
     """Read the whole file, and check each name in it; the facts and agent.toml."""
     facts, toml = None, None
-    known = {"signing", "coordinator", "ca", "cert", "key", "store_key"}
+    known = {"signing", "coordinator", "ca", "cert", "key"}
     for number, (entry, content) in enumerate(_entries(source, passphrase)):
         if number == 0 and entry.name == "backup.json":
             try:
@@ -189,4 +187,4 @@ def _entries(source: Path, passphrase: str) -> Iterator[tuple[tarfile.TarInfo, I
 
 
 def _seal(passphrase: str) -> Seal:
-    return Seal(MAGIC, of_passphrase(passphrase), BackupError)
+    return Seal(MAGIC, passphrase, BackupError)

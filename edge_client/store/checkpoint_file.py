@@ -14,8 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from edge_client.errors import StoreError
-from edge_client.store.sealed_files import StoreFiles
+from fedcg.files import replace_durably
 from fedcg.wire.artifacts.tensors import Array
 
 CHECKPOINT_FILE = "checkpoint.bin"
@@ -25,9 +24,8 @@ _DIGEST_BYTES = 32
 class CheckpointFile:
     """The file `checkpoint.bin` of one private store."""
 
-    def __init__(self, root: Path, files: StoreFiles) -> None:
+    def __init__(self, root: Path) -> None:
         self._path = root / CHECKPOINT_FILE
-        self._files = files
 
     def load(self, mark: bytes) -> tuple[Mapping[str, Array], str]:
         """The tensors that were kept last under this mark, else none; and what is wrong with the file, else nothing.
@@ -36,14 +34,14 @@ class CheckpointFile:
             mark: 32 bytes, a digest of all that the round depends on.
         """
         try:
-            payload = self._files.read(self._path)
+            payload = self._path.read_bytes()
             body = payload[_DIGEST_BYTES:]
             if hashlib.sha256(body).digest() != payload[:_DIGEST_BYTES]:
                 return {}, f"{self._path} is damaged"
             return (load_safetensors(body[_DIGEST_BYTES:]), "") if body.startswith(mark) else ({}, "")
         except FileNotFoundError:
             return {}, ""
-        except (OSError, StoreError, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:
             return {}, str(error)
 
     def save(self, mark: bytes, tensors: Mapping[str, Array]) -> None:
@@ -53,7 +51,7 @@ class CheckpointFile:
             OSError: the disk is full or broken; the earlier ones are untouched.
         """
         body = mark + save_safetensors(dict(tensors))
-        self._files.replace(self._path, hashlib.sha256(body).digest() + body)
+        replace_durably(self._path, hashlib.sha256(body).digest() + body)
 
     def delete(self) -> None:
         """Forget it."""

@@ -27,10 +27,9 @@ from pydantic import Field, TypeAdapter
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from edge_client.errors import DamagedFileError, StoreDamagedError, unreadable
+from edge_client.errors import StoreDamagedError, unreadable
 from edge_client.store.data_snapshot import Snapshot
-from edge_client.store.sealed_files import StoreFiles
-from fedcg.files import fsync_path, replace_durably
+from fedcg.files import file_sha256, fsync_path, replace_durably, write_durably
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.artifacts.tensors import Array, PartArrays, flatten
 from fedcg.wire.messages.messages import RoundAttempt
@@ -38,7 +37,7 @@ from fedcg.wire.parts import Part
 
 GENERATION_FORMAT = 1
 _EXTRAS = "extras"
-_POINTER = re.compile(rb"([0-9]{1,18})(?: ([0-9a-f]{16}))?\n")  # earlier programs wrote the number alone
+_POINTER = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Generation:
 
 
 _GENERATION = TypeAdapter(Generation)
-_DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, DamagedFileError)
+_DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError)
 """The errors of a description or a file that was altered; any other OSError is the disk's."""
 
 
@@ -107,9 +106,8 @@ class NewGeneration:
 class Generations:
     """The folder `generations` and the file `CURRENT` of one private store."""
 
-    def __init__(self, root: Path, files: StoreFiles | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._files = files or StoreFiles(root)
         self._folder = root / "generations"
         self._pointer = root / "CURRENT"
         self._verified: tuple[int | None, Generation] | None = (
@@ -169,7 +167,7 @@ class Generations:
         generation, _ = self.current()
         if generation is None:
             return None
-        payload = self._files.read(self._path(generation.number) / "state.safetensors")
+        payload = (self._path(generation.number) / "state.safetensors").read_bytes()
         return StoredState(generation, *_split_names(load_safetensors(payload)))
 
     def update_path(self, generation: Generation) -> Path:
@@ -178,11 +176,11 @@ class Generations:
 
     def update_bytes(self, generation: Generation) -> bytes:
         """The outbox of a generation."""
-        return self._files.read(self.update_path(generation))
+        return self.update_path(generation).read_bytes()
 
     def snapshot(self, generation: Generation) -> Snapshot:
         """The data snapshot of a generation."""
-        return Snapshot.decode(self._files.read(self._path(generation.number) / "snapshot.json"))
+        return Snapshot.decode((self._path(generation.number) / "snapshot.json").read_bytes())
 
     def commit(self, new: NewGeneration) -> Generation:
         """Make a new generation the current one, in one atomic and durable step."""
@@ -215,14 +213,13 @@ class Generations:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(mode=0o700)
         for name, data in files.items():
-            self._files.write(unfinished / name, data, self._path(generation.number) / name)
+            write_durably(unfinished / name, data)
         described = {"format": GENERATION_FORMAT, **_GENERATION.dump_python(generation, by_alias=True)}
         if not generation.backbone:  # as before there was a choice
             del described["backbone"]
         body = json.dumps(described, sort_keys=True).encode()
         check = hashlib.sha256(body).hexdigest()
-        place = self._path(generation.number) / "state.json"
-        self._files.write(unfinished / "state.json", body + b"\n" + check.encode() + b"\n", place)
+        write_durably(unfinished / "state.json", body + b"\n" + check.encode() + b"\n")
         fsync_path(unfinished)
         unfinished.rename(self._path(generation.number))
         fsync_path(self._folder)
@@ -232,7 +229,7 @@ class Generations:
         try:
             generation = self._described(number)
             for name, expected in generation.checksums.items():
-                if self._files.sha256(self._path(number) / name) != expected:
+                if file_sha256(self._path(number) / name) != expected:
                     return ValueError(f"{name} fails its checksum")
         except _DAMAGE as error:
             return error
@@ -242,7 +239,7 @@ class Generations:
 
     def _described(self, number: int) -> Generation:
         folder = self._path(number)
-        body, _, check = self._files.read(folder / "state.json").partition(b"\n")
+        body, _, check = (folder / "state.json").read_bytes().partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != check.strip():
             raise ValueError("state.json fails its checksum")
         values = json.loads(body)
@@ -270,7 +267,7 @@ class Generations:
             raise
         except OSError as error:
             raise unreadable(self._pointer, error) from error
-        if found is None or (found[2] is not None and found[2].decode() != _check_of(int(found[1]))):
+        if found is None or found[2].decode() != _check_of(int(found[1])):
             return None
         return int(found[1])
 

@@ -19,9 +19,6 @@ defence/        what the data defence learned, and sample pictures of what it do
 memory.json     the share of a batch that fits the memory; halved when it ran out, forgotten when the box has another one
 privacy.json    what DP-SGD has spent; written before each round's training
 events.jsonl    see `fedcg.event_log`
-
-With a key (`[encryption]` in agent.toml) secrets, specs, generations, checkpoint and every JSON file but format.json are encrypted,
-see `sealed_files`; artifacts, models, audit, defence and events are not.
 """
 
 from __future__ import annotations
@@ -38,13 +35,11 @@ from typing import Any
 
 from edge_client.config import AgentConfig
 from edge_client.errors import DamagedFileError, StoreError, StoreFormatError, StoreLockedError, unreadable
-from edge_client.store.checkpoint_file import CheckpointFile
+from edge_client.store.checkpoint_file import CHECKPOINT_FILE, CheckpointFile
 from edge_client.store.data_snapshot import Snapshot
-from edge_client.store.encryption import EARLIER_FORMAT, FORMAT_FILE, STORE_FORMAT, Encryption, open_to_others
 from edge_client.store.generations import Generation, Generations, OutboxEntry
-from edge_client.store.sealed_files import StoreFiles, StoreKey, read_key
 from edge_client.store.small_files import damaged, read_json, write_json
-from fedcg.files import SECRET_BYTES, checked_secret, secret_in
+from fedcg.files import SECRET_BYTES, checked_secret, replace_durably, secret_in
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
@@ -54,6 +49,10 @@ from fedcg.wire.messages.ordering import START, Position
 from fedcg.wire.messages.signing import VerifyKey
 from fedcg.wire.transfer.partial_files import Partials
 
+FORMAT_FILE = "format.json"
+STORE_FORMAT = 2
+_FOLDERS = ("secrets", "specs", "generations", "generations/[0-9]*")
+_PRIVATE_FILES = ("secrets/*.key", "specs/*.json", "generations/[0-9]*/*", "*.json", CHECKPOINT_FILE)
 RECEIPTS_KEPT = 64
 LEFT_OUT_KEPT = 200
 AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
@@ -77,67 +76,66 @@ class DeliveryRecord:
 class PrivateStore:
     """One device's private folder for one federation."""
 
-    def __init__(self, root: Path, files: StoreFiles | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.files = files or StoreFiles(root)
-        self.generations = Generations(root, self.files)
-        self.checkpoint = CheckpointFile(root, self.files)
+        self.generations = Generations(root)
+        self.checkpoint = CheckpointFile(root)
         self.artifacts = ArtifactStore(root / "artifacts")
         self.partials = Partials(root / "artifacts" / ".partial", PARTIAL_FILES, PARTIAL_BYTES)
 
     @staticmethod
-    def open(root: Path, federation: str, device: str, key: StoreKey | None = None) -> PrivateStore:
-        """Open the store at `root`, making it when there is none yet, encrypted where there is a key.
+    def open(root: Path, federation: str, device: str) -> PrivateStore:
+        """Open the store at `root`, making it when there is none yet.
 
         Raises:
-            StoreFormatError: it is another device's or federation's, newer than this program, or not a private store.
-            StoreKeyError: it is encrypted and the key is missing or another one, or it is not encrypted and there is a key.
+            StoreFormatError: it is another device's or federation's, has another format, or is not a private store.
         """
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         path, owner = root / FORMAT_FILE, {"federation": federation, "device": device}
-        found = read_json(StoreFiles(root), path)
+        found = read_json(path)
         if not found:
             if (root / "CURRENT").exists() or (root / "generations").exists():
                 raise StoreFormatError(
                     f"{root} holds private state but no format.json; restore that file from a backup"
                 )
             root.chmod(0o700)
-            made = Encryption(frozenset() if key is None else frozenset({key.mark.hex()}))
-            found = {**owner, **made.values()}
-            write_json(StoreFiles(root), path, found)
-        if found.get("format") not in (EARLIER_FORMAT, STORE_FORMAT):
+            found = {**owner, "format": STORE_FORMAT}
+            write_json(path, found)
+        if found.get("format") != STORE_FORMAT:
             raise StoreFormatError(
-                f"{root} has store format {found.get('format')}; this program reads up to {STORE_FORMAT}"
+                f"{root} has store format {found.get('format')}; this program reads format {STORE_FORMAT} alone. Use the program that "
+                "wrote it, or enrol this device anew with a new store"
             )
         if {name: found.get(name) for name in owner} != owner:
             theirs = f"device {found.get('device')!r} of federation {found.get('federation')!r}"
             raise StoreFormatError(
                 f"{root} belongs to {theirs}, not to {device!r} of {federation!r}; set another `store`"
             )
-        files = Encryption.of(found, path).files(root, key)
         for name in ("secrets", "specs", "artifacts", "generations", "models"):
             (root / name).mkdir(mode=0o700, exist_ok=True)
-        return PrivateStore(root, files)
+        return PrivateStore(root)
 
     def take_over(self) -> None:
-        """Check that this user alone can read what is private, add checks to secrets, and bring an earlier program's store to this format.
+        """Check that this user alone can read what is private, and add checks to secrets that a person wrote.
 
         Raises:
             StoreError: names what is open to others, and the command that closes it.
         """
-        if opened := open_to_others(self.root):
+        if opened := self.open_to_others():
             named = " ".join(map(str, opened[:8]))
             raise StoreError(
                 f"other users of this machine may read or change {opened[0]}{' and more' if len(opened) > 1 else ''}. Type: chmod go= {named}"
             )
         for path in (self.root / "secrets" / name for name in ("device.key", "cohort.key")):
-            secret = _secret(self.files, path)
-            if secret is not None and len(self.files.read(path)) == SECRET_BYTES:
-                self.files.replace(path, checked_secret(secret))
-        path = self.root / FORMAT_FILE
-        found = read_json(StoreFiles(self.root), path)
-        if found.get("format") != STORE_FORMAT:  # an earlier program must not take checks for content
-            write_json(StoreFiles(self.root), path, {**found, "format": STORE_FORMAT})
+            secret = _secret(path)
+            if secret is not None and path.stat().st_size == SECRET_BYTES:
+                replace_durably(path, checked_secret(secret))
+
+    def open_to_others(self) -> tuple[Path, ...]:
+        """Folders and private files that other users of the machine may read or change, the outermost first."""
+        folders = [path for pattern in _FOLDERS for path in self.root.glob(pattern)]
+        files = {path for pattern in _PRIVATE_FILES for path in self.root.glob(pattern) if path.is_file()}
+        return tuple(path for path in (self.root, *folders, *sorted(files)) if path.stat().st_mode & 0o077)
 
     @property
     def defence_folder(self) -> Path:
@@ -173,9 +171,9 @@ class PrivateStore:
     def device_secret(self) -> bytes:
         """This device's own root of randomness: made once, never sent."""
         path = self.root / "secrets" / "device.key"
-        kept = _secret(self.files, path)
+        kept = _secret(path)
         if kept is None:
-            self.files.replace(path, checked_secret(kept := secrets.token_bytes(SECRET_BYTES)))
+            replace_durably(path, checked_secret(kept := secrets.token_bytes(SECRET_BYTES)))
         return kept
 
     def cohort_secret(self) -> bytes | None:
@@ -184,11 +182,11 @@ class PrivateStore:
         Raises:
             StoreError: the file is too short to be a secret.
         """
-        return _secret(self.files, self.root / "secrets" / "cohort.key")
+        return _secret(self.root / "secrets" / "cohort.key")
 
     def keep_cohort_secret(self, secret: bytes) -> None:
         """Keep the cohort's secret, for its owner's eyes only; replaces none."""
-        self.files.replace(self.root / "secrets" / "cohort.key", checked_secret(secret))
+        replace_durably(self.root / "secrets" / "cohort.key", checked_secret(secret))
 
     def save_spec(self, payload: bytes) -> FederationSpec:
         """Keep a spec under its digest.
@@ -199,7 +197,7 @@ class PrivateStore:
         spec = FederationSpec.parse(payload)
         path = self.root / "specs" / f"{spec.digest}.json"
         if self.spec(spec.digest) is None:
-            self.files.replace(path, payload)
+            replace_durably(path, payload)
         return spec
 
     def spec(self, digest: str) -> FederationSpec | None:
@@ -208,8 +206,8 @@ class PrivateStore:
         if not path.exists():
             return None
         try:
-            spec = FederationSpec.parse(self.files.read(path))
-        except (ValueError, DamagedFileError):
+            spec = FederationSpec.parse(path.read_bytes())
+        except ValueError:
             return None
         return spec if spec.digest == digest else None
 
@@ -222,25 +220,25 @@ class PrivateStore:
         """The snapshot of a round: the one kept when it was first accepted, or a new one that is now kept."""
         path = self.root / "accepted.json"
         try:
-            kept = read_json(self.files, path)
+            kept = read_json(path)
             if kept.get("spec") == spec and kept.get("round") == round_number:
                 return Snapshot.decode(kept["snapshot"].encode())
         except (DamagedFileError, ValueError, KeyError):
             pass  # it is of a round that was not committed: nothing that was trained depends on it
         snapshot = make()
-        write_json(self.files, path, {"spec": spec, "round": round_number, "snapshot": snapshot.encode().decode()})
+        write_json(path, {"spec": spec, "round": round_number, "snapshot": snapshot.encode().decode()})
         return snapshot
 
     def save_left_out(self, reasons: Mapping[str, str]) -> None:
         """Store which images of the last snapshot can't be read, and why; names stay on this device."""
         some = dict(sorted(reasons.items())[:LEFT_OUT_KEPT])
         if some or (self.root / "left_out.json").exists():
-            write_json(self.files, self.root / "left_out.json", {"count": len(reasons), "images": some})
+            write_json(self.root / "left_out.json", {"count": len(reasons), "images": some})
 
     def left_out(self) -> tuple[int, Mapping[str, str]]:
         """How many images were left out of the last snapshot, and the reasons of the first ones, by path."""
         path = self.root / "left_out.json"
-        kept = read_json(self.files, path)
+        kept = read_json(path)
         try:
             return int(kept.get("count", 0)), {str(name): str(why) for name, why in kept.get("images", {}).items()}
         except (TypeError, ValueError, AttributeError) as error:
@@ -252,7 +250,7 @@ class PrivateStore:
 
     def seen(self) -> Position:
         """The highest (epoch, round, attempt) of a broadcast admitted so far."""
-        kept = read_json(self.files, self.root / "seen.json").get("highest", START)
+        kept = read_json(self.root / "seen.json").get("highest", START)
         try:
             epoch, round_number, attempt = map(int, kept)
         except (TypeError, ValueError) as error:
@@ -261,11 +259,11 @@ class PrivateStore:
 
     def save_seen(self, highest: Position) -> None:
         """Store the highest broadcast admitted."""
-        write_json(self.files, self.root / "seen.json", {"highest": highest})
+        write_json(self.root / "seen.json", {"highest": highest})
 
     def pinned_key(self, enrolled: VerifyKey) -> PinnedKey:
         """The coordinator's key that was followed from the enrolled one; that one itself before any replacement."""
-        kept = read_json(self.files, self.root / "coordinator.json")
+        kept = read_json(self.root / "coordinator.json")
         if kept.get("enrolled") != enrolled.hex:
             return PinnedKey(enrolled)
         try:
@@ -276,20 +274,20 @@ class PrivateStore:
     def save_pinned_key(self, enrolled: VerifyKey, pinned: PinnedKey) -> None:
         """Store the coordinator's key that counts."""
         values = {"enrolled": enrolled.hex, "key": pinned.key.hex, "serial": pinned.serial}
-        write_json(self.files, self.root / "coordinator.json", values)
+        write_json(self.root / "coordinator.json", values)
 
     def deliveries(self) -> tuple[DeliveryRecord, ...]:
         """Receipts so far, oldest first."""
         path = self.root / "delivered.json"
         try:
-            return tuple(DeliveryRecord(**entry) for entry in read_json(self.files, path).get("entries", ()))
+            return tuple(DeliveryRecord(**entry) for entry in read_json(path).get("entries", ()))
         except TypeError as error:
             raise damaged(path) from error
 
     def save_delivery(self, record: DeliveryRecord) -> None:
         """Store a receipt: this ends the outbox entry."""
         entries = [asdict(entry) for entry in (*self.deliveries(), record)][-RECEIPTS_KEPT:]
-        write_json(self.files, self.root / "delivered.json", {"entries": entries})
+        write_json(self.root / "delivered.json", {"entries": entries})
 
     def save_reason(self, artifact: str, reason: str) -> DeliveryRecord | None:
         """Store what became of an update after its receipt; returns that, or None where there is none or it has this reason already."""
@@ -299,7 +297,7 @@ class PrivateStore:
             return None
         amended = replace(ended, reason=reason)
         entries = [asdict(amended if each is ended else each) for each in kept]
-        write_json(self.files, self.root / "delivered.json", {"entries": entries})
+        write_json(self.root / "delivered.json", {"entries": entries})
         return amended
 
     def outbox(self, generation: Generation | None) -> OutboxEntry | None:
@@ -311,27 +309,27 @@ class PrivateStore:
 
     def finalised(self) -> dict[str, Any]:
         """The outcome of the federation; empty before its end."""
-        return read_json(self.files, self.root / "finalised.json")
+        return read_json(self.root / "finalised.json")
 
     def save_finalised(self, outcome: dict[str, Any]) -> None:
         """Store the outcome of the federation."""
-        write_json(self.files, self.root / "finalised.json", outcome)
+        write_json(self.root / "finalised.json", outcome)
 
     def privacy(self) -> dict[str, Any]:
         """What DP-SGD has spent here; empty before its first round."""
-        return read_json(self.files, self.root / PRIVACY_FILE)
+        return read_json(self.root / PRIVACY_FILE)
 
     def save_privacy(self, record: Mapping[str, Any]) -> None:
         """Store what DP-SGD has spent."""
-        write_json(self.files, self.root / PRIVACY_FILE, record)
+        write_json(self.root / PRIVACY_FILE, record)
 
     def sum_record(self) -> dict[str, Any]:
         """What this device keeps of the last masked sum; empty before the first one."""
-        return read_json(self.files, self.root / "sums.json")
+        return read_json(self.root / "sums.json")
 
     def save_sum_record(self, record: Mapping[str, Any]) -> None:
         """Store what this device keeps of a masked sum."""
-        write_json(self.files, self.root / "sums.json", record)
+        write_json(self.root / "sums.json", record)
 
     def roster(self) -> dict[str, VerifyKey]:
         """Message keys of the cohort's devices, as this device's owner gave them; empty before that."""
@@ -339,14 +337,14 @@ class PrivateStore:
         try:
             return {
                 str(device): VerifyKey.from_hex(str(key))
-                for device, key in dict(read_json(self.files, path).get("keys", {})).items()
+                for device, key in dict(read_json(path).get("keys", {})).items()
             }
         except (WireError, TypeError, ValueError) as error:
             raise damaged(path) from error
 
     def save_roster(self, roster: Mapping[str, VerifyKey]) -> None:
         """Store the message keys of the cohort's devices."""
-        write_json(self.files, self.root / "roster.json", {"keys": {name: key.hex for name, key in roster.items()}})
+        write_json(self.root / "roster.json", {"keys": {name: key.hex for name, key in roster.items()}})
 
     def prune_artifacts(self, kept: set[str]) -> None:
         """Delete downloads that nothing refers to any more."""
@@ -354,26 +352,18 @@ class PrivateStore:
 
 
 def open_store(config: AgentConfig) -> PrivateStore:
-    """The private store of a device, with the key that its settings name.
-
-    Raises:
-        StoreError: as of `PrivateStore.open`, or the key can't be read.
-    """
-    path = config.encryption.key
-    key = None if path is None else read_key(path)
-    return PrivateStore.open(config.store, config.federation, config.device, key)
+    """The private store of a device; raises as `PrivateStore.open` does."""
+    return PrivateStore.open(config.store, config.federation, config.device)
 
 
-def _secret(files: StoreFiles, path: Path) -> bytes | None:
+def _secret(path: Path) -> bytes | None:
     """The secret in a file of the store, or None when there is no such file; anything else is an error, never a new secret."""
     try:
-        value = files.read(path)
+        value = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise unreadable(path, error) from error
-    except DamagedFileError:
-        value = b""
     secret = secret_in(value)
     if secret is None:
         raise DamagedFileError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.errors import DamagedFileError, StoreError, unreadable
-from edge_client.store.sealed_files import StoreFiles
+from fedcg.files import replace_durably
 
 _CHECK, _NUMBER = "check", "number"
 COUNTER = "counter.json"
@@ -39,7 +39,7 @@ def damaged(path: Path, what: str = "is damaged") -> StoreError:
     return DamagedFileError(f"{path} {what}. {_LOST.get(path.name, _RESTORE.capitalize())}")
 
 
-def read_json(files: StoreFiles, path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A small JSON file of the store; only an absent one counts as empty.
 
     Raises:
@@ -47,16 +47,16 @@ def read_json(files: StoreFiles, path: Path) -> dict[str, Any]:
             would start the order of broadcasts anew, or trust a key that was rotated away.
     """
     if path.name not in _COUNTED:
-        return _read(files, path)
+        return _read(path)
     counter = path.with_name(COUNTER)
-    before = _read(files, counter)  # first: a writer may go on meanwhile
-    values = _read(files, path)
+    before = _read(counter)  # first: a writer may go on meanwhile
+    values = _read(path)
     number = _count(values, _NUMBER)
     values.pop(_NUMBER, None)
     may_be_deleted = _RESTORE not in _LOST.get(path.name, _RESTORE)
     if number < _count(before, path.name) and not (may_be_deleted and not values):
         raise damaged(path, "is an older copy, put back without the rest of the store" if values else "is missing")
-    if number > _count(before, _NUMBER) + 1 and number > _count(_read(files, counter), _NUMBER) + 1:
+    if number > _count(before, _NUMBER) + 1 and number > _count(_read(counter), _NUMBER) + 1:
         raise damaged(counter, f"is missing, or older than {path.name}")
     return values
 
@@ -66,50 +66,41 @@ def _count(values: Mapping[str, Any], name: str) -> int:
     return count if isinstance(count, int) else 0
 
 
-def _read(files: StoreFiles, path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(files.read(path))
+        values = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise unreadable(path, error) from error
-    except DamagedFileError as error:
-        raise damaged(path) from error
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise damaged(path)
-    check = values.pop(_CHECK, None)
-    if check is None:  # earlier programs wrote none; else its very name is damaged
-        check = next((value for name, value in values.items() if value == _check_of(_without(values, name))), None)
-    if check is not None and check != _check_of(values):
+    if values.pop(_CHECK, None) != _check_of(values):
         raise damaged(path)
     return values
 
 
-def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {other: value for other, value in values.items() if other != name}
-
-
-def write_json(files: StoreFiles, path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Give a small JSON file new content, with its check; several processes may do so at once."""
     if path.name not in _COUNTED:
-        _write(files, path, values)
+        _write(path, values)
         return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        kept = _read(files, path.with_name(COUNTER))
+        kept = _read(path.with_name(COUNTER))
         number = _count(kept, _NUMBER) + 1
-        _write(files, path, {**values, _NUMBER: number})  # first: a crash between both leaves the counter one behind
-        _write(files, path.with_name(COUNTER), {**kept, _NUMBER: number, path.name: number})
+        _write(path, {**values, _NUMBER: number})  # first: a crash between both leaves the counter one behind
+        _write(path.with_name(COUNTER), {**kept, _NUMBER: number, path.name: number})
     finally:
         os.close(folder)
 
 
-def _write(files: StoreFiles, path: Path, values: Mapping[str, Any]) -> None:
+def _write(path: Path, values: Mapping[str, Any]) -> None:
     whole = {"format": 1, **values}
-    files.replace(path, json.dumps({**whole, _CHECK: _check_of(json.loads(json.dumps(whole)))}).encode())
+    replace_durably(path, json.dumps({**whole, _CHECK: _check_of(json.loads(json.dumps(whole)))}))
 
 
 def _check_of(values: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A stream that is encrypted in frames, each sealed by AES-256-GCM, under a key that a passphrase (scrypt) or a secret (HKDF) and a random salt make.
+"""A stream that is encrypted in frames, each sealed by AES-256-GCM, under a key that a passphrase (scrypt) and a random salt make.
 
 The nonce of a frame is its number and whether it is the last, so frames that are changed, missing, repeated or in another order are refused.
 Every file has a key of its own by its salt, so no nonce is used twice. Form: magic with the version, 16 bytes of salt, then frames of 1 MiB and a
@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from fedcg.errors import FedcgError
@@ -37,46 +34,23 @@ class Seal:
 
     Attributes:
         magic: its first bytes, with a version.
-        key: 32 bytes from a salt.
-        name: authenticated with every frame, so that a file can't stand in for another one.
+        passphrase: makes a key for each file, with its salt.
         error: what a reader raises.
     """
 
     magic: bytes
-    key: Callable[[bytes], bytes]
+    passphrase: str = field(repr=False)
     error: type[FedcgError]
-    name: str = ""
 
     @property
     def head_bytes(self) -> int:
         """Bytes before the first frame."""
         return len(self.magic) + SALT_BYTES
 
-    def about(self, head: bytes) -> bytes:
-        """What every frame of a file with this head is bound to."""
-        return head + self.name.encode()
-
     def cipher(self, head: bytes) -> AESGCM:
         """The cipher of a file with this head."""
-        return AESGCM(self.key(head[len(self.magic) :]))
-
-
-def of_passphrase(passphrase: str) -> Callable[[bytes], bytes]:
-    """Keys that a passphrase makes."""
-
-    def key(salt: bytes) -> bytes:
-        return Scrypt(salt=salt, length=32, n=SCRYPT_N, r=SCRYPT_R, p=SCRYPT_P).derive(passphrase.encode())
-
-    return key
-
-
-def of_secret(secret: bytes) -> Callable[[bytes], bytes]:
-    """Keys that a secret of 32 random bytes makes."""
-
-    def key(salt: bytes) -> bytes:
-        return HKDF(algorithm=hashes.SHA256(), length=32, salt=salt, info=b"fedcg sealed file 1").derive(secret)
-
-    return key
+        derived = Scrypt(salt=head[len(self.magic) :], length=32, n=SCRYPT_N, r=SCRYPT_R, p=SCRYPT_P)
+        return AESGCM(derived.derive(self.passphrase.encode()))
 
 
 class SealingWriter(io.RawIOBase):
@@ -85,7 +59,7 @@ class SealingWriter(io.RawIOBase):
     def __init__(self, file: BinaryIO, seal: Seal) -> None:
         self._file = file
         self._head = seal.magic + secrets.token_bytes(SALT_BYTES)
-        self._cipher, self._about = seal.cipher(self._head), seal.about(self._head)
+        self._cipher = seal.cipher(self._head)
         self._pending = bytearray()
         self._number = 0
         file.write(self._head)
@@ -104,7 +78,7 @@ class SealingWriter(io.RawIOBase):
     def _seal(self, size: int, *, is_last: bool) -> None:
         frame = bytes(self._pending[:size])
         del self._pending[:size]
-        self._file.write(self._cipher.encrypt(_nonce(self._number, is_last=is_last), frame, self._about))
+        self._file.write(self._cipher.encrypt(_nonce(self._number, is_last=is_last), frame, self._head))
         self._number += 1
 
 
@@ -122,7 +96,7 @@ class SealedReader(io.RawIOBase):
         head = file.read(seal.head_bytes)
         if len(head) != seal.head_bytes or not head.startswith(seal.magic):
             raise seal.error(f"{name} is not a file of this kind that this program can read")
-        self._cipher, self._about = seal.cipher(head), seal.about(head)
+        self._cipher, self._head = seal.cipher(head), head
         self._number = 0
         self._next = file.read(FRAME_BYTES + TAG_BYTES)
         self._frame = io.BytesIO()
@@ -141,10 +115,10 @@ class SealedReader(io.RawIOBase):
             return False
         self._next = self._file.read(FRAME_BYTES + TAG_BYTES)
         try:
-            opened = self._cipher.decrypt(_nonce(self._number, is_last=not self._next), sealed, self._about)
+            opened = self._cipher.decrypt(_nonce(self._number, is_last=not self._next), sealed, self._head)
         except InvalidTag as error:
             why = (
-                "another passphrase or key was used for it, or it is damaged"
+                "another passphrase was used for it, or it is damaged"
                 if self._number == 0
                 else "it is damaged or truncated"
             )
@@ -152,42 +126,6 @@ class SealedReader(io.RawIOBase):
         self._number += 1
         self._frame = io.BytesIO(opened)
         return True
-
-
-class SealedRanges:
-    """Bytes of a sealed file from anywhere in it; keeps the file open and the frame that was read last.
-
-    Raises:
-        FedcgError: `Seal.error`: another key, or a damaged or truncated file; from `read`.
-    """
-
-    def __init__(self, file: BinaryIO, seal: Seal, name: str) -> None:
-        self._file, self._seal, self._name = file, seal, name
-        head = file.read(seal.head_bytes)
-        self._cipher, self._about = seal.cipher(head), seal.about(head)
-        self._frames = max(1, -(-(file.seek(0, io.SEEK_END) - seal.head_bytes) // (FRAME_BYTES + TAG_BYTES)))
-        self._kept = (-1, b"")
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Up to `length` bytes from `offset` of the content; fewer at its end."""
-        found = bytearray()
-        while len(found) < length:
-            number, start = divmod(offset + len(found), FRAME_BYTES)
-            piece = self._frame(number)[start : start + length - len(found)] if number < self._frames else b""
-            if not piece:
-                break
-            found += piece
-        return bytes(found)
-
-    def _frame(self, number: int) -> bytes:
-        if self._kept[0] != number:
-            self._file.seek(self._seal.head_bytes + number * (FRAME_BYTES + TAG_BYTES))
-            sealed, nonce = self._file.read(FRAME_BYTES + TAG_BYTES), _nonce(number, is_last=number == self._frames - 1)
-            try:
-                self._kept = number, self._cipher.decrypt(nonce, sealed, self._about)
-            except InvalidTag as error:
-                raise self._seal.error(f"{self._name} can't be read: it is damaged or truncated") from error
-        return self._kept[1]
 
 
 def _nonce(number: int, *, is_last: bool) -> bytes:

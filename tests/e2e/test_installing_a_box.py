@@ -13,8 +13,17 @@ import pytest
 import tomllib
 
 from edge_client.cli.units import AGENT_UNIT, render_agent_unit
-from edge_client.store.encryption import STORE_FORMAT
-from tests.support.box_install import REPOSITORY, STORES, Box, content, environment, fill_store, make_wheel
+from edge_client.store.private_store import STORE_FORMAT
+from tests.support.box_install import (
+    NEXT_FORMAT,
+    REPOSITORY,
+    Box,
+    content,
+    environment,
+    fill_store,
+    make_wheel,
+    next_format,
+)
 
 INFER_UNIT = "fedcg-infer@.service"
 
@@ -36,6 +45,12 @@ def after(box: Box, done: subprocess.CompletedProcess[str]) -> After:
     )
 
 
+def store_before(folder: Path) -> dict[str, bytes]:
+    """What the store of the federation `shapes` held before an upgrade."""
+    fill_store(folder / "before" / "shapes", STORE_FORMAT)
+    return content(folder / "before")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Box]:
     """A folder for wheels, and a box."""
@@ -48,8 +63,8 @@ def life(place: tuple[Path, Box]) -> dict[str, After]:
     wheels, box = place
     make_wheel(wheels, "1.0")
     found = {"installed": after(box, box.put("install", wheels))}  # of the folder, without an index
-    box.add_store("shapes", 1)
-    found["upgraded"] = after(box, box.put("upgrade", make_wheel(wheels, "1.1")))
+    box.add_store("shapes", STORE_FORMAT)
+    found["upgraded"] = after(box, box.put("upgrade", make_wheel(wheels, "1.1", next_format())))
     return found
 
 
@@ -58,10 +73,9 @@ def refusals(place: tuple[Path, Box], life: dict[str, After]) -> dict[str, After
     """The same box after releases that it can't have."""
     wheels, box = place
     shutil.rmtree(box.stores / "shapes")
-    fill_store(box.stores / "shapes", 1)
-    box.add_store("zebra", STORE_FORMAT)
-    (box.stores / "zebra" / "format.json").write_text('{"format": 99, "federation": "shapes", "device": "site-1"}')
-    found = {"store too new": after(box, box.put("upgrade", make_wheel(wheels, "1.2")))}
+    fill_store(box.stores / "shapes", STORE_FORMAT)
+    box.add_store("zebra", 99)
+    found = {"store too new": after(box, box.put("upgrade", make_wheel(wheels, "1.2", next_format())))}
     broken = {"edge_client/cli/units.py": "raise ImportError('half a release')\n"}
     return {**life, **found, "broken release": after(box, box.put("upgrade", make_wheel(wheels, "1.3", broken)))}
 
@@ -80,19 +94,16 @@ def test_the_installed_program_is_the_wheels_and_its_units_are_in_place(life: di
 
 @pytest.mark.slow
 def test_an_upgrade_changes_the_version_and_the_stores_format_and_keeps_every_other_byte(
-    life: dict[str, After],
+    life: dict[str, After], tmp_path: Path
 ) -> None:
-    upgraded, before = life["upgraded"], content(STORES / "format-1")
+    upgraded, before = life["upgraded"], store_before(tmp_path)
     assert upgraded.done.returncode == 0, upgraded.done.stderr
     assert upgraded.version == "1.1"
     stores = dict(upgraded.stores)
-    assert (
-        json.loads(stores.pop("shapes/format.json"))["format"]
-        == STORE_FORMAT
-        > json.loads(before.pop("format.json"))["format"]
-    )
-    assert stores == {f"shapes/{name}": data for name, data in before.items()}
-    assert f"has format {STORE_FORMAT}, trained up to round 2" in upgraded.done.stdout
+    assert json.loads(stores.pop("shapes/format.json"))["format"] == NEXT_FORMAT
+    assert json.loads(before.pop("shapes/format.json"))["format"] == STORE_FORMAT
+    assert stores == before
+    assert f"has format {NEXT_FORMAT}, trained up to round 2" in upgraded.done.stdout
 
 
 @pytest.mark.slow
@@ -119,19 +130,17 @@ def test_an_upgrade_leaves_no_copy_of_private_data_and_no_earlier_version_behind
 
 @pytest.mark.slow
 def test_a_store_that_the_new_version_cannot_read_keeps_the_old_version_and_every_store_as_it_was(
-    refusals: dict[str, After],
+    refusals: dict[str, After], tmp_path: Path
 ) -> None:
     refused = refusals["store too new"]
     assert refused.done.returncode == 1
-    assert f"has store format 99; this program reads up to {STORE_FORMAT}" in " ".join(refused.done.stderr.split())
-    assert "version 1.1, units and private stores are as before" in refused.done.stderr
-    assert f"has format {STORE_FORMAT}" in refused.done.stdout, (
-        "the other store was migrated before, and must come back"
+    assert f"has store format 99; this program reads format {NEXT_FORMAT} alone" in " ".join(
+        refused.done.stderr.split()
     )
+    assert "version 1.1, units and private stores are as before" in refused.done.stderr
+    assert f"has format {NEXT_FORMAT}" in refused.done.stdout, "the other store was migrated before, and must come back"
     assert (refused.version, refused.prefix) == ("1.1", refusals["upgraded"].prefix)
-    assert {name: data for name, data in refused.stores.items() if name.startswith("shapes/")} == {
-        f"shapes/{name}": data for name, data in content(STORES / "format-1").items()
-    }
+    assert {name: data for name, data in refused.stores.items() if name.startswith("shapes/")} == store_before(tmp_path)
     assert json.loads(refused.stores["zebra/format.json"])["format"] == 99
 
 
@@ -152,7 +161,7 @@ def test_a_release_that_does_not_run_changes_nothing(refusals: dict[str, After])
 def box(tmp_path: Path) -> Box:
     """A box with a private store, and in place of a program the folders of one."""
     made = Box(tmp_path / "root")
-    made.add_store("shapes", 1)
+    made.add_store("shapes", STORE_FORMAT)
     units = made.root / "etc" / "systemd" / "system"
     (units / "multi-user.target.wants").mkdir(parents=True)
     (units / AGENT_UNIT).write_text("agent")

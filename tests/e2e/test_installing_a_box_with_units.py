@@ -17,8 +17,17 @@ from pathlib import Path
 import pytest
 
 from edge_client.cli.units import AGENT_UNIT, render_agent_unit
-from edge_client.store.encryption import STORE_FORMAT
-from tests.support.box_install import AGENT_TOML, SCRIPT, STORES, content, environment, fill_store, make_wheel
+from edge_client.store.private_store import STORE_FORMAT
+from tests.support.box_install import (
+    AGENT_TOML,
+    NEXT_FORMAT,
+    SCRIPT,
+    content,
+    environment,
+    fill_store,
+    make_wheel,
+    next_format,
+)
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -93,14 +102,14 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two versions."""
+    """Two versions; private stores of the second have another format."""
     folder = tmp_path_factory.mktemp("wheels")
-    return make_wheel(folder, "1.0"), make_wheel(folder, "1.1")
+    return make_wheel(folder, "1.0"), make_wheel(folder, "1.1", next_format())
 
 
 @pytest.fixture
 def machine(tmp_path: Path, wheels: tuple[Path, Path]) -> Machine:
-    """A machine with 1.0, and running agents of two federations: `circles` has a store of the present format, `shapes` one of the first."""
+    """A machine with 1.0, and running agents of two federations: `circles` has a store of the format of 1.1, `shapes` one of that of 1.0."""
     probe = subprocess.run((*NAMESPACE, "mount", "--bind", "/tmp", "/opt"), capture_output=True, check=False)
     if probe.returncode:
         pytest.skip(f"no mount namespace can be made: {probe.stderr.decode()}")
@@ -120,7 +129,7 @@ def machine(tmp_path: Path, wheels: tuple[Path, Path]) -> Machine:
         (tmp_path / name).touch()
     code, output = made.put("install", wheels[0])
     assert code == 0, output
-    for name, version in (("circles", STORE_FORMAT), ("shapes", 1)):
+    for name, version in (("circles", NEXT_FORMAT), ("shapes", STORE_FORMAT)):
         fill_store(made.store(name), version)
         (tmp_path / "etc" / "fedcg" / name).mkdir()
         (tmp_path / "etc" / "fedcg" / name / "agent.toml").write_text(AGENT_TOML)
@@ -136,7 +145,7 @@ def test_units_rest_while_stores_change_those_that_ran_start_again_and_all_are_s
     (machine.root / "units").write_text(RUNNING)
     code, output = machine.put("upgrade", wheels[1])
     assert code == 0, output
-    assert json.loads((machine.store("shapes") / "format.json").read_text())["format"] == STORE_FORMAT
+    assert json.loads((machine.store("shapes") / "format.json").read_text())["format"] == NEXT_FORMAT
     assert [call for call in machine.calls() if not call.startswith("useradd")] == [
         "systemctl list-units --plain --no-legend --state=active,activating fedcg-agent@* fedcg-infer@*",
         STOP,
@@ -160,15 +169,16 @@ def test_an_agent_that_does_not_start_brings_back_the_old_version_and_only_the_s
     machine: Machine, wheels: tuple[Path, Path]
 ) -> None:
     machine.calls()
+    before = {name: content(machine.store(name)) for name in ("circles", "shapes")}
     (machine.root / "units").write_text(RUNNING)
     (machine.root / "broken").write_text("venv-b")
     code, output = machine.put("upgrade", wheels[1])
     assert code == 1, output
     assert machine.link() == Path("venv-a")
-    assert content(machine.store("shapes")) == content(STORES / "format-1")
+    assert content(machine.store("shapes")) == before["shapes"]
     circles = content(machine.store("circles"))
     assert circles.pop("events.jsonl").decode().split(), "what an agent of the new version did is lost"
-    assert circles == content(STORES / f"format-{STORE_FORMAT}")
+    assert circles == before["circles"]
     assert machine.calls()[-4:] == [
         "systemctl daemon-reload",
         "systemctl start fedcg-agent@circles.service",
@@ -195,4 +205,4 @@ def test_an_upgrade_that_is_killed_between_copy_and_migration_is_repeated_and_do
     assert "interrupted" in output
     assert "systemctl start fedcg-agent@shapes.service" in machine.calls()[:4], "agents that were stopped start first"
     assert sorted(path.name for path in machine.store("shapes").parent.iterdir()) == ["circles", "shapes"]
-    assert json.loads((machine.store("shapes") / "format.json").read_text())["format"] == STORE_FORMAT
+    assert json.loads((machine.store("shapes") / "format.json").read_text())["format"] == NEXT_FORMAT

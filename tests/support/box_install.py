@@ -14,9 +14,15 @@ from pathlib import Path
 
 import tomllib
 
+from edge_client.store.private_store import STORE_FORMAT
+from edge_client.store.small_files import read_json, write_json
+from fedcg.files import SECRET_BYTES, checked_secret
+
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "deploy" / "box" / "install.sh"
-STORES = REPOSITORY / "tests" / "golden" / "stores"
+GOLDEN_STORE = REPOSITORY / "tests" / "golden" / "stores" / f"format-{STORE_FORMAT}"
+NEXT_FORMAT = STORE_FORMAT + 1
+"""Of private stores in a version that is made up: it brings stores of the present format to it when it takes them over."""
 AGENT_TOML = """federation = "shapes"
 device = "site-1"
 [broker]
@@ -65,6 +71,27 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean, "PIP_NO_DEPS": "1", "PIP_NO_COMPILE": "1", "PYTHONDONTWRITEBYTECODE": "1", **more}
 
 
+def next_format() -> dict[str, str]:
+    """The files that differ in the version whose stores have `NEXT_FORMAT`."""
+    name = "edge_client/store/private_store.py"
+    text = (REPOSITORY / name).read_text()
+    for old, new in (
+        (f"STORE_FORMAT = {STORE_FORMAT}\n", f"STORE_FORMAT = {NEXT_FORMAT}\n"),
+        ('found.get("format") != STORE_FORMAT', f'found.get("format") not in ({STORE_FORMAT}, STORE_FORMAT)'),
+        (
+            "        if opened := self.open_to_others():",
+            (
+                "        path = self.root / FORMAT_FILE\n"
+                '        write_json(path, {**read_json(path), "format": STORE_FORMAT})\n'
+                "        if opened := self.open_to_others():"
+            ),
+        ),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return {name: text}
+
+
 @dataclass(frozen=True)
 class Box:
     """A scratch root in which the script installs."""
@@ -103,7 +130,7 @@ class Box:
         return subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.split()[-1]
 
     def add_store(self, name: str, version: int) -> None:
-        """A device of the federation `name` with the private store of an earlier or the present format."""
+        """A device of the federation `name` with a private store of any format."""
         fill_store(self.stores / name, version)
         config = self.root / "etc" / "fedcg" / name
         config.mkdir(parents=True)
@@ -115,8 +142,10 @@ class Box:
 
 
 def fill_store(place: Path, version: int) -> None:
-    """A golden private store, for its owner alone."""
-    shutil.copytree(STORES / f"format-{version}", place)
+    """The golden private store with any number of a format, for its owner alone, and with a checked secret."""
+    shutil.copytree(GOLDEN_STORE, place)
+    write_json(place / "format.json", {**read_json(place / "format.json"), "format": version})
+    (place / "secrets" / "device.key").write_bytes(checked_secret(b"d" * SECRET_BYTES))
     for path in (place, *place.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 import socket
 import ssl
 import stat
+import struct
+import sys
 from collections.abc import Callable, Collection
 from datetime import datetime, timedelta, timezone
 from http.client import HTTPException
@@ -14,6 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
+from devices.files import is_encrypted
+from devices.telemetry import LIVE_ROOT
 from edge_client.cli.doctor.data_check import check_data
 from edge_client.cli.doctor.findings import Finding as Finding
 from edge_client.cli.doctor.findings import Result, existing_place
@@ -45,6 +51,10 @@ OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so 
 LONG_OFF = timedelta(days=365)
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips; a satellite link's take 0.6 s each
+ENCRYPT_DISK = "encrypt it: LUKS with the TPM, on a Jetson its own disk encryption; docs/operations.md, `Encrypt the disk of a box`"
+# Of linux/fs.h: an ioctl that reads a file's attributes, for chattr; and the attribute of a folder that fscrypt encrypts.
+FS_IOC_GETFLAGS = 0x80006601 | struct.calcsize("l") << 16
+FS_ENCRYPT_FL = 0x800
 ENROL_AGAIN = "enrol the device again, or copy its bundle again"
 
 
@@ -53,6 +63,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
     checks: dict[str, Callable[[AgentConfig, datetime], Result]] = {
         "clock": _clock,
         "disk": _disk,
+        "encrypted disk": lambda config, now: check_encryption(existing_place(config.store)),
         "keys": _keys,
         "certificate": _certificate,
         "broker": _broker,
@@ -101,6 +112,34 @@ def _disk(config: AgentConfig, now: datetime) -> Result:
     if free < LEAST_FREE_BYTES:
         return "failed", detail, f"make room: at least {LEAST_FREE_BYTES >> 30} GiB is needed"
     return "ok", detail, ""
+
+
+def check_encryption(place: Path, root: Path = LIVE_ROOT) -> Result:
+    """Whether a folder lies on an encrypted block device, as far as Linux shows it below `root`."""
+    found = is_encrypted(root, place.stat().st_dev)
+    if found:
+        return "ok", f"yes: {place} lies on an encrypted block device", ""
+    if _has_fscrypt(place):
+        return "ok", f"unknown: the file system encrypts {place} (fscrypt), and not every folder of its disk", ""
+    if found is None:
+        return "ok", f"unknown: Linux names no disk for {place} (btrfs, a container, a network?)", ""
+    detail = f"no: {place} lies on a disk that is not encrypted, so whoever has the disk can read the private store"
+    return "warning", detail, ENCRYPT_DISK
+
+
+def _has_fscrypt(folder: Path) -> bool:
+    flags = bytearray(struct.calcsize("l"))
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.ioctl(descriptor, FS_IOC_GETFLAGS, flags)
+    except OSError:  # a file system without attributes
+        return False
+    finally:
+        os.close(descriptor)
+    return bool(int.from_bytes(flags[:4], sys.byteorder) & FS_ENCRYPT_FL)
 
 
 def _keys(config: AgentConfig, now: datetime) -> Result:

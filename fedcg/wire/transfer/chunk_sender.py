@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedcg.errors import FedcgError
 from fedcg.wire.errors import IntegrityError, TransportError
 from fedcg.wire.messages.messages import ArtifactRef
 from fedcg.wire.transfer.chunk_window import Ranges
@@ -50,19 +49,11 @@ def file_ref(path: Path, chunk_bytes: int) -> ArtifactRef:
     return ArtifactRef(id=digest.hexdigest(), size=size, chunk_bytes=chunk_bytes)
 
 
-Read = Callable[[int, int], bytes]
-
-
 class ChunkFile:
     """An artifact on disk as a source of chunk frames; opened at the first one, after that its name may go."""
 
-    def __init__(
-        self, path: Path, ref: ArtifactRef, sealed: Callable[[Path], Read | None] = lambda _path: None
-    ) -> None:
-        """`sealed`: what reads (offset, length) of a file that is encrypted on disk, None for any other."""
+    def __init__(self, path: Path, ref: ArtifactRef) -> None:
         self.path = path
-        self._sealed = sealed
-        self._read: Read | None = None
         self.ref = ref
         self._checks: dict[int, bytes] = {}
         self._file = -1
@@ -84,26 +75,15 @@ class ChunkFile:
 
         Raises:
             OSError: the file is gone or can't be read.
-            IntegrityError: it is shorter than it was, or altered where it is encrypted.
+            IntegrityError: it is shorter than it was.
         """
-        if self._file < 0 and self._read is None:
-            self._open()
-        length, offset = chunk_length(self.ref, index), index * self.ref.chunk_bytes
-        try:
-            data = os.pread(self._file, length, offset) if self._read is None else self._read(offset, length)
-        except FedcgError as error:
-            raise IntegrityError(str(error)) from error
+        if self._file < 0:
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        length = chunk_length(self.ref, index)
+        data = os.pread(self._file, length, index * self.ref.chunk_bytes)
         if len(data) != length:
             raise IntegrityError(f"{self.path} has become shorter than the artifact that it holds")
         return data
-
-    def _open(self) -> None:
-        try:
-            self._read = self._sealed(self.path)
-        except FedcgError as error:
-            raise IntegrityError(str(error)) from error
-        if self._read is None:
-            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass

@@ -26,8 +26,7 @@ from coordinator.rounds.records import (
 from coordinator.storage import schema
 from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.store import Store
-from edge_client.store.encryption import STORE_FORMAT
-from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
 from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, FormEvidence, ServedModel
 from fedcg.wire.messages.key_chain import PinnedKey, make_link

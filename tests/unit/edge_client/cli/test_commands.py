@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
+from edge_client.cli.doctor import checks
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
@@ -106,6 +109,41 @@ def test_the_doctor_finds_nothing_to_repair_on_a_sound_device_but_that_no_coordi
     assert "the coordinator has never run" in found["coordinator"].detail
     assert "fedcg device show a" in found["coordinator"].advice
     assert not load_config(device, {}).store.exists()  # it would belong to whoever asked
+
+
+def test_the_doctor_says_whether_the_store_lies_on_an_encrypted_disk(device: Path, tmp_path: Path) -> None:
+    number = tmp_path.stat().st_dev
+    disk = tmp_path / "sys/dev/block" / f"{os.major(number)}:{os.minor(number)}"
+    assert checks.check_encryption(tmp_path, tmp_path)[:2] == (
+        "ok",
+        f"unknown: Linux names no disk for {tmp_path} (btrfs, a container, a network?)",
+    )
+    disk.mkdir(parents=True)
+    state, detail, advice = checks.check_encryption(tmp_path, tmp_path)
+    assert state == "warning"
+    assert f"no: {tmp_path} lies on a disk that is not encrypted" in detail
+    assert "LUKS with the TPM" in advice
+    assert "Encrypt the disk of a box" in advice
+    (disk / "dm").mkdir()
+    (disk / "dm" / "uuid").write_text("CRYPT-LUKS2-0f2e6f1c-fedcg\n")
+    assert checks.check_encryption(tmp_path, tmp_path)[0] == "ok"
+    assert findings(device)["encrypted disk"].state in ("ok", "warning"), "of this machine"
+
+
+def test_a_folder_that_its_file_system_encrypts_is_unknown_to_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = tmp_path.stat().st_dev
+    (tmp_path / "sys/dev/block" / f"{os.major(number)}:{os.minor(number)}").mkdir(parents=True)
+
+    def attributes(descriptor: int, request: int, flags: bytearray) -> int:
+        assert request == checks.FS_IOC_GETFLAGS
+        flags[:4] = checks.FS_ENCRYPT_FL.to_bytes(4, sys.byteorder)
+        return 0
+
+    monkeypatch.setattr("fcntl.ioctl", attributes)
+    state, detail, _ = checks.check_encryption(tmp_path, tmp_path)
+    assert (state, "fscrypt" in detail) == ("ok", True)
 
 
 def test_the_doctor_ends_with_code_1_and_says_what_to_do(device: Path) -> None:

@@ -16,9 +16,7 @@ from edge_client.config import AgentConfig, load_config
 from edge_client.identity.enrol import enrol
 from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import Renewer
-from edge_client.store.encryption import private_files
-from edge_client.store.private_store import PrivateStore, open_store
-from edge_client.store.sealed_files import MAGIC
+from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
 from fedcg.errors import EXISTS, FAILED, NOT_FOUND
 from fedcg.event_log import EventLog
@@ -144,16 +142,3 @@ def test_of_two_agents_with_one_identity_one_renews_and_both_connect_anew(
 
 def _certificates(desk: Desk) -> int:
     return len(desk.store.register.certificates("line-4"))
-
-
-def test_the_second_federations_store_is_encrypted_with_the_key_of_the_first(first: Path) -> None:
-    first.write_text(set_values(first.read_text(), {("encryption", "key"): "store.key"}))
-    (first.parent / "store.key").write_text("ab" * 32)
-    (first.parent / "store.key").chmod(0o600)
-    code, output = join(first)
-    assert code == 0, output
-    second = second_of(first)
-    assert second.encryption.key == first.parent / "store.key"
-    store = open_store(second)
-    store.device_secret()
-    assert all(path.read_bytes().startswith(MAGIC) for path in private_files(store.root))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from edge_client.errors import DamagedFileError, StoreError
 from edge_client.store.private_store import PrivateStore
-from edge_client.store.sealed_files import StoreFiles, StoreKey
 from edge_client.store.small_files import read_json, write_json
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import RoundAttempt
@@ -22,22 +21,16 @@ from tests.support.commands import run_fedcg
 from tests.support.edge.filled_store import SPEC, contents, files_of, fill
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
 
-KEY = StoreKey(b"k" * 32)
 ENROLLED = SigningKey.generate().public
-REMEDIES = ("estore", "delete it", "move it away", "enrol", "[encryption]", "agent store rekey")
+REMEDIES = ("estore", "delete it", "move it away", "enrol")
 
 
-@pytest.fixture(scope="module", params=["plain", "encrypted"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StoreKey | None]:
-    folder = tmp_path_factory.mktemp(request.param)
-    config = write_device(folder)
-    key = KEY if request.param == "encrypted" else None
-    if key is not None:
-        (folder / "store.key").write_text(key.secret.hex())
-        (folder / "store.key").chmod(0o600)
-        config.write_text(config.read_text() + '[encryption]\nkey = "store.key"\n')
-    fill(PrivateStore.open(folder / "store", FEDERATION, DEVICE, key))
-    return folder, key
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    write_device(folder)
+    fill(PrivateStore.open(folder / "store", FEDERATION, DEVICE))
+    return folder
 
 
 @st.composite
@@ -61,22 +54,21 @@ def damaged(content: bytes, place: float, kind: str, value: int) -> bytes:
 @settings(max_examples=150, deadline=None)
 @given(damages())
 def test_a_damaged_file_never_leads_to_other_state_in_silence(
-    whole: tuple[Path, StoreKey | None],
+    whole: Path,
     tmp_path_factory: pytest.TempPathFactory,
     damage: tuple[float, float, str, int],
 ) -> None:
-    folder, key = whole
     copy = tmp_path_factory.mktemp("damaged") / "box"
-    shutil.copytree(folder, copy)
+    shutil.copytree(whole, copy)
     files = files_of(copy / "store")
     which, place, kind, value = damage
     name = list(files)[int(which * len(files))]
     (copy / "store" / name).write_bytes(damaged(files[name], place, kind, value))
-    before = contents(PrivateStore.open(folder / "store", FEDERATION, DEVICE, key))
+    before = contents(PrivateStore.open(whole / "store", FEDERATION, DEVICE))
     status = run_fedcg("agent", "status", "--config", copy / "agent.toml")
     assert status.exception is None or isinstance(status.exception, SystemExit), (name, status.exception)
     try:
-        after = contents(PrivateStore.open(copy / "store", FEDERATION, DEVICE, key))
+        after = contents(PrivateStore.open(copy / "store", FEDERATION, DEVICE))
     except StoreError as error:
         check_told(error, name)
         shutil.rmtree(copy.parent)
@@ -102,11 +94,11 @@ def check_told(error: StoreError, name: str) -> None:
     assert any(remedy in text for remedy in REMEDIES), (name, text)
 
 
-def test_a_check_whose_very_name_is_damaged_is_no_file_of_an_earlier_program(tmp_path: Path) -> None:
-    files, path = StoreFiles(tmp_path), tmp_path / "privacy.json"
-    write_json(files, path, {"spent": "x", "epsilon": 1.0})
+def test_a_file_whose_check_is_missing_or_has_a_damaged_name_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "privacy.json"
+    write_json(path, {"spent": "x", "epsilon": 1.0})
     whole = path.read_bytes()
-    assert read_json(files, path) == {"format": 1, "spent": "x", "epsilon": 1.0}
+    assert read_json(path) == {"format": 1, "spent": "x", "epsilon": 1.0}
     name = whole.index(b"check")
     for at in range(name, name + len(b"check")):
         for bit in range(8):
@@ -114,10 +106,10 @@ def test_a_check_whose_very_name_is_damaged_is_no_file_of_an_earlier_program(tmp
             changed[at] ^= 1 << bit
             path.write_bytes(changed)
             with pytest.raises(StoreError, match="damaged"):
-                read_json(files, path)
-    (tmp_path / "counter.json").unlink()
-    path.write_bytes(b'{"format": 1, "spent": "y"}')  # as earlier programs wrote it
-    assert read_json(files, path) == {"format": 1, "spent": "y"}
+                read_json(path)
+    path.write_bytes(b'{"format": 1, "spent": "y"}')
+    with pytest.raises(StoreError, match="damaged"):
+        read_json(path)
 
 
 def test_a_spec_that_was_damaged_is_replaced_by_the_next_download(tmp_path: Path) -> None:

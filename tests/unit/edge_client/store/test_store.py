@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from edge_client.errors import StoreDamagedError, StoreError, StoreFormatError, StoreLockedError
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from edge_client.store.generations import Generations
-from edge_client.store.private_store import RECEIPTS_KEPT, DeliveryRecord, PrivateStore
+from edge_client.store.private_store import RECEIPTS_KEPT, STORE_FORMAT, DeliveryRecord, PrivateStore
+from edge_client.store.small_files import write_json
 from fedcg import files
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
@@ -117,8 +118,7 @@ def sabotaged_commit(
                     raise PowerCutError
                 return real(*args)  # type: ignore[operator]
 
-            room = "sealed_files" if name == "write_durably" else "generations"
-            patch.setattr(f"edge_client.store.{room}.{name}", wrapped)
+            patch.setattr(f"edge_client.store.generations.{name}", wrapped)
         try:
             store.generations.commit(toy_generation(SPEC, round_attempt))
         except PowerCutError:
@@ -245,20 +245,15 @@ def test_a_store_of_somebody_else_is_refused(store: PrivateStore, federation: st
         PrivateStore.open(store.root, federation, device)
 
 
-def test_a_store_of_a_newer_program_is_refused(store: PrivateStore) -> None:
-    (store.root / "format.json").write_text(json.dumps({"format": 3, "federation": FEDERATION, "device": DEVICE}))
-    with pytest.raises(StoreFormatError, match="format 3"):
+@pytest.mark.parametrize("version", [STORE_FORMAT - 1, STORE_FORMAT + 1])
+def test_a_store_of_another_format_is_refused_by_name_and_left_as_it_was(store: PrivateStore, version: int) -> None:
+    write_json(store.root / "format.json", {"format": version, "federation": FEDERATION, "device": DEVICE})
+    before = (store.root / "format.json").read_bytes()
+    with pytest.raises(
+        StoreFormatError, match=rf"has store format {version}; this program reads format {STORE_FORMAT} alone"
+    ):
         reopened(store)
-
-
-def test_a_store_of_the_format_before_is_taken_over_when_an_agent_starts_on_it(store: PrivateStore) -> None:
-    path = store.root / "format.json"
-    path.write_text(json.dumps({"format": 1, "federation": FEDERATION, "device": DEVICE}))
-    opened = reopened(store)
-    assert json.loads(path.read_text())["format"] == 1, "a command that looks at it changes nothing"
-    opened.take_over()
-    assert json.loads(path.read_text())["format"] == 2
-    reopened(store)
+    assert (store.root / "format.json").read_bytes() == before
 
 
 def test_private_state_without_its_format_is_not_adopted(store: PrivateStore) -> None:

@@ -12,7 +12,6 @@ import pytest
 from edge_client.errors import StoreError
 from edge_client.store.generations import Generations
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from edge_client.store.sealed_files import StoreFiles
 from fedcg.files import file_sha256
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import Manifest, RoundAttempt
@@ -119,11 +118,11 @@ def test_a_secret_that_can_not_be_read_is_not_made_anew(store: PrivateStore, nam
 def bad_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Reading a generation's files gives EIO until the patch is undone."""
 
-    def fails(files: StoreFiles, path: Path) -> str:
+    def fails(path: Path) -> str:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoreFiles, "sha256", fails)
+        patch.setattr("edge_client.store.generations.file_sha256", fails)
         yield patch
 
 
@@ -176,11 +175,11 @@ def test_no_state_file_is_hashed_on_the_loop_of_an_agent_at_work(
     coordinator = world.coordinator
     hashed: list[str] = []
 
-    def counted(files: StoreFiles, path: Path) -> str:
+    def counted(path: Path) -> str:
         hashed.append(f"{path.name} on {threading.current_thread().name}")
         return file_sha256(path)
 
-    monkeypatch.setattr(StoreFiles, "sha256", counted)
+    monkeypatch.setattr("edge_client.store.generations.file_sha256", counted)
     coordinator.offer(world.spec, update_of(world.spec, RoundAttempt(0, 1)), 1)
     coordinator.invite(1)
     manifest = coordinator.wait(Manifest)
