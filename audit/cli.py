@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from fedcg.json_output import print_data
+from fedcg.errors import FAILED
+from fedcg.json_output import AsJson, Result, print_data, prints
 from fedcg.text_output import table
 
 app = typer.Typer(no_args_is_help=True, help="Record independently the data that left the devices, and attack it.")
@@ -28,7 +29,7 @@ def observe(
     protocol: Annotated[Literal["auto", "5", "3.1.1"], typer.Option(help="MQTT version")] = "auto",
     until_finished: Annotated[bool, typer.Option("--until-finished", help="end when the federation has ended")] = False,
     frames: Annotated[bool, typer.Option("--frames", help="also keep every frame as it came, in frames.bin")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Record and decode everything that crosses a federation's topics, with a read-only certificate.
 
@@ -57,11 +58,11 @@ def observe(
 
 
 @app.command()
+@prints
 def compare(
     observed: Annotated[Path, typer.Option(help="an observer's folder")],
     private: Annotated[list[Path], typer.Option(help="safetensors file with private weights; repeat for more")],
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-) -> None:
+) -> Result:
     """Compare every recorded tensor with every private tensor, as value, as delta, and as raw bytes.
 
     Private are the parts extractor and discriminator in the files. Exit code 1 when something leaked.
@@ -71,17 +72,12 @@ def compare(
     from audit.recording.comparison import check_recording
 
     result = check_recording(observed, private)
-    if as_json:
-        print_data(result.record())
-    else:
-        typer.echo(result.summary())
-        for match in result.matches:
-            typer.echo(f"LEAK: {match}")
-    if result.matches:
-        raise typer.Exit(1)
+    text = "\n".join([result.summary(), *(f"LEAK: {match}" for match in result.matches)])
+    return result.record(), text, FAILED if result.matches else 0
 
 
 @app.command()
+@prints
 def run(
     updates: Annotated[Path, typer.Option(help="an observer's folder, or a coordinator's home or artifacts")],
     data: Annotated[
@@ -115,8 +111,7 @@ def run(
         str, typer.Option(help="bounds, e.g. reid_gain<0.02,mia_auc<0.60,label_l1_gain<0.05; exit code 3 beyond one")
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="drop what is in the folder")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print report.json")] = False,
-) -> None:
+) -> Result:
     """Attack what a device sent in a round, and report what came back.
 
     The report says what was tried, what came back beyond the best guess, and what was not tried. Exit code 3 when a gate did not
@@ -136,22 +131,19 @@ def run(
     )  # fmt: skip
     console = Console(stderr=True)
     done = run_audit(options, console)
-    if as_json:
-        print_data(done.report)
-    else:
-        for finding in done.findings:
-            typer.echo(f"{finding.attack.title}: {finding.summary()}")
-        for verdict in done.verdicts:
-            typer.echo(f"gate {verdict.condition}: {'passed' if verdict.passed else 'FAILED'}, {verdict.why}")
-        typer.echo(f"report: {out / PAGE_FILE}")
-    if not all(verdict.passed for verdict in done.verdicts):
-        raise typer.Exit(GATE_EXIT)
-    if done.failed:
-        raise typer.Exit(1)
+    lines = [f"{finding.attack.title}: {finding.summary()}" for finding in done.findings]
+    lines += [
+        f"gate {verdict.condition}: {'passed' if verdict.passed else 'FAILED'}, {verdict.why}"
+        for verdict in done.verdicts
+    ]
+    is_beyond = not all(verdict.passed for verdict in done.verdicts)
+    code = GATE_EXIT if is_beyond else FAILED if done.failed else 0
+    return done.report, "\n".join([*lines, f"report: {out / PAGE_FILE}"]), code
 
 
 @app.command(name="attacks")
-def list_attacks(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+@prints
+def list_attacks() -> Result:
     """List the attacks: their names, the question that each answers, and the papers.
 
     Example: fedcg audit attacks
@@ -159,10 +151,6 @@ def list_attacks(as_json: Annotated[bool, typer.Option("--json", help="print JSO
     from audit.attacks.catalogue import chosen_attacks
 
     found = chosen_attacks(())
-    if as_json:
-        print_data(
-            [{"name": one.name, "title": one.title, "question": one.question, "source": one.source} for one in found]
-        )
-        return
+    values = [{"name": one.name, "title": one.title, "question": one.question, "source": one.source} for one in found]
     rows = [(one.name, one.title, one.question, one.source) for one in found]
-    typer.echo(f"{table(('attack', 'title', 'question', 'source'), rows, '')}\nNext: fedcg audit run --attacks NAME")
+    return values, f"{table(('attack', 'title', 'question', 'source'), rows, '')}\nNext: fedcg audit run --attacks NAME"

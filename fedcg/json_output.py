@@ -1,15 +1,61 @@
-"""The output of every command with `--json`: one envelope, one object per line, on stdout.
+"""The results of commands: text for people, and with `--json` one envelope, one object per line, on stdout.
 
 `{"ok": true, "data": …}` for a result, `{"ok": false, "error": {"type", "message", "next"}}` where the command failed. A command
 that goes on (`run`, `serve`) prints one envelope for each line. The exit codes are in `fedcg.errors`.
+
+A command is a function that returns its result, as values for scripts and as text for people: `prints` adds `--json` and prints one
+of them.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import typer
 
 from fedcg.errors import FAILED, NEXT_STEPS, FedcgError
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Result = tuple[object, str] | tuple[object, str, int]
+"""What a command prints: values with `--json`, else the text; and the exit code, where it is not 0."""
+
+
+def prints(command: Callable[..., Result]) -> Callable[..., None]:
+    """A command that prints what its function returns."""
+
+    def run(*, as_json: bool, **given: Any) -> None:
+        values, text, *code = command(**given)
+        if as_json:
+            print_data(values)
+        else:
+            typer.echo(text)
+        if code:
+            raise typer.Exit(*code)
+
+    return with_options(run, command, as_json=(AsJson, False))
+
+
+def with_options(
+    run: Callable[..., Any], command: Callable[..., Any], **added: tuple[Any, object]
+) -> Callable[..., Any]:
+    """`run` with name, docstring and options of `command`, and some more, each with its default; typer reads the signature."""
+    hints = get_type_hints(command, localns={"Client": object}, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        known.replace(kind=keyword, annotation=hints[name])
+        for name, known in inspect.signature(command).parameters.items()
+        if name != "client"
+    ]
+    for name, (annotation, default) in added.items():
+        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {known.name: known.annotation for known in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def print_data(data: object) -> None:

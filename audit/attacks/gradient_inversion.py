@@ -2,6 +2,8 @@
 
 DLG (Zhu 2019; FedCG eq. 7), iDLG (Zhao 2020), cosine with total variation (Geiping 2020), FedCG eq. 8, and the match of features that
 the classifier's gradient gives away exactly. Every guess is a function of a `View` and of an observed gradient.
+
+How many pixels an observation can determine at all: the rank of its Jacobian at an image, a bound on every reconstruction.
 """
 
 from __future__ import annotations
@@ -34,12 +36,46 @@ from audit.techniques.inversion_search import (
     search,
     with_statistics,
 )
-from audit.techniques.jacobian_rank import MAX_PIXELS, RANK_TOLERANCE, pixel_rank
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
+
+RANK_TOLERANCE = 1e-6  # of the largest singular value; the observed numbers themselves are float32
+MAX_PIXELS = 4096  # beyond, singular values of pixels x pixels take minutes and gigabytes
+_OVERSAMPLED = 16
+_ROWS_AT_ONCE = 64
+
+Observation = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+def pixel_rank(observation: Observation, pixels: torch.Tensor, stream: torch.Generator) -> int:
+    """Rank of ∂ observation / ∂ pixels: singular values above `RANK_TOLERANCE` of the largest.
+
+    Where there are more observed numbers than pixels, their Jacobian is multiplied from the left by a Gaussian matrix of
+    16 rows more than pixels, which leaves the rank as it is.
+
+    Args:
+        observation: differentiable; [1, C, H, W] -> tensors of any shape.
+        pixels: [1, C, H, W].
+        stream: for the Gaussian matrix.
+    """
+    place = pixels.clone().requires_grad_()
+    seen = torch.cat([part.flatten() for part in observation(place)])
+    rows = min(len(seen), pixels.numel() + _OVERSAMPLED)
+    jacobian = torch.empty(rows, pixels.numel(), dtype=torch.float64)
+    for first in range(0, rows, _ROWS_AT_ONCE):
+        count = min(_ROWS_AT_ONCE, rows - first)
+        if rows == len(seen):
+            chosen = torch.eye(rows)[first : first + count]
+        else:
+            chosen = torch.randn(count, len(seen), generator=stream)
+        (slopes,) = torch.autograd.grad(seen, place, chosen, retain_graph=True, is_grads_batched=True)
+        jacobian[first : first + count] = slopes.flatten(1)
+    values = torch.linalg.svdvals(jacobian)
+    return int((values > RANK_TOLERANCE * values[0]).sum())
+
 
 # Weights of the total variation, chosen on CIFAR-10 with LeNet5: the right model, noise on the gradient, an estimated extractor.
 _PRIOR, _NOISY_PRIOR, _LOOSE_PRIOR = 0.03, 0.01, 1.0

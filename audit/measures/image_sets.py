@@ -1,4 +1,4 @@
-"""Anti-GAN's two measures of a defence: the accuracy that it costs (ADR), and how alike two labelled sets of images are (eq. 5)."""
+"""Anti-GAN's measure of how alike two labelled sets of images are (eq. 5)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 WINDOW = 8  # Anti-GAN §5.1; all pixels of a window weighted alike
 _C1, _C2 = 0.01**2, 0.03**2  # of Wang et al. (2004), for values in [0, 1]
 _PAIRS = 2048
-
-
-def accuracy_degradation(plain: float, defended: float) -> float:
-    """ADR (Anti-GAN §5.1): the share of its accuracy that a model loses by training on defended images.
-
-    Args:
-        plain: accuracy on real test images of the model trained on real images, in (0, 1].
-        defended: that of the one trained on defended images.
-
-    Raises:
-        ValueError: `plain` is not above 0.
-    """
-    if not plain > 0:
-        raise ValueError(f"plain: an accuracy above 0 is needed, not {plain}")
-    return (plain - defended) / plain
 
 
 def pairwise_ssim(left: torch.Tensor, right: torch.Tensor, window: int = WINDOW) -> torch.Tensor:

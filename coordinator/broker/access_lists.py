@@ -1,23 +1,111 @@
-"""Who may use the broker: makes the lists from the database, and has brokers apply them."""
+"""Who may use the broker: makes the lists from the database, and has brokers apply them.
+
+Brings lists of devices to the broker: over a connection of its own, which lasts until they are applied.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import tempfile
+import threading
 import time
 from collections.abc import Collection
 from contextlib import closing
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
-from coordinator.broker.list_publisher import publish_lists
-from coordinator.broker.lists import Lists
+from pydantic import ValidationError
+
+from coordinator.broker.lists import Applied, Lists
 from coordinator.errors import BrokerError
 from coordinator.paths import Home
-from coordinator.pki.authority import observers_of, write_revocations
+from coordinator.pki.authority import CA_NAME, credential_of, issue, observers_of, write_revocations
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.files import replace_durably
 from fedcg.wire.errors import TransportError
+from fedcg.wire.messages.topics import LISTS, LISTS_APPLIED, LISTS_WRITER
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MAX_INBOUND, MqttConfig, TlsFiles, connection_name
+from fedcg.wire.transport.transport import Delivery
+
+CERTIFICATE_LIFE = timedelta(days=1)
+TIMEOUT_S = 5.0
+
+
+def publish_lists(home: Home, lists: Lists, timeout_s: float = TIMEOUT_S) -> None:
+    """Publish lists, retained, and wait until the program that runs the broker has applied them.
+
+    Call it with `changing_members` held: one connection at a time has this identity.
+
+    Raises:
+        BrokerError: they are not applied yet; with the reason and what to do.
+        TransportError: the broker can't be reached.
+    """
+    broker = home.config().broker
+    with tempfile.TemporaryDirectory(prefix="lists-", dir=home.root) as folder:
+        own = issue(home.pki, LISTS_WRITER, life=CERTIFICATE_LIFE, target=Path(folder))
+        tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
+        config = MqttConfig(
+            broker.host,
+            broker.port,
+            LISTS_WRITER,
+            tls=tls,
+            protocol=broker.protocol,
+            assumed_max_packet=MAX_INBOUND,
+            connection=connection_name(LISTS, home.secret()),
+        )
+        _Exchange(config, lists.model_dump_json().encode()).run(timeout_s)
+
+
+class _Exchange:
+    """One message and its answer."""
+
+    def __init__(self, config: MqttConfig, payload: bytes) -> None:
+        self._transport = MqttTransport(config, retry_log_level=logging.DEBUG)  # whoever called has the reason
+        self._tries = 2 if config.protocol == "auto" else 1
+        self._address = config.address
+        self._payload = payload
+        self._digest = hashlib.sha256(payload).hexdigest()
+        self._linked = threading.Event()
+        self._answered = threading.Event()
+        self._answer: Applied | None = None
+
+    def run(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        self._transport.subscribe(LISTS_APPLIED)
+        self._transport.start(self._delivered, lambda up: self._linked.set() if up else None)
+        try:
+            while not self._linked.wait(0.01):
+                if time.monotonic() >= deadline or self._transport.attempts > self._tries or self._is_refused:
+                    raise TransportError(self._transport.last_error or f"no answer from the broker at {self._address}")
+            self._transport.publish(LISTS, self._payload, retain=True)
+            if not self._answered.wait(max(0.0, deadline - time.monotonic())):
+                raise BrokerError(
+                    f"the broker at {self._address} has the lists, and nothing there has applied them: start Mosquitto by "
+                    "`fedcg broker run`, in the folder of `fedcg deploy mosquitto`; if it runs so, its log has the reason"
+                )
+        finally:
+            self._transport.close()
+        if self._answer is not None and self._answer.problem:
+            raise BrokerError(f"the broker at {self._address} did not apply the lists: {self._answer.problem}")
+
+    @property
+    def _is_refused(self) -> bool:
+        """Whether every version of the protocol was tried: the transport would go on, after a pause."""
+        return self._transport.attempts == self._tries and self._transport.last_error is not None
+
+    def _delivered(self, delivery: Delivery) -> None:
+        try:
+            answer = Applied.model_validate_json(delivery.payload)
+        except ValidationError:
+            return  # by another version; the time runs out
+        if answer.lists == self._digest:
+            self._answer = answer
+            self._answered.set()
+
 
 NOT_APPLIED = (
     "No broker has applied the new lists of devices; a warning has the reason. A running coordinator brings them to its broker when "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.shared_options import Named, Reason, Result, asks, prints
+from coordinator.cli.shared_options import Named, Reason, asks
+from fedcg.json_output import Result, prints
 from fedcg.text_output import moment, table
 
 if TYPE_CHECKING:
@@ -84,15 +85,7 @@ def federation_list(
     Example: fedcg federation list --all
     """
     found = client.all("/federations", archived="true" if archived else None)
-    columns = ("federation", "status", "phase", "round", "online", "created", "reason")
-    rows = []
-    for each in found:
-        phase, where = each["phase"].replace("_", " "), f"{each['round']} of {each['rounds']}"
-        standing = each["federation"], each["status"], phase, where, len(each["online"])
-        rows.append((*standing, moment(each["created_at"]), each["reason"]))
-    return found, table(
-        columns, rows, "No federations here; --all shows archived ones too.\nNext: fedcg federation create"
-    )
+    return found, federations_table(found)
 
 
 @federation_app.command("show")
@@ -196,6 +189,18 @@ def federation_set(
     policy = client.change("PATCH", f"/federations/{federation}/policy", wanted)
     text = "\n".join(f"{name} = {_toml(policy[name])}" for name in wanted)
     return {"federation": federation, "policy": policy}, text
+
+
+def federations_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Where federations stand, for people."""
+    columns = ("federation", "status", "phase", "round", "online", "created", "reason")
+    rows = []
+    for each in found:
+        phase, where = each["phase"].replace("_", " "), f"{each['round']} of {each['rounds']}"
+        standing = each["federation"], each["status"], phase, where, len(each["online"])
+        rows.append((*standing, moment(each["created_at"]), each["reason"]))
+    following = "`fedcg federation list --all` shows archived ones too.\nNext: fedcg federation create"
+    return table(columns, rows, f"No federations here; {following}")
 
 
 def _opened(client: Client, plan: Path, *, start: bool, continued_from: str | None) -> Result:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coordinator.cli.shared_options import Directory, Reason, Result, asks, prints, store_of
+from coordinator.cli.shared_options import Directory, Reason, asks, store_of
+from fedcg.json_output import Result, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:

@@ -70,15 +70,20 @@ class ProblemError(Exception):
         kind: `type` of the answer.
     """
 
-    kind = ANY_KIND
-
     def __init__(
-        self, status: int, detail: str, *, problems: Sequence[str] = (), headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        detail: str,
+        *,
+        problems: Sequence[str] = (),
+        headers: Mapping[str, str] | None = None,
+        kind: str = ANY_KIND,
     ) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.problems = tuple(problems)
+        self.kind = kind
         self.headers = dict(headers or {})
 
     def answer(self, instance: str) -> Response:
@@ -92,12 +97,6 @@ class ProblemError(Exception):
             problems=list(self.problems[:MAX_PROBLEMS]) or None,
         )
         return JSONResponse(body.model_dump(exclude_none=True), self.status, self.headers, MEDIA_TYPE)
-
-
-class TakenError(ProblemError):
-    """What would be made exists already."""
-
-    kind = EXISTS_KIND
 
 
 def too_many(what: str, wait_s: float) -> ProblemError:
@@ -115,7 +114,7 @@ def problem_of(error: Exception) -> ProblemError:
     if code == NOT_FOUND:
         return ProblemError(404, first)
     if code == EXISTS:
-        return TakenError(409, first, problems=more)
+        return ProblemError(409, first, problems=more, kind=EXISTS_KIND)
     if isinstance(error, PlanError):
         return ProblemError(422, first, problems=more)
     if isinstance(error, SteeringError):

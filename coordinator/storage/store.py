@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import URL, Connection, Insert, Table, Update, insert, select, update
+from sqlalchemy import URL, Connection, Insert, Table, Update, delete, insert, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
@@ -39,9 +39,28 @@ from coordinator.storage.high_water import HighWater
 from coordinator.storage.membership_store import Register
 from coordinator.storage.overview_store import Overview
 from coordinator.storage.presence_store import Presence
-from coordinator.storage.sum_store import SumRecords
 from fedcg.errors import EXISTS
 from fedcg.wire.messages.messages import KeyLink, Outcome
+
+
+class SumRecords(schema.Queries):
+    """One record per federation, of the last attempt that had a sum."""
+
+    def keep(self, key: tuple[str, int, int], content: str) -> None:
+        """Replace the federation's record; `key` is (federation, round, attempt)."""
+        federation, round_number, attempt = key
+        table = schema.masked_sums
+        values = {"federation": federation, "round": round_number, "attempt": attempt, "content": content}
+        with self._engine.begin() as connection:
+            connection.execute(delete(table).where(table.c.federation == federation))
+            connection.execute(insert(table).values(**values))
+
+    def of(self, key: tuple[str, int, int]) -> str | None:
+        """The record of that attempt, if it is the last one."""
+        table, (federation, round_number, attempt) = schema.masked_sums, key
+        of_key = (table.c.federation == federation, table.c.round == round_number, table.c.attempt == attempt)
+        return next((str(row.content) for row in self._rows(select(table).where(*of_key))), None)
+
 
 Key = tuple[str, int, int]
 """(federation, round, attempt)."""

@@ -58,9 +58,8 @@ from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.revocation import REVOKED_ADVICE, Revocation
 from edge_client.training.trainer_handle import Committed, Failed, Noted, Ready, TrainerHandle, TrainerReport
-from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer
+from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer, MqttCarrier
 from edge_client.transfer.https_client import https_carrier
-from edge_client.transfer.mqtt_carrier import MqttCarrier
 from fedcg.errors import NOT_CONNECTED
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey

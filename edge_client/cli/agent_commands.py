@@ -1,4 +1,7 @@
-"""Commands of a device: `fedcg agent run|status|pause|resume|approve|sent|diagnose|renew|leave|unit` and `fedcg doctor`. Importing this loads no torch."""
+"""Commands of a device: `fedcg agent run|status|pause|resume|approve|sent|diagnose|renew|leave|unit` and `fedcg doctor`. Importing this loads no torch.
+
+The systemd unit is rendered from the template that is part of the package; its hardening and restart rules are there.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import logging
 import os
 from dataclasses import asdict
 from datetime import datetime, timezone
-from pathlib import Path
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+from string import Template
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,20 +19,65 @@ from rich.console import Console
 
 from edge_client.cli.control_commands import approve_command, pause_command, resume_command
 from edge_client.cli.enrol_commands import join_command, leave_command, renew_command
-from edge_client.cli.logs import logs_command
-from edge_client.cli.record_commands import diagnose_command, ledger_command, sent_command
-from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from edge_client.cli.record_commands import diagnose_command, ledger_command, logs_command, sent_command
+from edge_client.cli.shared_options import ConfigOption, read_config
 from edge_client.cli.store_commands import backup_command, restore_command, store_app
-from edge_client.cli.units import unit_command
 from fedcg.child_python import loading
 from fedcg.errors import FAILED, NOT_CONNECTED
-from fedcg.json_output import print_data
+from fedcg.json_output import AsJson, Result, print_data, prints
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 
 if TYPE_CHECKING:
     from edge_client.cli.doctor.findings import Finding
     from edge_client.config import AgentConfig
     from fedcg.wire.messages.conditions import DoctorFinding
+
+DEFAULT_EXECUTABLE = PurePosixPath("/opt/fedcg/venv/bin/fedcg")
+DEFAULT_CONFIG_ROOT = PurePosixPath("/etc/fedcg")
+AGENT_UNIT = "fedcg-agent@.service"
+
+
+def render_agent_unit(
+    executable: PurePosixPath = DEFAULT_EXECUTABLE, config_root: PurePosixPath = DEFAULT_CONFIG_ROOT
+) -> str:
+    """The text of `fedcg-agent@.service`.
+
+    Args:
+        executable: Absolute path of the installed `fedcg` command.
+        config_root: Absolute path of the folder that holds one device bundle per federation.
+
+    Returns:
+        The unit file's content.
+
+    Raises:
+        ValueError: When a path is not absolute, or has characters that systemd would interpret.
+    """
+    for path in (executable, config_root):
+        if not path.is_absolute() or set(str(path)) & set(" \t\n%$\"'\\;"):
+            raise ValueError(f"{path} must be an absolute path without spaces, quotes, % or $")
+    text = files("edge_client.cli").joinpath(f"{AGENT_UNIT}.template").read_text(encoding="utf-8")
+    return Template(text).substitute(executable=executable, config_root=config_root)
+
+
+@prints
+def unit_command(
+    executable: Annotated[
+        str, typer.Option("--executable", help="Absolute path of the installed `fedcg` command.")
+    ] = str(DEFAULT_EXECUTABLE),
+    config_root: Annotated[
+        str, typer.Option("--config-root", help="Absolute path of the folder with one bundle per federation.")
+    ] = str(DEFAULT_CONFIG_ROOT),
+) -> Result:
+    """Print the systemd unit fedcg-agent@.service.
+
+    Example: fedcg agent unit --config-root /etc/fedcg
+    """
+    try:
+        text = render_agent_unit(PurePosixPath(executable), PurePosixPath(config_root))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return {"unit": AGENT_UNIT, "text": text}, text.removesuffix("\n")
+
 
 app = typer.Typer(
     help="Run this device's agent, steer it, and see what it does and what has left this device.", no_args_is_help=True
@@ -58,7 +108,7 @@ def run_command(
     ] = False,
     form: LogFormOption = LogForm.CONSOLE,
     level: LogLevelOption = LogLevel.INFO,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Take part in the federation until SIGTERM or Ctrl-C. SIGUSR1 toggles the log level `debug`.
 
@@ -93,7 +143,8 @@ def run_command(
 
 
 @app.command("status")
-def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+@prints
+def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended.
 
     While the agent runs, also what it does now. Exit codes: 0 shown; 2 the configuration is wrong;
@@ -104,15 +155,11 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     from edge_client.cli.status import read_status, status_table
 
     status = read_status(read_config(config))
-    if as_json:
-        print_data(status)
-    else:
-        following = "fedcg agent logs --follow" if status["running"] else "fedcg agent run"
-        following = "fedcg agent approve" if status["waits_for_approval"] else following
-        revoked = "ask the coordinator's operator for a token, then fedcg enrol"
-        following = revoked if status["revoked"] else f"{following} --config {config}"
-        _print(f"{status_table(status)}\nNext: {following}")
-    raise typer.Exit(NOT_CONNECTED if status["revoked"] else 0)
+    following = "fedcg agent logs --follow" if status["running"] else "fedcg agent run"
+    following = "fedcg agent approve" if status["waits_for_approval"] else following
+    revoked = "ask the coordinator's operator for a token, then fedcg enrol"
+    following = revoked if status["revoked"] else f"{following} --config {config}"
+    return status, f"{status_table(status)}\nNext: {following}", NOT_CONNECTED if status["revoked"] else 0
 
 
 def doctor_command(
@@ -127,7 +174,7 @@ def doctor_command(
         bool,
         typer.Option("--hardware", help="show the box and its live readings instead, and whether each lets it train"),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check clock, disk, keys, certificate, broker, data and training on this device, and print what to do.
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 
 if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
@@ -21,7 +21,8 @@ app = typer.Typer(
 
 
 @app.command("create")
-def create_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+@prints
+def create_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Make the secret on the FIRST device, before its first round, and print the code for the others.
 
     The code is shown this once. It is the secret: carry it by people, not through the coordinator, and keep no copy.
@@ -34,15 +35,15 @@ def create_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     store, federation = _store_of(config)
     code = create(store)
     mark = mark_in(store, federation)
-    if as_json:
-        print_data({"code": code, "mark": mark})
-        return
-    typer.echo(f"Code of this cohort, shown this once:\n\n  {code}\n")
-    typer.echo(f"Devices have the same secret when `fedcg cohort status` prints the same mark everywhere: {mark}")
-    typer.echo("Next: on every other device, before its first round, fedcg cohort join --config AGENT.TOML")
+    return {"code": code, "mark": mark}, (
+        f"Code of this cohort, shown this once:\n\n  {code}\n\n"
+        f"Devices have the same secret when `fedcg cohort status` prints the same mark everywhere: {mark}\n"
+        "Next: on every other device, before its first round, fedcg cohort join --config AGENT.TOML"
+    )
 
 
 @app.command("join")
+@prints
 def join_command(
     config: ConfigOption = Path("agent.toml"),
     code_file: Annotated[
@@ -51,8 +52,7 @@ def join_command(
             "--code-file", help="read the code from this file, - for stdin; otherwise the command asks for it"
         ),
     ] = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Take the code that `fedcg cohort create` printed on the first device.
 
     Exit codes: 0 done, also when the same secret was there; 1 the private store refuses; 2 a bad code or configuration; 6 there is another secret.
@@ -65,14 +65,13 @@ def join_command(
     store, federation = _store_of(config)
     joined = join(store, code)
     mark = mark_in(store, federation)
-    if as_json:
-        print_data({"joined": joined, "mark": mark})
-    else:
-        typer.echo(f"{'Joined' if joined else 'This device had joined before'}; mark {mark}\nNext: fedcg cohort card")
+    text = f"{'Joined' if joined else 'This device had joined before'}; mark {mark}\nNext: fedcg cohort card"
+    return {"joined": joined, "mark": mark}, text
 
 
 @app.command("status")
-def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+@prints
+def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Print the mark of this device's secret: the same on all devices of a cohort.
 
     Exit codes: 0 there is a secret; 1 the private store refuses; 2 the configuration is wrong; 7 there is none.
@@ -83,17 +82,16 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 
     store, federation = _store_of(config)
     mark = mark_in(store, federation)
-    if as_json:
-        print_data({"mark": mark, "roster": sorted(store.roster())})
-    elif mark is not None:
-        typer.echo(f"mark {mark}; {len(store.roster()) or 'no'} devices on the roster of masked sums")
-    else:
-        typer.echo("No cohort secret.\nNext: fedcg cohort create on the first device, fedcg cohort join on the others")
-    raise typer.Exit(0 if mark else NOT_FOUND)
+    values = {"mark": mark, "roster": sorted(store.roster())}
+    if mark is None:
+        following = "Next: fedcg cohort create on the first device, fedcg cohort join on the others"
+        return values, f"No cohort secret.\n{following}", NOT_FOUND
+    return values, f"mark {mark}; {len(store.roster()) or 'no'} devices on the roster of masked sums"
 
 
 @app.command("card")
-def card_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+@prints
+def card_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Print this device's name and public message key: a line of the cohort's roster, which methods with masked sums need.
 
     Collect the lines of all devices in one file, by people and not through the coordinator, and give it to `fedcg cohort roster` on each.
@@ -105,18 +103,15 @@ def card_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption 
 
     settings = read_config(config)
     key = load_keys(settings).signing.public.hex
-    if as_json:
-        print_data({"device": settings.device, "key": key})
-    else:
-        typer.echo(f"{settings.device} {key}")
+    return {"device": settings.device, "key": key}, f"{settings.device} {key}"
 
 
 @app.command("roster")
+@prints
 def roster_command(
     file: Annotated[str, typer.Argument(help="lines of `fedcg cohort card`, one for each device; - for stdin")],
     config: ConfigOption = Path("agent.toml"),
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Take the message keys of all devices of the cohort, in the place of those that were given before.
 
     A masked sum counts only devices whose keys are here, so that nobody can invent some.
@@ -135,10 +130,7 @@ def roster_command(
     if roster.get(settings.device) != own:
         raise BadInputError(f"{file} lacks this device's own card: {settings.device} {own.hex}")
     store.save_roster(roster)
-    if as_json:
-        print_data({"devices": sorted(roster)})
-    else:
-        typer.echo(f"{len(roster)} devices: {', '.join(sorted(roster))}")
+    return {"devices": sorted(roster)}, f"{len(roster)} devices: {', '.join(sorted(roster))}"
 
 
 def _code(code_file: str | None) -> str:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import BAD_INPUT, NOT_FOUND, BadInputError
-from fedcg.json_output import print_data
+from fedcg.json_output import AsJson, Result, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ SHORT = 12
 """Digits of a digest that are shown, and as many as a digest needs to be named."""
 
 
+@prints
 def pause_command(
     config: ConfigOption = Path("agent.toml"),
     span: Annotated[
@@ -32,8 +33,7 @@ def pause_command(
     now: Annotated[
         bool, typer.Option("--now", help="Also abandon the round under way, which is finished else.")
     ] = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Train no new round until `fedcg agent resume`; the agent stays connected, and keeps the pause when it starts again.
 
     A round under way is finished and delivered; then the training process ends, which frees its memory. Exit codes: 0 paused; 1 failed;
@@ -52,14 +52,13 @@ def pause_command(
         raise BadInputError(f"--reason has {len(reason)} characters, at most {MAX_REASON} are kept")
     settings = read_config(config)
     data = ask_agent(settings.store, PauseRequest(for_s=for_s, reason=reason, now=now))
-    if as_json:
-        print_data({"device": settings.device, "paused": True, **data})
-        return
     until = "" if data["until"] is None else f" until {moment(data['until'])}"
-    typer.echo(f"{settings.device} is paused{until}.\nNext: to take part again, fedcg agent resume")
+    text = f"{settings.device} is paused{until}.\nNext: to take part again, fedcg agent resume"
+    return {"device": settings.device, "paused": True, **data}, text
 
 
-def resume_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+@prints
+def resume_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """End a pause: the device takes part from the next round on.
 
     Exit codes: 0 it takes part; 1 failed; 4 no agent runs.
@@ -71,10 +70,8 @@ def resume_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 
     settings = read_config(config)
     data = ask_agent(settings.store, ResumeRequest())
-    if as_json:
-        print_data({"device": settings.device, "paused": False, **data})
-        return
-    typer.echo(f"{settings.device} takes part again." if data["was_paused"] else f"{settings.device} was not paused.")
+    text = "takes part again" if data["was_paused"] else "was not paused"
+    return {"device": settings.device, "paused": False, **data}, f"{settings.device} {text}."
 
 
 def approve_command(
@@ -87,7 +84,7 @@ def approve_command(
     ] = False,
     revoke: Annotated[str | None, typer.Option("--revoke", metavar="DIGEST", help="Revoke an approval.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what would leave this device under a spec beyond its policy, and approve exactly that spec.
 

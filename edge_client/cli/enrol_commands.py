@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import BAD_INPUT, NOT_FOUND, BadInputError
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 from fedcg.text_output import seconds_of
 
 STDIN = "-"
 
 
+@prints
 def enrol_command(
     token: Annotated[
         str,
@@ -33,8 +34,7 @@ def enrol_command(
     data: Annotated[
         str | None, typer.Option("--data", help="Folder with this box's images (docs/data.md), or dataset:NAME.")
     ] = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Make this box a device of a federation, in one step; its keys are made here and never leave it.
 
     Exit codes: 0 enrolled; 1 failed; 2 bad input; 3 no answer in time; 4 refused, or not connected; 6 a device is there already.
@@ -49,32 +49,24 @@ def enrol_command(
     if token == STDIN and sys.stdin.isatty():
         typer.echo("token: ", err=True, nl=False)
     parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
-    if data is not None and not data.startswith("dataset:") and not Path(data).exists():
-        raise BadInputError(
-            f"--data {data}: there is no such file or folder. The token was not used; correct --data, or leave it out",
-            exit_code=NOT_FOUND,
-        )
-    where = DATA if data is None else data if data.startswith("dataset:") else str(Path(data).absolute())
+    where = DATA if data is None else _place(data, ". The token was not used; correct --data, or leave it out")
     enrolled = enrol(parsed, out, url=url, device=device, data=where)
     until = enrolled.certificate.not_valid_after_utc
-    if as_json:
-        about = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
-        print_data({**about, "certificate_expires": until.isoformat()})
-        return
+    about = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
     advice = "" if data is not None else f"Set [data] root in {enrolled.config}. "
-    typer.echo(
+    return {**about, "certificate_expires": until.isoformat()}, (
         f"Enrolled as {enrolled.device} of federation {enrolled.federation}; certificate until {until:%Y-%m-%d}, renewed by "
         f"the agent.\n{advice}Next: fedcg doctor --config {enrolled.config}, then fedcg agent run --config {enrolled.config}"
     )
 
 
+@prints
 def join_command(
     federation: Annotated[str, typer.Option("--federation", help="The other federation of the same coordinator.")],
     out: Annotated[Path, typer.Option("--out", help="A new folder, for agent.toml and the private store.")],
     data: Annotated[str, typer.Option("--data", help="This box's images for it (docs/data.md), or dataset:NAME.")],
     config: ConfigOption = Path("agent.toml"),
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Take part in a second federation with this device's identity; each federation has an agent of its own.
 
     Exit codes: 0 written; 1 failed; 2 bad input; 6 the folder is not empty. The training processes take turns on this device.
@@ -83,21 +75,16 @@ def join_command(
     """
     from edge_client.identity.join import join
 
-    if not data.startswith("dataset:") and not Path(data).exists():
-        raise BadInputError(f"--data {data}: there is no such file or folder", exit_code=NOT_FOUND)
-    where = data if data.startswith("dataset:") else str(Path(data).absolute())
-    settings = read_config(config)
+    where, settings = _place(data), read_config(config)
     written = join(settings, config.read_text(encoding="utf-8"), federation, out, where)
-    if as_json:
-        print_data({"device": settings.device, "federation": federation, "config": str(written)})
-        return
-    typer.echo(
+    return {"device": settings.device, "federation": federation, "config": str(written)}, (
         f"{settings.device} can take part in {federation} beside {settings.federation}, with the same keys and certificates.\n"
         f"Next: fedcg doctor --config {written}, then fedcg agent run --config {written}"
     )
 
 
-def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+@prints
+def renew_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Renew this device's certificate now; the agent does it by itself in the last third of its life.
 
     Exit codes: 0 renewed; 1 failed; 2 the configuration is wrong; 3 no answer in time; 4 refused, or not connected. A running agent goes on meanwhile.
@@ -110,12 +97,11 @@ def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption
     settings = read_config(config)
     certificate = renew(settings, load_keys(settings).signing)
     until = certificate.not_valid_after_utc
-    if as_json:
-        print_data({"device": settings.device, "certificate_expires": until.isoformat()})
-        return
-    typer.echo(f"The certificate of {settings.device} is valid until {until:%Y-%m-%d %H:%M} UTC.")
+    text = f"The certificate of {settings.device} is valid until {until:%Y-%m-%d %H:%M} UTC."
+    return {"device": settings.device, "certificate_expires": until.isoformat()}, text
 
 
+@prints
 def leave_command(
     config: ConfigOption = Path("agent.toml"),
     erase: Annotated[
@@ -132,8 +118,7 @@ def leave_command(
     span: Annotated[
         str, typer.Option("--timeout", metavar="SPAN", help="How long to wait for the coordinator, e.g. 2m.")
     ] = "30s",
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Leave the federation for good: inform the coordinator, so that no round waits, and with --erase remove the private data.
 
     The images and agent.toml stay. Exit codes: 0 left; 2 the configuration is wrong, or the question was not answered with yes;
@@ -148,14 +133,20 @@ def leave_command(
     if not yes and not _is_confirmed(settings.device, settings.federation, settings.store if erase else None):
         raise typer.Exit(BAD_INPUT)
     left = leave(settings, erase=erase, notify=not without_coordinator, timeout_s=timeout_s)
-    if as_json:
-        erased = [str(path) for path in left.erased]
-        print_data({"device": settings.device, "confirmed": left.confirmed, "erased": erased})
-        return
+    values = {"device": settings.device, "confirmed": left.confirmed, "erased": [str(path) for path in left.erased]}
     outcome = "the coordinator confirmed" if left.confirmed else "the coordinator was not informed"
     gone = "".join(f"\n  erased {path}" for path in left.erased)
     following = "Next: a new token brings it back: on the coordinator, fedcg token create"
-    typer.echo(f"{settings.device} has left {settings.federation}; {outcome}.{gone}\n{following}")
+    return values, f"{settings.device} has left {settings.federation}; {outcome}.{gone}\n{following}"
+
+
+def _place(data: str, advice: str = "") -> str:
+    """The images that --data names, from everywhere."""
+    if data.startswith("dataset:"):
+        return data
+    if not Path(data).exists():
+        raise BadInputError(f"--data {data}: there is no such file or folder{advice}", exit_code=NOT_FOUND)
+    return str(Path(data).absolute())
 
 
 def _is_confirmed(device: str, federation: str, erased: Path | None) -> bool:

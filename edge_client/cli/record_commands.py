@@ -1,17 +1,68 @@
-"""`fedcg agent sent|ledger|diagnose`: what has left this device, what rounds cost it, and one file for support. Importing this loads no torch."""
+"""`fedcg agent logs|sent|ledger|diagnose`: what this device did, what has left it, what rounds cost it, one file for support. Loads no torch."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
-from fedcg.errors import BadInputError
-from fedcg.json_output import print_data
+from edge_client.cli.shared_options import ConfigOption, read_config
+from fedcg.errors import NOT_FOUND, BadInputError
+from fedcg.event_log import EventValue, follow_events, read_events
+from fedcg.json_output import Result, print_data, prints
+from fedcg.log.sentences import DEBUG, LEVELS, sentence_of
 from fedcg.text_output import moment, moment_of, table
+
+FOLLOW_EVERY_S = 0.5
+_NAMES = {number: name for name, number in LEVELS.items()}
+Event = dict[str, EventValue]
+
+
+def logs_command(
+    config: ConfigOption = Path("agent.toml"),
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines as they come.")] = False,
+    since: Annotated[
+        str | None,
+        typer.Option("--since", metavar="SPAN", help="10m, 2h, 3d, or a time such as 2026-11-22T08:00 (UTC)."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also lines of level debug.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The events with all their fields, one object a line.")
+    ] = False,
+) -> None:
+    """Print what this device did, from its event log; the agent may run meanwhile.
+
+    Exit codes: 0 printed; 2 --since is no time; 7 there is no event log.
+
+    Example: fedcg agent logs --since 2h --follow
+    """
+    store = read_config(config).store
+    path = store / "events.jsonl"
+    if not path.exists():
+        raise BadInputError(f"{path} is not there yet: `fedcg agent run` writes it", exit_code=NOT_FOUND)
+    first = 0.0 if since is None else moment_of(since, time.time(), "--since")
+    for event in _events(path, follow=follow):
+        if isinstance(at := event.get("t"), int | float) and at >= first:
+            if as_json:
+                print_data(event)
+            elif line := _event_line(event, at, verbose=verbose):
+                typer.echo(line)
+
+
+def _events(path: Path, *, follow: bool) -> Iterator[Event]:
+    yield from read_events(path.with_suffix(".old.jsonl"))
+    yield from follow_events(path, FOLLOW_EVERY_S) if follow else read_events(path)
+
+
+def _event_line(event: Event, at: float, *, verbose: bool) -> str:
+    sentence = sentence_of(event)
+    if sentence is None or (sentence.level <= DEBUG and not verbose):
+        return ""
+    return f"{moment(at)} [{_NAMES[sentence.level]:<9}] {sentence.text}"
+
 
 MOST_EVENTS = 100_000
 SinceOption = Annotated[
@@ -19,11 +70,11 @@ SinceOption = Annotated[
 ]
 
 
+@prints
 def sent_command(
     config: ConfigOption = Path("agent.toml"),
     since: SinceOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """List every update and every report about itself that has left this device, from its own record; the agent may run meanwhile.
 
     Exit codes: 0 listed; 2 --since is no time.
@@ -36,18 +87,14 @@ def sent_command(
     first = 0.0 if since is None else moment_of(since, time.time(), "--since")
     items = sent_items(settings.store / SENT_FILE, first)
     sums = totals(items)
-    if as_json:
-        print_data({"device": settings.device, "items": items, "totals": sums})
-        return
-    for item in items:
-        typer.echo(_line(item).rstrip())
-    for federation, counts in sums.items():
-        typer.echo(
-            f"{federation}: {counts['updates']} updates, {counts['bytes']} bytes, {counts['receipts']} with a receipt; "
-            f"{counts['self_reports']} reports about the device; {counts['message_bytes']} bytes of control messages"
-        )
-    if not items:
-        typer.echo("Nothing has left this device." if since is None else "Nothing has left this device since then.")
+    lines = [_line(item).rstrip() for item in items]
+    lines += [
+        f"{federation}: {counts['updates']} updates, {counts['bytes']} bytes, {counts['receipts']} with a receipt; "
+        f"{counts['self_reports']} reports about the device; {counts['message_bytes']} bytes of control messages"
+        for federation, counts in sums.items()
+    ]
+    nothing = f"Nothing has left this device{'' if since is None else ' since then'}."
+    return {"device": settings.device, "items": items, "totals": sums}, "\n".join(lines) or nothing
 
 
 def _line(item: dict[str, Any]) -> str:
@@ -66,11 +113,11 @@ def _line(item: dict[str, Any]) -> str:
     )
 
 
+@prints
 def ledger_command(
     config: ConfigOption = Path("agent.toml"),
     since: SinceOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """List what each round cost this device: seconds, bytes of the update, and energy where a sensor measures it; the agent may run meanwhile.
 
     Exit codes: 0 listed; 2 --since is no time.
@@ -91,20 +138,19 @@ def ledger_command(
         "update_bytes": sum(line.get("update_bytes") or 0 for line in rounds),
         "joules": round(sum(measured), 1) if measured else None,
     }
-    if as_json:
-        print_data({"device": settings.device, "rounds": rounds, "totals": sums})
-        return
     rows = []
     for line in rounds:
         energy = "not measured" if line.get("joules") is None else f"{line['joules']:.0f} J ({line['rail']})"
         work = f"{line['seconds']:.1f}", line["device"], line["images"], line["update_bytes"] or 0, energy
         rows.append((moment(line["t"]), line["federation"], line["round"], line["attempt"], *work))
     columns = ("time", "federation", "round", "attempt", "seconds", "on", "images", "bytes to send", "energy")
-    typer.echo(table(columns, rows, "No rounds yet."))
     energy = "" if sums["joules"] is None else f", {sums['joules']:.0f} J in {len(measured)} of them"
-    typer.echo(f"{sums['rounds']} rounds: {sums['seconds']:.1f} s, {sums['update_bytes']} bytes to send{energy}")
+    total = f"{sums['rounds']} rounds: {sums['seconds']:.1f} s, {sums['update_bytes']} bytes to send{energy}"
+    values = {"device": settings.device, "rounds": rounds, "totals": sums}
+    return values, f"{table(columns, rows, 'No rounds yet.')}\n{total}"
 
 
+@prints
 def diagnose_command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE.zip", help="The file to write.")],
     config: ConfigOption = Path("agent.toml"),
@@ -114,8 +160,7 @@ def diagnose_command(
     with_class_names: Annotated[
         bool, typer.Option("--with-class-names", help="Leave the names of classes in; else they are numbered.")
     ] = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Write one file to send to support: settings, status, doctor, events, versions, sizes of files; no key, secret, image or weight.
 
     Exit codes: 0 written; 1 failed; 2 the configuration is wrong, or --out is no .zip.
@@ -130,7 +175,5 @@ def diagnose_command(
         raise BadInputError(f"--out {out}: give a file that ends in .zip, in a folder that exists")
     content, names = support_file(settings, events, with_class_names=with_class_names)
     replace_durably(out, content)
-    if as_json:
-        print_data({"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)})
-        return
-    typer.echo(f"{out} ({len(content)} bytes) holds {', '.join(names)}.\nNext: read it, then send it to support.")
+    values = {"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)}
+    return values, f"{out} ({len(content)} bytes) holds {', '.join(names)}.\nNext: read it, then send it to support."

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from edge_client.config import AgentConfig
 
 ConfigOption = Annotated[Path, typer.Option("--config", envvar="FEDCG_CONFIG", help="The device's agent.toml.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def read_config(path: Path) -> AgentConfig:

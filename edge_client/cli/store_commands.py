@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 from fedcg.sealing.passphrase import PassphraseFile, passphrase_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ store_app = typer.Typer(help="Check this device's private store.", no_args_is_he
 
 
 @store_app.command("migrate")
-def migrate_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+@prints
+def migrate_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Check the private store, and add checks to secrets that lack them; repeating it changes nothing. The agent must not run meanwhile.
 
     Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
@@ -42,19 +43,17 @@ def migrate_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOpti
         generation, problems = store.generations.current()
         store.take_over()
     trained = None if generation is None else generation.round_attempt.round
-    if as_json:
-        print_data({"store": str(settings.store), "format": STORE_FORMAT, "round": trained, "problems": list(problems)})
-        return
+    values = {"store": str(settings.store), "format": STORE_FORMAT, "round": trained, "problems": list(problems)}
     stands = "nothing was trained yet" if trained is None else f"trained up to round {trained}"
-    typer.echo("; ".join((f"{settings.store} has format {STORE_FORMAT}, {stands}", *problems)))
+    return values, "; ".join((f"{settings.store} has format {STORE_FORMAT}, {stands}", *problems))
 
 
+@prints
 def backup_command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="the file to write; must not exist")],
     config: ConfigOption = Path("agent.toml"),
     passphrase_file: PassphraseFile = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Write private store, keys, certificate and agent.toml into one encrypted file, for a box that replaces this one.
 
     The agent must not run meanwhile. Images are not part of it. Exit codes: 0 done; 1 refused; 2 bad input; 5 an agent runs; 6 the file exists.
@@ -66,20 +65,19 @@ def backup_command(
     settings = read_config(config)
     with _alone(settings) as store:
         facts = write_backup(settings, config, store, out, passphrase_of(passphrase_file, is_new=True))
-    if as_json:
-        print_data({"file": str(out), "bytes": out.stat().st_size, **facts.model_dump()})
-        return
-    typer.echo(f"Wrote {out}: device {facts.device} of {facts.federation}, trained up to round {facts.round}.")
-    typer.echo("It holds the device's keys and private weights: keep the passphrase apart from it.")
-    typer.echo(f"Next: on the box that replaces this one, fedcg agent restore {out.name} --config {config}")
+    return {"file": str(out), "bytes": out.stat().st_size, **facts.model_dump()}, (
+        f"Wrote {out}: device {facts.device} of {facts.federation}, trained up to round {facts.round}.\n"
+        "It holds the device's keys and private weights: keep the passphrase apart from it.\n"
+        f"Next: on the box that replaces this one, fedcg agent restore {out.name} --config {config}"
+    )
 
 
+@prints
 def restore_command(
     file: Annotated[Path, typer.Argument(help="a file of `fedcg agent backup`")],
     config: ConfigOption = Path("agent.toml"),
     passphrase_file: PassphraseFile = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Make this box the device of a backup. Overwrites nothing; an agent.toml that is there already names the places.
 
     Exit codes: 0 done; 1 refused, nothing was written; 2 bad input; 6 something is there already; 7 there is no such file.
@@ -90,22 +88,18 @@ def restore_command(
 
     passphrase = passphrase_of(passphrase_file, is_new=False)
     facts, settings = read_backup(file, config, passphrase, os.environ)
-    if as_json:
-        print_data({"config": str(config), "store": str(settings.store), **facts.model_dump()})
-        return
-    typer.echo(
-        f"Restored device {facts.device} of {facts.federation}, trained up to round {facts.round}: {settings.store}"
-    )
-    typer.echo(
-        "The box that it was taken from must not run again: of two agents of one device the first update of a round counts, and the "
-        "other one gets the receipt `conflict`. Where the old box was stolen, have the operator revoke the device, and enrol this one anew."
-    )
+    lines = [
+        f"Restored device {facts.device} of {facts.federation}, trained up to round {facts.round}: {settings.store}",
+        "The box that it was taken from must not run again: of two agents of one device the first update of a round counts,",
+        "and the other one gets the receipt `conflict`. Where the old box was stolen, have the operator revoke the device, and enrol this one anew.",
+    ]
     if (settings.store / "privacy.json").exists():
-        typer.echo(
+        lines.append(
             "Rounds that were trained with DP-SGD after the backup are not in its record of spent privacy: count them in by hand, or "
             "enrol the device anew."
         )
-    typer.echo(f"Next: fedcg doctor --config {config}")
+    values = {"config": str(config), "store": str(settings.store), **facts.model_dump()}
+    return values, "\n".join([*lines, f"Next: fedcg doctor --config {config}"])
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Personal model to an installed version: exported, verified, described by a manifest, put in use in one atomic step. Uses torch."""
+"""Personal model to an installed version: exported, verified, described by a manifest, put in use in one atomic step. Uses torch.
+
+The gate before a new version: on the box's own held-out images it must be as good as the one in service, or nearly.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
-from export.build.accuracy_gate import pass_gate
 from export.build.to_onnx import Exported, export_personal
 from export.build.variants import HeldOut, add_variants
 from export.build.verify import verify
 from export.build.verify_variants import verify_variants
+from export.errors import GateError, ModelError, SlotError
 from export.model.manifest import (
     MODEL_NAME,
+    Gate,
     Manifest,
     ModelFile,
     Takes,
@@ -26,6 +31,8 @@ from export.model.manifest import (
     read_manifest,
     write_manifest,
 )
+from export.model.preprocess import load_image
+from export.model.runtime import Model
 from export.model.signature import sign_manifest
 from export.model.versions import Slots
 from fedcg.learning.spec import FederationSpec
@@ -33,6 +40,60 @@ from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights
+
+ALLOWED = 0.01  # accuracy that a new version may lose, as a share: chance moves a few hundred images by as much
+
+
+def pass_gate(
+    candidate: Path,
+    slots: Slots,
+    files: Sequence[Path],
+    labels: Sequence[int],
+    allowed: float = ALLOWED,
+    *,
+    threads: int = 0,
+) -> Gate | None:
+    """Compare a model with the one in service on the same image files.
+
+    Args:
+        candidate: directory of the new model, not installed yet.
+        slots: where the one in service is.
+        files: held-out image files of this box.
+        labels: index of the right class per file.
+        allowed: accuracy that the new one may lose, as a share.
+        threads: threads of one prediction; 0 lets onnxruntime choose.
+
+    Returns:
+        What was compared; None where nothing can be: no files, no usable model in service, or one of other classes.
+
+    Raises:
+        GateError: the new one is worse by more than is allowed.
+        ModelError: the new one does not run.
+        InputError: a file that cannot be read as an image.
+    """
+    if not files:
+        return None
+    new = Model.load(candidate, threads=threads)
+    try:
+        old = Model.load(slots.current(), threads=threads)
+    except (ModelError, SlotError):
+        return None
+    if set(old.manifest.classes) != set(new.manifest.classes):
+        return None
+    names = [new.manifest.classes[label] for label in labels]
+    right = [_right(model, files, names) for model in (old, new)]
+    if right[1] < right[0] - allowed:
+        raise GateError(
+            f"the new model gets {right[1]:.1%} of {len(files)} held-out images right, version {old.directory.name} in service "
+            f"{right[0]:.1%}; at most {allowed:.1%} less is allowed, so {old.directory.name} stays"
+        )
+    return Gate(against=old.directory.name, images=len(files), before=right[0], accuracy=right[1], allowed=allowed)
+
+
+def _right(model: Model, files: Sequence[Path], names: Sequence[str]) -> float:
+    pictures = [load_image(file, model.manifest.image) for file in files]
+    guessed = [model.manifest.classes[index] for index in model.predict(pictures).argmax(axis=1)]
+    return float(np.mean([guess == name for guess, name in zip(guessed, names, strict=True)]))
 
 
 def package_personal(

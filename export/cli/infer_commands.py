@@ -18,7 +18,7 @@ from export.errors import ExportError, ServingError
 from export.model.versions import Slots, Version
 from fedcg.errors import BAD_INPUT, NOT_FOUND, BadInputError
 from fedcg.imaging import MAX_PIXELS
-from fedcg.json_output import print_data
+from fedcg.json_output import AsJson, Result, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ ShadowFor = Annotated[
     str,
     typer.Option("--shadow-for", metavar="SPAN", help="Then it answers with what was compared until then, e.g. 30m."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def _accept(signed_by: str | None = None) -> Accept:
@@ -259,7 +258,8 @@ def serve_mqtt_command(
 
 
 @model_app.command("list")
-def list_versions(root: Root, as_json: AsJson = False) -> None:
+@prints
+def list_versions(root: Root) -> Result:
     """List the versions under DIR, oldest first.
 
     Example: fedcg model list /var/lib/fedcg/casting/models
@@ -268,12 +268,9 @@ def list_versions(root: Root, as_json: AsJson = False) -> None:
     if not versions:
         raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
     rows = [_version_row(version) for version in versions]
-    if as_json:
-        print_data(rows)
-        return
     columns = ("version", "in use", "federation", "round", "accuracy", "created", "remarks")
     cells = [[row["version"], "yes" if row["current"] else "", *_cells(row)] for row in rows]
-    typer.echo(f"{table(columns, cells, '')}\nNext: fedcg model use {root} VERSION, or fedcg model rollback {root}")
+    return rows, f"{table(columns, cells, '')}\nNext: fedcg model use {root} VERSION, or fedcg model rollback {root}"
 
 
 def _version_row(version: Version) -> dict[str, object]:
@@ -308,12 +305,12 @@ def _cells(row: dict[str, object]) -> tuple[object, ...]:
 
 
 @model_app.command("verify")
+@prints
 def verify_versions(
     root: Root,
     version: Annotated[str | None, typer.Argument(help="One version; all when left out.")] = None,
     signed_by: SignedBy = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not.
 
     Example: fedcg model verify /var/lib/fedcg/casting/models
@@ -322,7 +319,8 @@ def verify_versions(
     names = [version] if version else [one.name for one in slots.versions()]
     if not names:
         raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
-    faults: dict[str, str | None] = {}
+    faults: dict[str, str] = {}
+    lines = []
     for name in names:
         try:
             verification = slots.verify(name).verification
@@ -330,13 +328,9 @@ def verify_versions(
             faults[name] = str(error)
             typer.echo(f"Error: {error}", err=True)
             continue
-        faults[name] = None
-        if not as_json:
-            typer.echo(f"{name}  as its manifest says; {_accuracies(verification)}")
-    if as_json:
-        print_data([{"version": name, "error": fault} for name, fault in faults.items()])
-    if any(faults.values()):
-        raise typer.Exit(BAD_INPUT)
+        lines.append(f"{name}  as its manifest says; {_accuracies(verification)}")
+    values = [{"version": name, "error": faults.get(name)} for name in names]
+    return values, "\n".join(lines), BAD_INPUT if faults else 0
 
 
 def _accuracies(verification: Verification) -> str:
@@ -349,32 +343,30 @@ def _accuracies(verification: Verification) -> str:
 
 
 @model_app.command("use")
-def use_version(
-    root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")], as_json: AsJson = False
-) -> None:
+@prints
+def use_version(root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")]) -> Result:
     """Put a version in use, after checking it.
 
     Example: fedcg model use /var/lib/fedcg/casting/models 0002
     """
-    _in_use(Slots(root, _accept()).use(version), as_json=as_json)
+    return _in_use(Slots(root, _accept()).use(version))
 
 
-def _in_use(model: Path, *, as_json: bool) -> None:
-    if as_json:
-        print_data({"model": str(model)})
-    else:
-        typer.echo(f"in use: {model}\nNext: fedcg infer --model {model} IMAGE")
+def _in_use(model: Path) -> Result:
+    return {"model": str(model)}, f"in use: {model}\nNext: fedcg infer --model {model} IMAGE"
 
 
 @model_app.command("rollback")
-def roll_back(root: Root, as_json: AsJson = False) -> None:
+@prints
+def roll_back(root: Root) -> Result:
     """Return to the version that was in use before.
 
     Example: fedcg model rollback /var/lib/fedcg/casting/models
     """
-    _in_use(Slots(root, _accept()).rollback(), as_json=as_json)
+    return _in_use(Slots(root, _accept()).rollback())
 
 
+@prints
 def export_command(
     spec: Annotated[Path, typer.Option("--spec", help="The federation's spec, as an agent keeps it.")],
     weights: Annotated[Path, typer.Option("--weights", help="safetensors with tensors part/name or slot/part/name.")],
@@ -390,8 +382,7 @@ def export_command(
     raw: Annotated[
         bool, typer.Option("--raw", help="Without preprocessing: it takes normalised float32 pixels at its own size.")
     ] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Write a personal model as ONNX, check it against the trained one, and put it in use.
 
     Example: fedcg export --spec spec.json --weights state.safetensors --out models
@@ -414,12 +405,8 @@ def export_command(
         key=sign,
     )
     checked = read_manifest(directory).verification
-    if as_json:
-        document = {"model": str(directory), "verification": checked.model_dump(mode="json")}
-        print_data(document)
-        return
     accuracy = f", accuracy {checked.accuracy_onnx:.1%}" if checked.accuracy_onnx is not None else ""
-    typer.echo(
+    return {"model": str(directory), "verification": checked.model_dump(mode="json")}, (
         f"{directory}: verified on {checked.images} images ({checked.source}), largest difference of a logit "
         f"{checked.max_abs_difference:.1e}, same class for {checked.top1_agreement:.1%}{accuracy}\nNext: fedcg infer --model {directory} IMAGE"
     )

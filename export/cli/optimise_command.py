@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from export.cli.infer_commands import AsJson, Root, Threads, model_app
+from export.cli.infer_commands import Root, Threads, model_app
 from export.model.manifest import Manifest, read_all
 from export.model.signature import MANIFEST_NAME
 from export.model.versions import Slots
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 
 if TYPE_CHECKING:
     from export.build.variants import HeldOut
@@ -28,6 +28,7 @@ Images = Annotated[
 
 
 @model_app.command("optimise")
+@prints
 def optimise_command(
     root: Root,
     images: Images,
@@ -45,8 +46,7 @@ def optimise_command(
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the new version with a device's message key.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Try float16 and int8 forms of the model in use; put what is faster here and loses little in use as a new version.
 
     What was measured and decided is in the new version's manifest. The version before it stays for `fedcg model rollback`.
@@ -60,20 +60,16 @@ def optimise_command(
     from export.model.providers import available_providers, in_words
 
     providers = available_providers()
-    if as_json:
-        tried = [one.model_dump(mode="json") for one in manifest.variants]
-        chosen = {"model": str(directory), "installed": is_new, "serves": manifest.serves}
-        print_data({**chosen, "providers": providers, "variants": tried})
-        return
-    typer.echo(f"  by {in_words(providers)}")
+    lines = [f"  by {in_words(providers)}"]
     for one in manifest.variants:
         star = "*" if one.name == manifest.serves else " "
         measured = "" if one.latency_ms is None else f"{one.latency_ms:.3f} ms, accuracy {one.accuracy or 0.0:.1%}; "
-        typer.echo(f"{star} {one.name}  {'' if one.file else 'not kept: '}{measured}{one.reason}")
-    if is_new:
-        typer.echo(f"in use: {directory}\nNext: to take it back, fedcg model rollback {root}")
-    else:
-        typer.echo(f"nothing is faster here: {directory} stays in use")
+        lines.append(f"{star} {one.name}  {'' if one.file else 'not kept: '}{measured}{one.reason}")
+    taken = f"in use: {directory}\nNext: to take it back, fedcg model rollback {root}"
+    lines.append(taken if is_new else f"nothing is faster here: {directory} stays in use")
+    tried = [one.model_dump(mode="json") for one in manifest.variants]
+    chosen = {"model": str(directory), "installed": is_new, "serves": manifest.serves}
+    return {**chosen, "providers": providers, "variants": tried}, "\n".join(lines)
 
 
 def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:

@@ -3,6 +3,8 @@
 With a stage, a version that was chosen as the successor of the one in service is first a candidate (`export.serving.candidate`): it
 is compared on the same images, and takes the requests afterwards. The pointer names it all the time, so a rejection moves the
 pointer back. A rollback is no succession (the pointer then has forgotten the version in service) and takes effect at once.
+
+The file `SERVING` beside the pointer, during a stage: which version answers while the one in use is compared with it.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from export.errors import ExportError, ModelError
 from export.model.providers import in_words
@@ -23,8 +27,41 @@ from export.model.versions import Slots, resolve
 from export.serving.candidate import Candidate, is_comparable
 from export.serving.comparison import Stage
 from export.serving.drift_watch import Verdict
-from export.serving.stage_record import note_serving, read_serving
+from fedcg.files import READABLE, replace_durably
 from fedcg.imaging import Pixels
+
+RECORD_NAME = "SERVING"
+log = logging.getLogger(__name__)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    version: Annotated[str, Field(pattern=r"^\d{1,20}$")]
+
+
+def read_serving(root: Path) -> str | None:
+    """The version that answered when a stage was cut off; None when none was, or the file is damaged."""
+    path = root / RECORD_NAME
+    try:
+        return _Record.model_validate_json(path.read_bytes()).version if path.exists() else None
+    except (OSError, ValidationError) as error:
+        log.warning("%s is ignored, the version in use is served: %s", path, error)
+        return None
+
+
+def note_serving(root: Path, version: str | None) -> None:
+    """Note which version answers during a stage, None at its end; a disk that refuses costs a line in the log."""
+    path = root / RECORD_NAME
+    try:
+        if version is not None:
+            replace_durably(path, _Record(version=version).model_dump_json() + "\n", READABLE)
+        elif path.exists():  # a read-only disk refuses to remove even what is not there
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s: %s; a restart may serve, or compare, another version than now", path, error)
+
 
 log = logging.getLogger(__name__)
 Stamp = tuple[tuple[str, int, int, int], ...]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.cli.units import AGENT_UNIT, render_agent_unit
+from edge_client.cli.agent_commands import AGENT_UNIT, render_agent_unit
 from edge_client.store.private_store import STORE_FORMAT
 from tests.support.box_install import (
     AGENT_TOML,

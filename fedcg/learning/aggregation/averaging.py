@@ -143,18 +143,6 @@ class RunningAverage:
         return Merged(parts, dict(sorted(self._examples.items())), dict(sorted(self._label_counts.items())))
 
 
-def average_updates(updates: Mapping[str, Callable[[], Update]], parts: frozenset[Part]) -> Merged:
-    """Average some parts of all updates by number of examples, in client-id order, one update loaded at a time.
-
-    Raises:
-        ValueError: no update.
-    """
-    average = RunningAverage(parts)
-    for client in sorted(updates):
-        average.add(updates[client]())
-    return average.merged()
-
-
 def robust_rows(update: Update, parts: frozenset[Part], average: Combination) -> dict[str, torch.Tensor]:
     """What an update spills for `robust_average`: nothing for a mean."""
     return {} if average == "mean" else {WEIGHTS: flat_weights({part: update.parts[part] for part in parts})}

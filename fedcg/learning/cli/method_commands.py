@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 from fedcg.learning.registry import method_names
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, SUMMED_MEANING
 
@@ -23,24 +23,20 @@ method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The f
 
 
 @method_app.command("list")
-def list_methods(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
-) -> None:
+@prints
+def list_methods() -> Result:
     """Names of all methods.
 
     Example: fedcg method list
     """
-    if as_json:
-        print_data(method_names())
-    else:
-        print("\n".join((*method_names(), "Next: fedcg method show NAME")))
+    return method_names(), "\n".join((*method_names(), "Next: fedcg method show NAME"))
 
 
 @method_app.command("show")
+@prints
 def show_method(
     name: Annotated[str, typer.Argument(help="A name that `fedcg method list` prints.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+) -> Result:
     """What a method shares, what it keeps, and its parameters with their defaults.
 
     Example: fedcg method show fedcg
@@ -48,10 +44,7 @@ def show_method(
     from fedcg.learning.registry import get_method  # torch comes with a method: not for --help
 
     method = get_method(name)
-    if as_json:
-        print_data(_described(method))
-    else:
-        print(_as_text(method))
+    return _described(method), _as_text(method)
 
 
 def _described(method: Method) -> dict[str, object]:

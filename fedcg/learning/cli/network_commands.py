@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 
 from fedcg.config_file import problems_of
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 from fedcg.learning import backbone_names
 from fedcg.learning.backbone_names import IMAGENET, is_projected, weights_digest, weights_for
 from fedcg.learning.errors import NetworkError
@@ -25,9 +25,8 @@ _RANGES = {"unit": "in (0, 1)", "non_negative": ">= 0"}
 
 
 @network_app.command("list")
-def list_networks(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+@prints
+def list_networks() -> Result:
     """Names of all splits with their cuts, generators and discriminators.
 
     Example: fedcg network list
@@ -43,9 +42,6 @@ def list_networks(
         "generators": list(generator_names()),
         "discriminators": sorted(DISCRIMINATORS),
     }
-    if as_json:
-        print_data({**names, "backbones": weights})
-        return
     lines = [f"{kind}: {', '.join(names[kind])}" for kind in ("splits", "generators", "discriminators")]
     lines += [f"{name}@LAYER, with LAYER one of {', '.join(found)}" for name, found in layers.items()]
     lines.append(f"BACKBONE[@STAGE]+project:D, with BACKBONE one of {', '.join(weights)}, or timm:NAME; weights:")
@@ -55,7 +51,7 @@ def list_networks(
         else f"  {name}: none here (fedcg network fetch {name})"
         for name, found in weights.items()
     ]
-    typer.echo("\n".join((*lines, "Next: fedcg network show NAME")))
+    return {**names, "backbones": weights}, "\n".join((*lines, "Next: fedcg network show NAME"))
 
 
 def _weights_here(backbone: str) -> dict[str, str] | None:
@@ -68,11 +64,11 @@ def _weights_here(backbone: str) -> dict[str, str] | None:
 
 
 @network_app.command("fetch")
+@prints
 def fetch_network(
     name: Annotated[str, typer.Argument(help="A backbone that `fedcg network list` prints, or timm:NAME.")],
     out: Annotated[Path, typer.Option(help="folder for the file, made where there is none")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+) -> Result:
     """Download a backbone's pretrained weights; where a package with them is installed, only name its file.
 
     Example: fedcg network fetch resnet18 --out weights
@@ -86,13 +82,12 @@ def fetch_network(
         digest = weights_digest(path)
     except NetworkError as error:
         raise typer.BadParameter(str(error)) from error
-    if as_json:
-        print_data({"file": str(path), "sha256": digest, "fetched": not is_installed})
-    else:
-        typer.echo(f"{path}{' (installed, nothing fetched)' if is_installed else ''}\nsha256 {digest}")
+    text = f"{path}{' (installed, nothing fetched)' if is_installed else ''}\nsha256 {digest}"
+    return {"file": str(path), "sha256": digest, "fetched": not is_installed}, text
 
 
 @network_app.command("show")
+@prints
 def show_network(
     name: Annotated[str, typer.Argument(help="A split: a name that `fedcg network list` prints, or module:function.")],
     image_size: Annotated[int, typer.Option(help="height and width of an image in pixels", min=4, max=1024)] = 32,
@@ -102,8 +97,7 @@ def show_network(
     discriminator: Annotated[str, typer.Option(help="the discriminator beside it")] = "mlp",
     noise_dim: Annotated[int, typer.Option(help="dimensions of the generator's noise", min=1, max=4096)] = 100,
     freeze: Annotated[str, typer.Option(help="of BACKBONE+project: none, stem, all or all-but:STAGE")] = "none",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+) -> Result:
     """The feature's shape, parameters and bytes of every part, and what each method sends.
 
     Example: fedcg network show lenet5_relu --channels 1 --image-size 28
@@ -129,10 +123,7 @@ def show_network(
         raise typer.BadParameter("; ".join(problems_of(FederationPlan, error))) from error
     except (LearningError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    if as_json:
-        print_data({**network, **asdict(sizes)})
-    else:
-        typer.echo(_as_text(name, sizes))
+    return {**network, **asdict(sizes)}, _as_text(name, sizes)
 
 
 def _plan(network: dict[str, str | int], side: int, channels: int, classes: int) -> dict[str, object]:

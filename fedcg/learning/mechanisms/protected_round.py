@@ -2,17 +2,37 @@
 
 Mechanisms that work inside a local step (`gradient_noise`, `dropout`, `dp_sgd`) are done by the training loops, which find them in
 the round's context; what comes before and after the steps is done here.
+
+Keeps a client's label distribution out of the classifier that it sends. Counter-measures against label inference.
+
+The last bias of a classifier that was trained on unbalanced labels encodes their shares, and so do the weights before it.
+
+`logits` is logit adjustment (Menon et al., 2021, eq. 10): cross-entropy of logits + log p_i(y), with p_i the client's label shares.
+The logits themselves then need not encode p_i. It is done by the bias alone, because C(h) + log p_i(y) is the same classifier
+with another last bias: the round starts from the aggregate's classifier with log p_i added to its last bias, trains as ever,
+and log p_i is taken off the copy that is sent. The private copy keeps it, so that the model which is evaluated and exported fits the
+client's own labels. Where a method asks the classifier for more than the client's images (replayed features, a generator), the
+adjustment is in there too. A method that keeps its classifier is not changed.
+
+`bias` is the plain removal: the last bias is sent as it came in the aggregate.
+
+What is done to a finished update before it leaves: clipping, noise, pruning, and noise on label counts.
+
+The first three change the update's difference to the aggregate that the round started from, in this order; integer tensors
+(batch norm's counters) are sent as they are. Noise comes from explicit generators, in the order of parts and names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+from torch import nn
+
+from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.balance import last_bias, log_prior, with_added, with_bias_of
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
-from fedcg.learning.mechanisms.finished_update import noisy_counts, reduced_update
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
@@ -22,12 +42,126 @@ from fedcg.learning.method import (
     SharedResult,
     Weights,
 )
+from fedcg.learning.networks.assembly import skeleton
+from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkSpec
-from fedcg.wire.parts import Part
+from fedcg.wire.parts import Part, Report
 
 Parts = Mapping[Part, Weights]
+
+
+def reduced_update(parts: Parts, base: Parts, privacy: PrivacySettings, stream: torch.Generator) -> Parts:
+    """An update as it may leave.
+
+    Args:
+        parts: shared parts after the local round.
+        base: the same parts of the aggregate that the round started from.
+        privacy: `update_clip`, `update_noise` and `prune`; with all of them off the very same parts come back.
+        stream: of the noise.
+    """
+    if privacy.update_clip is None and not privacy.update_noise and not privacy.prune:
+        return parts
+    differences = {
+        (part, name): parts[part][name] - base[part][name]
+        for part in sorted(parts)
+        for name in sorted(parts[part])
+        if parts[part][name].is_floating_point()
+    }
+    factor = _clip_factor(differences.values(), privacy.update_clip)
+    reduced = {part: dict(weights) for part, weights in parts.items()}
+    for (part, name), difference in differences.items():
+        changed = pruned(_noisy(difference * factor, privacy.update_noise, stream), privacy.prune)
+        tensor = base[part][name] + changed
+        # Batch norm takes a root of it: noise must not make it negative.
+        reduced[part][name] = tensor.clamp(min=0.0) if name.endswith("running_var") else tensor
+    return reduced
+
+
+def _clip_factor(differences: Iterable[torch.Tensor], clip: float | None) -> float:
+    if clip is None:
+        return 1.0
+    norm = float(torch.stack([one.double().square().sum() for one in differences]).sum().sqrt())
+    return min(1.0, clip / norm) if norm else 1.0
+
+
+def _noisy(difference: torch.Tensor, deviation: float, stream: torch.Generator) -> torch.Tensor:
+    if not deviation:
+        return difference
+    return difference + deviation * torch.randn(difference.shape, generator=stream)
+
+
+def pruned(tensor: torch.Tensor, share: float) -> torch.Tensor:
+    """A tensor whose floor(share · numbers) smallest numbers in magnitude are 0 (gradient compression, DLG §5)."""
+    count = int(share * tensor.numel())
+    if not count:
+        return tensor
+    smallest = tensor.abs().flatten().topk(count, largest=False, sorted=False).indices
+    kept = tensor.flatten().clone()
+    kept[smallest] = 0.0
+    return kept.view(tensor.shape)
+
+
+def noisy_counts(report: Report, scale: float, stream: torch.Generator) -> Report:
+    """A report whose label counts have discrete Laplace noise, P(k) ~ exp(-|k| / scale), cut at 0; `examples` is their sum.
+
+    One image more or less changes one count by 1, so the counts alone have ε = 1 / scale for it. A report without label counts
+    is not changed. Where every count comes to 0, one class, drawn at random, counts 1: an update has an example.
+    """
+    if report.label_counts is None or not scale:
+        return report
+    classes = len(report.label_counts)
+    # The floor of an exponential variable is geometric; the difference of two of them is discrete Laplace.
+    draws = torch.empty(2, classes, dtype=torch.float64).exponential_(generator=stream).mul_(scale).floor_().long()
+    counts = (torch.tensor(report.label_counts) + draws[0] - draws[1]).clamp(min=0)
+    if not int(counts.sum()):
+        counts[int(torch.randint(classes, (), generator=stream))] = 1
+    values = tuple(int(count) for count in counts)
+    return report.model_copy(update={"label_counts": values, "examples": sum(values)})
+
+
+def log_prior(label_counts: Sequence[int]) -> torch.Tensor:
+    """The client's log p_i(y), [C] float32; every class counts one image more, so that none is impossible."""
+    counts = torch.tensor(label_counts, dtype=torch.float64) + 1.0
+    return (counts / counts.sum()).log().float()
+
+
+def last_bias(spec: NetworkSpec) -> str:
+    """Name of the classifier's tensor that is added to the logits.
+
+    Raises:
+        PrivacyError: the classifier does not end in a linear layer with a bias.
+    """
+    with lent_generators(0):
+        leaves = [
+            (name, layer)
+            for name, layer in skeleton(spec, Part.CLASSIFIER).named_modules()
+            if not list(layer.children())
+        ]
+    name, layer = leaves[-1]
+    if not isinstance(layer, nn.Linear) or layer.bias is None or layer.out_features != len(spec.classes):
+        raise PrivacyError(
+            f"balance needs a classifier that ends in a linear layer with a bias; that of network.split = "
+            f"{spec.network.split} ends in {type(layer).__name__}: choose another split, or leave balance out"
+        )
+    return f"{name}.bias" if name else "bias"
+
+
+def with_added(parts: Parts, bias: str, numbers: torch.Tensor) -> dict[Part, Weights]:
+    """The parts with `numbers`, [C], added to the classifier's tensor `bias`; unchanged where they hold no classifier."""
+    if Part.CLASSIFIER not in parts:
+        return dict(parts)
+    classifier = parts[Part.CLASSIFIER]
+    return {**parts, Part.CLASSIFIER: {**classifier, bias: classifier[bias] + numbers}}
+
+
+def with_bias_of(parts: Parts, bias: str, base: Parts) -> dict[Part, Weights]:
+    """The parts with the classifier's tensor `bias` taken from `base`; unchanged where they hold no classifier."""
+    if Part.CLASSIFIER not in parts:
+        return dict(parts)
+    kept = base[Part.CLASSIFIER][bias].clone()
+    return {**parts, Part.CLASSIFIER: {**parts[Part.CLASSIFIER], bias: kept}}
 
 
 def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings) -> None:

@@ -2,6 +2,8 @@
 
 Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a
 round consists of is in `tasks`, who runs it in `runners`.
+
+What the DP-SGD of simulated clients has spent, and who has no budget left for a round.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.accountant import Spent, after_round
 from fedcg.learning.mechanisms.protected_round import check_mechanisms, neutral_parts
 from fedcg.learning.method import (
     Aggregate,
@@ -29,7 +32,6 @@ from fedcg.learning.method import (
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.privacy_budget import spent_after_round
 from fedcg.learning.simulation.runners import Runner, SerialRunner
 from fedcg.learning.simulation.state import Failure, Schedule, Sent, Simulation
 from fedcg.learning.simulation.tasks import (
@@ -41,6 +43,38 @@ from fedcg.learning.simulation.tasks import (
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.learning.training.moving_average import averaged_parts
 from fedcg.wire.parts import Part
+
+
+def spent_after_round(
+    party: Party, names: Sequence[str], spent: Mapping[str, Spent]
+) -> tuple[Mapping[str, Spent], Mapping[str, str]]:
+    """What every client has spent after a round, and why some of its participants must not train.
+
+    A round counts in full for everybody who begins it, also where its training then fails.
+
+    Args:
+        party: who they are, and their mechanisms.
+        names: participants of the round.
+        spent: before it; clients without an entry have spent nothing.
+    """
+    settings = party.privacy.dp_sgd
+    if settings is None:
+        return spent, {}
+    method = get_method(party.spec.method)
+    params = method.params_type.model_validate(party.spec.params)
+    after, refusals = dict(spent), {}
+    for name in names:
+        planned = after_round(spent.get(name, Spent()), settings, method, params, len(party.datasets[name].train))
+        if planned.exceeds(settings):
+            epsilon = planned.epsilon(settings.delta)
+            refusals[name] = (
+                f"the privacy budget is used up: a round more would bring epsilon to {epsilon:.2f}, "
+                f"above dp_sgd.budget_epsilon = {settings.budget_epsilon:g}"
+            )
+        else:
+            after[name] = planned
+    return after, refusals
+
 
 NONE_TRAINED = "no client of this round could train"
 

@@ -15,7 +15,7 @@ import tomllib
 from packaging.requirements import Requirement
 from ruamel.yaml import YAML
 
-from edge_client.cli.units import (
+from edge_client.cli.agent_commands import (
     AGENT_UNIT,
     DEFAULT_EXECUTABLE,
     render_agent_unit,

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from devices.eligibility import EligibilitySettings, Obstacle, eligibility, is_held, no_time, obstacles
 from devices.power import Supply
-from devices.telemetry import LOW_DISK_BYTES, Link, Telemetry, Zone, read_telemetry
-from devices.throttling import Causes
+from devices.telemetry import LOW_DISK_BYTES, Causes, Link, Telemetry, Zone, read_telemetry
 from fedcg.wire.messages.messages import DeclineReason
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"

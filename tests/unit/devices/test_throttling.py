@@ -9,8 +9,16 @@ import pytest
 
 from devices import telemetry
 from devices.nvidia import GpuReadings, nvml_readings
-from devices.telemetry import Condition, Sensors, read_telemetry
-from devices.throttling import Causes, EventRates, read_causes, read_counters, read_cpu_mhz
+from devices.telemetry import (
+    Causes,
+    Condition,
+    EventRates,
+    Sensors,
+    read_causes,
+    read_counters,
+    read_cpu_mhz,
+    read_telemetry,
+)
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from audit.attacks import class_inference
+from audit.attacks import class_inference as class_gan
 from audit.attacks.attack import Effort
 from audit.attacks.catalogue import get_attack
+from audit.attacks.class_inference import recognised, trained_judges
 from audit.evidence.case import Case, Knowledge
 from audit.evidence.networks import trained_alone
 from audit.measures.figures import Outcome
 from audit.measures.images import unit_pixels
-from audit.techniques import class_gan
-from audit.techniques.class_judges import recognised, trained_judges
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import simulated_case
 

@@ -1,4 +1,4 @@
-"""ADR by hand, and eq. 5 of Anti-GAN against scikit-image, image by image."""
+"""Eq. 5 of Anti-GAN against scikit-image, image by image."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import pytest
 import torch
 from skimage.metrics import structural_similarity
 
-from audit.measures.image_sets import accuracy_degradation, class_ssim, pairwise_ssim
+from audit.measures.image_sets import class_ssim, pairwise_ssim
 
 
 def draw(count: int, seed: int, channels: int = 3) -> torch.Tensor:
     return torch.rand(count, channels, 12, 10, generator=torch.Generator().manual_seed(seed))
-
-
-def test_adr_is_the_lost_share_of_the_accuracy() -> None:
-    assert accuracy_degradation(0.8, 0.6) == pytest.approx(0.25)
-    assert accuracy_degradation(0.5, 0.6) == pytest.approx(-0.2)
-    with pytest.raises(ValueError, match="plain: an accuracy above 0"):
-        accuracy_degradation(0.0, 0.0)
 
 
 def test_pairwise_ssim_agrees_with_scikit_image() -> None:

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from audit.evidence.case import Knowledge
 from audit.measures.figures import Curve, Interval, Outcome
-from audit.report.charts import svg
 from audit.report.findings import Result, finding_of, report_of
-from audit.report.page import render
+from audit.report.page import render, svg
 from tests.support.audit.reports import SUBJECT, VERDICTS, attack, figure, findings
 
 

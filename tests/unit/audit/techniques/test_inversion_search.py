@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from audit.attacks.gradient_inversion import pixel_rank
 from audit.evidence.networks import whole_model
 from audit.evidence.observed_gradient import BatchGradient, batch_gradient
 from audit.techniques.inversion_search import (
@@ -16,7 +17,6 @@ from audit.techniques.inversion_search import (
     search,
     total_variation,
 )
-from audit.techniques.jacobian_rank import pixel_rank
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import simulated_case
 

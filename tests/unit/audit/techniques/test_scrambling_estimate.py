@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from audit.attacks.image_generator import estimated_scrambling
 from audit.measures.images import unit_pixels
-from audit.techniques.scrambling_estimate import estimated_scrambling
 from fedcg.learning.defences.etc import EtcParams
 from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 from fedcg.learning.seeds import Streams

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.broker.access_lists import end_silences, refresh_access
+from coordinator.broker.access_lists import end_silences, publish_lists, refresh_access
 from coordinator.broker.broker_folder import write_folder
-from coordinator.broker.list_publisher import publish_lists
 from coordinator.broker.lists import MAX_BYTES, Lists, parse_lists
 from coordinator.broker.mosquitto import write_config
 from coordinator.cli.opening import create_home

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from devices.power import Rail, Supply
-from devices.telemetry import Telemetry, Zone
-from devices.throttling import Causes
+from devices.telemetry import Causes, Telemetry, Zone
 from edge_client.agent.self_report import EVERY_S, SelfReporter, readings, served_model
 from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection

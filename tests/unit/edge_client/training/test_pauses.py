@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from devices.eligibility import EligibilitySettings
-from devices.telemetry import Telemetry, Zone
-from devices.throttling import Causes
+from devices.telemetry import Causes, Telemetry, Zone
 from edge_client.training import trainer_child
 from edge_client.training.trainer_child import Trainer
 from edge_client.training.trainer_handle import Committed

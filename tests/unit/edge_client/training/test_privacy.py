@@ -20,7 +20,7 @@ from edge_client.training import local_round
 from edge_client.training.evaluation import measure
 from edge_client.training.model_selection import choose_model
 from edge_client.training.trainer_handle import Committed, Failed
-from fedcg.learning.mechanisms.balance import last_bias, log_prior
+from fedcg.learning.mechanisms.protected_round import last_bias, log_prior
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.wire.artifacts.artifacts import read_header, unpack
 from fedcg.wire.artifacts.tensors import PartArrays

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from experiments.papers.lines import transfer_of
 from experiments.papers.records import ClientRecord
-from experiments.papers.transfer import transfer_of
 from tests.support.learning.papers_cases import record, write
 
 OWN = "own:iid:cifar10-4x500"

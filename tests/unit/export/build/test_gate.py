@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from export.build.accuracy_gate import pass_gate
+from export.build.install_model import pass_gate
 from export.errors import GateError
 from export.model.manifest import read_manifest, write_manifest
 from export.model.versions import Slots

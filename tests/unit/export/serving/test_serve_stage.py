@@ -17,8 +17,7 @@ from export.model.versions import Slots
 from export.serving.candidate import PENDING, Candidate
 from export.serving.comparison import Progress, Stage
 from export.serving.drift_watch import FAILURES, Verdict
-from export.serving.live_model import ServedModel
-from export.serving.stage_record import RECORD_NAME
+from export.serving.live_model import RECORD_NAME, ServedModel
 from fedcg.imaging import Pixels
 from tests.support.learning.export_models import CLASSES, flip_bit, install_model, make_spec
 from tests.support.waiting import wait_until

@@ -8,8 +8,14 @@ from itertools import permutations, product
 import pytest
 import torch
 
-from fedcg.learning.aggregation.client_sampling import HEATS, ClientSampling
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, TaughtBank, label_shares
+from fedcg.learning.aggregation.crossed_distillation import (
+    HEATS,
+    ClientSampling,
+    CrossedAggregator,
+    Crossing,
+    TaughtBank,
+    label_shares,
+)
 from fedcg.learning.aggregation.crossed_teachers import FrozenTeacher, TeacherRows, crossed_loss, outputs_of
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair, draw_bank, teacher_logits, uniform
 from fedcg.learning.method import Aggregate, ServerState, Update

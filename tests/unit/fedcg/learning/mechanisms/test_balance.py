@@ -11,9 +11,14 @@ from torch import nn
 
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms import balance
-from fedcg.learning.mechanisms.balance import last_bias, log_prior
-from fedcg.learning.mechanisms.protected_round import neutral_parts, personal_parts, protected_round
+from fedcg.learning.mechanisms import protected_round as balance
+from fedcg.learning.mechanisms.protected_round import (
+    last_bias,
+    log_prior,
+    neutral_parts,
+    personal_parts,
+    protected_round,
+)
 from fedcg.learning.method import Aggregate, LocalResult, RoundContext
 from fedcg.learning.methods import fedcg
 from fedcg.learning.networks.initial_weights import initial_parts
