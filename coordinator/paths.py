@@ -13,7 +13,7 @@ from pathlib import Path
 from coordinator.config import CoordinatorConfig, load_config
 from coordinator.errors import HomeError
 from fedcg.errors import ALREADY_RUNNING, NOT_FOUND
-from fedcg.files import PRIVATE, SECRET_BYTES, checked_secret, replace_durably, secret_in
+from fedcg.files import PRIVATE, SECRET_BYTES, secret_in
 
 BROKER_NAME = "broker"
 CRL_NAME = "crl.pem"
@@ -108,17 +108,6 @@ class Home:
         if secret is None:
             raise damaged(path, f"it holds no secret of {SECRET_BYTES} bytes with its check")
         return secret
-
-    def check_secret(self) -> None:
-        """Check the secret, and add a check to one that a person wrote, unless the file can't be written.
-
-        Raises:
-            HomeError: the file is damaged.
-        """
-        secret = self.secret()
-        if self.secret_file.stat().st_size == SECRET_BYTES:
-            with suppress(OSError):
-                replace_durably(self.secret_file, checked_secret(secret))
 
     @property
     def is_held(self) -> bool:

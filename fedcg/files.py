@@ -71,15 +71,38 @@ def replace_durably(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
     fsync_path(path.parent)
 
 
+def append_line(path: Path, text: str) -> int:
+    """Append a line to a private file, behind the end of a torn one; durable when this returns, with the size of the file.
+
+    Raises:
+        OSError: it could not be made durable; no piece of it stays.
+    """
+    is_new = not path.exists()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, PRIVATE)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # by a power cut or a full disk
+        line = ("\n" if is_torn else "").encode() + text.encode() + b"\n"
+        if os.write(descriptor, line) < len(line):
+            os.ftruncate(descriptor, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if is_new:
+        fsync_path(path.parent)
+    return size + len(line)
+
+
 def checked_secret(secret: bytes) -> bytes:
     """A secret as files hold it: its 32 bytes, and 8 bytes that check them."""
     return secret + hashlib.sha256(b"fedcg secret 1\0" + secret).digest()[:8]
 
 
 def secret_in(data: bytes) -> bytes | None:
-    """The secret in a file's content, None where it is damaged; one that a person wrote has no check until a program adds it."""
+    """The secret in a file's content, None where it is damaged."""
     secret = data[:SECRET_BYTES]
-    return secret if len(secret) == SECRET_BYTES and data in (secret, checked_secret(secret)) else None
+    return secret if data == checked_secret(secret) else None
 
 
 def file_sha256(path: Path) -> str:

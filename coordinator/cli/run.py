@@ -76,7 +76,7 @@ def run_coordinator(
     """
     config = home.require().config()
     home.make_folders()
-    home.check_secret()
+    home.secret()
     check_pki(home.pki)
     check_api_host(config.api)
     wanted = config.connections

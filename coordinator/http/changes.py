@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
-import os
 import re
 import secrets
 import threading
@@ -31,7 +29,7 @@ from coordinator.http.refusals import CountedEvent
 from coordinator.members.api_tokens import Identity
 from coordinator.storage.api_store import ApiStore, StoredAnswer
 from fedcg.event_log import ROTATE_BYTES, EventLog, EventValue, log_text
-from fedcg.files import advice_for
+from fedcg.files import advice_for, append_line
 
 KEY_HEADER = "Idempotency-Key"
 KEEP_S = 86_400.0
@@ -73,18 +71,9 @@ class AuditLog:
         Raises:
             OSError: the disk did not take it; the file is as before.
         """
-        line = json.dumps({"t": round(time.time(), 3), **fields}).encode() + b"\n"
+        line = json.dumps({"t": round(time.time(), 3), **fields})
         with self._writing:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                before = os.fstat(descriptor).st_size
-                if os.write(descriptor, line) < len(line):  # the disk is full: no piece of a line stays
-                    os.ftruncate(descriptor, before)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            if before + len(line) > ROTATE_BYTES:
+            if append_line(self.path, line) > ROTATE_BYTES:
                 self._rotate()
 
     def _rotate(self) -> None:

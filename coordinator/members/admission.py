@@ -88,10 +88,6 @@ class Admission:
             if token is None or not is_secret_of(token, bytes.fromhex(request.secret)):
                 reason = "the token: no token of that id" if token is None else f"token {token.id}: the secret is wrong"
                 raise RefusedError("the token is not valid here", reason)
-            if request.nonce is None:
-                raise RefusedError(
-                    "this device's program is older than the coordinator's: update it and ask for a new token"
-                )
             key = _requested_key(request.request, request.device)
             purpose = _purpose(request, key)
             earlier = self._earlier(token, purpose, now)

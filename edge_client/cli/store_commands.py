@@ -25,7 +25,7 @@ store_app = typer.Typer(help="Check this device's private store.", no_args_is_he
 @store_app.command("migrate")
 @prints
 def migrate_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """Check the private store, and add checks to secrets that lack them; repeating it changes nothing. The agent must not run meanwhile.
+    """Check the private store, with its secrets; changes nothing. The agent must not run meanwhile.
 
     Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
 

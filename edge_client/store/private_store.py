@@ -116,7 +116,7 @@ class PrivateStore:
         return PrivateStore(root)
 
     def take_over(self) -> None:
-        """Check that this user alone can read what is private, and add checks to secrets that a person wrote.
+        """Check the secrets, and that this user alone can read what is private.
 
         Raises:
             StoreError: names what is open to others, and the command that closes it.
@@ -126,10 +126,8 @@ class PrivateStore:
             raise StoreError(
                 f"other users of this machine may read or change {opened[0]}{' and more' if len(opened) > 1 else ''}. Type: chmod go= {named}"
             )
-        for path in (self.root / "secrets" / name for name in ("device.key", "cohort.key")):
-            secret = _secret(path)
-            if secret is not None and path.stat().st_size == SECRET_BYTES:
-                replace_durably(path, checked_secret(secret))
+        for name in ("device.key", "cohort.key"):
+            _secret(self.root / "secrets" / name)
 
     def open_to_others(self) -> tuple[Path, ...]:
         """Folders and private files that other users of the machine may read or change, the outermost first."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedcg.files import PRIVATE, fsync_path
+from fedcg import files
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.artifacts.inspection import inspect
 
@@ -106,19 +105,7 @@ def append_line(path: Path, line: Line) -> None:
     Raises:
         OSError: it could not be made durable.
     """
-    text, is_new = json.dumps({"format": 1, **line}), not path.exists()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, PRIVATE)
-    try:
-        size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # by a power cut or a full disk
-        payload = ("\n" if is_torn else "").encode() + text.encode() + b"\n"
-        if os.write(descriptor, payload) != len(payload):
-            raise OSError(28, "no room for the record", str(path))
-    finally:
-        os.close(descriptor)
-    fsync_path(path)
-    if is_new:
-        fsync_path(path.parent)
+    files.append_line(path, json.dumps({"format": 1, **line}))
 
 
 def read_lines(path: Path) -> Iterator[Line]:

@@ -9,7 +9,6 @@ DIR/summary.json, DIR/accuracy.png
 from __future__ import annotations
 
 import json
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Literal
 from experiments.errors import OptionError
 from experiments.settings.options import OPTIONS_FILE, Setting, load_setting, root_secret
 from fedcg.errors import EXISTS
-from fedcg.files import replace_durably
+from fedcg.files import checked_secret, replace_durably
 from fedcg.find_mosquitto import find_mosquitto
 
 LOOPBACK = "127.0.0.1"
@@ -133,6 +132,4 @@ def write_secrets(folder: Path, seed: int, client: str) -> None:
     """Give a device its own secret and the cohort's, from the demo's seed; on a real box both are random."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, purpose in (("device.key", f"device {client}"), ("cohort.key", "cohort")):
-        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(root_secret(seed, purpose))
+        replace_durably(folder / name, checked_secret(root_secret(seed, purpose)))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedcg.files import checked_secret
 from tests.support.commands import data_of
 from tests.support.stack import Stack, write_images
 
@@ -33,7 +34,7 @@ class _TwoFederations(Stack):
             named = ("--config", str(self.config(device)), "--federation", SECOND, "--data", str(data))
             self.command("agent", "join", *named, "--out", str(self.config(self.second(device)).parent))
             secrets = self.store(self.second(device)) / "secrets"
-            (secrets / "cohort.key").write_bytes(b"d" * 32)
+            (secrets / "cohort.key").write_bytes(checked_secret(b"d" * 32))
             (secrets / "cohort.key").chmod(0o600)
 
 

@@ -14,6 +14,7 @@ import pytest
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from edge_client.store.private_store import PrivateStore
+from fedcg.files import checked_secret
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, unpack
@@ -143,7 +144,7 @@ def test_a_device_without_the_roster_declines_and_says_what_to_do(tmp_path: Path
 
 def test_a_device_with_another_cohort_secret_is_in_no_sum(tmp_path: Path) -> None:
     stack = made(tmp_path, min_clients=4, rounds=1)
-    (stack.store("site-5") / "secrets" / "cohort.key").write_bytes(b"d" * 32)
+    (stack.store("site-5") / "secrets" / "cohort.key").write_bytes(checked_secret(b"d" * 32))
     with stack.up(agents=True):
         stack.wait_finished(deadline_s=90.0)
         barred = [event["clients"] for event in stack.events("coordinator") if event["event"] == "barred"]

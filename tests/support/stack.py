@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from fedcg.files import checked_secret
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.toml_edit import set_values
 from tests.support.waiting import free_port, wait_until
@@ -107,7 +108,7 @@ class Stack:
         if self.https:
             ports += ["--carrier-port", str(self.carrier_port)]
         self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
-        (self.home / "coordinator.secret").write_bytes(b"s" * 32)
+        (self.home / "coordinator.secret").write_bytes(checked_secret(b"s" * 32))
         (self.home / "high-water.mark").unlink()  # the secret of before signed it
         storage = {("storage", name): value for name, value in self.storage.items()}
         set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): self.retry_s, **storage})

@@ -22,7 +22,6 @@ from fedcg.wire.messages.messages import Identifier, Nonce, Sha256, Signature
 PresetName = Literal["mosquitto", "aws-iot", "azure-event-grid", "emqx"]
 """Brokers and services with known limits (`transfer.broker_presets`)."""
 TOKEN_PREFIX = "fcg2_"  # noqa: S105 - the mark of a token's text, not a secret
-OLD_TOKEN_PREFIX = "fcg1_"  # noqa: S105 - of tokens that do not name the coordinator's message key
 SECRET_BYTES = 32
 CHECK_BYTES = 4
 MAX_TOKEN_CHARS = 2048
@@ -81,11 +80,6 @@ class Token(_Strict):
             MalformedError: it is none, or was cut or mistyped. The message never holds any of it.
         """
         text = text.strip()
-        if text.startswith(OLD_TOKEN_PREFIX):
-            raise MalformedError(
-                "the enrolment token was made by an earlier version and does not name the coordinator's message key: ask the "
-                "operator for a new one (`fedcg token create`)"
-            )
         if not text.startswith(TOKEN_PREFIX) or len(text) > MAX_TOKEN_CHARS:
             raise MalformedError(f"this is no enrolment token: one starts with {TOKEN_PREFIX}")
         encoded = text[len(TOKEN_PREFIX) :]
@@ -113,7 +107,7 @@ class EnrolRequest(_Strict):
         request: PKCS #10 request for the TLS certificate, PEM, signed by the new P-256 key, CN = `device`.
         signing_key: public half of the new Ed25519 key, in hex.
         proof: its signature over `enrolment_statement`.
-        nonce: random, made for this request alone; boxes of earlier versions send none, and are refused.
+        nonce: random, made for this request alone.
     """
 
     token: TokenId
@@ -122,7 +116,7 @@ class EnrolRequest(_Strict):
     request: Pem
     signing_key: Sha256
     proof: Signature
-    nonce: Nonce | None = None
+    nonce: Nonce
 
 
 class EnrolAnswer(_Strict):

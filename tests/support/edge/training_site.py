@@ -13,6 +13,7 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_child import Trainer
 from edge_client.training.trainer_handle import Failed
 from fedcg.event_log import EventLog, read_events
+from fedcg.files import checked_secret
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
@@ -70,7 +71,7 @@ class Site:
             }
         )
         (root / "store" / "secrets").mkdir(parents=True)
-        (root / "store" / "secrets" / "device.key").write_bytes(DEVICE_KEY)
+        (root / "store" / "secrets" / "device.key").write_bytes(checked_secret(DEVICE_KEY))
         self.store = PrivateStore.open(root / "store", FEDERATION, DEVICE)
         self.store.save_spec(spec.canonical())
         method = get_method(spec.method)

@@ -19,6 +19,7 @@ from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page.site import add_page
 from coordinator.paths import Home
 from coordinator.storage.high_water import HighWater
+from fedcg.files import checked_secret
 from tests.support.coordinator.federations import Federations
 from tests.support.waiting import free_port, wait_until
 
@@ -89,7 +90,7 @@ def served(made: Federations) -> Iterator[ServedPage]:
     home = Home(made.world.root)
     config = CoordinatorConfig(enrolment=EnrolmentSettings(port=8444))
     home.config_file.write_text(render_config(config))
-    home.secret_file.write_bytes(b"s" * 32)
+    home.secret_file.write_bytes(checked_secret(b"s" * 32))
     HighWater(home, made.world.store._engine).lift()  # of the world's database, which has no home before
     ended: list[int] = []
     application = create_app(home, made.coordinator, ended.append, until_finished=False, beside=lambda _: nullcontext())

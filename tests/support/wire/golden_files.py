@@ -27,6 +27,7 @@ from coordinator.storage import schema
 from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.store import Store
 from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
+from fedcg.files import checked_secret
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
 from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, FormEvidence, ServedModel
 from fedcg.wire.messages.key_chain import PinnedKey, make_link
@@ -168,7 +169,7 @@ def fill_store(root: Path) -> None:
     spec = toy_spec()
     store = PrivateStore.open(root, FEDERATION, DEVICE)
     store.keep_cohort_secret(b"c" * 32)
-    (root / "secrets" / "device.key").write_bytes(b"d" * 32)
+    (root / "secrets" / "device.key").write_bytes(checked_secret(b"d" * 32))
     store.save_spec(spec.canonical())
     store.artifacts.put(artifacts()["aggregate"])
     for number in (1, 2):

@@ -19,10 +19,9 @@ from coordinator.pki.authority import CA_NAME, create_ca, credential_of, issue
 from coordinator.pki.signing_keys import rotate_key
 from edge_client.errors import EnrolError
 from edge_client.identity.enrol import enrol
-from edge_client.identity.enrolment_client import ask
 from edge_client.transfer.https_client import check_ready
-from fedcg.wire.errors import MalformedError, TransportError
-from fedcg.wire.messages.enrolment_messages import ENROL_PATH, EnrolAnswer, EnrolRequest, Token
+from fedcg.wire.errors import TransportError
+from fedcg.wire.messages.enrolment_messages import ENROL_PATH
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.transport.mqtt import probe
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
@@ -103,22 +102,6 @@ def test_a_token_of_before_a_rotation_pins_no_key_of_after_it(desk: Desk, tmp_pa
     with pytest.raises(EnrolError, match="the operator revoked the token"):
         enrol(token, tmp_path / "box")
     enrol(desk.token("line-4"), tmp_path / "box")
-
-
-def test_a_token_that_names_no_message_key_is_refused_with_what_to_ask_for() -> None:
-    with pytest.raises(MalformedError, match=r"earlier version.*fedcg token create"):
-        Token.parse("fcg1_" + "A" * 200)
-
-
-def test_a_box_whose_program_sends_no_nonce_is_told_to_update_it(desk: Desk, tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-    with between(desk, "enrolment", lambda answer: answer) as recorder:
-        enrol(desk.token("line-4"), tmp_path / "box", url=recorder.url)
-        seen.append(json_of(bytes(recorder.heard)[bytes(recorder.heard).index(b"POST") :]))
-    del seen[0]["nonce"]
-    old = EnrolRequest.model_validate(seen[0])
-    with pytest.raises(EnrolError, match="older than the coordinator's"):
-        ask(desk.url, ENROL_PATH, old, EnrolAnswer, desk.context())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.errors import NOT_FOUND
+from fedcg.files import checked_secret
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.conftest import StartMosquitto
@@ -89,7 +90,7 @@ def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device
     assert waiting["update_waiting"] == generation.outbox.artifact
     assert waiting["private_parts_start"] == "public spec seed"
     store.save_delivery(DeliveryRecord(generation.outbox.artifact, 3, 2, "accepted", ""))
-    (store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
+    (store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
     done = data_of(run("status", "--config", str(device), "--json").stdout)
     assert (done["update_waiting"], done["running"]) == (None, False)
     assert done["last_receipt"] == "round 3.2: accepted"

@@ -22,6 +22,7 @@ from edge_client.store.generations import Generations
 from edge_client.store.private_store import RECEIPTS_KEPT, STORE_FORMAT, DeliveryRecord, PrivateStore
 from edge_client.store.small_files import write_json
 from fedcg import files
+from fedcg.files import checked_secret
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.edge.world import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
@@ -211,7 +212,7 @@ def test_the_device_secret_is_made_once_and_differs_between_devices(store: Priva
 def test_a_given_cohort_secret_is_used_and_a_short_one_refused(store: PrivateStore) -> None:
     assert store.cohort_secret() is None
     path = store.root / "secrets" / "cohort.key"
-    path.write_bytes(b"c" * 32)
+    path.write_bytes(checked_secret(b"c" * 32))
     assert store.cohort_secret() == b"c" * 32
     path.write_bytes(b"short")
     with pytest.raises(StoreError, match=r"cohort\.key"):
@@ -221,7 +222,7 @@ def test_a_given_cohort_secret_is_used_and_a_short_one_refused(store: PrivateSto
 def test_secrets_that_were_put_there_before_the_first_start_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "store" / "secrets"
     folder.mkdir(parents=True)
-    (folder / "device.key").write_bytes(b"d" * 32)
+    (folder / "device.key").write_bytes(checked_secret(b"d" * 32))
     store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
     (folder / "device.key").chmod(0o600)
     folder.chmod(0o700)

@@ -16,6 +16,7 @@ from export.build.install_model import package_personal
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
 from fedcg.event_log import EventLog
+from fedcg.files import checked_secret
 from fedcg.learning.defences.etc import EtcParams
 from fedcg.learning.defences.scrambling import Scrambling, draw_keys, scrambling_of
 from fedcg.learning.networks.initial_weights import complete_spec
@@ -138,7 +139,7 @@ def test_all_sets_of_a_device_are_encrypted_alike_and_a_second_round_has_the_sam
 
 def test_devices_with_one_cohort_secret_encrypt_alike_and_one_without_declines(tmp_path: Path) -> None:
     sites = [Site(tmp_path / name, real_spec("local")) for name in ("a", "b")]
-    (sites[1].store.root / "secrets" / "device.key").write_bytes(b"e" * len(DEVICE_KEY))
+    (sites[1].store.root / "secrets" / "device.key").write_bytes(checked_secret(b"e" * len(DEVICE_KEY)))
     for site in sites:
         give(site, site.root / "data", key="cohort")
     report = sites[0].declined()

@@ -20,6 +20,7 @@ from edge_client.session.commands import ChooseModel
 from edge_client.session.events import Chosen
 from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.event_log import EventLog
+from fedcg.files import checked_secret
 from fedcg.learning.backbone_names import WEIGHTS_VARIABLE, weights_digest
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.networks.pretrained import features
@@ -109,7 +110,7 @@ def test_the_status_names_the_public_backbone_and_where_the_projection_starts(tm
     site = site_of(tmp_path, weights)
     public = f"backbone public (sha256 {weights_digest(weights)[:12]}, frozen), projection from the"
     assert read_status(site.config)["private_parts_start"] == f"{public} public spec seed"
-    (site.store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
+    (site.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
     assert read_status(site.config)["private_parts_start"] == f"{public} cohort secret"
 
 

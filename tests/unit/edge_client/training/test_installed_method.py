@@ -18,6 +18,7 @@ from edge_client.session.events import Chosen
 from edge_client.training import local_round
 from edge_client.training.trainer_handle import Committed
 from export.model.versions import Slots
+from fedcg.files import checked_secret
 from fedcg.learning.methods.fedproto import NearestPrototype
 from fedcg.learning.networks.personal_model import personal_model
 from fedcg.learning.registry import get_method
@@ -131,7 +132,7 @@ def test_a_spec_without_masks_is_declined_for_a_method_that_has_some_and_so_is_o
 def test_a_spec_with_another_number_of_probes_than_its_statistics_have_rows_is_declined(tmp_path: Path) -> None:
     spec = real_spec("fedprobe", probes=4)
     site = allowing(Site(tmp_path, spec.model_copy(update={"params": {**spec.params, "probes": 8}})))
-    (site.store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
+    (site.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
     report = site.declined()
     assert (report.reason, report.detail) == (
         DeclineReason.SPEC_REFUSED,

@@ -18,6 +18,7 @@ from edge_client.session.events import Chosen
 from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
 from edge_client.training.model_selection import Candidate, choose
+from fedcg.files import checked_secret
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.probes.alignment import outputs_on, probe_inputs, residual
@@ -156,7 +157,7 @@ def test_the_downloaded_candidate_of_a_fedprobe_device_has_the_extractor_that_wa
 ) -> None:
     relu = NetworkChoice(split="lenet5_relu", noise_dim=8)
     site = Site(tmp_path, real_spec("fedprobe", network=relu, probes=4, align_steps=60, align_lr=3e-3))
-    (site.store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
+    (site.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
     policy = PolicySection(allow_upload=frozenset({Part.CLASSIFIER, Part.STATISTICS}))
     site.config = site.config.model_copy(update={"policy": policy})
     site.trainer().do(site.round())

@@ -18,6 +18,7 @@ from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png
 from edge_client.config import AuditSection
 from edge_client.training.trainer_handle import Committed, Failed
+from fedcg.files import checked_secret
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays
@@ -181,7 +182,7 @@ def test_the_report_with_its_pictures_lies_in_the_store_for_its_owner_alone(
     assert report["subject"]["start"] == "public spec seed"
     page = (folder / "report.html").read_text()
     assert outcome().pictures[0].rows[0][1][0] in page
-    (site.store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
+    (site.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
     site.trainer().do(site.round(2))
     again = json.loads((folder / "report.json").read_text())["subject"]
     assert (again["round"], again["start"]) == (2, "cohort secret")

@@ -22,6 +22,7 @@ from edge_client.training.evaluation import Measured
 from edge_client.training.local_data import LocalData
 from edge_client.training.trainer_child import reason_for
 from edge_client.training.trainer_handle import Committed
+from fedcg.files import checked_secret
 from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.networks import NETWORKS
 from fedcg.learning.networks.initial_weights import initial_parts
@@ -233,7 +234,7 @@ def test_a_restarted_process_continues_with_the_same_bits(tmp_path: Path) -> Non
 
 def test_devices_differ_by_their_secret_and_a_repetition_by_its_attempt(tmp_path: Path) -> None:
     sites = {name: Site(tmp_path / name, real_spec()) for name in ("a", "other secret", "other attempt")}
-    (sites["other secret"].store.root / "secrets" / "device.key").write_bytes(b"e" * 32)
+    (sites["other secret"].store.root / "secrets" / "device.key").write_bytes(checked_secret(b"e" * 32))
     for name, site in sites.items():
         site.trainer().do(site.round(1, 2 if name == "other attempt" else 1))
     weights = {name: site.state().slots["personal"][Part.EXTRACTOR] for name, site in sites.items()}
@@ -244,7 +245,7 @@ def test_devices_differ_by_their_secret_and_a_repetition_by_its_attempt(tmp_path
 def test_the_cohort_secret_decides_where_private_parts_start_and_only_those(tmp_path: Path) -> None:
     spec = real_spec(lr=1e-12, gan_lr=1e-12, weight_decay=0.0)
     plain, cohort = Site(tmp_path / "a", spec), Site(tmp_path / "b", spec)
-    (cohort.store.root / "secrets" / "cohort.key").write_bytes(COHORT_KEY)
+    (cohort.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(COHORT_KEY))
     for site in (plain, cohort):
         site.trainer().do(site.round())
     slots = [site.state().slots["personal"] for site in (plain, cohort)]

@@ -62,7 +62,7 @@ def test_a_secret_is_in_no_text_that_is_made_for_people() -> None:
     assert TOKEN.secret.hex() not in repr(TOKEN)
     assert "sss" not in repr(TOKEN)
     request = EnrolRequest(
-        token="0" * 16, secret="5" * 64, device="a", request="x", signing_key="1" * 64, proof="2" * 128
+        token="0" * 16, secret="5" * 64, device="a", request="x", signing_key="1" * 64, proof="2" * 128, nonce="3" * 32
     )
     assert "5" * 64 not in repr(request)
 
