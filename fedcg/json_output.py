@@ -31,7 +31,7 @@ def prints(command: Callable[..., Result]) -> Callable[..., None]:
         values, text, *code = command(**given)
         if as_json:
             print_data(values)
-        else:
+        elif text:
             typer.echo(text)
         if code:
             raise typer.Exit(*code)
@@ -42,13 +42,13 @@ def prints(command: Callable[..., Result]) -> Callable[..., None]:
 def with_options(
     run: Callable[..., Any], command: Callable[..., Any], **added: tuple[Any, object]
 ) -> Callable[..., Any]:
-    """`run` with name, docstring and options of `command`, and some more, each with its default; typer reads the signature."""
+    """`run` with name, docstring and options of `command`, but for a `Client`, and some more, each with its default; typer reads the signature."""
     hints = get_type_hints(command, localns={"Client": object}, include_extras=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         known.replace(kind=keyword, annotation=hints[name])
         for name, known in inspect.signature(command).parameters.items()
-        if name != "client"
+        if hints[name] is not object
     ]
     for name, (annotation, default) in added.items():
         parameters.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from coordinator.cli.shared_options import Directory, Reason, asks, store_of
+from fedcg.errors import BadInputError
 from fedcg.json_output import Result, prints
 from fedcg.text_output import moment, seconds_of, table
 
@@ -51,7 +52,11 @@ def token_create(
 
     Example: fedcg token create --device line-4 --for 2h
     """
+    from coordinator.members.tokens import MAX_TOKEN_HOURS
+
     hours = seconds_of(span, "--for") / 3600
+    if not 0 < hours <= MAX_TOKEN_HOURS:
+        raise BadInputError(f"--for {span}: choose more than 0 and at most {MAX_TOKEN_HOURS / 24:g}d")
     wanted = {"device": device, "replaces": replaces, "hours": hours, "url": enrolment_url, "federation": federation}
     made = client.change("POST", "/enrolment-tokens", wanted)
     named = "" if made["device"] else " --device ID"

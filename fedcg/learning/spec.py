@@ -30,7 +30,7 @@ DEFAULT_MIN_COHORT = 3
 ParameterValue = (
     bool
     | Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
-    | Annotated[float, Field(ge=-1e9, le=1e9)]
+    | Annotated[float, Field(ge=-1e18, le=1e18)]
     | Annotated[str, Field(max_length=200)]
     | None
 )

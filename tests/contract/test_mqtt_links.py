@@ -142,7 +142,7 @@ def test_a_renewed_certificate_is_used_by_the_next_connection_without_a_will_and
 
     files.key.write_bytes(own.key.read_bytes())  # a key that does not fit
     device.transport.reconnect()
-    wait_until(lambda: "work together" in (device.transport.last_error or ""), "the error is kept")  # type: ignore[attr-defined]
+    wait_until(lambda: "damaged" in (device.transport.last_error or ""), "the error is kept")  # type: ignore[attr-defined]
     files.cert.write_bytes(own.cert.read_bytes())
     device.await_link(3)
 

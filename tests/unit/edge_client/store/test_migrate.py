@@ -1,4 +1,4 @@
-"""`fedcg agent store migrate`: a private store is checked, and secrets get their checks; a store of another format is left as it was."""
+"""`fedcg agent store migrate`: a private store is checked; a store of another format is left as it was."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from edge_client.store.private_store import STORE_FORMAT, PrivateStore
 from edge_client.store.small_files import read_json, write_json
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, FAILED
-from fedcg.files import SECRET_BYTES, checked_secret
+from fedcg.files import SECRET_BYTES
 from tests.support.box_install import AGENT_TOML, content, fill_store
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.filled_store import fill
@@ -19,21 +19,26 @@ from tests.support.edge.world import DEVICE, FEDERATION, write_device
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with a device's configuration and a store whose secret a person wrote, without a check."""
+    """A folder with a device's configuration and a store."""
     (tmp_path / "agent.toml").write_text(AGENT_TOML)
     fill_store(tmp_path / "store", STORE_FORMAT)
-    (tmp_path / "store" / "secrets" / "device.key").write_bytes(b"d" * SECRET_BYTES)
     return tmp_path
 
 
-def test_a_secret_without_a_check_gets_one_and_a_second_time_changes_nothing(place: Path) -> None:
+def test_a_sound_store_is_checked_and_nothing_changes(place: Path) -> None:
+    before = content(place)
     facts = data_of(run_fedcg("agent", "store", "migrate", "--config", place / "agent.toml", "--json").stdout)
     assert (facts["format"], facts["round"], facts["problems"]) == (STORE_FORMAT, 2, [])
-    once = content(place)
-    assert once["store/secrets/device.key"] == checked_secret(b"d" * SECRET_BYTES)
     again = run_fedcg("agent", "store", "migrate", "--config", place / "agent.toml")
     assert f"has format {STORE_FORMAT}, trained up to round 2" in again.stdout
-    assert content(place) == once
+    assert content(place) == before
+
+
+def test_a_secret_without_its_check_is_refused_by_name(place: Path) -> None:
+    (place / "store" / "secrets" / "device.key").write_bytes(b"d" * SECRET_BYTES)
+    refused = run_fedcg("agent", "store", "migrate", "--config", place / "agent.toml")
+    assert refused.exit_code == FAILED
+    assert "secrets/device.key is damaged" in refused.stderr
 
 
 def test_a_damaged_newest_state_is_named_and_the_one_before_it_counts(place: Path) -> None:
