@@ -129,7 +129,7 @@ class Stack:
             secrets.mkdir(parents=True, mode=0o700)
             self.store(device).chmod(0o700)
             for name, content in (("cohort.key", b"c" * 32), ("device.key", bytes([number]) * 32)):
-                (secrets / name).write_bytes(content)
+                (secrets / name).write_bytes(checked_secret(content))
                 (secrets / name).chmod(0o600)
 
     def enrol_device(self, device: str, *wishes: str, folder: Path | None = None) -> Path:
