@@ -47,6 +47,7 @@ class Home:
         events_file: the event log.
         audit_file: the audit log: every change that was made through the API or the page.
         api_token: the API token of the commands on this machine.
+        sessions: open sessions of the page, by digests of their cookies.
         pid_file: held locked by the running coordinator; holds its process id.
     """
 
@@ -64,6 +65,7 @@ class Home:
     events_file = _Path("events.jsonl")
     audit_file = _Path("audit.jsonl")
     api_token = _Path("api.token")
+    sessions = _Path("sessions.json")
     pid_file = _Path("coordinator.pid")
 
     def public_data(self, config: CoordinatorConfig) -> Path | None:

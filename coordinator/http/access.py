@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs
 
 from fastapi import Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.security import HTTPBearer
+from pydantic import TypeAdapter
 
 from coordinator.http.problems import ProblemError, too_many
 from coordinator.http.refusals import FailureLimits, Rate
 from coordinator.members.api_tokens import ApiTokens, Identity, Role
 from coordinator.token_buckets import Buckets
+from fedcg.files import replace_durably
 
 __all__ = ["ACTION_HEADER", "COOKIE", "FORM_FIELD", "Access", "Identity", "Role", "require"]
 
@@ -48,6 +54,7 @@ class Access:
         per_token: requests of one token.
         clock: unix time, of sessions.
         monotonic: seconds, of the limits.
+        kept: the file of open sessions, which so outlive a restart; it holds digests of their cookies alone.
     """
 
     def __init__(
@@ -57,10 +64,12 @@ class Access:
         per_token: Rate = PER_TOKEN,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        kept: Path | None = None,
     ) -> None:
         self.tokens = tokens
         self._key = hmac.digest(secret, b"forms of the coordinator's page", "sha256")
-        self._sessions: dict[str, tuple[str, float]] = {}  # sha256 of the cookie: the token's id, and when it ends
+        self._kept, self._keeping = kept, threading.Lock()
+        self._sessions = {} if kept is None else _kept_sessions(kept)
         self._clock = clock
         self._failures = FailureLimits(monotonic)
         self._requests: Buckets[str] = Buckets(per_token.per_s, per_token.burst, monotonic)
@@ -107,7 +116,9 @@ class Access:
         if identity is None:
             self._count_failure(request)
             raise ProblemError(401, "the token is not valid; `fedcg coordinator token create` makes one")
-        return self.open_session(identity.token_id)
+        value = self.open_session(identity.token_id)
+        await run_in_threadpool(self._keep)
+        return value
 
     def open_session(self, token: str) -> str:
         """Open a session for the token of this id; returns the value for `set_session`."""
@@ -118,9 +129,22 @@ class Access:
         self._sessions[_digest(value)] = (token, self._clock() + SESSION_S)
         return value
 
-    def sign_out(self, request: Request) -> None:
+    async def sign_out(self, request: Request) -> None:
         """End the session of a request, in every browser that has its cookie."""
         self._sessions.pop(_digest(request.cookies.get(COOKIE, "")), None)
+        await run_in_threadpool(self._keep)
+
+    def _keep(self) -> None:
+        """Write the sessions that have not ended; where the disk does not take them, a restart ends all rather than reviving one."""
+        if self._kept is None:
+            return
+        with self._keeping:
+            now, known = self._clock(), list(self._sessions.items())
+            try:
+                replace_durably(self._kept, json.dumps({key: each for key, each in known if now < each[1]}))
+            except OSError:
+                with suppress(OSError):
+                    self._kept.unlink(missing_ok=True)
 
     def form_token(self, session: str) -> str:
         """The value of the hidden field `FORM_FIELD` in the forms of a session, by the value of its cookie."""
@@ -144,6 +168,14 @@ class Access:
         if wait_s > 0:
             raise too_many("refused requests", wait_s)
         self._failures.refused(address)
+
+
+def _kept_sessions(path: Path) -> dict[str, tuple[str, float]]:
+    """By the sha256 of a session's cookie: its token's id, and when it ends; none where the file is missing or damaged."""
+    try:
+        return TypeAdapter(dict[str, tuple[str, float]]).validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
 
 
 def set_session(response: Response, value: str, *, secure: bool) -> None:

@@ -109,7 +109,7 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: 
     state = application.state
     state.coordinator = coordinator
     state.home = home
-    state.access = Access(ApiTokens(store.api), secret)
+    state.access = Access(ApiTokens(store.api), secret, kept=home.sessions)
     state.events = facts_api.EventStream(home.events_file)
     state.operations = Operations(home, store, coordinator.events, follow or coordinator.follow)
     state.waiting = anyio.CapacityLimiter(1)  # the thread that waits for the members' lock

@@ -63,7 +63,7 @@ async def login(request: Request, fields: Fields) -> Response:
 async def logout(view: Asked) -> Response:
     """End the session."""
     answer = see_other("/login")
-    access_of(view.request).sign_out(view.request)
+    await access_of(view.request).sign_out(view.request)
     end_session(answer)
     return answer
 

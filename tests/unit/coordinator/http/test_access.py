@@ -10,6 +10,7 @@ import pytest
 from coordinator.http.access import ACTION_HEADER, COOKIE, FORM_FIELD, MAX_SESSIONS, SESSION_S, Access, Role
 from coordinator.http.refusals import PER_ADDRESS
 from coordinator.members.api_tokens import DAYS, LOCAL_NAME, ApiTokens, local_token
+from coordinator.page.site import add_page
 from coordinator.paths import Home
 from coordinator.storage.api_store import USED_EVERY_S
 from tests.support.coordinator.api import Api, running_api
@@ -106,6 +107,31 @@ def test_a_session_ends_with_its_time_and_the_oldest_of_a_token_with_too_many(ho
         assert [answer(session) for session in (*opened[:2], opened[-1], bob)] == [401, 200, 200, 200]
         now += SESSION_S
         assert answer(bob) == 401
+
+
+def test_a_session_outlives_a_restart_and_one_that_was_ended_does_not_come_back(home: Home, api: Api) -> None:
+    add_page(api.application)
+    made = api.tokens.create("ann", Role.VIEWER)
+    with api.as_(None) as browser, api.as_(None) as other:
+
+        def restart() -> None:
+            api.application.state.access = Access(api.tokens, home.secret(), kept=home.sessions)
+
+        for each in (browser, other):
+            assert each.post("/login", data={"token": made.text}).status_code == 303
+        restart()
+        assert [each.get(FEDERATIONS).status_code for each in (browser, other)] == [200, 200]
+        cookies = {one.cookies[COOKIE] for one in (browser, other)}
+        assert len(cookies) == 2
+        assert not any(cookie in home.sessions.read_text() for cookie in cookies), "it holds digests alone"
+        cookie = browser.cookies[COOKIE]
+        assert browser.post("/logout", headers={"X-FedCG": "1"}).status_code == 303
+        restart()
+        assert browser.get(FEDERATIONS, headers={"Cookie": f"{COOKIE}={cookie}"}).status_code == 401
+        assert other.get(FEDERATIONS).status_code == 200
+        home.sessions.write_bytes(b"[[")
+        restart()
+        assert other.get(FEDERATIONS).status_code == 401
 
 
 def test_a_token_expires_unless_it_is_that_of_the_commands_on_this_machine(home: Home, api: Api) -> None:
