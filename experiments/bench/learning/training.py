@@ -66,8 +66,6 @@ class Setting:
         images: of a client, 3x32x32.
         steps: of a client's stage, and of the student.
         teachers: how many the reference runs in every step of the student.
-        device: torch device of ours.
-        graphs: whether ours may run steps as CUDA graphs.
     """
 
     plain: bool
@@ -77,8 +75,6 @@ class Setting:
     images: int
     steps: int
     teachers: int
-    device: str = "cpu"
-    graphs: bool = True
 
 
 @contextmanager
@@ -125,9 +121,7 @@ def context_of(setting: Setting, steps: int) -> RoundContext:
         augment_flip=True,
     )
     streams = Streams(b"bench").at("bench", _LATE_ROUND, 1)
-    return RoundContext(
-        complete_spec(plan), _LATE_ROUND, 1, plan.rounds, streams, device=setting.device, graphs=setting.graphs
-    )
+    return RoundContext(complete_spec(plan), _LATE_ROUND, 1, plan.rounds, streams)
 
 
 def random_images(count: int) -> ImageSet:

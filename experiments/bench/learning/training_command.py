@@ -1,10 +1,9 @@
-"""`fedcg bench round` and `fedcg bench train`: a round and its steps against the plain reference. No torch before they run."""
+"""`fedcg bench round`: a round against the plain reference. `fedcg bench train`: a round on this box. No torch before they run."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import Annotated
 
 import typer
 
@@ -13,9 +12,6 @@ from fedcg.errors import BadInputError
 from fedcg.json_output import print_data
 from fedcg.learning.errors import LearningError
 from fedcg.learning.spec import NetworkChoice
-
-if TYPE_CHECKING:
-    from experiments.bench.learning.steps import Steps
 
 
 def round_command(
@@ -81,82 +77,22 @@ def _seconds(stages: object) -> str:
 
 
 def train_command(
-    batch: Annotated[list[int] | None, typer.Option(min=2, help="Rows of a step; again for more.  [16, 64]")] = None,
-    networks: Annotated[
-        list[str] | None, typer.Option(help="generator/discriminator; again for more.  [conv/conv_published, mlp/mlp]")
-    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    method: Annotated[str, typer.Option(help="The method.")] = "fedcg",
     split: Annotated[str, typer.Option(help="Extractor and classifier.")] = "lenet5",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each measurement.")] = 100,
-    threads: Annotated[int, typer.Option(min=1, help="Threads, of both sides.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="Five steps, once: does it run at all?")] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu or cuda: one line about this box instead, of a whole local round; no reference."),
-    ] = None,
-    method: Annotated[str, typer.Option(help="With --device: the method.")] = "fedcg",
-    images: Annotated[int, typer.Option(min=8, help="With --device: random images of the round.")] = 1000,
-    image_size: Annotated[int, typer.Option(min=4, max=1024, help="With --device: pixels of a side.")] = 32,
-    epochs: Annotated[int, typer.Option(min=1, help="With --device: epochs of the round.")] = 4,
+    generator: Annotated[str, typer.Option(help="Generator.")] = "mlp",
+    discriminator: Annotated[str, typer.Option(help="Discriminator.")] = "mlp",
+    images: Annotated[int, typer.Option(min=8, help="Random images of the round.")] = 1000,
+    image_size: Annotated[int, typer.Option(min=4, max=1024, help="Pixels of a side.")] = 32,
+    batch: Annotated[int, typer.Option(min=2, help="Rows of a step.")] = 16,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of the round.")] = 4,
+    threads: Annotated[int, typer.Option(min=1, help="Threads.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Two batches, one epoch: does it run at all?")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Milliseconds of one step of each stage: the same networks by the plain reference and by ours, one process each.
+    """One line about this box: steps and images a second, memory and energy of one whole local round on random images.
 
     Example: fedcg bench train --quick
-    """
-    if device is not None:
-        pair = (networks or ["mlp/mlp"])[0].partition("/")
-        rows = min(batch or [16])
-        _box(
-            NetworkChoice(split=split, generator=pair[0], discriminator=pair[2] or pair[0]),
-            *(device, method, image_size, 2 * rows if quick else images, rows, 1 if quick else epochs, threads),
-            as_json=as_json,
-        )
-        return
-    from experiments.bench.learning.steps import Steps, measure
-
-    chosen = [tuple(pair.split("/", 1)) for pair in networks or ["conv/conv_published", "mlp/mlp"]]
-    if any(len(pair) != 2 for pair in chosen):
-        raise typer.BadParameter("write --networks generator/discriminator, e.g. conv/conv_published")
-    plan = Steps(
-        pairs=tuple((pair[0], pair[1]) for pair in chosen),
-        batches=tuple(batch or [16, 64]),
-        split=split,
-        steps=5 if quick else steps,
-        threads=threads,
-        repeats=1 if quick else repeats,
-    )
-
-    def announce(line: str) -> None:
-        typer.echo(line, err=True)
-
-    cases, on_gpu = measure(plan, announce), _on_gpu(plan, announce)
-    if as_json:
-        setting = {"split": split, "steps": plan.steps, "threads": threads, "repeats": plan.repeats}
-        print_data({**bench_record("bench train"), "setting": setting, "cases": cases, **on_gpu})
-        return
-    for case in cases:
-        typer.echo(
-            f"{case['generator']}/{case['discriminator']} batch {case['batch']} {case['stage']:<9} "
-            f"reference {case['reference_ms']:7.2f} ms, ours {case['ours_ms']:7.2f} ms: {case['speedup']:.2f}x"
-        )
-    if on_gpu:
-        typer.echo(json.dumps(on_gpu, indent=1))
-
-
-def _box(
-    network: NetworkChoice,
-    device: str,
-    method: str,
-    size: int,
-    images: int,
-    batch: int,
-    epochs: int,
-    threads: int,
-    *,
-    as_json: bool,
-) -> None:
-    """Time this box's local round.
 
     Raises:
         BadInputError: there is no such device or method, or the networks refuse the setting.
@@ -167,24 +103,15 @@ def _box(
 
     if not (device == "cpu" or (device.startswith("cuda") and torch.cuda.is_available())):
         raise BadInputError(f"--device {device}: this torch has cpu{', cuda' * torch.cuda.is_available()}")
-    plan = BoxRound(device, method, network, size, images, batch, epochs, threads)
+    network = NetworkChoice(split=split, generator=generator, discriminator=discriminator)
+    rows, rounds = (2 * batch, 1) if quick else (images, epochs)
+    plan = BoxRound(device, method, network, image_size, rows, batch, rounds, threads)
     try:
         found = measure(plan, lambda line: typer.echo(line, err=True))
     except (LearningError, ValueError) as error:
         raise BadInputError(str(error)) from error
     if as_json:
         setting = {**vars(plan), "network": network.model_dump(mode="json")}
-        print_data({**bench_record("bench train --device"), "setting": setting, **found})
+        print_data({**bench_record("bench train"), "setting": setting, **found})
         return
     typer.echo(line_of(plan, found))
-
-
-def _on_gpu(plan: Steps, announce: Callable[[str], None]) -> dict[str, object]:
-    """The same stages of ours on a CUDA device; no key at all without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    from experiments.bench.learning import gpu
-
-    return {"cuda_device": torch.cuda.get_device_name(), "cuda": gpu.measure(plan, announce)}

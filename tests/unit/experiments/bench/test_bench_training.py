@@ -6,13 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from experiments.bench.learning import gpu
 from experiments.bench.learning.round import RoundPlan, _whole
-from experiments.bench.learning.steps import STAGES
-from experiments.bench.learning.training import Setting, Stage, median_seconds, work_of
-from fedcg.learning.spec import NetworkChoice
+from experiments.bench.learning.training import Stage, median_seconds
 from tests.support.commands import data_of, run_fedcg
 
 FEDCG = [sys.executable, "-m", "fedcg"]
@@ -48,38 +44,6 @@ def test_measurements_are_taken_in_turn_and_their_medians_told() -> None:
     assert order == ["a", "b", "a", "b", "a", "b"]
 
 
-def test_every_stage_that_a_gpu_is_measured_on_runs_and_counts_its_operations() -> None:
-    network = NetworkChoice(split="lenet5", generator="mlp", discriminator="mlp", noise_dim=8)
-    setting = Setting(
-        plain=False, network=network, passes="joint", batch=4, images=8, steps=2, teachers=1, graphs=False
-    )
-    counted = {stage: gpu.counted_flops(work_of(setting, stage, 2)) for stage in STAGES}
-    assert all(flops > 0 for flops in counted.values())
-    # Four rows through 400-120-84-10: 2 · 4 · 58,920 operations forward and twice that backward, twice; convolutions come on top.
-    assert counted[Stage.CLASSIFY] > 2 * 3 * 2 * 4 * (400 * 120 + 120 * 84 + 84 * 10)
-
-
-def test_a_share_of_the_peak_is_given_for_known_gpus_alone() -> None:
-    assert gpu.peak_flops("NVIDIA H100 PCIe") == 51e12
-    assert gpu.peak_flops("NVIDIA H100 80GB HBM3") == 67e12
-    assert gpu.peak_flops("NVIDIA A100-SXM4-40GB") == 19.5e12
-    assert gpu.peak_flops("NVIDIA A10G") is None
-    # 2e9 operations in 1 ms are 2e12 a second: a tenth of 20e12
-    assert gpu.achieved(2e9, 1e-3, 20e12)["share_of_peak"] == 0.1
-    assert gpu.achieved(2e9, 1e-3, None)["share_of_peak"] is None
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_graph_launches_fewer_kernels_than_its_step() -> None:
-    network = NetworkChoice(split="lenet5", generator="mlp", discriminator="mlp", noise_dim=8)
-    setting = Setting(False, network, "joint", 16, 160, 60, 1, "cuda")  # noqa: FBT003 - `plain`
-    for stage in STAGES:
-        found = gpu.case(setting, stage, 1)
-        assert found["graph_launches"] is not None
-        assert found["plain_launches"] is not None
-        assert found["graph_launches"] < found["plain_launches"]
-
-
 @pytest.mark.slow
 def test_the_quick_measurements_print_their_ratios_as_json() -> None:
     one_thread = ["--threads", "1", "--quick", "--json"]
@@ -90,13 +54,6 @@ def test_the_quick_measurements_print_their_ratios_as_json() -> None:
         assert record[f"speedup_{name}"] == record[name]["speedup"]["round"] > 0
         expected = record["reference_seconds"]["round"] / record[name]["seconds"]["round"]
         assert record[f"speedup_{name}"] == pytest.approx(expected, rel=1e-2)
-    run = subprocess.run(
-        [*FEDCG, "bench", "train", "--networks", "mlp/mlp", "--batch", "8", *one_thread],
-        capture_output=True,
-        check=True,
-    )
-    cases = data_of(run.stdout)["cases"]
-    assert [case["stage"] for case in cases] == ["classify", "gan", "student"]
 
 
 def test_a_box_is_told_in_one_line_with_the_steps_of_its_round() -> None:
@@ -126,7 +83,7 @@ def test_a_box_that_can_not_be_timed_is_bad_input(options: tuple[str, ...], reas
     assert reason in refused.output
 
 
-@pytest.mark.parametrize("command", ["aggregate", "codec", "infer", "round", "train", "transport"])
+@pytest.mark.parametrize("command", ["infer", "round", "train", "transport"])
 def test_the_help_starts_without_torch(command: str) -> None:
     code = (
         "import sys\nfrom fedcg.cli import app\n"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.bench.codec.codec import Teachers, cases
 from experiments.parallel.pool_runner import PoolRunner
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.checkpoints import Checkpoints
@@ -141,16 +140,3 @@ def test_the_record_shows_the_bytes_of_an_update_as_it_is_coded(tmp_path: Path) 
     assert (sizes["up"], sizes["down"]) == (weights + 4 * (exact + scales), 2 * weights + 4 * exact)
     assert 40_000 < sizes["up_artifact"] < 65_000
     assert (runs["i8-delta"]["setting"]["codec"], runs["i8-delta"]["setting"]["aggregate_codec"]) == ("i8-delta", "f16")
-
-
-@pytest.mark.slow
-def test_the_bench_measures_every_codec_of_updates_and_aggregates() -> None:
-    torch.set_num_threads(1)
-    found = cases(Teachers(clients=2, rounds=2, epochs=1), ["mlp_small"], lambda _line: None)
-    updates = {case.codec: case for case in found if case.of == "update"}
-    assert set(updates) == {"f32", "f16", "i8", "f16-delta", "i8-delta"}
-    assert [case.codec for case in found if case.of == "aggregate"] == ["f32", "f16"]
-    assert (updates["f32"].max_error, updates["f32"].agreement) == (0.0, 1.0)
-    assert updates["i8-delta"].bytes < updates["f16-delta"].bytes < updates["f32"].bytes
-    assert 0.0 < updates["i8-delta"].max_error < updates["i8"].max_error
-    assert updates["i8-delta"].agreement >= 0.995
