@@ -15,6 +15,7 @@ from coordinator.rounds.records import FederationRecord, FederationStatus, Parti
 from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.service import Service
 from coordinator.sums.board import Phase as SumPhase
+from coordinator.updates.figures import is_tolerated
 from fedcg.log.sentences import DECLINE_ADVICE
 from fedcg.wire.messages.messages import DeclineReason
 
@@ -88,7 +89,8 @@ SUM_REMEDIES = {
 SUM_REMEDY = "After one round, nothing. Else see to it that devices stay to the end: four at least, and more than half of those that announced keys."
 ODD_REMEDY = (
     "Look at the device: its images, their labels, whether it is yours. If it is honestly different, raise the figure's bound under "
-    "[robustness] in coordinator.toml, or set its action to `warn`, and start the coordinator again."
+    "[robustness] in coordinator.toml, or set its action to `warn`, and start the coordinator again. "
+    "The problem closes with the device's next update that is not odd, or that `warn` lets in."
 )
 HEALTH = {
     "low_disk": "On the device: free some space; it declines rounds before its disk is full.",
@@ -253,7 +255,8 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
         )
     for device, update in service.round_driver.odd.items():
         what = f"its update to round {update.round} is {update.reason}"
-        yield Problem("odd update", f"{device} in {record.id}", what, ODD_REMEDY, device=device)
+        if not is_tolerated(update.reason):
+            yield Problem("odd update", f"{device} in {record.id}", what, ODD_REMEDY, device=device)
     outsiders = service.cohorts.outsiders()
     if len(outsiders) < len(state.online):  # else no device has a secret, which is a choice and not a problem
         for device, why in outsiders.items():
@@ -271,6 +274,11 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
         )
     yield from _of_devices_ahead(record, state, service)
     yield from _of_reports(record.id, state, service)
+    yield from _of_devices_away(known, record, state)
+
+
+def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) -> Iterator[Problem]:
+    """Devices that left long ago, and those that are in a bad condition."""
     for device, change in known.store.presence.latest(record.id).items():
         away = known.now - change.at
         if not change.online and away > GONE_S and state.phase is not Phase.FINISHED:

@@ -195,6 +195,11 @@ def merge_weights(
     return weights | {client: max(1, round(settings.down_weight * weights[client])) for client in lighter}
 
 
+def is_tolerated(sentence: str) -> bool:
+    """Whether an odd update, with this `Verdict.sentence`, is merged as it is because its operator chose `warn`, not because a round needs it."""
+    return sentence.startswith(_CONSEQUENCES["warn"]) and not sentence.endswith(NEEDED)
+
+
 _CONSEQUENCES: Mapping[Action, str] = {
     "warn": "merged all the same",
     "down-weight": "weighed down",

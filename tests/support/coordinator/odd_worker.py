@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from typing import Any
 
 from coordinator.aggregation.worker_messages import Assessed
 from coordinator.updates.figures import Figures
@@ -14,10 +15,14 @@ RECOGNISED = "its classifier recognises 10% of its generated features (median 90
 
 
 class OddC(PlainWorker):
-    """Measures that c goes the other way."""
+    """Measures that c goes the other way; in every round without `rounds`."""
+
+    def __init__(self, *arguments: Any, rounds: Container[int] = range(1, 1000)) -> None:
+        super().__init__(*arguments)
+        self._odd_rounds = rounds
 
     def assess(self, updates: Mapping[str, str]) -> None:
         assert self.job is not None
         self.asked.append(("assess", tuple(updates)))
-        figures = {client: ODD if client == "c" else FINE for client in updates}
+        figures = {client: ODD if client == "c" and self.job.round in self._odd_rounds else FINE for client in updates}
         self._reply(Assessed(self.job.round, self.job.attempt, figures))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import pytest
+
 from coordinator.aggregation.worker_messages import JobDone, JobEased
-from coordinator.config import RobustnessSettings, RoundSettings
+from coordinator.config import Action, FigurePolicy, RobustnessSettings, RoundSettings
+from coordinator.facts.devices import device_facts
+from coordinator.facts.known import Known
+from coordinator.facts.problems import open_problems
 from coordinator.operations.views import round_view
 from fedcg.wire.messages.messages import Outcome
+from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.odd_worker import FINE, REASON, RECOGNISED, OddC
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
 from tests.support.waiting import wait_until
@@ -110,6 +117,59 @@ def test_a_device_that_was_away_gets_to_know_it_with_its_next_session_also_from_
         device.hello()
         wait_until(lambda: len(device.receipts()) > known, "the receipt comes again")
     assert device.receipts()[-1].reason.startswith("not merged (quarantine): its step points away")
+
+
+def odd_problems(world: World, running: RunningService) -> list[str]:
+    known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+    return [each.what for each in open_problems(known) if each.kind == "odd update"]
+
+
+def deliver(device: FakeDevice, round_number: int) -> None:
+    """Let a silent device train one round."""
+
+    def is_done() -> bool:
+        with device.lock:
+            device.silent = False
+            device.act()
+            device.silent = True
+            return (round_number, 1) in device.trained
+
+    wait_until(is_done, f"{device.name} delivers round {round_number}")
+
+
+@pytest.mark.parametrize("action", ["warn", "down-weight", "quarantine"])
+def test_an_odd_update_is_an_open_problem_until_the_next_normal_one_unless_the_operator_wants_it_merged(
+    make_world: MakeWorld, action: Action
+) -> None:
+    chosen = FigurePolicy(bound=0.3, action=action)
+    settings = RobustnessSettings(direction=chosen, consistency=chosen)
+    first_only = partial(OddC, rounds=(1,))
+    world = make_world(3, clients=("a", "b", "c"), make_worker=first_only, pacing=ALL_FIRST, robustness=settings)
+    world.devices["a"].silent = True
+    with RunningService(world) as running:
+        world.start_devices()
+        deliver(world.devices["a"], 1)
+        world.wait_event("aggregate_stored")
+        known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+        remarks = {each.device: each.remarks for each in device_facts(known)}
+        assert len(remarks["c"]) == 1, "whatever the action is, the device's page names it"
+        assert len(odd_problems(world, running)) == (action != "warn")
+        deliver(world.devices["a"], 2)
+        world.wait_event("aggregate_stored", 2)
+        assert odd_problems(world, running) == []
+
+
+def test_an_update_that_is_merged_as_it_is_only_because_the_round_needs_it_is_a_problem(make_world: MakeWorld) -> None:
+    settings = RobustnessSettings(below_quorum="warn")
+    world = make_world(2, clients=("a", "b", "c"), make_worker=OddC, min_clients=3, robustness=settings)
+    world.devices["a"].silent = True
+    with RunningService(world) as running:
+        world.start_devices()
+        deliver(world.devices["a"], 1)
+        world.wait_event("aggregate_stored")
+        (what,) = odd_problems(world, running)
+    assert "merged all the same" in what
+    assert what.endswith("left in because the round needs it")
 
 
 class Eased(PlainWorker):
