@@ -35,7 +35,7 @@ FINDINGS = {
     ("data", "failed"): ("it finds no images in folders of classes, or can't read some", LOOK),
     ("cohort secret", "warning"): (
         "it has no cohort secret: the start of its private networks can be computed from the spec",
-        "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round.",
+        "`fedcg cohort create` on the first device, `fedcg cohort join` on the others; after the first round they print the way.",
     ),
     ("cohort secret", "failed"): ("its cohort secret can't be read", LOOK),
     ("training", "failed"): (

@@ -16,7 +16,7 @@ from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.service import Service
 from coordinator.sums.board import Phase as SumPhase
 from coordinator.updates.figures import is_tolerated
-from fedcg.log.sentences import DECLINE_ADVICE
+from fedcg.log.sentences import COHORT_ADVICE, DECLINE_ADVICE
 from fedcg.wire.messages.messages import DeclineReason
 
 FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
@@ -260,10 +260,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
     outsiders = service.cohorts.outsiders()
     if len(outsiders) < len(state.online):  # else no device has a secret, which is a choice and not a problem
         for device, why in outsiders.items():
-            remedy = (
-                "On the device: `fedcg cohort join` with the code that `fedcg cohort create` printed on the first one."
-            )
-            yield Problem("cohort differs", f"{device} in {record.id}", why, remedy, device=device)
+            yield Problem("cohort differs", f"{device} in {record.id}", why, COHORT_ADVICE, device=device)
     if (failure := service.sums.failure) is not None:
         what = f"round {failure.round} went on without the sum over its devices: {failure.reason}"
         yield Problem(

@@ -53,10 +53,10 @@ def enrol_command(
     enrolled = enrol(parsed, out, url=url, device=device, data=where)
     until = enrolled.certificate.not_valid_after_utc
     about = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
-    advice = "" if data is not None else f"Set [data] root in {enrolled.config}. "
+    advice = "" if data is not None else f"Set [data] root in {enrolled.config}.\n"
     return {**about, "certificate_expires": until.isoformat()}, (
         f"Enrolled as {enrolled.device} of federation {enrolled.federation}; certificate until {until:%Y-%m-%d}, renewed by "
-        f"the agent.\n{advice}Next: fedcg doctor --config {enrolled.config}, then fedcg agent run --config {enrolled.config}"
+        f"the agent.\n{advice}{_next_steps(enrolled.config)}"
     )
 
 
@@ -79,7 +79,7 @@ def join_command(
     written = join(settings, config.read_text(encoding="utf-8"), federation, out, where)
     return {"device": settings.device, "federation": federation, "config": str(written)}, (
         f"{settings.device} can take part in {federation} beside {settings.federation}, with the same keys and certificates.\n"
-        f"Next: fedcg doctor --config {written}, then fedcg agent run --config {written}"
+        f"{_next_steps(written)}"
     )
 
 
@@ -138,6 +138,13 @@ def leave_command(
     gone = "".join(f"\n  erased {path}" for path in left.erased)
     following = "Next: a new token brings it back: on the coordinator, fedcg token create"
     return values, f"{settings.device} has left {settings.federation}; {outcome}.{gone}\n{following}"
+
+
+def _next_steps(config: Path) -> str:
+    return (
+        f"Where the other devices have a cohort secret, before the first round: fedcg cohort join --config {config}\n"
+        f"Next: fedcg doctor --config {config}, then fedcg agent run --config {config}"
+    )
 
 
 def _place(data: str, advice: str = "") -> str:

@@ -52,15 +52,15 @@ def join(store: PrivateStore, code: str) -> bool:
 
 
 def _keep(store: PrivateStore, secret: bytes) -> None:
+    anew = f"To begin anew with an empty store: stop the agent, `mv {store.root} {store.root}.before`, give this command again, start the agent"
     if store.cohort_secret() is not None:
         raise StoreError(
-            f"{store.root} has a cohort secret already; a device has one for as long as its federation runs",
+            f"{store.root} has a cohort secret already; a device has one for as long as its federation runs. {anew}",
             exit_code=EXISTS,
         )
     if store.generations.current()[0] is not None:
         raise StoreError(
-            f"{store.root}: private networks have started here without a cohort secret, and can't change their start; "
-            "set another `store` to begin anew"
+            f"{store.root}: private networks have started here without a cohort secret, and can't change their start. {anew}"
         )
     store.keep_cohort_secret(secret)
 

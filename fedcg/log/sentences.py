@@ -16,6 +16,11 @@ DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logg
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
 Event = Mapping[str, Any]
 
+COHORT_ADVICE = (
+    "On the device that differs: stop the agent, `fedcg cohort join` with the code that `fedcg cohort create` printed on the first device, "
+    "start the agent. One that has trained, or has another secret, needs an empty store before `join`: `mv STORE STORE.before`. "
+    "Its private networks begin anew then"
+)
 DECLINE_ADVICE = {
     "upload_not_allowed": "the device's owner approves it with `fedcg agent approve`, or allows the part under [policy] allow_upload in agent.toml",
     "report_not_allowed": "the device's owner approves it with `fedcg agent approve`, or allows the field under [policy] allow_report in agent.toml",
@@ -215,7 +220,9 @@ def _certificate_renewed(event: Event) -> Line:
 def _cohort(event: Event) -> Line | None:
     if event.get("others") != "different":
         return None
-    advice = "private networks start apart and merge badly; compare `fedcg cohort status` on all devices"
+    advice = (
+        f"private networks start apart and merge badly; compare `fedcg cohort status` on all devices. {COHORT_ADVICE}"
+    )
     return WARNING, f"other devices have another cohort secret: {advice}"
 
 

@@ -274,7 +274,7 @@ def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
     path = config.store / "secrets" / "cohort.key"
     if not path.exists():
         detail = "none: private networks start from the public spec seed, so a coordinator can compute their start"
-        advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round"
+        advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others; after the first round they print the way"
         return "warning", detail, advice
     try:
         open_store(config).cohort_secret()

@@ -261,6 +261,23 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         assert "fedcg coordinator run --accept-loss" in problem.remedy
 
 
+def test_a_device_outside_the_cohort_is_a_problem_whose_remedy_also_holds_after_its_first_round(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(clients=("a", "b", "c"), pacing=RoundSettings(gather_s=60.0), min_clients=3)
+    world.devices["c"].silent = True
+    with RunningService(world) as running:
+        world.start_devices()
+        wait_until(lambda: len(running.service.state.online) == 3, "all are online")
+        for device, mark in (("a", "1" * 32), ("b", "1" * 32), ("c", None)):
+            running.service.cohorts.note(device, mark)
+        known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+        (found,) = (each for each in open_problems(known) if each.kind == "cohort differs")
+    assert (found.device, found.what) == ("c", "it has no cohort secret")
+    assert found.remedy.index("`fedcg cohort join`") < found.remedy.index("has trained, or has another secret")
+    assert "`mv STORE STORE.before`" in found.remedy
+
+
 def test_updates_that_find_no_room_are_a_problem_until_there_is_room(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

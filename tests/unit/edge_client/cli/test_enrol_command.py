@@ -32,6 +32,7 @@ def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk
     (tmp_path / "images").mkdir()
     done = enrol("--token", "-", "--out", tmp_path / "box", "--data", tmp_path / "images", typed=f"{token}\n")
     assert done.exit_code == 0, done.output
+    assert done.stdout.index("fedcg cohort join --config") < done.stdout.index("fedcg agent run --config")
     assert "fedcg doctor --config" in done.stdout
     assert token not in done.output
     assert token.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "box").rglob("*") if path.is_file())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.messaging.cohort_marks import Cohorts
+from edge_client.config import load_config
 from edge_client.errors import CohortError, StoreError
 from edge_client.store.cohort_secret import code_of, create, join, mark_of, roster_of, secret_of
 from edge_client.store.private_store import PrivateStore
@@ -77,6 +80,32 @@ def test_a_store_whose_private_networks_have_started_takes_no_secret(tmp_path: P
     with pytest.raises(StoreError, match="have started here without a cohort secret"):
         create(store)
     assert store.cohort_secret() is None
+
+
+def test_a_box_that_trained_without_the_secret_or_with_another_joins_by_the_commands_of_the_refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_device(tmp_path / "box", DEVICE)
+    store = PrivateStore.open(load_config(config, {}).store, FEDERATION, DEVICE)
+    store.generations.commit(toy_generation(toy_spec(), RoundAttempt(1, 1)))
+    for number in range(2):
+        code = tmp_path / "code"
+        code.write_text(code_of(bytes([number]) * 32))
+        join = ("join", "--config", str(config), "--code-file", str(code))
+        assert run(*join) in (1, EXISTS)
+        refusal = capsys.readouterr().err.replace("\n", " ")
+        command = re.search(r"stop the agent, `(mv [^`]+)`, give this command again, start the agent", refusal)
+        assert command is not None, refusal
+        subprocess.run(command[1].replace(".before", f".before-{number}").split(), check=True)
+        assert run(*join) == 0
+        assert "Joined; mark" in capsys.readouterr().out
+
+
+def test_a_lost_code_is_replaced_by_the_file_of_another_box(tmp_path: Path) -> None:
+    first, second = open_store(tmp_path), open_store(tmp_path, "site-2")
+    code = create(first)
+    (second.root / "secrets" / "cohort.key").write_bytes((first.root / "secrets" / "cohort.key").read_bytes())
+    assert second.cohort_secret() == secret_of(code)
 
 
 @pytest.mark.parametrize(
