@@ -92,6 +92,11 @@ ODD_REMEDY = (
     "[robustness] in coordinator.toml, or set its action to `warn`, and start the coordinator again. "
     "The problem closes with the device's next update that is not odd, or that `warn` lets in."
 )
+OLD_KEY_REMEDY = (
+    "A backup from before `rotate-key` was restored. Copy each `signing-N.key` that this directory lacks from the old one into it, then run "
+    "`fedcg coordinator rotate-key` until the highest N is reached. Or restore a later backup. Where the files are lost, for each device: "
+    "`fedcg token create --replaces DEVICE`, `fedcg enrol` into a new folder, and set `store` in its agent.toml to the old private store."
+)
 HEALTH = {
     "low_disk": "On the device: free some space; it declines rounds before its disk is full.",
     "hot": "On the device: improve its cooling, or lower its power mode; it declines rounds above its limit.",
@@ -293,10 +298,15 @@ def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) 
 
 def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:
     """Devices remember a later epoch or round than this coordinator has reached: its state is an older one."""
+    remembered = sorted(item for item in dict(service.conditions.remembered).items() if item[0] in state.pace.expected)
+    refusing = [device for device, (_, _, key) in remembered if key is not None and not service.has_key(key)]
+    if refusing:
+        what = f"{_named(refusing)} accept a later message key than this coordinator has, and refuse all that it sends"
+        yield Problem("older message key", record.id, what, OLD_KEY_REMEDY, is_severe=True)
     ahead = {
         device: (epoch, trained)
-        for device, (epoch, trained) in sorted(dict(service.conditions.remembered).items())
-        if epoch > service.epoch or trained > state.round
+        for device, (epoch, trained, _) in remembered
+        if device not in refusing and (epoch > service.epoch or trained > state.round)
     }
     if not ahead:
         return
@@ -305,13 +315,17 @@ def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Serv
     if refuses := epoch > service.epoch:
         follow = "they follow after one start with `fedcg coordinator run --accept-loss`"
     what = (
-        f"{', '.join(list(ahead)[:5])}{' and more' if len(ahead) > 5 else ''} know epoch {epoch} and round {trained}; "
+        f"{_named(list(ahead))} know epoch {epoch} and round {trained}; "
         f"this coordinator is at epoch {service.epoch} and round {state.round}: it has lost what came between"
     )
     remedy = (
         f"Restore a later backup: `fedcg coordinator restore FILE --dir NEW`. Or go on without what is lost: {follow}."
     )
     yield Problem("devices are ahead", record.id, what, remedy, is_severe=refuses)
+
+
+def _named(devices: list[str]) -> str:
+    return f"{', '.join(devices[:5])}{' and more' if len(devices) > 5 else ''}"
 
 
 def _of_reports(federation: str, state: RoundState, service: Service) -> Iterator[Problem]:

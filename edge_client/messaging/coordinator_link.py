@@ -127,7 +127,7 @@ class CoordinatorLink:
 
     def hello(self, epoch: int, committed: RoundAttempt | None = None) -> None:
         """Open a session; names the highest epoch that came and the last round attempt that was trained."""
-        hello = self._handshake.hello(epoch, committed or NO_ATTEMPT)
+        hello = self._handshake.hello(epoch, committed or NO_ATTEMPT, self._trust.key.hex)
         self._publish("hello", self._topics.up_control(self._device), seal(hello, self._key))
 
     def send(self, message: AnyMessage) -> None:

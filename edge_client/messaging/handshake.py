@@ -71,8 +71,8 @@ class Handshake:
         if self._session is not None:
             self._session, self._nonce = None, None
 
-    def hello(self, epoch: int, committed: RoundAttempt = NO_ATTEMPT) -> Hello:
-        """The hello to send now: with the highest epoch that came, and the last round attempt that was trained."""
+    def hello(self, epoch: int, committed: RoundAttempt = NO_ATTEMPT, key: str | None = None) -> Hello:
+        """The hello to send now: with the highest epoch that came, the last round attempt that was trained, and the coordinator's key that counts."""
         self.close()
         if self._nonce is None:
             self._nonce, self._answers = secrets.token_hex(16), set()
@@ -90,6 +90,7 @@ class Handshake:
             heartbeat_s=self._heartbeat_s,
             carrier=self._carrier,
             check=self._is_check,
+            key=key,
         )
 
     def welcome(self, message: Welcome) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,43 @@ def test_all_boxes_follow_two_rotations_and_the_aggregate_is_counted_from_all(st
     seen = stack.root / "wire" / "wire.json"
     wait_for(lambda: json.loads(seen.read_text())["coordinator_keys"].get("2") == newest, "the observer has both keys")
     assert json.loads(seen.read_text())["key_problems"] == []
+
+
+def problems(stack: Stack) -> dict[str, dict[str, Any]]:
+    values = data_of(stack.command("coordinator", "status", "--dir", str(stack.home), "--json"))
+    return {each["kind"]: each for each in values["problems"]}
+
+
+def test_a_backup_from_before_a_rotation_is_named_for_what_it_is_and_its_remedy_brings_the_boxes_back(
+    tmp_path: Path,
+) -> None:
+    stack = Stack(root=tmp_path, min_clients=9)  # nothing is learnt here
+    words = ("--passphrase-file", str(tmp_path / "passphrase"))
+    (tmp_path / "passphrase").write_text("correct horse battery\n")
+    with stack.up(agents=True):
+        for device in stack.devices:
+            stack.wait_event(device, lambda event: event["event"] == "welcomed", f"{device} is welcomed")
+        stack.command("coordinator", "backup", "--out", str(tmp_path / "backup"), "--dir", str(stack.home), *words)
+        rotate(stack)
+        for device in stack.devices:
+            stack.wait_event(device, has_followed(1), f"{device} follows")
+        stack.kill("coordinator")
+        stack.kill("broker")
+        old, stack.home_name = stack.home, "restored"
+        stack.command("coordinator", "restore", str(tmp_path / "backup"), "--dir", str(stack.home), *words)
+        stack.start_broker()
+        stack.start_coordinator()
+        wait_for(lambda: "older message key" in problems(stack), "the restored coordinator names its key")
+        found = problems(stack)
+        assert "devices are ahead" not in found
+        assert all(step in found["older message key"]["remedy"] for step in ("signing-N.key", "rotate-key"))
+        before = {device: len(welcomes(stack, device)) for device in stack.devices}
+        shutil.copy(old / "signing-1.key", stack.home)
+        rotate(stack)
+        for device in stack.devices:
+            wait_for(lambda: len(welcomes(stack, device)) > before[device], f"{device} is back")  # noqa: B023
+        wait_for(lambda: "older message key" not in problems(stack), "the problem is over")
+
+
+def welcomes(stack: Stack, device: str) -> list[dict[str, Any]]:
+    return [event for event in stack.events(device) if event["event"] == "welcomed"]

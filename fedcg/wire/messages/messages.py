@@ -188,6 +188,7 @@ class Hello(_Message):
         heartbeat_s: the longest time in seconds between two of its messages.
         carrier: how its artifacts travel.
         check: it only wants to know whether it is answered; it takes part in nothing and does not count as online.
+        key: the coordinator's message key that the device accepts, in hex.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -200,6 +201,7 @@ class Hello(_Message):
     heartbeat_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
     carrier: Carrier = Carrier.MQTT
     check: Annotated[bool, Field(exclude_if=lambda check: not check)] = False
+    key: Annotated[Sha256 | None, Field(exclude_if=lambda key: key is None)] = None
 
     @model_validator(mode="after")
     def _unknown_fields_are_a_later_versions(self) -> Hello:

@@ -58,7 +58,7 @@ class FakeDevice:
     decline: DeclineReason | None = None
     full_round_s: float | None = None  # what it tells of the time that all steps of a round take
     heartbeat_s: int | None = None
-    remembers: dict[str, int] = field(default_factory=dict)  # epoch and round that its hello names
+    remembers: dict[str, Any] = field(default_factory=dict)  # epoch, round and message key that its hello names
     received: list[AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     asked_for: list[tuple[int, int]] = field(default_factory=list)

@@ -233,15 +233,16 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
     world = make_world(pacing=RoundSettings(gather_s=60.0))
     with RunningService(world) as running:
 
-        def found() -> Problem | None:
+        def found(kind: str = "devices are ahead") -> Problem | None:
             known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
-            return next((each for each in open_problems(known) if each.kind == "devices are ahead"), None)
+            return next((each for each in open_problems(known) if each.kind == kind), None)
 
-        def remember(epoch: int, round_number: int) -> None:
-            world.devices["a"].remembers = {"epoch": epoch, "round": round_number}
+        def remember(epoch: int, round_number: int, key: str | None = None) -> None:
+            world.devices["a"].remembers = {"epoch": epoch, "round": round_number, "key": key}
             world.devices["a"].hello()
             wait_until(
-                lambda: running.service.conditions.remembered.get("a") == (epoch, round_number), "its hello is taken"
+                lambda: running.service.conditions.remembered.get("a") == (epoch, round_number, key),
+                "its hello is taken",
             )
 
         world.start_devices()
@@ -259,6 +260,15 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         assert problem is not None
         assert problem.is_severe
         assert "fedcg coordinator run --accept-loss" in problem.remedy
+        remember(epoch, 20, world.key.public.hex)
+        assert found() is not None, "it accepts the coordinator's key, and is only ahead"
+        remember(epoch, 20, "f" * 64)
+        assert found() is None, "it will follow nothing: the key is its problem"
+        problem = found("older message key")
+        assert problem is not None
+        assert problem.is_severe
+        assert "signing-N.key" in problem.remedy
+        assert "nothing has to be done" not in problem.remedy
 
 
 def test_a_device_outside_the_cohort_is_a_problem_whose_remedy_also_holds_after_its_first_round(
