@@ -40,7 +40,7 @@ Coordinator:
   api_refused {refused, address, identity, route} (now and then; changes are in the audit log)
   federation_created   steered {status, reason}   policy_changed {changed}   barred {clients}   device_disabled / device_enabled {client, reason}
   sum_opened {round, attempt, clients}   sum_off {round, attempt, reason}   sum_refused {round, attempt, client, reason}
-  distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}
+  distilling {clients}   merging {clients} (those that the screening left)   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 1.0
 SHOWN = 20
 EVENTS = 6
+MAX_LINE = 10_000
+"""Characters of a line where there is no terminal; more than any has."""
 
 
 def federation_watch(
@@ -61,6 +63,7 @@ def _display(source: str, *, as_json: bool) -> Iterator[Callable[[dict[str, Any]
 
     console = Console()
     if not console.is_terminal:
+        console.width = MAX_LINE
         yield lambda facts: console.print(_picture(facts, source))
         return
     with Live(console=console, auto_refresh=False) as live:

@@ -14,10 +14,12 @@ from coordinator.rounds.records import (
     FederationStatus,
     ParticipantRecord,
     ParticipantState,
+    UpdateRecord,
 )
 from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.progress import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
+from fedcg.wire.messages.messages import Outcome
 
 ESTIMATED_FROM = 5
 """Closed rounds whose median duration is the estimate for the next ones."""
@@ -27,6 +29,7 @@ class ClientPhase(str, Enum):
     """What a client does, as far as the coordinator has received it; in the order of the views."""
 
     DECLINED = "declined"
+    QUARANTINED = "quarantined"
     UNAPPROVED = "unapproved"
     SILENT = "silent"
     INVITED = "invited"
@@ -40,7 +43,7 @@ class ClientNow:
     """A client of the open attempt.
 
     Attributes:
-        reason: why it declined, can't take part yet, or is silent.
+        reason: why it declined, can't take part yet, or is silent; what became of an update that is unlike the others.
         done: share of the phase of its training that it reported as done, in [0, 1]; None when it reports none.
         ends_at: when that phase will end at the reported rate; unix time.
         share: of the spec's local steps that it takes (policy `pace`).
@@ -63,7 +66,7 @@ class CurrentRound:
     Attributes:
         is_served: whether a coordinator runs it; without one, nobody is online.
         quorum: updates without which a round can't close.
-        wanted: updates that close the attempt at once.
+        wanted: updates that close the attempt at once; `delivered` counts those in quarantine too.
         round_s: median duration of the last closed rounds; None before the first one.
         round_ends_at, ends_at: when the open round, and the federation, end at that rate; None where it is not known that they do.
         merge: the merge that runs, or the last one since the coordinator was started.
@@ -133,7 +136,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         is_connected=service is not None and service.is_connected,
         quorum=state.policy.quorum,
         wanted=state.policy.wanted(len(state.participants)) if is_open else state.policy.quorum,
-        delivered=len(state.updates) if is_open else 0,
+        delivered=sum(each.phase in (ClientPhase.DELIVERED, ClientPhase.QUARANTINED) for each in clients),
         opened_at=None if attempt is None else attempt.opened_at,
         deadline_at=state.deadline_at if state.label == Phase.COLLECTING.value else None,
         round_s=round_s,
@@ -175,15 +178,25 @@ def _waits_for(record: FederationRecord, state: RoundState, service: Service | N
 def _clients(known: Known, attempt: AttemptRecord, state: RoundState, service: Service | None) -> list[ClientNow]:
     key = (attempt.federation, attempt.round, attempt.attempt)
     progress = {} if service is None else service.progress
-    return [_client(person, state, service, progress.get(person.client)) for person in known.store.participants(key)]
+    updates = {each.client: each for each in known.store.updates(key) if each.outcome is Outcome.ACCEPTED}
+    return [
+        _client(person, state, service, progress.get(person.client), updates.get(person.client))
+        for person in known.store.participants(key)
+    ]
 
 
 def _client(
-    person: ParticipantRecord, state: RoundState, service: Service | None, progress: DeviceProgress | None
+    person: ParticipantRecord,
+    state: RoundState,
+    service: Service | None,
+    progress: DeviceProgress | None,
+    update: UpdateRecord | None,
 ) -> ClientNow:
     client = person.client
-    if client in state.updates:
-        return ClientNow(client, ClientPhase.DELIVERED)
+    if update is not None:
+        return ClientNow(
+            client, ClientPhase.QUARANTINED if update.weight == 0 else ClientPhase.DELIVERED, update.reason
+        )
     if person.state is ParticipantState.DECLINED or client in state.declined:
         return ClientNow(client, ClientPhase.DECLINED, person.reason.replace("_", " "))
     if client in state.unapproved:

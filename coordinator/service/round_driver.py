@@ -382,6 +382,7 @@ class RoundDriver:
 
     def _merge(self, at: RoundAttempt, choice: Choice, opened: OpenedSum) -> None:
         if self._state.phase is Phase.DISTILLING and self._state.at == at:  # a sum takes a while to be opened
+            self._write("merging", at, clients=[client for client, *_ in choice.updates])
             self._worker.finish(choice.updates, choice.limits, opened)
 
     def _fail_attempt(self, command: FailAttempt) -> None:

@@ -254,6 +254,10 @@ def _artifact_store(event: Event) -> Line:
 
 
 def _distilling(event: Event) -> Line:
+    return DEBUG, f"{{at}}: {len(event.get('clients') or ())} updates are compared"
+
+
+def _merging(event: Event) -> Line:
     return INFO, f"{{at}}: {len(event.get('clients') or ())} updates are merged"
 
 
@@ -357,6 +361,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "late_merged": (INFO, "{at}: a late update of {client} is merged too"),
     "merge_eased": (WARNING, "{at}: the merge goes on with less memory: {reason}"),
     "distilling": _distilling,
+    "merging": _merging,
     "aggregate_stored": (INFO, "{at}: aggregate stored ({size!b})"),
     "worker_ready": (DEBUG, "the aggregation worker is ready ({pid}, {device})"),
     "worker_died": (WARNING, "the aggregation worker ({pid}) ended and is started again. {reason}"),

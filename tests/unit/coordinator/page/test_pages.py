@@ -182,6 +182,33 @@ def test_an_update_in_quarantine_is_shown_with_reason_figure_and_threshold_on_ev
     made.world.store.close()
 
 
+class StillMerging(OddC):
+    """Merges the others for as long as the test takes."""
+
+    def finish(self, *_: object) -> None:
+        return
+
+
+def test_while_the_others_are_merged_a_quarantined_update_is_shown_as_delivered_and_quarantined(tmp_path: Path) -> None:
+    made = make(tmp_path, clients=("a", "b", "c", "d"), make_worker=StillMerging)
+    why = f"not merged (quarantine): {REASON}; {RECOGNISED}"
+    with served(made) as page:
+        start(page)
+        reader = page.reader()
+        shown = shows(reader, "/f/tiny", "3 delivered", "1 quarantined", "4<small> of 4 wanted")
+        row = html.unescape(shown.partition('id="c-c"')[2].partition("</tr>")[0])
+        assert '<span class="dot quarantined"></span>quarantined' in row
+        assert why in row
+        words = ("federation", "watch", "tiny", "--once", "--url", f"http://127.0.0.1:{page.port}")
+        environment = {"FEDCG_API_TOKEN": page.token(Role.VIEWER), "COLUMNS": "40"}  # of the shell; a pipe has no width
+        told = run_fedcg(*words, environment=environment).output
+    assert "updates 4 of 4 (quorum 2)" in told
+    assert re.search(rf"^c +quarantined +{re.escape(why)} *$", told, re.MULTILINE), told
+    assert "round 1: 3 updates are merged" in told
+    assert "4 updates are merged" not in told
+    made.world.store.close()
+
+
 def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> None:
     device = page.made.devices["tiny"][0]
     for each in page.made.devices["tiny"]:
