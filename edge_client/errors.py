@@ -9,6 +9,7 @@ EdgeError
 │   └── DamagedFileError     one file was altered or truncated
 ├── BackupError          a backup can't be made or restored; nothing was overwritten
 ├── CohortError          text that is not a cohort code
+├── KeysError            the keys of this device are missing or damaged
 ├── EnrolError           this box could not be enrolled, its certificate not renewed, or it could not leave
 │   ├── NotAcceptedError     the coordinator was not reached, is not the right one, or refuses this box
 │   └── LateAnswerError      the coordinator did not answer in time
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, NOT_CONNECTED, TIMED_OUT, FedcgError
+from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, FAILED, NOT_CONNECTED, TIMED_OUT, FedcgError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part
 
@@ -39,7 +40,9 @@ class ConfigError(EdgeError):
 
 
 class StoreError(EdgeError):
-    """The private store can't be used."""
+    """The private store can't be used, until a person mends it."""
+
+    exit_code = BAD_INPUT
 
 
 class BackupError(EdgeError):
@@ -54,9 +57,11 @@ class CohortError(EdgeError):
 
 def unreadable(path: Path, error: OSError) -> StoreError:
     """The error for a file of the store that exists and can't be read: its content is unknown, not absent."""
+    is_lasting = isinstance(error, PermissionError)
     return StoreError(
         f"{error.filename or path} can't be read: {error.strerror or error}. Nothing was changed; "
-        "check the disk (`dmesg`) and the file's owner and permissions, then start the agent again"
+        "check the disk (`dmesg`) and the file's owner and permissions, then start the agent again",
+        exit_code=BAD_INPUT if is_lasting else FAILED,
     )
 
 
@@ -76,6 +81,12 @@ class StoreDamagedError(StoreError):
 
 class DamagedFileError(StoreError):
     """A file of the private store was altered, truncated, or replaced by an older copy."""
+
+
+class KeysError(EdgeError):
+    """The keys of this device are missing or damaged."""
+
+    exit_code = BAD_INPUT
 
 
 class EnrolError(EdgeError):

@@ -44,6 +44,8 @@ _INSTALLS = {
 class MissingExtraError(FedcgError):
     """A command that needs a Python package which is not installed on this machine."""
 
+    exit_code = BAD_INPUT
+
     def __init__(self, command: str, missing: ModuleNotFoundError) -> None:
         name = (missing.name or "").partition(".")[0]
         known = _INSTALLS.get(name) or _INSTALLS.get(f"{command} {name}")

@@ -126,8 +126,8 @@ class EventReporter:
         self._hellos += 1
         if self._hellos == UNANSWERED_HELLOS:
             detail = (
-                "the broker is reached, but the coordinator does not answer: it does not run, this device was revoked, or it is "
-                "missing in the broker's access list; `fedcg doctor` looks for the reason once the agent is stopped"
+                "the broker is reached, but the coordinator does not answer: it does not run, this federation is not started, or this "
+                "device was revoked or is missing in the broker's access list; `fedcg doctor` looks for the reason once the agent is stopped"
             )
             self._events.write("link_problem", detail=detail)
 

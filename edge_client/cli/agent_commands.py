@@ -112,7 +112,7 @@ def run_command(
 ) -> None:
     """Take part in the federation until SIGTERM or Ctrl-C. SIGUSR1 toggles the log level `debug`.
 
-    Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong; 4 ended in order, and the coordinator has
+    Exit codes: 0 ended in order; 1 failed; 2 configuration, keys or private store can't be used; 4 ended in order, and the coordinator has
     revoked this device; 5 an agent runs already.
 
     Example: fedcg agent run --config /etc/fedcg/casting/agent.toml

@@ -26,7 +26,7 @@ def create_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Make the secret on the FIRST device, before its first round, and print the code for the others.
 
     The code is shown this once. It is the secret: carry it by people, not through the coordinator, and keep no copy.
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 6 there is a secret already.
+    Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used; 6 there is a secret already.
 
     Example: fedcg cohort create
     """
@@ -55,7 +55,7 @@ def join_command(
 ) -> Result:
     """Take the code that `fedcg cohort create` printed on the first device.
 
-    Exit codes: 0 done, also when the same secret was there; 1 the private store refuses; 2 a bad code or configuration; 6 there is another secret.
+    Exit codes: 0 done, also when the same secret was there; 1 failed; 2 a bad code, configuration or private store; 6 there is another secret.
 
     Example: fedcg cohort join --code-file -
     """
@@ -74,7 +74,7 @@ def join_command(
 def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Print the mark of this device's secret: the same on all devices of a cohort.
 
-    Exit codes: 0 there is a secret; 1 the private store refuses; 2 the configuration is wrong; 7 there is none.
+    Exit codes: 0 there is a secret; 1 failed; 2 configuration or private store can't be used; 7 there is none.
 
     Example: fedcg cohort status
     """
@@ -95,7 +95,7 @@ def card_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Print this device's name and public message key: a line of the cohort's roster, which methods with masked sums need.
 
     Collect the lines of all devices in one file, by people and not through the coordinator, and give it to `fedcg cohort roster` on each.
-    Exit codes: 0 done; 1 the device has no keys; 2 the configuration is wrong.
+    Exit codes: 0 done; 1 failed; 2 configuration or keys can't be used.
 
     Example: fedcg cohort card >> roster.txt
     """
@@ -115,7 +115,7 @@ def roster_command(
     """Take the message keys of all devices of the cohort, in the place of those that were given before.
 
     A masked sum counts only devices whose keys are here, so that nobody can invent some.
-    Exit codes: 0 done; 1 the private store refuses; 2 a bad line or configuration; 7 there is no such file.
+    Exit codes: 0 done; 1 failed; 2 a bad line, configuration or private store; 7 there is no such file.
 
     Example: fedcg cohort roster roster.txt
     """

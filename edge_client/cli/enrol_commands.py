@@ -37,7 +37,7 @@ def enrol_command(
 ) -> Result:
     """Make this box a device of a federation, in one step; its keys are made here and never leave it.
 
-    Exit codes: 0 enrolled; 1 failed; 2 bad input; 3 no answer in time; 4 refused, or not connected; 6 a device is there already.
+    Exit codes: 0 enrolled; 1 failed; 2 bad input, or a wrong clock; 3 no answer in time; 4 refused, or not connected; 6 --out holds a device or other things.
     Run again after a lost answer, it goes on.
 
     Example: fedcg enrol --token - --device line-4 --data /data/images --out /etc/fedcg/casting

@@ -27,7 +27,7 @@ store_app = typer.Typer(help="Check this device's private store.", no_args_is_he
 def migrate_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Check the private store, with its secrets; changes nothing. The agent must not run meanwhile.
 
-    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong; 5 an agent runs.
+    Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used; 5 an agent runs.
 
     Example: fedcg agent store migrate
     """
@@ -56,7 +56,7 @@ def backup_command(
 ) -> Result:
     """Write private store, keys, certificate and agent.toml into one encrypted file, for a box that replaces this one.
 
-    The agent must not run meanwhile. Images are not part of it. Exit codes: 0 done; 1 refused; 2 bad input; 5 an agent runs; 6 the file exists.
+    The agent must not run meanwhile. Images are not part of it. Exit codes: 0 done; 1 refused; 2 bad input, or a damaged store; 5 an agent runs; 6 the file exists.
 
     Example: fedcg agent backup --out /backup/line-4 --passphrase-file /root/passphrase
     """

@@ -14,7 +14,7 @@ from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.session.commands import Done, Send, SendHello
-from edge_client.session.events import CoordinatorSeen, Event, HelloRefused, LinkChanged, Revoked, Tick
+from edge_client.session.events import CoordinatorSeen, Event, HelloRefused, LinkChanged, Revoked, Tick, Welcomed
 from edge_client.session.state import Purpose, SessionState
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
@@ -29,7 +29,8 @@ from fedcg.wire.transport.transport import Delivery, Transport
 TICK_S = 0.25
 QUEUE_MAX = 256
 UNANSWERED = {  # by the coordinator's retained status, None where none is received
-    None: "the broker delivers nothing to this device: it is missing in the access list, or the coordinator has never run",
+    None: "the broker delivers nothing to this device: its federation is not started (`fedcg federation start`), the coordinator has "
+    "never run (`fedcg coordinator run`), or this device is missing in the broker's access list (`fedcg device show`)",
     False: "the coordinator does not run, by its last status",
     True: "the coordinator runs and does not accept this device: it was revoked or enrolled anew, or its access list is wrong",
 }
@@ -37,7 +38,7 @@ UNANSWERED = {  # by the coordinator's retained status, None where none is recei
 
 def converse(
     config: AgentConfig, keys: AgentKeys, store: PrivateStore, transport: Transport, purpose: Purpose, timeout_s: float
-) -> None:
+) -> float | None:
     """Open a session, and fulfil its purpose.
 
     Args:
@@ -47,6 +48,9 @@ def converse(
         transport: not started yet.
         purpose: greet or leave; a device that only greets does not count as online.
         timeout_s: how long to wait.
+
+    Returns:
+        The seconds by which this box's clock is ahead of the coordinator's, by its welcome.
 
     Raises:
         NoAnswerError: the coordinator has not answered in time; names the step that messages reached.
@@ -65,7 +69,7 @@ def converse(
     link.subscribe(chunks=False)
     transport.start(put, lambda up: put(LinkChanged(up)))
     state = SessionState(config.federation, config.device, purpose, trust.order.highest[0])
-    deadline, is_online = time.monotonic() + timeout_s, None
+    deadline, is_online, ahead_s = time.monotonic() + timeout_s, None, None
     try:
         while not state.done and time.monotonic() < deadline:
             event = _next_event(items, link)
@@ -75,6 +79,8 @@ def converse(
                 raise NoAnswerError(REVOKED_ADVICE)
             if isinstance(event, CoordinatorSeen):
                 is_online = event.online
+            if isinstance(event, Welcomed) and event.server_time is not None:
+                ahead_s = time.time() - event.server_time
             state, commands = step(state, event, time.monotonic())
             for command in commands:
                 if isinstance(command, SendHello):
@@ -88,6 +94,7 @@ def converse(
         sent.close()
     if not state.done:
         raise NoAnswerError(getattr(transport, "last_error", None) or UNANSWERED[is_online])
+    return ahead_s
 
 
 def _next_event(items: queue.Queue[Delivery | LinkChanged], link: CoordinatorLink) -> Event:

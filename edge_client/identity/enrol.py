@@ -12,9 +12,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey, check_issued
 from edge_client.identity.enrolment_client import ask, fetch_authority, trusting
-from fedcg.errors import EXISTS
+from fedcg.errors import BAD_INPUT, EXISTS
 from fedcg.files import fsync_path, replace_durably
 from fedcg.provision.agent_config import CONFIG_NAME, DATA, render_agent_config
+from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.enrolment_messages import (
     ENROL_PATH,
@@ -78,12 +79,15 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
         data: where the images are, for agent.toml.
 
     Raises:
-        EnrolError: its message names the next step. When another authority, or another of its servers, answered, the secret was not sent.
+        EnrolError: its message names the next step; also with clocks with which the new certificate would not be valid here. When another authority, or another of its servers, answered, the secret was not sent.
     """
     place, name = _wanted(token, url, device)
     folder = Folder(out)
     _check_folder(folder)
-    authority = fetch_authority(place, token.authority)
+    authority, ahead_s = fetch_authority(place, token.authority)
+    if ahead_s is not None and abs(ahead_s) > MOST_CLOCK_OFF_S:
+        problem = f"{clock_difference(ahead_s)}. The token was not used. {SET_CLOCK.capitalize()}, then enrol again"
+        raise EnrolError(problem, exit_code=BAD_INPUT)
     tls_key, signing_key = _keys(folder)
     public = signing_key.public.hex
     proof = signing_key.sign(enrolment_statement(token.id, name, tls_key.digest, public)).hex()
@@ -106,15 +110,16 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
 def _wanted(token: Token, url: str | None, device: str | None) -> tuple[str, str]:
     place, name = url or token.url, device or token.device
     if place is None:
-        raise EnrolError("the token names no coordinator: give --url https://HOST:PORT")
+        raise EnrolError("the token names no coordinator: give --url https://HOST:PORT", exit_code=BAD_INPUT)
     if name is None:
-        raise EnrolError("the token is for any device: name this one with --device ID")
+        raise EnrolError("the token is for any device: name this one with --device ID", exit_code=BAD_INPUT)
     if token.device is not None and name != token.device:
-        raise EnrolError(f"--device {name}: the token is for device {token.device!r} only; leave --device out")
+        problem = f"--device {name}: the token is for device {token.device!r} only; leave --device out"
+        raise EnrolError(problem, exit_code=BAD_INPUT)
     try:
         return place.rstrip("/"), check_device_id(name)
     except ValueError as error:
-        raise EnrolError(f"--device: {error}") from error
+        raise EnrolError(f"--device: {error}", exit_code=BAD_INPUT) from error
 
 
 def _check_answer(token: Token, request: EnrolRequest, answer: EnrolAnswer) -> None:
@@ -141,9 +146,8 @@ def _check_folder(folder: Folder) -> None:
     if folder.root.exists():
         foreign = sorted(path.name for path in folder.root.iterdir() if path.name not in MAY_BE_THERE)
         if foreign:
-            raise EnrolError(
-                f"{folder.root} holds other things ({foreign[0]}); give the device a folder of its own, --out"
-            )
+            problem = f"{folder.root} holds other things ({foreign[0]}); give the device a folder of its own, --out"
+            raise EnrolError(problem, exit_code=EXISTS)
 
 
 def _keys(folder: Folder) -> tuple[TlsKey, SigningKey]:

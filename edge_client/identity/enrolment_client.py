@@ -5,8 +5,7 @@ from __future__ import annotations
 import http.client
 import ssl
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -16,8 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import BaseModel, ValidationError
 
 from edge_client.errors import EnrolError, LateAnswerError, NotAcceptedError
-from fedcg.text_output import moment
-from fedcg.wire.clocks import SET_CLOCK, explain_dates
+from fedcg.errors import BAD_INPUT
+from fedcg.wire.clocks import explain_dates
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.enrolment_messages import (
     AUTHORITY_PATH,
@@ -29,19 +28,18 @@ from fedcg.wire.messages.enrolment_messages import (
 from fedcg.wire.server_role import ServerRole, expect_role
 
 TIMEOUT_S = 20.0
-MOST_CLOCK_OFF_S = 3600.0
-"""New certificates are valid from an hour before they are made (`coordinator.pki.authority.CLOCK_SLACK`)."""
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
-def fetch_authority(url: str, digest: str, clock: Callable[[], float] = time.time) -> x509.Certificate:
-    """The certificate of the authority that is expected behind `url`, where this box's clock is about the coordinator's.
+def fetch_authority(url: str, digest: str) -> tuple[x509.Certificate, float | None]:
+    """The certificate of the authority that is expected behind `url`, and the seconds by which this box's clock is ahead there.
 
     Only the request is sent, on a connection that verifies no certificate; the answer counts only when its public key is the
-    expected one. An attacker who relays the true certificate gains nothing: the next connection is verified against it.
+    expected one. An attacker who relays the true certificate gains nothing: the next connection is verified against it. The
+    seconds are None where the answer has no `Date`.
 
     Raises:
-        EnrolError: no answer, an answer of another authority, or clocks with which the new certificate would not be valid here.
+        EnrolError: no answer, or an answer of another authority.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -58,22 +56,9 @@ def fetch_authority(url: str, digest: str, clock: Callable[[], float] = time.tim
             f"{url} belongs to another authority than the token's (key {found[:16]}..., expected {digest[:16]}...). The "
             "secret was not sent. Either the URL is wrong, or somebody is in between: ask the operator"
         )
-    _check_clock(date, clock())
-    return authority
-
-
-def _check_clock(date: str | None, now: float) -> None:
-    """Compare this box's clock with the `Date` of an answer; one without it is not compared."""
-    try:
-        there = parsedate_to_datetime(date or "").timestamp()
-    except ValueError:
-        return
-    ahead_s = now - there
-    if abs(ahead_s) > MOST_CLOCK_OFF_S:
-        raise EnrolError(
-            f"this box's clock is {timedelta(seconds=round(abs(ahead_s)))} {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's: it shows {moment(now)}, the "
-            f"coordinator's {moment(there)}. The token was not used. {SET_CLOCK.capitalize()}, then enrol again"
-        )
+    with suppress(ValueError):
+        return authority, time.time() - parsedate_to_datetime(date or "").timestamp()
+    return authority, None
 
 
 def trusting(authority: x509.Certificate) -> ssl.SSLContext:
@@ -106,11 +91,11 @@ def _exchange(
     """Status, body and date of an answer."""
     place = urlsplit(url)
     if place.scheme != "https" or place.hostname is None or place.path not in ("", "/") or place.query:
-        raise EnrolError(f"--url {url}: write https://HOST:PORT")
+        raise EnrolError(f"--url {url}: write https://HOST:PORT", exit_code=BAD_INPUT)
     try:
         connection = http.client.HTTPSConnection(place.hostname, place.port, timeout=TIMEOUT_S, context=context)
     except (ValueError, http.client.InvalidURL) as error:
-        raise EnrolError(f"--url {url}: {error}") from error
+        raise EnrolError(f"--url {url}: {error}", exit_code=BAD_INPUT) from error
     try:
         connection.request(method, path, body, {"Content-Type": "application/json", "Connection": "close"})
         response = connection.getresponse()

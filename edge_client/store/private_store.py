@@ -88,9 +88,14 @@ class PrivateStore:
         """Open the store at `root`, making it when there is none yet.
 
         Raises:
+            StoreError: it can't be made.
             StoreFormatError: it is another device's or federation's, has another format, or is not a private store.
         """
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            problem = f"the folder {root} can't be made ({error.strerror}): set another `store`, or correct what is in its place"
+            raise StoreError(problem) from error
         path, owner = root / FORMAT_FILE, {"federation": federation, "device": device}
         found = read_json(path)
         if not found:

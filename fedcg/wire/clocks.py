@@ -1,17 +1,31 @@
-"""Messages for certificates whose dates contradict this machine's clock: TLS is the first to fail on a wrong clock."""
+"""Messages about a clock that is wrong: TLS is the first to fail on one, as certificates have dates."""
 
 from __future__ import annotations
 
 import ssl
-from datetime import datetime, timezone
+import time
+from datetime import datetime, timedelta, timezone
+
+from fedcg.text_output import moment
 
 NOT_YET_VALID, HAS_EXPIRED = 9, 10  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 SET_CLOCK = "set this machine's clock (timedatectl set-ntp true)"
+MOST_CLOCK_OFF_S = 3600.0
+"""New certificates are valid from an hour before they are made (`coordinator.pki.authority.CLOCK_SLACK`)."""
 
 
 def clock_time(now: datetime | None = None) -> str:
     """The time of this machine's clock, for messages to people."""
     return f"{now or datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+
+
+def clock_difference(ahead_s: float) -> str:
+    """How far this box's clock is ahead of the coordinator's, or behind it, with both times, for messages to people."""
+    now, off = time.time(), timedelta(seconds=round(abs(ahead_s)))
+    return (
+        f"this box's clock is {off} {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's: it shows {moment(now)}, the "
+        f"coordinator's {moment(now - ahead_s)}"
+    )
 
 
 def explain_dates(error: ssl.SSLCertVerificationError) -> str | None:

@@ -49,7 +49,7 @@ def test_the_doctor_is_green_for_a_member_and_red_for_one_outside_the_access_lis
     stack.running["broker"].send_signal(signal.SIGHUP)
     missing = stack.doctor("site-2")["coordinator"]  # by the time it connects, the broker has read the list
     assert missing["state"] == "failed"
-    assert "missing in the access list" in missing["detail"]
+    assert "missing in the broker's access list" in missing["detail"]
     stack.command("device", "revoke", "site-2", "--dir", str(stack.home))
     revoked = stack.doctor("site-2")["coordinator"]
     assert revoked["state"] == "failed"

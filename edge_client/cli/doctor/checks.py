@@ -29,16 +29,17 @@ from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, EnrolError
 from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import life_of, read_certificate
+from edge_client.identity.enrolment_client import fetch_authority
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, open_store
 from edge_client.store.revocation import REVOKED_ADVICE
 from edge_client.transfer.https_client import check_ready, tls_of
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
-from fedcg.wire.clocks import SET_CLOCK, clock_time
+from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference, clock_time
 from fedcg.wire.errors import TransportError, WireError
 from fedcg.wire.messages.conditions import DoctorCheck, DoctorFinding
-from fedcg.wire.messages.enrolment_messages import common_name
+from fedcg.wire.messages.enrolment_messages import certificate_key_digest, common_name
 from fedcg.wire.messages.messages import Carrier
 from fedcg.wire.server_role import AUTHORITY_NAME
 from fedcg.wire.transport.mqtt import MqttTransport
@@ -49,6 +50,7 @@ EXPIRES_SOON = timedelta(days=14)
 OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so renewal must have failed
 # A certificate that ended so long ago is more likely due to a wrong clock than to a box that was in a cupboard.
 LONG_OFF = timedelta(days=365)
+CLOCK_OFF_S = 60.0  # beyond it the coordinator reports a problem too
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips; a satellite link's take 0.6 s each
 ENCRYPT_DISK = "encrypt it: LUKS with the TPM, on a Jetson its own disk encryption; docs/operations.md, `Encrypt the disk of a box`"
@@ -60,15 +62,16 @@ ENROL_AGAIN = "enrol the device again, or copy its bundle again"
 
 def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = None) -> tuple[Finding, ...]:
     """All checks of a device, or some of them, in the order in which to repair what they find."""
+    coordinator, ahead_s = _coordinator(config, now) if only is None else (("ok", "", ""), None)
     checks: dict[str, Callable[[AgentConfig, datetime], Result]] = {
-        "clock": _clock,
+        "clock": _clock if only is not None else lambda config, now: _clocks(config, now, ahead_s),
         "disk": _disk,
         "encrypted disk": lambda config, now: check_encryption(existing_place(config.store)),
         "keys": _keys,
         "certificate": _certificate,
         "broker": _broker,
         "authority": _authority,
-        "coordinator": _coordinator,
+        "coordinator": lambda config, now: coordinator,
         "carrier": _carrier,
         "data": check_data,
         "defence": _defence,
@@ -103,6 +106,27 @@ def _clock(config: AgentConfig, now: datetime) -> Result:
             detail += f", long after this device's certificate ended ({last:%Y-%m-%d})"
             return "failed", detail, f"if it is wrong: {advice}"
     return "ok", clock_time(now), ""
+
+
+def _clocks(config: AgentConfig, now: datetime, ahead_s: float | None) -> Result:
+    """This box's clock beside the dates of its certificate and beside the coordinator's: by its welcome, else by its listener."""
+    state, detail, advice = _clock(config, now)
+    url, problem = (
+        config.enrolment.url,
+        "no welcome over the broker was waited for, and agent.toml has no url under [enrolment]",
+    )
+    if ahead_s is None and url is not None and config.tls is not None:
+        try:
+            _, ahead_s = fetch_authority(url, certificate_key_digest(read_certificate(config.tls.ca)))
+        except (EnrolError, WireError) as error:
+            problem = str(error)
+    if state != "ok":
+        return state, detail, advice
+    if ahead_s is None:
+        return "warning" if url else "ok", f"{detail}, not compared with the coordinator's: {problem}", ""
+    if abs(ahead_s) <= CLOCK_OFF_S:
+        return "ok", f"{detail}, as the coordinator's", ""
+    return "failed" if abs(ahead_s) > MOST_CLOCK_OFF_S else "warning", clock_difference(ahead_s), SET_CLOCK
 
 
 def _disk(config: AgentConfig, now: datetime) -> Result:
@@ -207,26 +231,29 @@ def _authority(config: AgentConfig, now: datetime) -> Result:
     return "ok", detail, ""
 
 
-def _coordinator(config: AgentConfig, now: datetime) -> Result:
-    """A hello and its welcome: the broker takes and delivers this device's messages, and the coordinator answers it."""
+def _coordinator(config: AgentConfig, now: datetime) -> tuple[Result, float | None]:
+    """A hello and its welcome: the broker takes and delivers this device's messages, and the coordinator answers it.
+
+    Beside it the seconds by which this box's clock is ahead of the coordinator's, where it answered.
+    """
     if is_revoked(config):
-        return "failed", "it has revoked this device", REVOKED_ADVICE
+        return ("failed", "it has revoked this device", REVOKED_ADVICE), None
     if _broker(config, now)[0] == "failed":
-        return "warning", "not checked: the broker is not reached", ""
+        return ("warning", "not checked: the broker is not reached", ""), None
     is_made = (config.store / "format.json").exists()
     if is_made and is_locked(config.store / "lock"):
-        return _running(config)
+        return _running(config), None
     try:
         # A store that no agent has made yet is not made here: it would belong to the user that runs this command.
         with TemporaryDirectory() as empty:
             store, keys = open_store(config) if is_made else PrivateStore(Path(empty)), load_keys(config)
             with store.locked():
                 transport = MqttTransport(mqtt_config(config, keys))
-                converse(config, keys, store, transport, Purpose.GREET, ANSWER_TIMEOUT_S)
+                ahead_s = converse(config, keys, store, transport, Purpose.GREET, ANSWER_TIMEOUT_S)
     except (EdgeError, WireError, OSError) as error:
-        advice = f"ask the operator: `fedcg device show {config.device}`, and that the broker has read its access list"
-        return "failed", str(error), advice
-    return "ok", "it answers this device", ""
+        advice = f"ask the operator: `fedcg federation show {config.federation}`, `fedcg device show {config.device}`, and that the broker has read its access list"
+        return ("failed", str(error), advice), None
+    return ("ok", "it answers this device", ""), ahead_s
 
 
 def _running(config: AgentConfig) -> Result:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fedcg.errors import BAD_INPUT
 from fedcg.wire.clocks import SET_CLOCK, clock_time, explain_dates
 from fedcg.wire.errors import TransportError
 from fedcg.wire.server_role import ServerRole, ServerRoleError, expect_role
@@ -47,9 +48,8 @@ class TlsFiles:
         """
         for path in (self.ca, self.cert, self.key):
             if not path.is_file():
-                raise TransportError(
-                    f"the TLS file {path} is missing; enrol the device again or correct the configuration"
-                )
+                problem = f"the TLS file {path} is missing; enrol the device again or correct the configuration"
+                raise TransportError(problem, exit_code=BAD_INPUT)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         files = str(self.ca)
@@ -59,7 +59,8 @@ class TlsFiles:
             context.load_cert_chain(self.cert, self.key)
         except (ssl.SSLError, OSError) as error:
             raise TransportError(
-                f"the TLS file {files} is damaged: {error}. Restore it from a backup, or enrol the device again"
+                f"the TLS file {files} is damaged: {error}. Restore it from a backup, or enrol the device again",
+                exit_code=BAD_INPUT,
             ) from error
         expect_role(context, role)
         return context

@@ -125,14 +125,14 @@ def test_the_help_shows_every_command_and_says_which_are_not_installed(box: Box)
     lines = {line.split()[1]: line for line in shown.splitlines() if line.startswith("│ ") and len(line.split()) > 2}
     assert "not installed" not in lines["infer"] + lines["model"] + lines["export"]
     done = box.fedcg("export", "--spec", "s", "--weights", "w", "--out", "o", check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "not installed here" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_serving_there_says_which_extra_is_missing(box: Box, model_root: Path) -> None:
     done = box.fedcg("infer", "serve", "--model", model_root, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "pip install 'fedcg-edge[serve]'" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -22,9 +22,9 @@ def box_config(root: Path) -> AgentConfig:
     return make_config(root).model_copy(update={"federation": FEDERATION, "device": "a", "broker": broker})
 
 
-def talk(world: World, root: Path, key: SigningKey, purpose: Purpose, timeout_s: float) -> None:
-    """Device `a` greets the coordinator or leaves, signing with `key`."""
+def talk(world: World, root: Path, key: SigningKey, purpose: Purpose, timeout_s: float) -> float | None:
+    """Device `a` greets the coordinator or leaves, signing with `key`; returns how far its clock is ahead by the answer."""
     config = box_config(root)
     store = PrivateStore.open(config.store, config.federation, config.device)
     keys = AgentKeys(key, world.key.public)
-    converse(config, keys, store, MemoryTransport(world.broker, config.device), purpose, timeout_s)
+    return converse(config, keys, store, MemoryTransport(world.broker, config.device), purpose, timeout_s)

@@ -138,7 +138,7 @@ def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_command_whose_packages_are_not_installed_says_which_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], package: str
 ) -> None:
-    assert _run(monkeypatch, *arguments) == 1
+    assert _run(monkeypatch, *arguments) == 2
     told = capsys.readouterr().err
     assert f"`fedcg {arguments[0]}` needs the Python package '{package}'" in told
     assert "pip install 'fedcg-edge[edge]'" in told

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,13 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
+from edge_client.cli.agent_commands import render_agent_unit
 from edge_client.cli.doctor import checks
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig, load_config
+from edge_client.errors import unreadable
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from fedcg.errors import NOT_FOUND
+from fedcg.errors import BAD_INPUT, FAILED, NOT_FOUND
 from fedcg.files import checked_secret
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
@@ -184,6 +189,51 @@ def test_without_the_extra_that_a_section_needs_the_doctor_and_the_start_fail_wi
     assert result.exit_code == 2
     assert extra in result.stderr
     assert not load_config(device, {}).store.exists()
+
+
+def _other_owner(box: Path) -> None:
+    shutil.rmtree(box / "store")
+    PrivateStore.open(box / "store", "shapes", "b")
+
+
+def _file_for_store(box: Path) -> None:
+    shutil.rmtree(box / "store")
+    (box / "store").touch()
+
+
+@pytest.mark.parametrize(
+    ("mends_not_itself", "named"),
+    [
+        (lambda box: (box / "signing.key").unlink(), "Enrol the device again (`fedcg enrol`)"),
+        (lambda box: (box / "coordinator.pub").write_text("x"), "Enrol the device again (`fedcg enrol`)"),
+        (_other_owner, "belongs to device 'b' of federation 'shapes'"),
+        (lambda box: (box / "store" / "secrets" / "device.key").write_bytes(b"x"), "device.key is damaged"),
+        (lambda box: (box / "store").chmod(0o755), "chmod go="),
+        (_file_for_store, "set another `store`"),
+        (lambda box: (box / "agent.toml").write_bytes(b"\xff"), "can't be read"),
+        (
+            lambda box: (box / "agent.toml").write_text(
+                (box / "agent.toml").read_text().replace('cert = "', 'cert = "gone')
+            ),
+            "enrol the device again",
+        ),
+    ],
+    ids=["no key", "no coordinator's key", "wrong store", "damage", "open store", "no store", "bad config", "no TLS"],
+)
+def test_what_only_a_person_can_mend_ends_the_agent_with_a_code_at_which_its_unit_stops(
+    device: Path, mends_not_itself: Callable[[Path], object], named: str
+) -> None:
+    opened(load_config(device, {})).device_secret()
+    stops_at = render_agent_unit().split("RestartPreventExitStatus=")[1].split("\n")[0].split()
+    mends_not_itself(device.parent)
+    ended = run("run", "--config", str(device))
+    assert (ended.exit_code, stops_at) == (2, ["2", "7"])
+    assert named in ended.stderr
+
+
+def test_a_disk_that_fails_for_a_moment_does_not_stop_the_unit_and_a_file_of_another_user_does(tmp_path: Path) -> None:
+    assert unreadable(tmp_path, OSError(errno.EIO, "Input/output error")).exit_code == FAILED
+    assert unreadable(tmp_path, PermissionError(errno.EACCES, "Permission denied")).exit_code == BAD_INPUT
 
 
 def test_auxiliary_images_that_are_not_there_are_named_before_the_first_round(device: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_box_whose_clock_is_wrong_is_told_by_how_much_and_keeps_its_token(
     token, out = desk.token("line-4").text, tmp_path / "box"
     command = [sys.executable, "-c", SHIFTED.format(days * 86_400), "enrol", "--token", token, "--out", str(out)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert re.search(f"this box's clock is {how} the coordinator's", refused.stderr)
     assert refused.stderr.count(" UTC") == 2
     assert "(timedatectl set-ntp true), then enrol again" in refused.stderr
@@ -108,8 +108,19 @@ def test_a_damaged_token_is_bad_input_and_a_refusal_has_its_own_exit_code(desk: 
     assert "used already" in refused.stderr
     assert token.secret.hex() not in refused.output
     unnamed = enrol("--token", desk.token().text, "--out", tmp_path / "third")
-    assert unnamed.exit_code == 1
+    assert unnamed.exit_code == 2
     assert "--device ID" in unnamed.stderr
+    bound = desk.token("line-5").text
+    for wrong, named in (
+        (("--device", "line-6"), "--device line-6: the token is for device 'line-5' only"),
+        (("--device", "Line 5"), "--device"),
+        (("--url", "https://127.0.0.1:99999"), "--url https://127.0.0.1:99999"),
+        (("--url", "http://127.0.0.1"), "--url http://127.0.0.1: write https://HOST:PORT"),
+    ):
+        refused = enrol("--token", bound, "--out", tmp_path / "fourth", *wrong)
+        assert (refused.exit_code, named in refused.stderr) == (2, True), refused.stderr
+    foreign = enrol("--token", bound, "--out", tmp_path)
+    assert (foreign.exit_code, "holds other things" in foreign.stderr) == (6, True)
 
 
 def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:
@@ -124,3 +135,29 @@ def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk,
     assert broken.exit_code == 1
     assert "device.key" in broken.stderr
     assert run_fedcg("agent", "renew", "--config", tmp_path / "nothing.toml").exit_code == NOT_FOUND
+
+
+def clock_line(config: Path) -> tuple[str, str, str]:
+    (found,) = (
+        one
+        for one in data_of(run_fedcg("doctor", "--config", config, "--json").stdout)["findings"]
+        if one["check"] == "clock"
+    )
+    return found["state"], found["detail"], found["advice"]
+
+
+def test_the_doctor_compares_the_clock_with_the_coordinators_as_enrol_does(tmp_path: Path) -> None:
+    config = tmp_path / "box" / "agent.toml"
+    with running_desk(open_home(tmp_path / "home")) as desk:
+        assert enrol("--token", desk.token("line-4").text, "--out", config.parent).exit_code == 0
+        assert clock_line(config)[0] == "ok"
+        assert clock_line(config)[1].endswith(", as the coordinator's")
+        for ahead_s, state, how in ((-7200, "failed", "2:00:0. ahead of"), (300, "warning", "0:0[45]:.. behind")):
+            desk.ahead_s = ahead_s
+            found = clock_line(config)
+            assert found[0] == state
+            assert re.search(f"this box's clock is {how} the coordinator's: it shows .* UTC", found[1])
+            assert "timedatectl" in found[2]
+    state, detail, _ = clock_line(config)
+    assert state == "warning"
+    assert "not compared with the coordinator's: no answer from https://" in detail

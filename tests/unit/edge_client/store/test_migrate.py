@@ -9,7 +9,7 @@ import pytest
 
 from edge_client.store.private_store import STORE_FORMAT, PrivateStore
 from edge_client.store.small_files import read_json, write_json
-from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, FAILED
+from fedcg.errors import ALREADY_RUNNING, BAD_INPUT
 from fedcg.files import SECRET_BYTES
 from tests.support.box_install import AGENT_TOML, content, fill_store
 from tests.support.commands import data_of, run_fedcg
@@ -37,7 +37,7 @@ def test_a_sound_store_is_checked_and_nothing_changes(place: Path) -> None:
 def test_a_secret_without_its_check_is_refused_by_name(place: Path) -> None:
     (place / "store" / "secrets" / "device.key").write_bytes(b"d" * SECRET_BYTES)
     refused = run_fedcg("agent", "store", "migrate", "--config", place / "agent.toml")
-    assert refused.exit_code == FAILED
+    assert refused.exit_code == BAD_INPUT
     assert "secrets/device.key is damaged" in refused.stderr
 
 
@@ -69,7 +69,7 @@ def test_a_store_that_an_agent_could_not_use_is_refused_with_the_next_step_and_l
         refused = run_fedcg("agent", "store", "migrate", "--config", place / "agent.toml")
     named = f"reads format {STORE_FORMAT} alone. Use the program that wrote it"
     remedy = {"damaged": "Restore", "open": "chmod go=", "running": "stop it first"}.get(harm, named)
-    assert refused.exit_code == (ALREADY_RUNNING if harm == "running" else FAILED)
+    assert refused.exit_code == (ALREADY_RUNNING if harm == "running" else BAD_INPUT)
     assert remedy in " ".join(refused.stderr.split())
     assert content(store) == before
 
@@ -92,5 +92,5 @@ def test_the_agent_refuses_a_store_that_is_open_to_others_and_names_file_and_com
         opened.touch()
     opened.chmod(0o755 if opened.is_dir() else 0o644)
     refused = run_fedcg("agent", "run", "--config", config)
-    assert refused.exit_code == FAILED
+    assert refused.exit_code == BAD_INPUT
     assert f"chmod go= {opened}" in " ".join(refused.stderr.split())
