@@ -44,6 +44,11 @@ class Buckets(Generic[KeyT]):
         with self._lock:
             return max(0.0, 1.0 - self._level(key)) / self._per_s
 
+    def give_back(self, key: KeyT) -> None:
+        """Put a token back that was taken."""
+        with self._lock:
+            self._levels[key] = (min(self._at_once, self._level(key) + 1.0), self._clock())
+
     def forget(self, key: KeyT) -> None:
         """Fill a key's bucket."""
         with self._lock:

@@ -24,10 +24,11 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 
 from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, form_fields, unauthorised
-from coordinator.http.problems import MEDIA_TYPE, UNFORESEEN, ProblemError, problem_of
-from coordinator.http.refusals import CountedEvent
+from coordinator.http.problems import MEDIA_TYPE, UNFORESEEN, ProblemError, problem_of, too_many
+from coordinator.http.refusals import CountedEvent, Rate
 from coordinator.members.api_tokens import Identity
 from coordinator.storage.api_store import ApiStore, StoredAnswer
+from coordinator.token_buckets import Buckets
 from fedcg.event_log import ROTATE_BYTES, EventLog, EventValue, log_text
 from fedcg.files import advice_for, append_line
 
@@ -42,6 +43,8 @@ UNSTORED = (401, 403, 429)
 SECRET_FIELDS = (FORM_FIELD, "token", "secret", "password")
 MAX_NAME = 100
 """Characters of a name in a request's address, and of the address that a proxy names."""
+FAILING = Rate(200, 1 / 6)
+"""Changes of one token that fail, and so fill the audit log with lines of what was not changed; others cost it nothing."""
 DAY_S = 86_400.0
 MAX_WAITING = 3
 """Plans that wait while one is completed."""
@@ -102,6 +105,7 @@ class Changes:
         self._seal = seal
         self._audit = audit
         self._refused = CountedEvent(events, "api_refused")
+        self._failing: Buckets[str] = Buckets(FAILING.per_s, FAILING.burst)
         self._open: set[tuple[str, str]] = set()
 
     async def make(self, request: Request, handler: Handler) -> Response:
@@ -111,6 +115,8 @@ class Changes:
 
         async def intend(identity: Identity) -> None:
             if not intended:
+                if not self._failing.take(identity.token_id):
+                    raise too_many("changes that failed", self._failing.wait_s(identity.token_id))
                 about = _about(request, identity)
                 await run_in_threadpool(self._intend, about, body, request.headers.get("Content-Type", ""))
                 intended.update(about)
@@ -147,6 +153,8 @@ class Changes:
             name = None if identity is None else identity.name
             self._refused.count(address=address_of(request), identity=name, route=_route(request))
         elif intended:
+            if status < 400:
+                self._failing.give_back(str(intended["token"]))
             try:
                 await run_in_threadpool(self._audit.write, {"event": "outcome", **intended, "outcome": status})
             except OSError as error:

@@ -114,6 +114,25 @@ def test_requests_that_are_refused_are_counted_as_an_event_and_not_audited(api: 
     ]
 
 
+def test_changes_that_fail_are_limited_for_their_token_and_keep_no_line_of_a_real_change_out(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "FAILING", Rate(5, 1 / 60))
+    with running_api(home) as api, api.as_(Role.OPERATOR) as operator, api.as_(Role.ADMIN) as other:
+        for _ in range(8):
+            assert operator.post(PAUSE).status_code == 200  # these cost nothing
+        before = len(lines(home))
+        answers = [operator.post(PAUSE, json={"reason": "x" * 400}).status_code for _ in range(12)]
+        assert answers == [422] * 5 + [429] * 7
+        assert len(lines(home)) == before + 2 * 5
+        limited = operator.post(PAUSE)
+        assert (limited.status_code, "changes that failed" in limited.json()["detail"]) == (429, True)
+        assert other.post(PAUSE).status_code == 200
+    assert [line["event"] for line in lines(home)[-2:]] == ["intent", "outcome"]
+    refused = [event for event in read_events(home.events_file) if event["event"] == "api_refused"]
+    assert refused[0]["identity"] == "operator"
+
+
 def test_a_line_is_bounded_and_readable_whatever_a_request_names(api: Api) -> None:
     with api.as_(Role.OPERATOR) as operator:
         operator.post(f"/api/v1/federations/{'%1B%C2%9B' * 1000}/pause", json={"reason": '"\x1b' * 5000})
