@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from edge_client.cli.shared_options import ConfigOption, read_config
-from fedcg.errors import NOT_FOUND, BadInputError
+from fedcg.errors import EXISTS, NOT_FOUND, BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
 from fedcg.json_output import Result, print_data, prints
 from fedcg.log.sentences import DEBUG, LEVELS, sentence_of
@@ -152,7 +152,7 @@ def ledger_command(
 
 @prints
 def diagnose_command(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.zip", help="The file to write.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.zip", help="The file to write; must not exist.")],
     config: ConfigOption = Path("agent.toml"),
     events: Annotated[
         int, typer.Option("--events", min=0, max=MOST_EVENTS, help="Newest events that go into it.")
@@ -163,17 +163,19 @@ def diagnose_command(
 ) -> Result:
     """Write one file to send to support: settings, status, doctor, events, versions, sizes of files; no key, secret, image or weight.
 
-    Exit codes: 0 written; 1 failed; 2 the configuration is wrong, or --out is no .zip.
+    Exit codes: 0 written; 1 failed; 2 the configuration is wrong, or --out is no .zip; 6 the file exists.
 
     Example: fedcg agent diagnose --out support.zip
     """
     from edge_client.cli.support_file import support_file
-    from fedcg.files import replace_durably
+    from fedcg.files import write_durably
 
     settings = read_config(config)
     if out.suffix != ".zip" or not out.absolute().parent.is_dir():
         raise BadInputError(f"--out {out}: give a file that ends in .zip, in a folder that exists")
+    if out.exists():
+        raise BadInputError(f"{out} exists already; name another file", exit_code=EXISTS)
     content, names = support_file(settings, events, with_class_names=with_class_names)
-    replace_durably(out, content)
+    write_durably(out, content, is_new=True)
     values = {"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)}
     return values, f"{out} ({len(content)} bytes) holds {', '.join(names)}.\nNext: read it, then send it to support."

@@ -1,8 +1,8 @@
 """The content of `fedcg agent diagnose`: what support needs to know of a device, and nothing private.
 
 Chosen by name: the configuration (paths of keys, never their content), status, the doctor's findings, the newest events, versions and the
-sizes of the store's files. Then searched: content of secret files, values of secret environment variables, names of images and, unless
-asked for, of classes are replaced wherever they occur.
+sizes of the store's files. Then content of secret files and values of secret environment variables are replaced in every text, and names of
+images, folders and, unless asked for, classes in every text that may hold one (`PrivateNames`). Keys and fields of ours stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import sys
 import zipfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.cli.doctor.checks import examine
+from edge_client.cli.private_names import PrivateNames
 from edge_client.cli.status import read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import StoreError
@@ -36,10 +37,16 @@ from fedcg.files import SECRET_BYTES
 MOST_FILES = 10_000
 MAX_SECRET_BYTES = 64 * 1024
 LEAST_SECRET = 6  # characters; shorter values occur by chance
-REMOVED, IMAGE = "[removed]", "[image]"
+REMOVED = "[removed]"
+VERBATIM = frozenset({"about.json", "configuration.json", "files.json"})
+"""Members with words of this program and the owner's paths alone: no image or class is named there."""
+OURS = frozenset({"check", "state", "event", "phase", "what", "outcome", "way", "others", "device", "federation"})
+"""Fields of the other members with words of this program; any other text may hold a name."""
+NAMING = "data"
+"""The one check of the doctor that names images and classes."""
+CODED = frozenset({"declined", "refused", "round_failed", "paused", "approval_needed"})
+"""Events whose `reason` is one of a closed list."""
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
-_SMALL_NUMBER = re.compile(r"\d{1,3}")
-_IMAGE_NAME = re.compile(r"[^\s\"'/]+\.(?:png|jpe?g|bmp|webp|tiff?|gif)\b", re.IGNORECASE)
 
 
 def support_file(config: AgentConfig, newest_events: int, *, with_class_names: bool) -> tuple[bytes, tuple[str, ...]]:
@@ -57,39 +64,39 @@ def support_file(config: AgentConfig, newest_events: int, *, with_class_names: b
         "doctor.json": [asdict(finding) for finding in examine(config, datetime.now(timezone.utc))],
         "files.json": dict(_sizes(config.store)),
     }
-    names = () if with_class_names else _class_names(config)
-    members = {name: _without_classes(value, names) for name, value in members.items()}
-    texts = {name: json.dumps(value, indent=1, default=str, ensure_ascii=False) for name, value in members.items()}
     logs = chain.from_iterable(read_events(config.store / name) for name in ("events.old.jsonl", "events.jsonl"))
-    texts["events.jsonl"] = "".join(
-        f"{json.dumps(_without_classes(one, names), ensure_ascii=False)}\n" for one in deque(logs, maxlen=newest_events)
-    )
-    replaced = dict.fromkeys(_secrets(config), REMOVED)
-    written = BytesIO()
-    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
+    events = deque(logs, maxlen=newest_events)
+    secrets, searched = tuple(_secrets(config)), json.dumps([members, *events], default=str, ensure_ascii=False)
+    names = PrivateNames(config, _store(config), searched, with_class_names=with_class_names)
+
+    def written(member: str, value: object, indent: int | None = 1) -> str:
+        hide = str if member in VERBATIM else names.hidden_in
+        return json.dumps(_cleaned(value, hide, secrets), indent=indent, default=str, ensure_ascii=False)
+
+    texts = {name: written(name, value) for name, value in members.items()}
+    texts["events.jsonl"] = "".join(f"{written('', one, None)}\n" for one in events)
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
-            archive.writestr(name, _cleaned(text, replaced))
-    return written.getvalue(), tuple(texts)
+            archive.writestr(
+                name, text.encode("utf-8", "backslashreplace")
+            )  # bytes that are no text, as JSON escapes them
+    return packed.getvalue(), tuple(texts)
 
 
-def _cleaned(text: str, replaced: dict[str, str]) -> str:
-    for secret, instead in replaced.items():
-        text = text.replace(secret, instead)
-    return _IMAGE_NAME.sub(IMAGE, text)
-
-
-def _without_classes(value: Any, classes: tuple[str, ...]) -> Any:
-    """A JSON value whose texts name no class; numbers stay, and so do a text's addresses, times and versions."""
+def _cleaned(value: Any, hide: Callable[[str], str], secrets: tuple[str, ...]) -> Any:
+    """A JSON value whose texts hold no secret and, where they may, no name."""
     if isinstance(value, Mapping):
-        return {_without_classes(str(key), classes): _without_classes(one, classes) for key, one in value.items()}
+        hide = str if value.get("check", NAMING) != NAMING else hide
+        ours = OURS | {"reason"} if value.get("event") in CODED else OURS
+        return {key: _cleaned(one, str if key in ours else hide, secrets) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_classes(one, classes) for one in value]
-    if not classes or isinstance(value, int | float | None):
+        return [_cleaned(one, hide, secrets) for one in value]
+    if not isinstance(value, str):
         return value
-    numbers = {name: f"class-{number}" for number, name in enumerate(classes, 1)}
-    longest_first = sorted(map(re.escape, classes), key=len, reverse=True)
-    pattern = rf"(?<![A-Za-z0-9_])(?<!\d[.:-])(?:{'|'.join(longest_first)})(?![A-Za-z0-9_]|[.:-]\d)"
-    return re.sub(pattern, lambda found: numbers[found[0]], str(value))
+    for secret in secrets:
+        value = value.replace(secret, REMOVED)
+    return hide(value)
 
 
 def _about() -> dict[str, Any]:
@@ -143,15 +150,3 @@ def _forms(content: bytes) -> Iterator[str]:
     for form in (text, json.dumps(text)[1:-1], *lines, content.hex(), base64.b64encode(content).decode()):
         if len(form) >= LEAST_SECRET:
             yield form
-
-
-def _class_names(config: AgentConfig) -> tuple[str, ...]:
-    """Names of classes that this device knows: of specs, and of the folders of its images; without those that say no more than a number."""
-    store, found = _store(config), set[str]()
-    for path in (config.store / "specs").glob("*.json"):
-        if (spec := store.spec(path.stem)) is not None:
-            found.update(spec.classes)
-    for folder in (config.data.root, config.data.root / "train", config.data.root / "test"):
-        with suppress(OSError):
-            found.update(path.name for path in folder.iterdir() if path.is_dir())
-    return tuple(sorted(name for name in found - {"", "train", "test"} if not _SMALL_NUMBER.fullmatch(name)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import socket
 import time
@@ -11,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -21,8 +23,8 @@ from edge_client.messaging.owner_requests import Asked, success
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, SentRecord, append_line
-from fedcg.errors import NOT_FOUND
-from fedcg.event_log import EventLog
+from fedcg.errors import EXISTS, NOT_FOUND
+from fedcg.event_log import EventLog, log_text
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part, ReportField, TensorLayout
@@ -228,6 +230,8 @@ def test_the_support_file_has_no_secret_class_or_image_in_it(device: Path, monke
         events.write("agent_error", detail=leaked)  # as if a message had it
     out = root / "support.zip"
     done = data_of(run(device, "diagnose", "--out", out, "--json").stdout)
+    again = run(device, "diagnose", "--out", out)
+    assert (again.exit_code, f"{out} exists already; name another file" in again.stderr) == (EXISTS, True)
     texts = members(out)
     assert done["holds"] == list(texts)
     assert set(texts) == {
@@ -247,8 +251,8 @@ def test_the_support_file_has_no_secret_class_or_image_in_it(device: Path, monke
     assert json.loads(texts["configuration.json"])["keys"]["signing"] == str(root / "signing.key")
     assert json.loads(texts["files.json"])["secrets/cohort.key"] == 40
     assert json.loads(texts["about.json"])["packages"]["torch"]
-    assert run(device, "diagnose", "--out", out, "--with-class-names", "--events", "1").exit_code == 0
-    texts = members(out)
+    assert run(device, "diagnose", "--out", root / "b.zip", "--with-class-names", "--events", "1").exit_code == 0
+    texts = members(root / "b.zip")
     assert f"class {CLASSES[1]} in" in texts["events.jsonl"]
     assert len(texts["events.jsonl"].splitlines()) == 1
 
@@ -261,7 +265,7 @@ def test_the_support_file_keeps_addresses_and_numbers_where_names_of_classes_are
     events = EventLog(root / "store" / "events.jsonl", time.time).unwatched()
     events.write(
         "agent_error",
-        detail="no connection to 127.0.0.1:8883 since 2026-11-26 10:01; class 8883 in data/8883/a.png",
+        detail=f"no connection to 127.0.0.1:8883 since 2026-11-26 10:01; class 8883 in {root}/data/8883/a.png",
         port=8883,
     )
     assert run(device, "diagnose", "--out", root / "support.zip").exit_code == 0
@@ -269,11 +273,77 @@ def test_the_support_file_keeps_addresses_and_numbers_where_names_of_classes_are
     event = json.loads(texts["events.jsonl"].splitlines()[-1])
     assert (
         event["detail"]
-        == "no connection to 127.0.0.1:8883 since 2026-11-26 10:01; class class-2 in data/class-2/[image]"
+        == f"no connection to 127.0.0.1:8883 since 2026-11-26 10:01; class class-2 in {root}/data/class-2/[image]"
     )
     assert event["port"] == 8883
     assert json.loads(texts["configuration.json"])["broker"]["host"] == "127.0.0.1"
     assert all(json.loads(texts[name]) for name in texts if name.endswith(".json"))
+
+
+NASTY = {
+    "ok": ("Anna Schmidt, geb. 1970.jpg", "x.png", "x.png Lara.png", "a.jpg", "Zo\u00eb \u6f22.webp"),
+    "broker": ('Bob "von" O\'Neil.png', "Vera\nMaja line.bmp", "50% Eva+Uwe.jpeg", "123.png"),
+    "tmp": ("Visit of Emil/scan 1.png", os.fsdecode(b"caf\xe9 Otto.png")),
+    "k": ("Kim.JPG",),
+    "Mrs Ada's mole": ("1.png",),
+    "Mrs Ada": ("2.png",),
+    "\u00c4rger & Co": ("3.png",),
+    "7": ("Ida.png",),
+}
+"""Images by class."""
+WRITTEN = (
+    str,
+    repr,
+    ascii,
+    json.dumps,
+    lambda text: quote(os.fsencode(text)),
+    lambda text: quote_plus(os.fsencode(text)),
+)
+PRIVATE = re.compile(
+    "Anna|Schmidt|geb|1970|Lara|Zo|Bob|von|Neil|Vera|Maja|Eva|Uwe|Visit|Emil|scan|caf|Otto|Kim|Ada|mole|rger|Ida|Gone|Person|\u6f22"
+)
+
+
+def test_no_name_in_any_form_stays_and_the_words_of_the_program_do(tmp_path: Path) -> None:
+    root = tmp_path / "o'box \u00fc"
+    config = write_device(root)
+    data, store = root / "data", PrivateStore.open(root / "store", FEDERATION, DEVICE)
+    events = EventLog(store.root / "events.jsonl", time.time).unwatched()
+    paths = [f"{label}/{name}" for label, names in NASTY.items() for name in names]
+    for path in paths:
+        (data / path).parent.mkdir(parents=True, exist_ok=True)
+        (data / path).write_bytes(b"no image")
+    store.save_left_out(dict.fromkeys(paths, "damaged"))
+    gone = ["ok/Gone Person 7.jpg", "Gone Person/a.jpg", "ok/Person a.jpg"]
+    for write in WRITTEN:
+        for path in (*paths, *gone):
+            name = path.rpartition("/")[2]
+            for text in (f"{write(f'{data}/{path}')}: cut", f"agent: {write(path)}: cut", f"can't read {write(name)}"):
+                events.write("agent_error", detail=text)
+        for label in ("Mrs Ada's mole", "Mrs Ada", "\u00c4rger & Co", "ok", "k"):
+            events.write(
+                "round_failed", reason="no_data", detail=f"{write(f'{data}/{label}')}: no class {write(label)}."
+            )
+    events.write("round_failed", reason="hot", detail=f"{data}/Gone Person: no class 'Gone Person'; classes ok, k")
+    for length in (3, 8):
+        events.write("agent_error", detail=log_text(f"{'.' * 190}'Anna Schmidt, geb. 1970.jpg'", 190 + length))
+        events.write("agent_error", detail=log_text(f"{'.' * 190} Mrs Ada's mole", 190 + length))
+    assert run(config, "diagnose", "--out", tmp_path / "a.zip").exit_code == 0
+    texts = members(tmp_path / "a.zip")
+    for text in (texts["events.jsonl"], texts["doctor.json"], texts["status.json"]):
+        assert PRIVATE.findall(text) == [], text
+    lines = [json.loads(line) for line in texts["events.jsonl"].splitlines()]
+    assert {one["event"] for one in lines} == {"agent_error", "round_failed"}
+    assert {one["reason"] for one in lines if "reason" in one} == {"no_data", "hot"}
+    assert lines[0]["detail"] == f"{data}/class-5/[image]: cut"
+    declines = [one["detail"] for one in lines if one["event"] == "round_failed"]
+    found = [one for one in declines if re.search(r"class .?(ok|k)\b", one)]
+    assert (found, len([one for one in declines if re.search(r"class .?class-[1-7]", one)])) == ([], 30)
+    checks = {one["check"]: one["state"] for one in json.loads(texts["doctor.json"])}
+    assert (checks["disk"], checks["broker"]) == ("ok", "failed")
+    assert "artifacts travel over the broker" in texts["doctor.json"]
+    assert json.loads(texts["configuration.json"])["broker"]["host"] == "127.0.0.1"
+    assert json.loads(texts["configuration.json"])["store"] == str(root / "store")
 
 
 def test_diagnose_works_before_the_first_run_and_refuses_a_file_that_is_no_zip(tmp_path: Path) -> None:
