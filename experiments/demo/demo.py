@@ -30,7 +30,7 @@ from experiments.data.deal import client_names
 from experiments.data.partition_folders import Prepared, load_prepared, prepare
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
-from experiments.demo.processes import POLL_S, Child, Children, children, fedcg
+from experiments.demo.processes import POLL_S, Child, Children, children
 from experiments.demo.progress import Progress
 from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, write_secrets
 from experiments.demo.summary import curves, process_began, seconds, summarise
@@ -78,6 +78,7 @@ class Demo:
         """
         with self._progress.shown():
             async with children(self._run.root / "logs") as processes:
+                processes.load()
                 watching = asyncio.create_task(self._watch())
                 try:
                     agents = await self._start_all(processes)
@@ -103,8 +104,8 @@ class Demo:
         home = Home(run.home)
         with changing_members(home):  # a coordinator loads its packages, and waits for this lock before it serves
             broker = await self._start_broker(processes, home)
-            coordinator = await processes.start("coordinator", fedcg("coordinator", "run", "--dir", run.home))
-            observer = await self._start_observer(processes)
+            coordinator = processes.fork("coordinator", "coordinator", "run", "--dir", run.home)
+            observer = self._start_observer(processes)
             if run.setting.public_images:
                 await data  # a federation is opened only when its public images can be read
             if is_new:
@@ -120,7 +121,7 @@ class Demo:
             write_secrets(run.bundle(client) / "store" / "secrets", run.setting.seed, client)
         if self._is_summed:
             await self._give_rosters(processes)
-        agents = [await self._start_agent(processes, client) for client in self._clients]
+        agents = [self._start_agent(processes, client) for client in self._clients]
         self._kept_up = (broker, observer, coordinator)
         return agents
 
@@ -157,8 +158,9 @@ class Demo:
         lists = refresh_access(home).model_copy(update={"federations": (FEDERATION,)})
         await asyncio.to_thread(write_folder, home, home.broker, lists)
         folder = home.root if self._run.broker == EMBEDDED else home.broker
-        command = fedcg("broker", "run", "--dir", folder, "--broker", self._run.broker)
-        return await processes.start("broker", command, outlives_others=True)
+        return processes.fork(
+            "broker", "broker", "run", "--dir", folder, "--broker", self._run.broker, outlives_others=True
+        )
 
     def _provision(self, home: Home, source: Source) -> None:
         """Open the federation."""
@@ -166,14 +168,11 @@ class Demo:
         with contextlib.closing(Store.of(home)) as store:
             open_federation(home, store, plan, complete=self._complete_plan)
 
-    async def _start_observer(self, processes: Children) -> Child:
+    def _start_observer(self, processes: Children) -> Child:
         run = self._run
-        return await processes.start(
-            "observer",
-            fedcg(
-                "audit", "observe", "--federation", FEDERATION, "--out", run.observer, "--host", LOOPBACK,
-                "--port", str(run.broker_port), "--protocol", run.protocol, "--tls", run.home / "pki",
-            ),
+        return processes.fork(
+            "observer", "audit", "observe", "--federation", FEDERATION, "--out", run.observer, "--host", LOOPBACK,
+            "--port", str(run.broker_port), "--protocol", run.protocol, "--tls", run.home / "pki",
             outlives_others=True,
         )  # fmt: skip
 
@@ -184,9 +183,8 @@ class Demo:
             lines = [f"{device.id} {device.public_key}\n" for device in store.members()]
         roster.write_text("".join(lines), encoding="ascii")
         given = [
-            await processes.start(
-                f"{client}-roster",
-                fedcg("cohort", "roster", roster, "--config", self._run.bundle(client) / "agent.toml"),
+            processes.fork(
+                f"{client}-roster", "cohort", "roster", roster, "--config", self._run.bundle(client) / "agent.toml"
             )
             for client in self._clients
         ]
@@ -194,7 +192,7 @@ class Demo:
             if await child.process.wait():
                 raise child.ended_too_early()
 
-    async def _start_agent(self, processes: Children, client: str) -> Child:
+    def _start_agent(self, processes: Children, client: str) -> Child:
         run, bundle = self._run, self._run.bundle(client)
         environment = {
             "FEDCG_AGENT_BROKER_PROTOCOL": run.protocol,
@@ -210,8 +208,8 @@ class Demo:
         }
         if len(names := self._backbones) > 1:
             environment["FEDCG_AGENT_TRAINING_BACKBONE"] = names[self._clients.index(client) % len(names)]
-        command = fedcg("agent", "run", "--config", bundle / "agent.toml", "--until-finished")
-        return await processes.start(client, command, environment)
+        arguments = ("agent", "run", "--config", bundle / "agent.toml", "--until-finished")
+        return processes.fork(client, *arguments, environment=environment)
 
     def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:
         """What the demo's devices may upload and report: the defaults and what the spec requires; more than the defaults is printed."""

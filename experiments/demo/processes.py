@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from experiments.demo.forked import Forked, fork_server, run_command
 from experiments.errors import ProcessError
 from fedcg.child_python import module_command
 
@@ -48,7 +50,7 @@ class Child:
     """
 
     name: str
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | Forked
     log: Path
     offset: int
     outlives_others: bool
@@ -79,6 +81,7 @@ class Children:
         self._logs = logs
         self._prefix = _dying_with_us()
         self._all: list[Child] = []
+        self._server: ForkServerContext | None = None
         logs.mkdir(parents=True, exist_ok=True)
 
     async def start(
@@ -103,6 +106,29 @@ class Children:
                 start_new_session=True,
             )
         child = Child(name, process, log, offset, outlives_others)
+        self._all.append(child)
+        return child
+
+    def load(self) -> None:
+        """Start the fork server, which loads the packages of `fork`."""
+        os.environ.update(ONE_THREAD)
+        self._server = fork_server()
+
+    def fork(
+        self,
+        name: str,
+        *arguments: str | Path,
+        environment: Mapping[str, str] | None = None,
+        outlives_others: bool = False,
+    ) -> Child:
+        """A command of this program that goes on by itself, forked from the server."""
+        assert self._server is not None
+        log = self._logs / f"{name}.log"
+        with log.open("ab") as output:
+            offset = output.tell()
+        words = tuple(map(str, arguments))
+        process = self._server.Process(target=run_command, args=(words, dict(environment or {}), log), name=name)
+        child = Child(name, Forked(process), log, offset, outlives_others)
         self._all.append(child)
         return child
 

@@ -92,14 +92,20 @@ def test_a_child_that_ends_before_its_line_or_never_prints_it_is_an_error(tmp_pa
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "SIGTERM", "SIGKILL"]
 )
-def test_no_process_is_left_when_the_parent_is_ended_by(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["started", "forked"])
+def test_no_process_is_left_when_the_parent_is_ended_by(number: signal.Signals, way: str, tmp_path: Path) -> None:
     parent_code = f"""
 import asyncio, sys
 from pathlib import Path
 from experiments.demo.processes import children
 async def go():
     async with children(Path({str(tmp_path)!r})) as started:
-        child = await started.start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"])
+        if {way!r} == "started":
+            child = await started.start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"])
+        else:
+            started.load()
+            observe = ("audit", "observe", "--federation", "f", "--out", {str(tmp_path / "seen")!r}, "--host", "127.0.0.1", "--port", "1")
+            child = started.fork("observer", *observe)
         print(child.process.pid, flush=True)
         await asyncio.sleep(600)
 asyncio.run(go())
@@ -113,3 +119,29 @@ asyncio.run(go())
         parent.send_signal(number)
         parent.wait(15)
     until(lambda: not is_alive(child))
+
+
+def test_a_forked_command_is_a_process_with_its_own_arguments_environment_log_and_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fedcg").mkdir()
+    (tmp_path / "fedcg" / "__init__.py").write_text("raise SystemExit('the wrong package')")
+    monkeypatch.chdir(tmp_path)
+
+    async def go() -> None:
+        async with children(tmp_path / "logs") as started:
+            started.load()
+            told = started.fork("told", "--version")
+            assert await told.process.wait() == told.process.returncode == 0
+            assert told.lines()[0].startswith("fedcg")
+            assert told.process.pid != os.getpid()
+            first, second = (
+                started.fork(name, "agent", "status", environment={"FEDCG_CONFIG": f"/{name}.toml"}) for name in "ab"
+            )
+            assert [await child.process.wait() for child in (first, second)] == [7, 7]  # no such file
+            assert ["/a.toml" in str(first.ended_too_early()), "/b.toml" in str(second.ended_too_early())] == [
+                True,
+                True,
+            ]
+
+    asyncio.run(go())
