@@ -89,6 +89,13 @@ def problems_of(
     return [_problem(model, detail, places) for detail in error.errors(include_url=False)]
 
 
+def numbered(text: str, problems: Iterable[str]) -> list[str]:
+    """Problems that begin with the place of a setting, after its line in a file, or that of the table that would have it."""
+    lines = {".".join(place): f"line {number}: " for place, number in _key_lines(text).items()}
+    named = [(re.split(": | = ", problem)[0], problem) for problem in problems]
+    return [lines.get(name, lines.get(name.rpartition(".")[0], "")) + problem for name, problem in named]
+
+
 def in_words(error: ValidationError, model: type[BaseModel] = BaseModel) -> str:
     """The problems that pydantic found with values that no file holds, on one line."""
     return "; ".join(line.removeprefix("(file): ") for line in problems_of(model, error))
@@ -139,12 +146,15 @@ def _key_lines(text: str) -> dict[Place, int]:
 
 def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -> str:
     text = plain(detail["msg"].removeprefix("Value error, "))
-    first = (text.partition(" ")[0],)  # a problem between settings begins with the name of one
-    location = tuple(str(step) for step in detail["loc"]) or (first if first in places else ())
+    location = tuple(str(step) for step in detail["loc"])
+    first = text.partition(" ")[0]  # a problem between settings begins with the name of one
+    if first in section_of(model, location[:-1]).model_fields and (not location or text.startswith(f"{first} = ")):
+        location = (*location[:-1], first)
     where = next(places[location[:n]] for n in range(len(location), -1, -1) if location[:n] in places)
     *tables, name = location or ("(file)",)
     fields = section_of(model, tables).model_fields
-    hint = fields[name].description if name in fields else None
+    about = (_bounds(section_of(model, tables), name), fields[name].description) if name in fields else ()
+    hint = "; ".join(filter(None, about))
     if detail["type"] == "extra_forbidden":
         message, hint = "there is no such setting", nearest(name, tuple(fields))
     elif detail["type"] == "missing":
@@ -158,6 +168,16 @@ def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -
     else:
         message = text
     return f"{where}{'.'.join((*tables, name))}: {message}" + (f" ({hint})" if hint else "")
+
+
+def _bounds(model: type[BaseModel], name: str) -> str:
+    """From where to where a number goes; empty where it has not both ends."""
+    field = model.model_json_schema().get("properties", {}).get(name, {})
+    for kind in (field, *field.get("anyOf", ())):
+        least = kind.get("minimum", kind.get("exclusiveMinimum"))
+        if least is not None and "maximum" in kind:
+            return f"{'' if 'minimum' in kind else 'above '}{least:.15g} to {kind['maximum']:.15g}"
+    return ""
 
 
 def section_of(model: type[BaseModel], location: Iterable[str]) -> type[BaseModel]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 _Side = Annotated[int, Field(ge=4, le=1024, description="pixels; every image is resized")]
 
@@ -21,7 +21,7 @@ class ImageForm(BaseModel):
         tuple[Annotated[float, Field(ge=-1e3, le=1e3)], ...],
         Field(description="one per channel, of pixels between 0 and 1"),
     ]
-    std: Annotated[tuple[Annotated[float, Field(gt=0, le=1e3)], ...], Field(description="one per channel, above 0")]
+    std: Annotated[tuple[Annotated[float, Field(ge=1e-4, le=1e3)], ...], Field(description="one per channel")]
 
     @property
     def channels(self) -> int:
@@ -33,8 +33,10 @@ class ImageForm(BaseModel):
         """Height, width and channels of an image's pixels."""
         return self.height, self.width, self.channels
 
-    @model_validator(mode="after")
-    def _one_statistic_per_channel(self) -> ImageForm:
-        if len(self.mean) != self.channels or len(self.std) != self.channels:
-            raise ValueError(f"mode {self.mode} needs {self.channels} means and standard deviations")
-        return self
+    @field_validator("mean", "std")
+    @classmethod
+    def _one_per_channel(cls, numbers: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        mode = info.data.get("mode")  # missing where it is wrong itself
+        if mode is not None and len(numbers) != len(mode):
+            raise ValueError(f"must have one number for each channel, {len(mode)} with mode {mode}, not {len(numbers)}")
+        return numbers

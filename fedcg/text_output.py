@@ -12,7 +12,11 @@ NOTHING = "-"
 """What stands for a value that there is not."""
 _SHOULD = re.compile(r"^[A-Z]\w+ should ")
 """How pydantic's sentences begin, typer's with them: `Input should be`, `String should have`."""
-_SENTENCES = {"Field required": "is missing", "Extra inputs are not permitted": "there is no such field"}
+_SENTENCES = {
+    "Field required": "is missing",
+    "Extra inputs are not permitted": "there is no such field",
+    "Unable to parse input string as an integer, exceeded maximum size": "must be a valid integer",
+}
 _SPAN = re.compile(r"(\d{1,6})(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,14 +33,13 @@ def federation_plan(
     Example: fedcg federation plan --example > plan.toml
     """
     from coordinator.errors import PlanError
-    from coordinator.operations.create_federation import check_plan, example_plan, read_plan
+    from coordinator.operations.create_federation import example_plan, read_plan
 
     if example:
         return {"plan": example_plan()}, example_plan().rstrip("\n")
     if plan is None:
         raise PlanError("name a file to check, or ask for --example")
-    wanted = read_plan(plan)
-    check_plan(wanted)  # as `create` does, by the method and the networks
+    wanted = read_plan(plan, in_full=True)
     usable = f"{plan}: all fields can be used ({wanted.method})."
     return wanted.model_dump(mode="json"), f"{usable}\nNext: fedcg federation create {plan}"
 
@@ -204,10 +204,16 @@ def federations_table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _opened(client: Client, plan: Path, *, start: bool, continued_from: str | None) -> Result:
+    from coordinator.errors import RequestError
     from coordinator.operations.create_federation import read_plan
+    from fedcg.config_file import numbered
 
     wanted = {"plan": read_plan(plan).model_dump(mode="json"), "start": start, "continued_from": continued_from}
-    made = client.change("POST", "/federations", wanted)
+    try:
+        made = client.change("POST", "/federations", wanted)
+    except RequestError as error:
+        lines = numbered(plan.read_text(encoding="utf-8"), str(error).split("\n  "))
+        raise RequestError("\n  ".join(lines), exit_code=error.exit_code) from error
     started = "it starts when devices come" if start else "it is not started"
     following = "for each device, fedcg token create" if start else f"fedcg federation start {made['federation']}"
     opened = f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}."
@@ -250,7 +256,8 @@ def _value(text: str) -> object:
         value = json.loads(text)
     except ValueError:
         return text
-    return value if isinstance(value, (str, int, float)) else text
+    is_plain = isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_plain else text
 
 
 def _line(view: Mapping[str, Any]) -> str:

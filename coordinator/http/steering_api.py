@@ -31,7 +31,7 @@ from coordinator.operations.views import (
     token_view,
 )
 from coordinator.rounds.records import DeviceRecord, FederationRecord
-from fedcg.learning.spec import ParameterValue, RoundPolicy
+from fedcg.learning.spec import RoundPolicy
 
 EXAMPLE_PLAN = {
     "federation": "casting",
@@ -165,7 +165,7 @@ def archive(federation: str, doing: Doing, running: Running) -> FederationView:
 def change_policy(
     federation: str,
     changes: Annotated[
-        dict[str, ParameterValue],
+        dict[str, object],  # the policy checks them, and names everything that is wrong
         Body(examples=[{"min_clients": 4, "deadline_s": 1800}], max_length=64),
     ],
     doing: Doing,

@@ -9,18 +9,19 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import tomllib
 from pydantic import BaseModel, ValidationError, field_validator
 
 from coordinator.errors import PlanError
 from fedcg.child_python import loading, module_command
-from fedcg.config_file import listed, problems_of, read_toml
+from fedcg.config_file import Place, listed, numbered, problems_of, read_toml
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from fedcg.learning.method import Weights
 
 BAD_PLAN = 3
+_NAMED_BY = {Part.GENERATOR: "network.generator", Part.DISCRIMINATOR: "network.discriminator"}
+"""The fields of a plan that name networks; the other networks are those of its split."""
 COMPLETE_S = 100.0
 """Longest time that a plan may take to complete; the commands wait 120 s. Parts near the bound of an artifact take about 40 s."""
 
@@ -62,13 +65,46 @@ def example_plan() -> str:
     return files("coordinator.operations").joinpath("plan.toml.template").read_text(encoding="utf-8")
 
 
-def read_plan(path: Path) -> FederationPlan:
+def read_plan(path: Path, *, in_full: bool = False) -> FederationPlan:
     """Read an operator's plan.
 
+    Args:
+        path: the file.
+        in_full: also complete it, as `create` does, and write nothing; takes seconds.
+
     Raises:
-        PlanError: not TOML, or values that are wrong; names every one.
+        PlanError: not TOML, or values that are wrong; names every one, also what the method and the networks refuse.
     """
-    return read_toml(path, OperatorPlan, PlanError)
+
+    def refused(values: dict[str, Any]) -> tuple[Mapping[Place, str], list[str]]:
+        return {}, numbered(path.read_text(encoding="utf-8"), _refused_in_full(values, even_right=in_full))
+
+    return read_toml(path, OperatorPlan, PlanError, refused)
+
+
+def _refused_in_full(values: dict[str, Any], *, even_right: bool) -> list[str]:
+    """What the method and the networks refuse of a plan; fields that are wrong are those of the example meanwhile."""
+    wrong: set[Place] = set()
+    try:
+        OperatorPlan.model_validate(values)
+    except ValidationError as error:
+        wrong = {tuple(map(str, one["loc"][:2])) for one in error.errors()}
+    fields = {place[0] for place in wrong}
+    if "method" in fields or not (wrong or even_right):
+        return []
+    by_others = {"min_cohort", "max_clients", "augment_crop"}  # bounded
+    fits = {name: value for name, value in values.items() if name not in fields | by_others}
+    for table in fields & {"network", "params"} & values.keys():
+        if isinstance(values[table], dict):
+            fits[table] = {name: value for name, value in values[table].items() if (table, name) not in wrong}
+    try:
+        check_plan(OperatorPlan.model_validate({**tomllib.loads(example_plan()), "min_cohort": 1, **fits}))
+    except ValidationError:  # what is left fits only with what is wrong
+        return []
+    except PlanError as error:
+        found = str(error).split("\n  ")[1:]  # a split that refuses the example's images may take the plan's
+        return [line for line in found if "image" not in fields or not line.startswith("network.split")]
+    return []
 
 
 class _Request(BaseModel):
@@ -133,9 +169,8 @@ def make_artifacts(
 def _completed(request: _Request, complete: Complete | None = None) -> str:
     code, told = (complete or in_a_process)(request.model_dump_json())
     if code != 0:
-        errors = told.strip()
-        reason = errors if code == BAD_PLAN else errors.rpartition("\n")[2] or "no reason given"
-        raise PlanError(f"the plan can't be completed: {reason}")
+        lines = (told.strip() or "no reason given").split("\n")
+        raise PlanError(listed("the plan can't be completed", lines if code == BAD_PLAN else lines[-1:]))
     return told
 
 
@@ -236,14 +271,30 @@ def answer(given: str) -> tuple[int, str]:
     request = _Request.model_validate_json(given)
     try:
         made = _make(request)
-    except ValidationError as error:
-        from fedcg.learning.registry import get_method
-
-        params = get_method(request.plan.method).params_type
-        return BAD_PLAN, listed("[params]", problems_of(params, error))
     except (ValueError, LearningError, WireError, PlanError) as error:
-        return BAD_PLAN, str(error)
+        return BAD_PLAN, "\n".join(_all_refused(request.plan, error))
     return 0, json.dumps(made and asdict(made))
+
+
+def _all_refused(plan: FederationPlan, first: Exception) -> list[str]:
+    """Everything that the method and the networks refuse of a plan, with its field; `first` is what stopped them."""
+    from fedcg.learning.errors import NetworkError
+    from fedcg.learning.networks.assembly import layouts
+    from fedcg.learning.registry import get_method
+
+    if isinstance(first, ValidationError):
+        rest = plan.model_copy(update={"params": {}})  # by their defaults, with which nothing is wrong
+        code, others = answer(_Request(plan=rest).model_dump_json()) if plan.params else (0, "")
+        problems = problems_of(get_method(plan.method).params_type, first)
+        return [f"params.{line.removeprefix('(file): ')}" for line in problems] + (others.split("\n") if code else [])
+    found: dict[str, str] = {}
+    for part in sorted(get_method(plan.method).parts - {Part.STATISTICS}) if isinstance(first, NetworkError) else ():
+        try:
+            layouts(plan, frozenset({part}))
+        except NetworkError as error:  # noqa: PERF203 - one for each network
+            found.setdefault(str(error), _NAMED_BY.get(part, "network.split"))
+    lines = [text if text.startswith("network.") else f"{field}: {text}" for text, field in found.items()]
+    return lines if str(first) in found else [str(first), *lines]
 
 
 def main() -> int:

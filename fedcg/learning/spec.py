@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from typing_extensions import Self
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, WrapValidator, field_validator
 
 from fedcg.image_form import ImageForm as ImageForm
 from fedcg.wire.parts import (
@@ -27,13 +28,24 @@ from fedcg.wire.parts import (
 # Fields that weigh a client in the merge; accuracy, loss and health are only for people.
 _WEIGHING = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
 DEFAULT_MIN_COHORT = 3
-ParameterValue = (
+
+
+def _in_one_sentence(value: object, validate: Callable[[object], object]) -> object:
+    """What no kind of `ParameterValue` takes is refused once, and not once for each kind."""
+    try:
+        return validate(value)
+    except ValidationError as error:
+        raise ValueError("must be true, false, a text of at most 200 characters or a number within 1e18") from error
+
+
+ParameterValue = Annotated[
     bool
     | Annotated[int, Field(ge=-(1 << 31), le=1 << 31)]
     | Annotated[float, Field(ge=-1e18, le=1e18)]
     | Annotated[str, Field(max_length=200)]
-    | None
-)
+    | None,
+    WrapValidator(_in_one_sentence),
+]
 MAX_DEADLINE_S = 366 * 86_400.0
 _Clients = Annotated[int, Field(ge=1, le=100_000)]
 """More devices than one coordinator serves."""
@@ -150,6 +162,13 @@ class NetworkChoice(_Frozen):
         return f"backbone public (sha256 {self.weights[:12]}, {kept}), projection from the {drawn}"
 
 
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{name!r} is there {count} times; each class once")
+    return names
+
+
 def _within_image(pixels: int, info: ValidationInfo) -> int:
     form = info.data.get("image")
     return check_crop(pixels, min(form.height, form.width)) if form else pixels
@@ -237,9 +256,9 @@ class RoundPolicy(_Frozen):
 
     rounds: Annotated[_Rounds, Field(description="rounds until the federation is over")]
     min_clients: Annotated[_Clients, Field(description="a round opens and closes with at least so many")] = 3
-    min_cohort: Annotated[_Clients, Field(description="no aggregate of fewer clients is ever published")] = (
-        DEFAULT_MIN_COHORT
-    )
+    min_cohort: Annotated[
+        _Clients, Field(description="no aggregate of fewer clients is ever published", validate_default=True)
+    ] = DEFAULT_MIN_COHORT
     fraction: Annotated[float, Field(gt=0, le=1, description="share of the devices there whose updates are wanted")] = (
         1.0
     )
@@ -284,16 +303,20 @@ class RoundPolicy(_Frozen):
         """An attempt opens with at least so many clients, and is merged from at least so many updates."""
         return max(self.min_clients, self.min_cohort)
 
-    @model_validator(mode="after")
-    def _bounds_fit(self) -> Self:
-        if self.min_clients < self.min_cohort:
+    @field_validator("min_cohort", "max_clients")
+    @classmethod
+    def _fits_min_clients(cls, clients: int | None, info: ValidationInfo) -> int | None:
+        least = info.data.get("min_clients")  # missing where it is wrong itself
+        if least is None or clients is None:
+            return clients
+        if info.field_name == "min_cohort" and least < clients:
             raise ValueError(
-                f"min_clients = {self.min_clients} is below min_cohort = {self.min_cohort}: an aggregate of so few clients shows "
-                f"each of them; set min_cohort = {self.min_clients} to allow it, or raise min_clients"
+                f"min_clients = {least} is below min_cohort = {clients}: an aggregate of so few clients shows each of them; "
+                f"set min_cohort = {least} to allow it, or raise min_clients"
             )
-        if self.max_clients is not None and self.max_clients < self.min_clients:
-            raise ValueError(f"max_clients = {self.max_clients} is below min_clients = {self.min_clients}")
-        return self
+        if info.field_name == "max_clients" and clients < least:
+            raise ValueError(f"max_clients = {clients} is below min_clients = {least}")
+        return clients
 
 
 class FederationPlan(RoundPolicy):
@@ -315,6 +338,7 @@ class FederationPlan(RoundPolicy):
     codec: Annotated[UpdateCodec, Field(description="how updates are coded")] = DEFAULT_UPDATE_CODEC
     aggregate_codec: Annotated[AggregateCodec, Field(description="how aggregates are coded")] = DEFAULT_AGGREGATE_CODEC
 
+    _classes_differ = field_validator("classes")(_each_once)
     _crop_fits = field_validator("augment_crop")(_within_image)
 
 

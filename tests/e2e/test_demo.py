@@ -93,7 +93,7 @@ def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
 def test_a_demo_whose_plan_is_refused_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     done = _fedcg("demo", "--set", "nonsense=1", "--out", "run", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("Error: the plan can't be completed: [params]: 1 problem\n  nonsense: ")
+    assert done.stderr.startswith("Error: the plan can't be completed: 1 problem\n  params.nonsense: ")
     assert not list(tmp_path.iterdir())
     assert not _processes_with(str(tmp_path))
 

@@ -20,9 +20,8 @@ from functools import partial
 from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from torch import nn
-from typing_extensions import Self
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
@@ -114,13 +113,15 @@ class FedcgParams(TaughtParams):
         default=32, ge=1, description="crossed_kd: above, eq. 11 draws one client per batch and label"
     )
 
-    @model_validator(mode="after")
-    def _crossed_is_plain(self) -> Self:
-        if self.aggregation == "crossed_kd" and (self.average, self.ensemble) != ("mean", "sum"):
+    @field_validator("aggregation")
+    @classmethod
+    def _crossed_is_plain(cls, aggregation: str, info: ValidationInfo) -> str:
+        others = info.data.get("average", "mean"), info.data.get("ensemble", "sum")
+        if aggregation == "crossed_kd" and others != ("mean", "sum"):
             raise ValueError(
                 "average and ensemble have no effect with aggregation = crossed_kd: leave them out, or use kd"
             )
-        return self
+        return aggregation
 
     @property
     def needs_label_counts(self) -> bool:

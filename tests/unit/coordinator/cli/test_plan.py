@@ -63,9 +63,7 @@ def test_a_process_of_its_own_makes_the_same_artifacts_and_tells_why_there_are_n
     here = make_artifacts(plan, tmp_path / "here")
     monkeypatch.setattr(create_federation, "in_a_process", in_a_process)
     assert make_artifacts(plan, tmp_path / "there") == here
-    with pytest.raises(
-        PlanError, match=r"can't be completed: \[params\]: 1 problem\n  nonsense: there is no such setting"
-    ):
+    with pytest.raises(PlanError, match=r"can't be completed: 1 problem\n  params.nonsense: there is no such setting"):
         check_plan(plan.model_copy(update={"params": {"nonsense": 1}}))
 
 
@@ -101,8 +99,58 @@ def test_everything_that_is_wrong_with_a_plan_is_reported_at_once_with_its_line(
         "line 8: image.mode: must be 'L' or 'RGB'",
         "line 9: image.height: must be greater than or equal to 4",
         "line 7: image.width: is missing",
-        "line 11: image.std.0: must be greater than 0",
+        "line 11: image.std.0: must be greater than or equal to 0.0001",
         "plan.toml: 10 problems",
+    ):
+        assert line in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "create"])
+def test_what_method_and_networks_refuse_is_reported_beside_what_the_fields_refuse(
+    tmp_path: Path, command: str
+) -> None:
+    home, plan = tmp_path / "home", tmp_path / "plan.toml"
+    run_fedcg("coordinator", "init", "--dir", str(home))
+    plan.write_text(
+        'federation = "shapes"\nclasses = ["a", "b", "a"]\nmethod = "fedcg"\nrounds = 0\nmin_clients = 2\n'
+        '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5, 0.5]\nstd = [1e-300]\n'
+        '[params]\nlr = 1e300\nepochs = 0\nephocs = 3\ngan_lr = [1]\n[network]\nnoise_dim = 0\ngenerator = "nope"\n'
+    )
+    result = _run(command, str(plan), *(["--dir", str(home)] if command == "create" else []))
+    assert result.exit_code == 2
+    for line in (
+        "line 2: classes: 'a' is there 2 times; each class once",
+        "line 4: rounds: must be greater than or equal to 1",
+        "line 5: min_clients: min_clients = 2 is below min_cohort = 3",
+        "line 10: image.mean: must have one number for each channel, 1 with mode L, not 2",
+        "line 11: image.std.0: must be greater than or equal to 0.0001",
+        "line 13: params.lr: must be true, false, a text of at most 200 characters or a number within 1e18",
+        "line 14: params.epochs: must be greater than or equal to 1 (",
+        "line 15: params.ephocs: there is no such setting (did you mean `epochs`?)",
+        "line 16: params.gan_lr: must be true, false, a text",
+        "line 18: network.noise_dim: must be greater than or equal to 1",
+        "line 19: network.generator: no generator named 'nope'; there are ",
+        "plan.toml: 11 problems",
+    ):
+        assert line in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "create"])
+def test_every_network_that_there_is_not_is_reported_with_its_line_and_beside_the_parameters(
+    tmp_path: Path, command: str
+) -> None:
+    home, plan = tmp_path / "home", tmp_path / "plan.toml"
+    run_fedcg("coordinator", "init", "--dir", str(home))
+    names = 'generator = "nope"\ndiscriminator = "nil"'
+    plan.write_text(_run("plan", "--example").stdout.replace("[network]", f"[network]\n{names}") + "epochs = 0\n")
+    first = plan.read_text().split("\n").index('generator = "nope"') + 1
+    result = _run(command, str(plan), *(["--dir", str(home)] if command == "create" else []))
+    assert result.exit_code == 2
+    for line in (
+        "3 problems",
+        f"line {first}: network.generator: no generator named 'nope'; there are ",
+        f"line {first + 1}: network.discriminator: no discriminator named 'nil'; there are ",
+        "params.epochs: must be greater than or equal to 1 (",
     ):
         assert line in result.stderr, result.stderr
 

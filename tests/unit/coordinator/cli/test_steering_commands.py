@@ -211,7 +211,7 @@ def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with
     assert code == 2
     for line in (
         "policy of tiny: 6 problems",
-        "rounds: must be greater than or equal to 1 (rounds until the federation is over)",
+        "rounds: must be greater than or equal to 1 (1 to 100000; rounds until the federation is over)",
         "fractoin: there is no such setting (did you mean `fraction`?)",
         "late: must be 'drop' or 'next'",
         "min_clients: must be a valid integer",
@@ -219,6 +219,26 @@ def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with
         "classes: is fixed when a federation is opened; `fedcg federation continue` opens one",
     ):
         assert line in error["message"], error
+    words = ("min_clients=0", "deadline_s=1e99", "pace=fast", "nonsense=3", "rounds=1e24", "max_clients=[1]")
+    code, error = failure("federation", "set", FEDERATION, *words, "--dir", home.root)
+    assert code == 2
+    lines = error["message"].split("\n  ")
+    for line, start in zip(
+        sorted(lines[1:]),
+        (
+            "deadline_s: must be less than or equal to 31622400 (above 0 to 31622400; ",
+            "max_clients: must be a valid integer",
+            "min_clients: must be greater than or equal to 1 (1 to 100000; ",
+            "nonsense: there is no such setting (known: rounds, min_clients, ",
+            "pace: must be 'equal-steps' or 'equal-time' (",
+            "rounds: must be a valid integer (1 to 100000; ",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(start), error
+    between = ("min_clients=2", "min_cohort=3", "deadline_s=1e99")
+    code, error = failure("federation", "set", FEDERATION, *between, "--dir", home.root)
+    assert "policy of tiny: 2 problems" in error["message"], error
     code, error = failure("federation", "set", FEDERATION, "min_clients=2", "min_cohort=3", "--dir", home.root)
     assert (code, "min_clients = 2 is below min_cohort = 3" in error["message"]) == (2, True)
 

@@ -70,7 +70,7 @@ def slots(tmp_path: Path) -> Slots:
         ('"round": 1', '"round": -1', "round"),
         ('"name": "model.onnx"', '"name": "../../etc/model.onnx"', "model.name"),
         ('"opset": 18', '"opset": 0', "opset"),
-        ('"mode": "L"', '"mode": "RGB"', "means"),
+        ('"mode": "L"', '"mode": "RGB"', "image.mean: must have one number for each channel"),
         ("{", "", "Invalid JSON"),
     ],
 )
