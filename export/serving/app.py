@@ -33,6 +33,8 @@ POLL_S = 0.5
 DECODERS = 2
 DEFAULT_TOP = 3
 GONE = 499  # the caller disconnected before the answer
+OF_STATUS, OTHER_STATUS = {404: "not_found", 405: "wrong_method"}, "refused"
+"""The codes of what the framework refuses."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -272,5 +274,5 @@ async def _bad_request(request: Request, error: Exception) -> Response:
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "wrong_method"}.get(error.status_code, "refused")
+    code = OF_STATUS.get(error.status_code, OTHER_STATUS)
     return _refusal(RefusedError(error.status_code, code, f"{error.detail}; see /openapi.json for what there is"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -19,10 +20,12 @@ from export import load
 from export.errors import InputError
 from export.model.preprocess import load_image
 from export.model.runtime import Model
+from export.serving.app import OF_STATUS, OTHER_STATUS
 from tests.support.learning.export_models import encoded, picture
 from tests.support.serving import Server, install_versions, serving
 
-PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "serving.md").read_text()
 ADDRESS = "http://127.0.0.1:8080"
 OURS = ("export", "fedcg", "edge_client", "coordinator", "devices", "torch", "paho")
 
@@ -87,6 +90,25 @@ def test_the_three_lines_of_python_classify_an_image(home: Path) -> None:
     told, loaded = _python(_snippet("from export import load"), home).splitlines()
     assert told == str(load(home / "models").classify(home / "image.png"))
     assert loaded == "['export', 'fedcg']"  # of which the torch-free files, and no wire
+
+
+def _codes() -> set[tuple[str, str]]:
+    """Status and code of every refusal that the sources make."""
+    found = set()
+    for file in (ROOT / "export").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("RefusedError", "super().__init__"):
+                status, code = [*map(ast.unparse, node.args), "", ""][:2]
+                if status.isdecimal():
+                    found.add((status, ast.literal_eval(code)))
+    return found | {(str(status), code) for status, code in OF_STATUS.items()} | {("other", OTHER_STATUS)}
+
+
+def test_every_code_with_which_a_request_is_refused_stands_in_the_table_with_its_status() -> None:
+    rows = re.findall(r"^\| (\d{3}|other) \| (`.*?`) \|", PAGE, re.MULTILINE)
+    table = {(status, code) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
+    assert {("404", "not_found"), ("405", "wrong_method"), ("429", "queue_full"), ("422", "bad_json")} <= _codes()
+    assert table == _codes()
 
 
 def test_importing_the_package_loads_no_runtime(home: Path) -> None:
