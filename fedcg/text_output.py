@@ -17,7 +17,7 @@ _SENTENCES = {
     "Extra inputs are not permitted": "there is no such field",
     "Unable to parse input string as an integer, exceeded maximum size": "must be a valid integer",
 }
-_SPAN = re.compile(r"(\d{1,6})(ms|s|m|h|d)")
+_SPAN = re.compile(r"(\d{1,15})(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -42,15 +42,18 @@ def moment(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def seconds_of(text: str, option: str) -> float:
+def seconds_of(text: str, option: str, most: str = "3650d") -> float:
     """The seconds of a span such as 30m.
 
     Raises:
-        BadInputError: the option names none.
+        BadInputError: the option names none, or a longer one than `most`.
     """
     if (span := _SPAN.fullmatch(text)) is None:
         raise BadInputError(f"{option} {text}: give a time span such as 90s, 30m, 2h or 3d")
-    return int(span[1]) * _SECONDS[span[2]]
+    seconds = int(span[1]) * _SECONDS[span[2]]
+    if text != most and seconds > seconds_of(most, option, most):
+        raise BadInputError(f"{option} {text}: choose at most {most}")
+    return seconds
 
 
 def moment_of(text: str, now: float, option: str) -> float:

@@ -54,9 +54,9 @@ def token_create(
     """
     from coordinator.members.tokens import MAX_TOKEN_HOURS
 
-    hours = seconds_of(span, "--for") / 3600
-    if not 0 < hours <= MAX_TOKEN_HOURS:
-        raise BadInputError(f"--for {span}: choose more than 0 and at most {MAX_TOKEN_HOURS / 24:g}d")
+    hours = seconds_of(span, "--for", f"{MAX_TOKEN_HOURS / 24:g}d") / 3600
+    if not hours:
+        raise BadInputError(f"--for {span}: choose more than 0")
     wanted = {"device": device, "replaces": replaces, "hours": hours, "url": enrolment_url, "federation": federation}
     made = client.change("POST", "/enrolment-tokens", wanted)
     named = "" if made["device"] else " --device ID"

@@ -55,8 +55,7 @@ class Sent:
     Attributes:
         parts: what every update holds; the coordinator rejects an update that holds anything else.
         kept: parts of the networks that no update holds.
-        fields: every report field, in plain words.
-        asked: those that the spec asks for; the others leave where a device's owner allows them.
+        fields: every report field: what it is, and when it leaves.
         messages: by what a device sends beside tensors, when, and the names of its fields.
         common: the fields of every message.
         start: where private networks' first weights come from; `open_start` are the devices that have them from the public seed.
@@ -66,8 +65,7 @@ class Sent:
     method: str
     parts: list[PartSent]
     kept: list[str]
-    fields: dict[str, str]
-    asked: list[str]
+    fields: dict[str, tuple[str, str]]
     messages: dict[str, tuple[str, list[str]]]
     common: tuple[str, ...]
     start: str
@@ -105,8 +103,7 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
         record.method,
         _parts(spec),
         sorted(part.value for part in spec.layouts if part not in spec.upload),
-        {field.value: field.meaning for field in ReportField},
-        [field.value for field in spec.report],
+        {field.value: (field.meaning, _when(field, spec)) for field in ReportField},
         {_words(model.__name__): ((model.__doc__ or "").partition("\n")[0], own_fields(model)) for model in SENT},
         COMMON,
         spec.network.private_start(None),
@@ -114,6 +111,15 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
         devices,
         sum(size for _, size in volumes.values()),
     )
+
+
+def _when(field: ReportField, spec: FederationSpec) -> str:
+    """The policy of a device decides; a method only asks, and not each asks for label counts."""
+    if field is ReportField.LABEL_COUNTS and field not in spec.report:
+        return "never: the method does not use it"
+    if field in spec.required_report:
+        return "the method needs it; a device whose owner does not allow it declines"
+    return "where a device's owner allows it" + ("; the method uses it then" if field in spec.optional_report else "")
 
 
 def _words(name: str) -> str:

@@ -232,4 +232,5 @@ def _steered(doing: Operations, running: Running, change: Callable[[Steering], F
 
 
 def _device(doing: Operations, running: Running, change: Callable[[Steering], DeviceRecord]) -> DeviceView:
-    return device_view(running, doing.steer(change))
+    device = doing.steer(change)
+    return device_view(running, device, running.store.register.certificates(device.id))

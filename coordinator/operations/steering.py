@@ -125,7 +125,7 @@ class Steering:
         """End a federation now: its devices keep the last aggregate; an open attempt fails.
 
         Raises:
-            SteeringError: it was never started.
+            SteeringError: it was never started, or it is finished.
         """
         record = federation_of(self._store, federation)
         if record.status is FederationStatus.STOPPED:
@@ -140,8 +140,10 @@ class Steering:
             SteeringError: it is not over yet.
         """
         record = federation_of(self._store, federation)
-        is_over = record.status.is_ended or self._store.round_state(federation).phase is Phase.FINISHED
-        if not is_over and record.status is not FederationStatus.CREATED:
+        if (
+            not (record.status.is_ended or self._is_finished(federation))
+            and record.status is not FederationStatus.CREATED
+        ):
             raise SteeringError(f"{federation} is not over; `fedcg federation stop {federation}` ends it")
         return self._change(record, FederationStatus.ARCHIVED, record.status_reason)
 
@@ -185,7 +187,7 @@ class Steering:
         """Invite a device no more until it is enabled; it stays enrolled. Repeating it changes nothing.
 
         Raises:
-            SteeringError: there is no such member.
+            SteeringError: it is no member any more, or (NotFoundError) never was.
         """
         return self._device(device, self._clock(), reason)
 
@@ -193,7 +195,7 @@ class Steering:
         """Invite a disabled device again. Repeating it changes nothing.
 
         Raises:
-            SteeringError: there is no such member.
+            SteeringError: it is no member any more, or (NotFoundError) never was.
         """
         return self._device(device, None, "")
 
@@ -204,6 +206,13 @@ class Steering:
             raise SteeringError(
                 f"{record.id} was {record.status.value} ({record.status_reason}); `fedcg federation extend` gives it more rounds"
             )
+
+        if self._is_finished(record.id):
+            more = f"`fedcg federation extend {record.id} --rounds N` adds some"
+            raise SteeringError(f"{record.id} is finished: all its rounds are closed; {more}")
+
+    def _is_finished(self, federation: str) -> bool:
+        return self._store.round_state(federation).phase is Phase.FINISHED
 
     def _change(
         self, record: FederationRecord, status: FederationStatus, reason: str = "", *, resume: bool = False
@@ -219,7 +228,7 @@ class Steering:
     def _device(self, device: str, at: float | None, reason: str) -> DeviceRecord:
         known = device_of(self._store, device)
         if known.state is not DeviceState.ENROLLED:
-            raise NotFoundError(f"{device} is not enrolled; it is {known.state.value}")
+            raise SteeringError(f"{device} is not enrolled; it is {known.state.value}")
         if (known.disabled_at is None) != (at is None):
             self._store.disable(device, at, bounded_reason(reason))
             name = "device_enabled" if at is None else "device_disabled"

@@ -45,9 +45,9 @@ def pause_command(
     from edge_client.messaging.owner_requests import MAX_PAUSE_S, PauseRequest
     from edge_client.store.owner_record import MAX_REASON
 
-    for_s = None if span is None else seconds_of(span, "--for")
-    if for_s is not None and not 0 < for_s <= MAX_PAUSE_S:
-        raise BadInputError(f"--for {span}: give more than 0 s and at most 366d, or leave it out")
+    for_s = None if span is None else seconds_of(span, "--for", f"{MAX_PAUSE_S / 86_400:g}d")
+    if for_s == 0:
+        raise BadInputError(f"--for {span}: choose more than 0, or leave it out")
     if len(reason) > MAX_REASON:
         raise BadInputError(f"--reason has {len(reason)} characters, at most {MAX_REASON} are kept")
     settings = read_config(config)

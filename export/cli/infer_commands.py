@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from export.errors import ExportError, ServingError
 from export.model.versions import Slots, Version
-from fedcg.errors import BAD_INPUT, NOT_FOUND, BadInputError
+from fedcg.errors import BAD_INPUT, NOT_FOUND
 from fedcg.imaging import MAX_PIXELS
 from fedcg.json_output import AsJson, Result, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
@@ -184,9 +184,7 @@ def serve_command(
     finally:
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    if (max_wait_ms := seconds_of(max_wait, "--max-wait") * 1000) > 1000:
-        raise BadInputError(f"--max-wait {max_wait}: at most 1s")
-    bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
+    bounds = (threads, max_batch, seconds_of(max_wait, "--max-wait", "1s") * 1000, queue, max_bytes, max_pixels, watch)
     stage = _stage(shadow, shadow_share, shadow_for)
     names = tuple(allow_host or ())
     settings = Settings(model, host, port, *bounds, stage, names=names, accept=_accept(signed_by))

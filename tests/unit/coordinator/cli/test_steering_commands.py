@@ -6,14 +6,17 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.cli.shared_options import store_of
 from coordinator.operations.create_federation import too_few_for_sums
 from coordinator.paths import Home
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
+from fedcg.text_output import moment
 from fedcg.wire.parts import Part
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg
@@ -126,6 +129,45 @@ def test_a_federation_that_is_created_while_a_coordinator_runs_is_at_work_withou
     assert ask(coordinator, "federation", "continue", plan, "second")["continued_from"] == "second"
     code, error = failure("federation", "create", plan, "--dir", coordinator.root)
     assert (code, "already" in error["message"]) == (EXISTS, True)
+
+
+def test_a_federation_that_is_finished_is_shown_so_and_no_operator_stops_it_any_more(home: Home) -> None:
+    add_federation(home, "over", spec=tiny_spec(), rounds=1)
+    with store_of(home.root) as (_, store):
+        first = store.aggregates("over")[0]
+        store.open_attempt(("over", 1, 1), first.artifact, frozenset({"a", "b"}), 1.0, 2.0)
+        store.close_attempt(replace(first, round=1, attempt=1))
+    listed = run_fedcg("federation", "list", "--dir", home.root).stdout
+    assert re.search(r"^over +finished +finished +1 of 1 ", listed, re.MULTILINE), listed
+    assert re.search(rf"^{FEDERATION} +running +waiting ", listed, re.MULTILINE), listed
+    for change in ("stop", "pause", "resume"):
+        code, error = failure("federation", change, "over", "--dir", home.root)
+        assert (code, error["type"]) == (BAD_INPUT, "Request")
+        assert error["message"].startswith("over is finished: all its rounds are closed; ")
+        assert "`fedcg federation extend over --rounds N`" in error["message"]
+    assert ask(home, "federation", "show", "over")["status"] == "running"  # as before
+    assert ask(home, "federation", "extend", "over", "--rounds", "2")["rounds"] == 3
+
+
+def test_a_device_that_is_disabled_is_shown_with_the_end_of_its_certificate_and_a_revoked_one_is_refused(
+    home: Home,
+) -> None:
+    until = ask(home, "device", "show", "a")["certificate_expires_at"]
+    for change in ("disable", "enable"):
+        shown = run_fedcg("device", change, "a", "--dir", home.root).stdout
+        assert moment(until) in shown.splitlines()[1], shown
+    ask(home, "device", "revoke", "b")
+    for change in ("disable", "enable"):
+        code, error = failure("device", change, "b", "--dir", home.root)
+        assert (code, error["message"]) == (BAD_INPUT, "b is not enrolled; it is revoked")
+        assert failure("device", change, "nobody", "--dir", home.root)[0] == NOT_FOUND
+
+
+@pytest.mark.parametrize("words", [("--for", "999999999d"), ("--for", "3651d")])
+def test_a_time_of_a_token_that_is_too_long_is_refused_with_its_bound(home: Home, words: tuple[str, str]) -> None:
+    made = ("coordinator", "token", "create", "--name", "ann", "--role", "viewer")
+    code, error = failure(*made, *words, "--dir", home.root)
+    assert (code, error["message"]) == (BAD_INPUT, f"--for {words[1]}: choose at most 3650d")
 
 
 def test_over_the_network_a_token_allows_what_its_role_allows(coordinator: Home) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.facts.known import Known
 from coordinator.facts.sent import sent
-from fedcg.wire.parts import Part, TensorLayout
+from fedcg.wire.parts import Part, ReportField, TensorLayout
 from tests.support.coordinator.world import MakeWorld
 
 
@@ -20,6 +20,30 @@ def test_a_public_backbone_is_stated_with_what_is_private_beside_it(make_world: 
         "device without one"
     )
     assert facts.open_start == []
+
+
+def test_a_report_field_is_stated_with_who_decides_that_it_leaves(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1, clients=())
+    spec = world.spec.model_copy(
+        update={
+            "report": (*world.spec.report, ReportField.LABEL_COUNTS),
+            "optional_report": (ReportField.LABEL_COUNTS,),
+        }
+    )
+    when = {
+        field: why
+        for field, (_, why) in sent(Known(world.store, lambda record: spec, world.root), "tiny").fields.items()
+    }
+    assert when["examples"] == "the method needs it; a device whose owner does not allow it declines"
+    assert when["label_counts"] == "where a device's owner allows it; the method uses it then"
+    assert {when[name] for name in ("accuracy", "health", "shadow", "telemetry")} == {
+        "where a device's owner allows it"
+    }
+    known = Known(world.store, lambda record: world.spec, world.root)
+    assert sent(known, "tiny").fields["label_counts"][1] == "never: the method does not use it"
+    needed = spec.model_copy(update={"optional_report": ()})
+    fields = sent(Known(world.store, lambda record: needed, world.root), "tiny").fields
+    assert fields["label_counts"][1] == when["examples"]
 
 
 def test_a_part_of_whole_numbers_is_not_said_to_be_coded_as_weights_are(make_world: MakeWorld) -> None:

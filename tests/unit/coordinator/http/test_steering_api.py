@@ -262,7 +262,7 @@ def test_a_device_is_disabled_enabled_and_revoked(api: Api, operator: httpx.Clie
     assert operator.post("/api/v1/devices/b/enable").json()["disabled_at"] is None
     assert operator.post("/api/v1/devices/b/revoke", json={"reason": "stolen"}).json()["was_member"] is True
     assert operator.get("/api/v1/devices/b").json()["state"] == "revoked"
-    assert operator.post("/api/v1/devices/b/disable").status_code == 404
+    assert operator.post("/api/v1/devices/b/disable").status_code == 409  # it is known, and can't be changed
     assert operator.get("/api/v1/devices/nobody").status_code == 404
 
 

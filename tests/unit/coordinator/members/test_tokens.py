@@ -81,6 +81,7 @@ def test_tokens_are_listed_with_what_they_are_still_good_for_and_an_open_one_can
         (["--enrolment-url", "http://127.0.0.1:1"], BAD_INPUT, "https://HOST:PORT"),
         (["--for", "0m"], BAD_INPUT, "more than 0"),
         (["--for", "91d"], BAD_INPUT, "at most 90d"),
+        (["--for", "999999999d"], BAD_INPUT, "--for 999999999d: choose at most 90d"),
         (["--for", "24"], BAD_INPUT, "give a time span such as 90s"),
     ],
 )
