@@ -4,6 +4,7 @@ CoordinatorError
 ├── HomeError           a coordinator's directory that is missing, in use, or not what it should be
 ├── ConfigError         a configuration file with errors; all of them are named
 ├── PlanError           a federation plan that can't be opened
+├── StoppingError       the coordinator ends meanwhile
 ├── SteeringError       a change of a federation or a device that can't be made now
 │   └── NotFoundError   what was named does not exist
 ├── RequestError        a request that the running coordinator refused
@@ -37,6 +38,12 @@ class ConfigError(CoordinatorError):
 
 class PlanError(CoordinatorError):
     """A federation plan that can't be opened."""
+
+
+class StoppingError(CoordinatorError):
+    """The coordinator ends, and begins nothing that takes long."""
+
+    exit_code = NOT_CONNECTED
 
 
 class SteeringError(CoordinatorError):

@@ -9,8 +9,7 @@ EdgeError
 │   └── DamagedFileError     one file was altered or truncated
 ├── BackupError          a backup can't be made or restored; nothing was overwritten
 ├── CohortError          text that is not a cohort code
-├── KeysError            the keys of this device are missing or damaged
-├── EnrolError           this box could not be enrolled, its certificate not renewed, or it could not leave
+├── EnrolError           this box could not be enrolled, its keys not used, its certificate not renewed, or it could not leave
 │   ├── NotAcceptedError     the coordinator was not reached, is not the right one, or refuses this box
 │   └── LateAnswerError      the coordinator did not answer in time
 ├── NoAnswerError        the coordinator does not answer this device; names the step that messages reached
@@ -57,11 +56,10 @@ class CohortError(EdgeError):
 
 def unreadable(path: Path, error: OSError) -> StoreError:
     """The error for a file of the store that exists and can't be read: its content is unknown, not absent."""
-    is_lasting = isinstance(error, PermissionError)
     return StoreError(
         f"{error.filename or path} can't be read: {error.strerror or error}. Nothing was changed; "
         "check the disk (`dmesg`) and the file's owner and permissions, then start the agent again",
-        exit_code=BAD_INPUT if is_lasting else FAILED,
+        exit_code=BAD_INPUT if isinstance(error, PermissionError) else FAILED,
     )
 
 
@@ -83,14 +81,10 @@ class DamagedFileError(StoreError):
     """A file of the private store was altered, truncated, or replaced by an older copy."""
 
 
-class KeysError(EdgeError):
-    """The keys of this device are missing or damaged."""
+class EnrolError(EdgeError):
+    """This box could not be enrolled, its keys not used, its certificate not renewed, or it could not leave; names the next step."""
 
     exit_code = BAD_INPUT
-
-
-class EnrolError(EdgeError):
-    """This box could not be enrolled, its certificate not renewed, or it could not leave; the message names the next step."""
 
 
 class NotAcceptedError(EnrolError):

@@ -27,7 +27,7 @@ StartMosquitto = Callable[..., RunningMosquitto]
 def _plans_are_completed_here() -> Iterator[None]:
     """By the same function as in a process of its own, which would load torch for each; tests of commands have that process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(create_federation, "in_a_process", create_federation.answer)
+        patch.setattr(create_federation, "in_a_process", lambda given, stopping=None: create_federation.answer(given))
         yield
 
 

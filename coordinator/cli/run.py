@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import ssl
 import threading
 import time
@@ -12,7 +13,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, a
 from functools import partial
 from typing import Any
 
+import anyio
 import uvicorn
+from starlette.datastructures import State
 
 from coordinator.aggregation.worker_messages import WorkerSettings
 from coordinator.broker.access_lists import are_lists_pending, end_silences, publish_access, silence
@@ -53,6 +56,8 @@ from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_na
 from fedcg.wire.transport.transport import Transport, Will
 
 GRACEFUL_S = 1
+REFUSED_S = 3
+"""Longest time in which plans that are being completed are refused, before that."""
 
 
 def run_coordinator(
@@ -174,7 +179,8 @@ def _serve(
         else {"ssl_certfile": home.root / api.certificate, "ssl_keyfile": home.root / api.key}
     )
     serving_config = http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S, **tls)
-    server = uvicorn.Server(serving_config)
+    server = _Server(serving_config)
+    server.state = application.state
     # uvicorn raises the signal that ended it once more when it is done; this handler makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -188,6 +194,20 @@ def _serve(
             f"the coordinator can't start: {failure}. Restore a backup: `fedcg coordinator restore FILE --dir NEW`"
         ) from failure
     return code if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    """A server that refuses the plans under way, and those that wait, before it ends."""
+
+    state: State
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, when all plans are refused."""
+        self.state.operations.stopping.set()
+        with anyio.move_on_after(REFUSED_S):
+            async with self.state.creating:
+                pass
+        await super().shutdown(sockets)
 
 
 @contextmanager

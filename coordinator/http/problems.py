@@ -19,6 +19,7 @@ from coordinator.errors import (
     HomeError,
     PlanError,
     SteeringError,
+    StoppingError,
 )
 from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.text_output import plain
@@ -115,6 +116,8 @@ def problem_of(error: Exception) -> ProblemError:
         return ProblemError(404, first)
     if code == EXISTS:
         return ProblemError(409, first, problems=more, kind=EXISTS_KIND)
+    if isinstance(error, StoppingError):
+        return ProblemError(503, first)
     if isinstance(error, PlanError):
         return ProblemError(422, first, problems=more)
     if isinstance(error, SteeringError):

@@ -9,17 +9,19 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import tomllib
 from pydantic import BaseModel, ValidationError, field_validator
 
-from coordinator.errors import PlanError
+from coordinator.errors import PlanError, StoppingError
 from fedcg.child_python import loading, module_command
 from fedcg.config_file import Place, listed, numbered, problems_of, read_toml
 from fedcg.learning.registry import method_names
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 BAD_PLAN = 3
 _NAMED_BY = {Part.GENERATOR: "network.generator", Part.DISCRIMINATOR: "network.discriminator"}
 """The fields of a plan that name networks; the other networks are those of its split."""
+POLL_S = 0.1
+STOPPING = "nothing was created: the coordinator is being stopped; ask again when it runs"
 COMPLETE_S = 100.0
 """Longest time that a plan may take to complete; the commands wait 120 s. Parts near the bound of an artifact take about 40 s."""
 
@@ -185,14 +189,33 @@ class Completion:
         command = module_command("coordinator.operations.create_federation")
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
-    def __call__(self, request: str) -> tuple[int, str]:
-        """`answer` of the process."""
+    def __call__(self, request: str, stopping: Event | None = None) -> tuple[int, str]:
+        """`answer` of the process.
+
+        Args:
+            request: as JSON.
+            stopping: set when the program ends.
+
+        Raises:
+            StoppingError: it is set.
+        """
+        stopping, deadline = stopping or Event(), time.monotonic() + COMPLETE_S
+        told = self._told(request)
+        while told is None and time.monotonic() < deadline and not stopping.is_set():
+            told = self._told(None)
+        if told is not None:
+            made, errors = told
+            return self._child.returncode, errors if self._child.returncode else made
+        self.close()
+        if stopping.is_set():
+            raise StoppingError(STOPPING)
+        return BAD_PLAN, f"it takes longer than {COMPLETE_S:g} s; use smaller images or networks"
+
+    def _told(self, request: str | None) -> tuple[str, str] | None:
         try:
-            made, errors = self._child.communicate(request, timeout=COMPLETE_S)
+            return self._child.communicate(request, timeout=POLL_S)
         except subprocess.TimeoutExpired:
-            self.close()
-            return BAD_PLAN, f"it takes longer than {COMPLETE_S:g} s; use smaller images or networks"
-        return self._child.returncode, errors if self._child.returncode else made
+            return None
 
     def close(self) -> None:
         """End the process, whatever it is at."""
@@ -200,9 +223,9 @@ class Completion:
             self._child.kill()
 
 
-def in_a_process(request: str) -> tuple[int, str]:
+def in_a_process(request: str, stopping: Event | None = None) -> tuple[int, str]:
     """`answer` of a process of its own, because torch comes with it."""
-    return Completion()(request)
+    return Completion()(request, stopping)
 
 
 def _make(request: _Request) -> InitialArtifacts | None:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from coordinator.broker.access_lists import publish_access
+from coordinator.errors import StoppingError
 from coordinator.members.revocation import Revoked, revoke
 from coordinator.members.tokens import create_token, revoke_token
+from coordinator.operations import create_federation
 from coordinator.operations.open_federation import open_federation
 from coordinator.operations.steering import Follow, Steering, bounded_reason, federation_of
 from coordinator.paths import Home
@@ -49,6 +53,7 @@ class Operations:
         events: the event log.
         follow: of the running coordinator, or one that does nothing.
         clock: unix time.
+        stopping: set when the program ends: nothing is created any more.
     """
 
     home: Home
@@ -56,6 +61,7 @@ class Operations:
     events: EventLog
     follow: Follow
     clock: Callable[[], float] = time.time
+    stopping: threading.Event = field(default_factory=threading.Event)
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def steer(self, change: Callable[[Steering], ResultT]) -> ResultT:
@@ -98,12 +104,18 @@ class Operations:
         Raises:
             PlanError: the name is taken, or the method or the networks refuse the plan.
             NotFoundError: there is no federation `continued_from`.
+            StoppingError: the coordinator ends.
         """
         if continued_from is not None:
             federation_of(self.store, continued_from)
-        registering = changing_members(self.home)
         record = open_federation(
-            self.home, self.store, plan, start=start, continued_from=continued_from, registering=registering
+            self.home,
+            self.store,
+            plan,
+            start=start,
+            continued_from=continued_from,
+            complete=partial(create_federation.in_a_process, stopping=self.stopping),
+            registering=self._registering(),
         )
         with changing_members(self.home):
             publish_access(self.home)
@@ -111,6 +123,13 @@ class Operations:
         if record.status is FederationStatus.RUNNING:
             self.follow(record.id)
         return record
+
+    @contextmanager
+    def _registering(self) -> Iterator[None]:
+        with changing_members(self.home):
+            if self.stopping.is_set():
+                raise StoppingError(create_federation.STOPPING)
+            yield
 
     def revoke_device(self, device: str, reason: str = "") -> Revoked:
         """Cut a device off: certificates, keys and the session that it may have. Repeating it repeats the steps that failed.

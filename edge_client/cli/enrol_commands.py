@@ -87,7 +87,7 @@ def join_command(
 def renew_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """Renew this device's certificate now; the agent does it by itself in the last third of its life.
 
-    Exit codes: 0 renewed; 1 failed; 2 the configuration is wrong; 3 no answer in time; 4 refused, or not connected. A running agent goes on meanwhile.
+    Exit codes: 0 renewed; 1 failed; 2 configuration or keys can't be used; 3 no answer in time; 4 refused, or not connected. A running agent goes on meanwhile.
 
     Example: fedcg agent renew --config /etc/fedcg/casting/agent.toml
     """

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey, check_issued
 from edge_client.identity.enrolment_client import ask, fetch_authority, trusting
-from fedcg.errors import BAD_INPUT, EXISTS
+from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably
 from fedcg.provision.agent_config import CONFIG_NAME, DATA, render_agent_config
 from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference
@@ -87,7 +87,7 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
     authority, ahead_s = fetch_authority(place, token.authority)
     if ahead_s is not None and abs(ahead_s) > MOST_CLOCK_OFF_S:
         problem = f"{clock_difference(ahead_s)}. The token was not used. {SET_CLOCK.capitalize()}, then enrol again"
-        raise EnrolError(problem, exit_code=BAD_INPUT)
+        raise EnrolError(problem)
     tls_key, signing_key = _keys(folder)
     public = signing_key.public.hex
     proof = signing_key.sign(enrolment_statement(token.id, name, tls_key.digest, public)).hex()
@@ -110,16 +110,15 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
 def _wanted(token: Token, url: str | None, device: str | None) -> tuple[str, str]:
     place, name = url or token.url, device or token.device
     if place is None:
-        raise EnrolError("the token names no coordinator: give --url https://HOST:PORT", exit_code=BAD_INPUT)
+        raise EnrolError("the token names no coordinator: give --url https://HOST:PORT")
     if name is None:
-        raise EnrolError("the token is for any device: name this one with --device ID", exit_code=BAD_INPUT)
+        raise EnrolError("the token is for any device: name this one with --device ID")
     if token.device is not None and name != token.device:
-        problem = f"--device {name}: the token is for device {token.device!r} only; leave --device out"
-        raise EnrolError(problem, exit_code=BAD_INPUT)
+        raise EnrolError(f"--device {name}: the token is for device {token.device!r} only; leave --device out")
     try:
         return place.rstrip("/"), check_device_id(name)
     except ValueError as error:
-        raise EnrolError(f"--device: {error}", exit_code=BAD_INPUT) from error
+        raise EnrolError(f"--device: {error}") from error
 
 
 def _check_answer(token: Token, request: EnrolRequest, answer: EnrolAnswer) -> None:

@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import BaseModel, ValidationError
 
 from edge_client.errors import EnrolError, LateAnswerError, NotAcceptedError
-from fedcg.errors import BAD_INPUT
 from fedcg.wire.clocks import explain_dates
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.enrolment_messages import (
@@ -91,11 +90,11 @@ def _exchange(
     """Status, body and date of an answer."""
     place = urlsplit(url)
     if place.scheme != "https" or place.hostname is None or place.path not in ("", "/") or place.query:
-        raise EnrolError(f"--url {url}: write https://HOST:PORT", exit_code=BAD_INPUT)
+        raise EnrolError(f"--url {url}: write https://HOST:PORT")
     try:
         connection = http.client.HTTPSConnection(place.hostname, place.port, timeout=TIMEOUT_S, context=context)
     except (ValueError, http.client.InvalidURL) as error:
-        raise EnrolError(f"--url {url}: {error}", exit_code=BAD_INPUT) from error
+        raise EnrolError(f"--url {url}: {error}") from error
     try:
         connection.request(method, path, body, {"Content-Type": "application/json", "Connection": "close"})
         response = connection.getresponse()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge_client.config import AgentConfig
-from edge_client.errors import KeysError
+from edge_client.errors import EnrolError
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
@@ -23,13 +23,13 @@ def load_keys(config: AgentConfig) -> AgentKeys:
     """The keys that the configuration names.
 
     Raises:
-        KeysError: names the file that is missing or holds no key.
+        EnrolError: names the file that is missing or holds no key.
     """
     try:
         signing = SigningKey.load(config.keys.signing)
         coordinator = VerifyKey.from_hex(config.keys.coordinator.read_text(encoding="ascii"))
     except (OSError, ValueError, WireError) as error:
-        raise KeysError(
+        raise EnrolError(
             f"the device's keys, {config.keys.signing} and {config.keys.coordinator}, can't be used: {error}. Enrol the device again "
             "(`fedcg enrol`), or copy its bundle again"
         ) from error

@@ -94,8 +94,7 @@ class PrivateStore:
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
-            problem = f"the folder {root} can't be made ({error.strerror}): set another `store`, or correct what is in its place"
-            raise StoreError(problem) from error
+            raise StoreError(f"the folder {root} can't be made ({error.strerror}): set another `store`") from error
         path, owner = root / FORMAT_FILE, {"federation": federation, "device": device}
         found = read_json(path)
         if not found:

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,50 @@ def test_a_coordinator_serves_its_federation_rounds_and_devices_over_http_and_en
     assert "is using" in processes.log("second")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0, processes.log("coordinator")
+
+
+def children(pid: int) -> list[int]:
+    """The processes that complete a plan for a coordinator."""
+    found = [
+        int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()
+    ]
+    return [child for child in found if b"create_federation" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_is_stopped_refuses_the_plans_under_way_and_creates_nothing_afterwards(
+    home: Home, processes: Plant
+) -> None:
+    process = processes.fedcg("coordinator", "coordinator", "run")
+    wait_until(lambda: get(home, "/healthz")[0] == 200, "it answers")
+    headers = {"Authorization": f"Bearer {home.api_token.read_text().strip()}"}
+    image = {"mode": "RGB", "height": 64, "width": 64, "mean": [0.5] * 3, "std": [0.5] * 3}
+
+    def create(name: str) -> tuple[int, str]:
+        plan = {"federation": name, "classes": ["x", "y"], "method": "fedcg", "rounds": 1, "image": image}
+        url = f"{home.config().api.url}/api/v1/federations"
+        answer = httpx.post(url, json={"plan": plan}, headers=headers, timeout=60, trust_env=False)
+        return answer.status_code, answer.json()["detail"]
+
+    with ThreadPoolExecutor(2) as askers:
+        asked = [askers.submit(create, name) for name in ("first", "second")]
+        wait_until(lambda: children(process.pid) != [], "a plan is being completed")
+        (child,) = children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        for each in asked:
+            assert each.result() == (
+                503,
+                "nothing was created: the coordinator is being stopped; ask again when it runs",
+            )
+    assert process.wait(timeout=10) == 0, processes.log("coordinator")
+    assert not Path(f"/proc/{child}").exists()
+    assert [record.id for record in Store(home.database).federations()] == [FEDERATION]
+    lines = [json.loads(line) for line in home.audit_file.read_text().splitlines()]
+    assert (
+        sorted((line["event"], line.get("outcome", 0)) for line in lines)
+        == [("intent", 0)] * 2 + [("outcome", 503)] * 2
+    )
+    assert "Traceback" not in processes.log("coordinator")
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_plans_wait_up_to_a_bound_and_those_whose_clients_left_are_not_made(
     free = threading.Event()
     complete = create_federation.in_a_process
     monkeypatch.setattr(
-        create_federation, "in_a_process", lambda given: complete(given) if free.wait(60) else (1, "no turn")
+        create_federation, "in_a_process", lambda given, stopping: complete(given) if free.wait(60) else (1, "no turn")
     )
     turns = api.application.state.creating
 

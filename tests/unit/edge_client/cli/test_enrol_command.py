@@ -132,7 +132,7 @@ def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk,
     assert "is valid until" in run_fedcg("agent", "renew", "--config", config).stdout
     (tmp_path / "box" / "tls" / "device.key").unlink()
     broken = run_fedcg("agent", "renew", "--config", config)
-    assert broken.exit_code == 1
+    assert broken.exit_code == 2
     assert "device.key" in broken.stderr
     assert run_fedcg("agent", "renew", "--config", tmp_path / "nothing.toml").exit_code == NOT_FOUND
 

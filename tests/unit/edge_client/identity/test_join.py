@@ -18,7 +18,7 @@ from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import Renewer
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
-from fedcg.errors import EXISTS, FAILED, NOT_FOUND
+from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.signing import SigningKey
@@ -87,8 +87,8 @@ def test_a_key_of_the_coordinator_that_was_replaced_is_not_trusted_again_in_the_
 @pytest.mark.parametrize(
     ("change", "ends", "why"),
     [
-        ({"federation": "Second!"}, FAILED, "small letters, digits and dashes"),
-        ({"federation": FEDERATION}, FAILED, "is in it already"),
+        ({"federation": "Second!"}, BAD_INPUT, "small letters, digits and dashes"),
+        ({"federation": FEDERATION}, BAD_INPUT, "is in it already"),
         ({"out": "box"}, EXISTS, "is not empty"),
         ({"data": "nowhere"}, NOT_FOUND, "there is no such file or folder"),
     ],
