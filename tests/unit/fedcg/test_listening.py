@@ -186,6 +186,36 @@ def test_requests_that_their_peers_end_are_one_line_without_a_traceback(
     assert "Traceback" not in caplog.text
 
 
+CHUNKED = b" / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"PUT" + CHUNKED + b"ZZZ\r\n",),
+        (b"POST" + CHUNKED + b"ZZZ\r\n",),
+        (b"PUT" + CHUNKED, b"ZZZ\r\n"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nPUT" + CHUNKED + b"ZZZ\r\n",),
+        (b"PUT" + CHUNKED + b"2\r\n{}\r\n", b"ZZZ\r\n", b"ZZZ\r\n"),
+        (b"\x00\x01\r\n\r\n",),
+    ],
+    ids=["with its header", "while it is read", "after the answer", "pipelined", "after a chunk", "no header"],
+)
+def test_a_body_that_is_no_http_ends_its_connection_and_writes_no_traceback(
+    pieces: tuple[bytes, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(Caps(100, 100)) as site:
+        for _ in range(5):
+            with connect(site.port) as peer, suppress(ConnectionError):
+                for piece in pieces:
+                    peer.sendall(piece)
+                    if piece != pieces[-1]:
+                        assert peer.recv(1000).startswith(b"HTTP/1.1 200")
+                while peer.recv(1000):
+                    pass
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
 def test_a_peer_whose_requests_fail_writes_five_tracebacks_and_another_one_its_own(
     open_sockets: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
