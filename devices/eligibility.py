@@ -49,9 +49,9 @@ class EligibilitySettings(BaseModel):
     min_free_memory_mb: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     min_free_disk_mb: Annotated[int, Field(ge=0, le=1 << 24)] = LOW_DISK_BYTES // MB
     power_modes: tuple[str, ...] = ()
-    on_mains: bool = False
+    on_mains: Annotated[bool, Field(strict=True)] = False
     quiet_hours: tuple[Annotated[str, AfterValidator(_check_span)], ...] = ()
-    unmetered: bool = False
+    unmetered: Annotated[bool, Field(strict=True)] = False
     metered_interfaces: tuple[str, ...] = ("wwan*", "ppp*")
     lock_file: Path | None = None
     stop_file: Path | None = None

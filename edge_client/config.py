@@ -50,7 +50,7 @@ class BrokerSection(_Section):
     port: Annotated[int, Field(ge=1, le=65535, description="usually 8883")] = 8883
     protocol: Annotated[Literal["auto", "5", "3.1.1"], Field(description="MQTT version")] = "auto"
     keepalive_s: Annotated[int, Field(ge=5, le=3600)] = 30
-    insecure: Annotated[bool, Field(description="no TLS; loopback only")] = False
+    insecure: Annotated[bool, Field(strict=True, description="no TLS; loopback only")] = False
     preset: Annotated[PresetName, Field(description="limits of mosquitto, aws-iot, azure-event-grid or emqx")] = (
         DEFAULT_PRESET
     )
@@ -258,9 +258,9 @@ class ExportSection(_Section):
         gate_points: points of accuracy on this device's test images that a new model may lose against the one in use.
     """
 
-    enabled: bool = True
-    each_best: bool = True
-    variants: bool = True
+    enabled: Annotated[bool, Field(strict=True)] = True
+    each_best: Annotated[bool, Field(strict=True)] = True
+    variants: Annotated[bool, Field(strict=True)] = True
     gate_points: Annotated[float, Field(ge=0, le=100)] = 1.0
 
 
@@ -385,6 +385,7 @@ def _apply_environment(
             table = table.setdefault(step, {})
         if isinstance(table, dict):
             is_list = setting[-1].startswith("allow_") or setting in LISTS
-            table[setting[-1]] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
+            words = [word.strip() for word in text.split(",") if word.strip()]
+            table[setting[-1]] = words if is_list else {"true": True, "false": False}.get(text, text)
             origins[setting] = f"${name}"
     return origins, problems

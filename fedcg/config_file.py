@@ -165,6 +165,8 @@ def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -
         message = f"must be a list: {name} = {json.dumps(example, ensure_ascii=False)}"
     elif pattern := _PATTERNS.get(detail.get("ctx", {}).get("pattern", "")):
         message = f"must be {pattern}"
+    elif detail["type"] == "string_pattern_mismatch" and hint:
+        message, hint = f"must be {hint}", None
     else:
         message = text
     return f"{where}{'.'.join((*tables, name))}: {message}" + (f" ({hint})" if hint else "")

@@ -16,6 +16,7 @@ _SENTENCES = {
     "Field required": "is missing",
     "Extra inputs are not permitted": "there is no such field",
     "Unable to parse input string as an integer, exceeded maximum size": "must be a valid integer",
+    "Input should be a valid boolean": "must be true or false",
 }
 _SPAN = re.compile(r"(\d{1,15})(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}

@@ -56,7 +56,7 @@ class NewFederation(_Content):
     """
 
     plan: Annotated[OperatorPlan, Field(examples=[EXAMPLE_PLAN])]
-    start: bool = True
+    start: Annotated[bool, Field(strict=True)] = True
     continued_from: Annotated[str, Field(max_length=63)] | None = None
 
 

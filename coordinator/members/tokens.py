@@ -60,7 +60,7 @@ def create_token(
     """
     url = url or _listener_url(home.config())
     if not re.fullmatch(URL_PATTERN, url):
-        raise EnrolmentError(f"--enrolment-url {url}: write https://HOST:PORT")
+        raise EnrolmentError(f"--enrolment-url {url}: write https://HOST:PORT, with a port of 1 to 65535")
     if not 0 < hours <= MAX_TOKEN_HOURS:
         raise EnrolmentError(f"a token for {hours:g} hours: choose more than 0 and at most {MAX_TOKEN_HOURS:g} hours")
     federation = federation_to_join(store, federation)

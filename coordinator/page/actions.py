@@ -16,7 +16,7 @@ from coordinator.http.changes import in_turn
 from coordinator.http.problems import ProblemError
 from coordinator.operations.create_federation import read_plan
 from coordinator.operations.operations import Operations
-from coordinator.operations.steering import Steering
+from coordinator.operations.steering import Steering, bounded_reason
 from coordinator.page.pages import Asked, enrolment_values
 from coordinator.page.views import FormRoute, PageRoute, form_of, own_path, plain_page, see_other
 
@@ -90,8 +90,9 @@ def delete_token(token: str, view: Asked) -> Response:
 @router.post("/devices/{device}/{action}")
 def change_device(device: str, action: str, view: Asked, fields: Fields) -> Response:
     """Disable or enable a device."""
+    reason = bounded_reason(fields.get("reason", ""))
     if action == "disable":
-        _operations(view.request).steer(lambda steering: steering.disable(device, fields.get("reason", "")))
+        _operations(view.request).steer(lambda steering: steering.disable(device, reason))
     elif action == "enable":
         _operations(view.request).steer(lambda steering: steering.enable(device))
     else:
@@ -120,7 +121,8 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
 @router.post("/federations/{federation}/{action}")
 def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
     """Start, pause, resume, stop, archive or extend a federation."""
-    change, reason, rounds = CHANGES.get(action), fields.get("reason", ""), fields.get("rounds", "")
+    change, rounds = CHANGES.get(action), fields.get("rounds", "")
+    reason = bounded_reason(fields.get("reason", ""))
     if change is None:
         raise SteeringError(f"{action!r} is not a change of a federation: {', '.join(CHANGES)}")
     if action == "extend" and not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):

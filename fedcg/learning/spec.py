@@ -196,7 +196,7 @@ class FederationSpec(_Frozen):
     params: dict[str, ParameterValue]
     rounds: _Rounds
     seed: _Seed
-    augment_flip: bool = False
+    augment_flip: Annotated[bool, Field(strict=True)] = False
     augment_crop: CropPixels = 0
     upload: tuple[Part, ...]
     report: tuple[ReportField, ...]
@@ -289,7 +289,8 @@ class RoundPolicy(_Frozen):
     require_cohort: Annotated[
         bool,
         Field(
-            description="devices without the cohort secret of most others are not invited; with `fedprobe` always so"
+            strict=True,
+            description="devices without the cohort secret of most others are not invited; with `fedprobe` always so",
         ),
     ] = False
     stop_patience: Annotated[
@@ -333,7 +334,9 @@ class FederationPlan(RoundPolicy):
     method: Annotated[_MethodName, Field(description="`fedcg method list`")]
     params: Annotated[dict[str, ParameterValue], Field(description="of the method: `fedcg method show NAME`")] = {}
     seed: Annotated[_Seed, Field(description="initial weights of the shared parts follow from it")] = 0
-    augment_flip: Annotated[bool, Field(description="mirror half of the training images at random")] = False
+    augment_flip: Annotated[bool, Field(strict=True, description="mirror half of the training images at random")] = (
+        False
+    )
     augment_crop: Annotated[CropPixels, Field(description="random windows of images padded by so many pixels")] = 0
     codec: Annotated[UpdateCodec, Field(description="how updates are coded")] = DEFAULT_UPDATE_CODEC
     aggregate_codec: Annotated[AggregateCodec, Field(description="how aggregates are coded")] = DEFAULT_AGGREGATE_CODEC

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedcg.wire.errors import MalformedError
+from fedcg.wire.errors import MalformedError, problem_in
 from fedcg.wire.messages.messages import Identifier, Nonce, Sha256, Signature
 
 PresetName = Literal["mosquitto", "aws-iot", "azure-event-grid", "emqx"]
@@ -36,7 +36,8 @@ _RENEW_DOMAIN = "fedcg/1 renewal"
 
 TokenId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Pem = Annotated[str, Field(min_length=1, max_length=6000)]
-URL_PATTERN = r"^https://[A-Za-z0-9.:\[\]_-]{1,260}/?$"
+PORT = "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
+URL_PATTERN = rf"^https://(\[[0-9A-Fa-f:.]{{2,45}}\]|[A-Za-z0-9._-]{{1,253}})(:({PORT}))?/?$"
 Url = Annotated[str, Field(pattern=URL_PATTERN)]
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$")]
 
@@ -93,8 +94,11 @@ class Token(_Strict):
             raise MalformedError(damaged)
         try:
             return Token.model_validate_json(body)
-        except ValidationError:
-            raise MalformedError("the enrolment token is of another version of this program") from None
+        except ValidationError as error:
+            field = problem_in(error).partition(":")[0]
+            raise MalformedError(
+                f"the enrolment token can't be used: {field} is wrong; ask for another token"
+            ) from None
 
 
 class EnrolRequest(_Strict):

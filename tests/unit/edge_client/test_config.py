@@ -12,6 +12,7 @@ import pytest
 import coordinator.page
 from edge_client.config import AgentConfig, environment_names, load_config
 from edge_client.errors import ConfigError
+from fedcg.config_file import section_of
 from fedcg.provision.agent_config import render_agent_config
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.transfer.broker_presets import PRESETS, limits_for
@@ -203,6 +204,22 @@ def test_problems_of_the_environment_name_the_variable(tmp_path: Path) -> None:
     found = problems(tmp_path, GOOD, {"FEDCG_AGENT_BROKER_PORT": "many", "FEDCG_AGENT_BROKER_PROT": "1"})
     assert found["broker.port"].startswith("$FEDCG_AGENT_BROKER_PORT")
     assert "FEDCG_AGENT_BROKER_PORT" in found["FEDCG_AGENT_BROKER_PROT"]
+
+
+def test_only_true_and_false_are_answers_to_a_yes_or_no_setting_of_a_file_or_a_variable(tmp_path: Path) -> None:
+    sections = {name: section_of(AgentConfig, (name,)) for name in AgentConfig.model_fields}
+    asked = [
+        (name, key) for name, one in sections.items() for key, at in one.model_fields.items() if at.annotation is bool
+    ]
+    assert len(asked) == 6
+    for section, key in asked:
+        variable = f"FEDCG_AGENT_{section}_{key}".upper()
+        assert "must be true or false" in problems(tmp_path, GOOD, {variable: "1"})[f"{section}.{key}"]
+        if key != "insecure":
+            assert getattr(getattr(load(tmp_path, GOOD, {variable: "true"}), section), key) is True
+    assert (
+        "must be true or false" in problems(tmp_path, GOOD + '[eligibility]\non_mains = "1"\n')["eligibility.on_mains"]
+    )
 
 
 def test_every_setting_has_a_variable() -> None:

@@ -141,6 +141,14 @@ def test_all_errors_of_a_plan_and_of_a_policy_come_at_once(operator: httpx.Clien
     policy = operator.patch(f"{CASTING}/policy", json={"rounds": -1, "fractoin": 0.5})
     assert policy.status_code == 422
     assert len(policy.json()["problems"]) == 2
+    for value in ("1", 1, "yes"):
+        refused = operator.patch(f"{CASTING}/policy", json={"require_cohort": value})
+        assert (refused.status_code, "require_cohort: must be true or false" in refused.text) == (422, True), (
+            refused.text
+        )
+    assert operator.post("/api/v1/federations", json={"plan": PLAN, "start": "1"}).status_code == 422
+    flipped = operator.post("/api/v1/federations", json={"plan": {**PLAN, "augment_flip": "1"}, "start": False})
+    assert (flipped.status_code, "must be true or false" in flipped.text) == (422, True)
     assert "did you mean `fraction`" in policy.text
 
 

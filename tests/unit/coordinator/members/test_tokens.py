@@ -79,6 +79,7 @@ def test_tokens_are_listed_with_what_they_are_still_good_for_and_an_open_one_can
         (["--replaces", "nobody"], NOT_FOUND, "no device 'nobody'"),
         (["--device", "a", "--replaces", "taken"], BAD_INPUT, "contradicts"),
         (["--enrolment-url", "http://127.0.0.1:1"], BAD_INPUT, "https://HOST:PORT"),
+        (["--enrolment-url", "https://127.0.0.1:99999"], BAD_INPUT, "a port of 1 to 65535"),
         (["--for", "0m"], BAD_INPUT, "more than 0"),
         (["--for", "91d"], BAD_INPUT, "at most 90d"),
         (["--for", "999999999d"], BAD_INPUT, "--for 999999999d: choose at most 90d"),

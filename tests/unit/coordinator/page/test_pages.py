@@ -309,6 +309,14 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     assert operator.post("/federations/tiny/extend", form_of="/federations", rounds="-5")[0] == 409
     assert operator.post("/devices/a/disable", form_of="/confirm/disable/a", reason="moved")[0] == 303
     assert "disabled: moved" in operator.get("/devices/a")[1]
+    for form, of in (
+        ("devices/a/disable", "disable/a"),
+        ("devices/b/disable", "disable/b"),
+        ("federations/tiny/stop", "stop/tiny"),
+    ):
+        # also where nothing would change
+        code, _, text = operator.post(f"/{form}", form_of=f"/confirm/{of}", reason="x" * 5000)
+        assert (code, "the reason has 5000 characters; write at most 300" in text) == (409, True)
     assert operator.post("/federations/tiny/stop", form_of="/confirm/stop/tiny")[0] == 303
     assert status() is FederationStatus.STOPPED
     assert "<form" not in viewer.get("/federations")[1].partition('id="live"')[2]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.enrolment_messages import (
+    TOKEN_PREFIX,
+    URL_PATTERN,
     EnrolRequest,
     Token,
     enrolment_statement,
@@ -56,6 +63,25 @@ def test_what_is_no_token_is_told_without_repeating_it() -> None:
         with pytest.raises(MalformedError, match="no enrolment token") as refused:
             Token.parse(text)
         assert "secret-looking" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"url": "https://127.0.0.1:99999"}, "url"), ({"device": "Line 4"}, "device"), ({"evil\x1b": 1}, "(root)")],
+)
+def test_a_token_with_a_value_that_can_t_be_names_the_field(changed: dict[str, object], named: str) -> None:
+    body = json.dumps({**json.loads(TOKEN.model_dump_json(by_alias=True)), **changed}).encode()
+    text = TOKEN_PREFIX + base64.urlsafe_b64encode(hashlib.sha256(body).digest()[:4] + body).decode().rstrip("=")
+    with pytest.raises(MalformedError) as refused:
+        Token.parse(text)
+    assert str(refused.value) == f"the enrolment token can't be used: {named} is wrong; ask for another token"
+
+
+@pytest.mark.parametrize("port", ["", ":1", ":443", ":8444", ":65535", ":0", ":65536", ":99999", ":08444", ":"])
+def test_a_url_has_a_port_of_1_to_65535_or_none(port: str) -> None:
+    is_one = port in ("", ":1", ":443", ":8444", ":65535")
+    for host in ("broker.example", "127.0.0.1", "[2001:db8::1]"):
+        assert bool(re.fullmatch(URL_PATTERN, f"https://{host}{port}")) is is_one
 
 
 def test_a_secret_is_in_no_text_that_is_made_for_people() -> None:
