@@ -56,8 +56,7 @@ from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_na
 from fedcg.wire.transport.transport import Transport, Will
 
 GRACEFUL_S = 1
-REFUSED_S = 3
-"""Longest time in which plans that are being completed are refused, before that."""
+REFUSED_S = 3  # before that, at most, for the plans that are refused
 
 
 def run_coordinator(

@@ -43,8 +43,9 @@ UNSTORED = (401, 403, 429)
 SECRET_FIELDS = (FORM_FIELD, "token", "secret", "password")
 MAX_NAME = 100
 """Characters of a name in a request's address, and of the address that a proxy names."""
-FAILING = Rate(200, 1 / 6)
-"""Changes of one token that fail, and so fill the audit log with lines of what was not changed; others cost it nothing."""
+FAILING = Rate(
+    200, 1 / 6
+)  # changes of one token that fail: each has lines in the audit log about nothing that was changed
 DAY_S = 86_400.0
 MAX_WAITING = 3
 """Plans that wait while one is completed."""
