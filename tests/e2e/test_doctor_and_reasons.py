@@ -20,7 +20,7 @@ class Patient(Stack):
     """One whose federation is not paused by a device that declines again and again."""
 
     def plan(self) -> str:
-        return f"max_attempts = 1000000\n{super().plan()}"
+        return f"max_attempts = 10000\n{super().plan()}"
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from edge_client.errors import CohortError, StoreError
 from edge_client.store.cohort_secret import code_of, create, join, mark_of, roster_of, secret_of
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
-from fedcg.errors import EXISTS, NOT_FOUND
+from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import data_of
@@ -92,7 +92,7 @@ def test_a_box_that_trained_without_the_secret_or_with_another_joins_by_the_comm
         code = tmp_path / "code"
         code.write_text(code_of(bytes([number]) * 32))
         join = ("join", "--config", str(config), "--code-file", str(code))
-        assert run(*join) in (1, EXISTS)
+        assert run(*join) in (BAD_INPUT, EXISTS)
         refusal = capsys.readouterr().err.replace("\n", " ")
         command = re.search(r"stop the agent, `(mv [^`]+)`, give this command again, start the agent", refusal)
         assert command is not None, refusal
