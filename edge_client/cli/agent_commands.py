@@ -176,13 +176,14 @@ def doctor_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check clock, disk, keys, certificate, broker, data and training on this device, and print what to do.
+    """Check clock, paths, disk, keys, certificate, broker, data and training on this device, and print what to do.
 
     --hardware works without an agent.toml too. Exit codes: 0 nothing failed; 1 a check failed.
 
     Example: fedcg doctor --config /etc/fedcg/casting/agent.toml
     """
     from edge_client.cli.doctor.checks import Finding, examine
+    from edge_client.cli.status import is_locked
     from edge_client.config import load_config
     from edge_client.errors import ConfigError
 
@@ -205,8 +206,13 @@ def doctor_command(
             _print(f"{finding.state:<8} {finding.check:<14} {finding.detail}", _STYLES[finding.state])
             if finding.advice:
                 _print(f"{'':<23} what to do: {finding.advice}")
-        if is_sound and not hardware:
-            _print(f"Next: fedcg agent run --config {config}")
+        if is_sound and settings is not None and not hardware:
+            following = (
+                "the agent runs already: fedcg agent status"
+                if is_locked(settings.store / "lock")
+                else "fedcg agent run"
+            )
+            _print(f"Next: {following} --config {config}")
     raise typer.Exit(0 if is_sound else FAILED)
 
 

@@ -65,6 +65,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
     coordinator, ahead_s = _coordinator(config, now) if only is None else (("ok", "", ""), None)
     checks: dict[str, Callable[[AgentConfig, datetime], Result]] = {
         "clock": _clock if only is not None else lambda config, now: _clocks(config, now, ahead_s),
+        "paths": _paths,
         "disk": _disk,
         "encrypted disk": lambda config, now: check_encryption(existing_place(config.store)),
         "keys": _keys,
@@ -127,6 +128,31 @@ def _clocks(config: AgentConfig, now: datetime, ahead_s: float | None) -> Result
     if abs(ahead_s) <= CLOCK_OFF_S:
         return "ok", f"{detail}, as the coordinator's", ""
     return "failed" if abs(ahead_s) > MOST_CLOCK_OFF_S else "warning", clock_difference(ahead_s), SET_CLOCK
+
+
+def _paths(config: AgentConfig, now: datetime) -> Result:
+    """Folders and files that agent.toml names are there as the agent needs them."""
+    for name, folder in (("store", existing_place(config.store)), ("metrics_folder", config.metrics_folder)):
+        if folder is not None and not folder.is_dir():
+            return "failed", f"{name}: {folder} is no folder", f"correct `{name}` in agent.toml, or make the folder"
+        if folder is not None and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+            detail = f"{name}: the user with id {os.geteuid()} can't write to {folder}"
+            return (
+                "failed",
+                detail,
+                f"let the agent's user write there (chown, chmod), or correct `{name}` in agent.toml",
+            )
+    lock = config.eligibility.lock_file
+    if lock is not None and lock.exists() and not (lock.is_file() and os.access(lock, os.R_OK, effective_ids=True)):
+        detail = (
+            f"lock_file: {lock} is no file that the user with id {os.geteuid()} can read, so nothing is ever trained"
+        )
+        return (
+            "failed",
+            detail,
+            "correct `lock_file` under [eligibility], leave it out, or let the agent's user read it",
+        )
+    return "ok", "folders and files that agent.toml names can be used", ""
 
 
 def _disk(config: AgentConfig, now: datetime) -> Result:

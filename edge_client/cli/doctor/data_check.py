@@ -62,18 +62,18 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
         return "failed", f"{root}: all {len(loose)} images {LOOSE[:-1]}", SORTED_IN
     by_class, unknown, single = _by_class(files, classes)
     random.Random(0).shuffle(files)  # folders that there is no time for are then no classes
-    decoded, stop_at = 0, time.monotonic() + DECODE_S
+    opened, stop_at = 0, time.monotonic() + DECODE_S
     for path in files:
         try:
             decode_image(path.read_bytes(), _ANY_FORM, str(path))
+            opened += 1
         except OSError as error:
             unreadable.append(f"{path}: {error.strerror}")
         except DataError as error:
             damaged.append(str(error))
-        decoded += 1
         if time.monotonic() > stop_at:
             break
-    detail = f"{len(files)} images in {root} ({by_class}), {decoded} of them opened"
+    detail = f"{len(files)} images in {root} ({by_class}), {opened} of them opened"
     if unreadable:
         detail = f"{detail}; {len(unreadable)} files or folders can't be read, e.g. {unreadable[0]}"
         return "failed", detail, "let the user that runs the agent read them (chown, chmod)"
@@ -87,6 +87,8 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
     if damaged:
         more = f"; and {len(damaged) - DAMAGED_LISTED} more" if len(damaged) > DAMAGED_LISTED else ""
         detail = f"{detail}; {len(damaged)} can't be decoded: {'; '.join(sorted(damaged)[:DAMAGED_LISTED])}{more}"
+        if not opened:
+            return "failed", detail, "correct `root` under [data], or repair the images: there is none to train on"
         return "warning", detail, "repair or remove them; training leaves them out"
     return _distributed(files, loose, single, detail)
 

@@ -20,7 +20,7 @@ from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.conversations import box_config, talk
@@ -84,6 +84,66 @@ def test_every_image_is_opened_and_a_damaged_one_is_named(tmp_path: Path) -> Non
     found = data_finding(config)
     assert (found.state, found.advice) == ("warning", "repair or remove them; training leaves them out")
     assert f"1 can't be decoded: {config.data.root / 'good' / '1.png'}" in found.detail
+
+
+def test_images_of_which_none_can_be_decoded_are_a_failure(tmp_path: Path) -> None:
+    config = write_device(tmp_path)
+    draw(tmp_path / "data")
+    for path in (tmp_path / "data").rglob("*.png"):
+        path.write_bytes(b"\x89PNG\r\n\x1a\n")
+    found = doctor(config)["data"]
+    assert (found["state"], "`root` under [data]" in found["advice"]) == ("failed", True)
+    assert "6 images in" in found["detail"]
+    assert ", 0 of them opened; 6 can't be decoded: " in found["detail"]
+
+
+def doctor(config: Path) -> dict[str, dict[str, str]]:
+    told = run_fedcg("doctor", "--config", config, "--json")
+    assert told.exit_code == 1
+    return {one["check"]: one for one in data_of(told.stdout)["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "detail", "next_step"),
+    [
+        ('store = "/etc/passwd"', "store: /etc/passwd is no folder", "correct `store`"),
+        ('store = "/etc/passwd/box"', "store: /etc/passwd is no folder", "correct `store`"),
+        ('metrics_folder = "/etc/passwd"', "metrics_folder: /etc/passwd is no folder", "correct `metrics_folder`"),
+        ('metrics_folder = "absent"', "absent is no folder", "make the folder"),
+        ('metrics_folder = "/sys/kernel"', "metrics_folder: the user with id 65534 can't write to", "chown"),
+        ('store = "/sys/box"', "store: the user with id 65534 can't write to /sys", "correct `store`"),
+        ('[eligibility]\nlock_file = "/tmp"', "lock_file: /tmp is no file", "correct `lock_file` under [eligibility]"),
+        ('[eligibility]\nlock_file = "shut"', "shut is no file that the user with id 65534 can read", "[eligibility]"),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user that may not write")
+def test_a_path_of_the_settings_that_cannot_be_used_is_named(
+    open_folder: Path, line: str, detail: str, next_step: str
+) -> None:
+    config = write_device(open_folder)
+    text = config.read_text()
+    config.write_text(f"{text}{line}\n" if line.startswith("[") else f"{line}\n{text}")
+    (open_folder / "shut").touch(0o600)
+    for path in open_folder.iterdir():
+        os.chown(path, NOBODY if path.name != "shut" else 0, -1)
+    os.chown(open_folder, NOBODY, -1)
+    os.seteuid(NOBODY)
+    try:
+        found = doctor(config)["paths"]
+    finally:
+        os.seteuid(0)
+    assert (found["state"], detail in found["detail"], next_step in found["advice"]) == ("failed", True, True), found
+
+
+def test_the_next_step_of_a_sound_device_is_the_agent_unless_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_device(tmp_path)
+    monkeypatch.setattr("edge_client.cli.doctor.checks.examine", lambda *_: (Finding("clock", "ok", ""),))
+    assert run_fedcg("doctor", "--config", config).stdout.endswith(f"Next: fedcg agent run --config {config}\n")
+    with PrivateStore.open(tmp_path / "store", FEDERATION, "a").locked():
+        told = run_fedcg("doctor", "--config", config).stdout
+    assert told.endswith(f"Next: the agent runs already: fedcg agent status --config {config}\n")
 
 
 def test_a_class_with_one_image_is_named_with_what_will_miss_it(tmp_path: Path) -> None:
