@@ -53,10 +53,6 @@ class PrivateNames:
         files = dict.fromkeys((name for _, names in walked for name in names), IMAGE)
         self._begun = sorted(form for name in (*words, *files) for form in _forms_of(name))
         self._words, self._files = _occurring(words, texts), _occurring(files, texts)
-        for folder, names in walked if self._files else ():
-            shown = "/".join((*map(words.__getitem__, folder.parts), IMAGE))
-            paths = {str(folder / name): shown for name in names if not self._files.keys().isdisjoint(_forms_of(name))}
-            self._files |= _occurring(paths, texts)
         self._shown = self._files | self._words
         sections = (config, *(section for _, section in config if isinstance(section, BaseModel)))
         own = [str(one) for section in sections for _, one in section if isinstance(one, PurePath)]
@@ -64,18 +60,17 @@ class PrivateNames:
         root = _any_of(_occurring(dict.fromkeys(map(str, roots), ""), texts))
         known = f"(?:{_SLASH}{_any_of(self._shown)}{_CLOSED})*"
         below = f"(?P<root>{root})(?P<known>{known})(?P<gone>{_SLASH}(?:{_UP_TO_IMAGE}|(?s:.*)))?"
-        kept = (
-            f"{re.escape(str(config.store))}(?:/[A-Za-z0-9_.-]+)*|{_any_of(_occurring(dict.fromkeys(own, ''), texts))}"
-        )
+        own_forms = _any_of(_occurring(dict.fromkeys(own, ""), texts))
+        kept = f"(?:{re.escape(str(config.store))}(?:/[A-Za-z0-9_.-]+)*|{own_forms})(?:[.:-][0-9]+)*"
         opened = f"{_OPENED}(?P<file>{_any_of(self._files)})"
-        self._path = re.compile(f"{_EDGE}(?:{below}|(?P<own>(?:{kept})(?:[.:-][0-9]+)*)|{opened}){_END}")
+        self._path = re.compile(f"{_EDGE}(?:{below}|(?P<own>{kept})|{opened}){_END}")
         self._part, self._word = (re.compile(f"{_EDGE}{_any_of(one)}{_END}") for one in (self._shown, self._words))
 
     def hidden_in(self, text: str) -> str:
         """The text without them."""
         if text.endswith("…"):  # it was cut, maybe in a name
             edges = (edge.start() for edge in re.finditer(f"{_EDGE}(?=..)", text))
-            text = next((f"{text[:at]}…" for at in edges if self._begins(text[at:-1])), text)
+            text = f"{text[: next((at for at in edges if self._begins(text[at:-1])), -1)]}…"
         pieces, done = list[str](), 0
         for found in self._path.finditer(text):
             pieces += [self._between(text[done : found.start()]), self._instead(found)]
@@ -83,8 +78,7 @@ class PrivateNames:
         return "".join((*pieces, self._between(text[done:])))
 
     def _begins(self, text: str) -> bool:
-        first = bisect_left(self._begun, text)
-        return any(form.startswith(text) for form in self._begun[first : first + 1])
+        return self._begun[min(bisect_left(self._begun, text), len(self._begun) - 1)].startswith(text)
 
     def _instead(self, found: re.Match[str]) -> str:
         if found["root"] is None:

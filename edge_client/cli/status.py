@@ -176,10 +176,10 @@ def _state(store: PrivateStore) -> Status:
 
 
 def _images(store: PrivateStore, generation: Generation | None) -> Status:
-    """Images of the round that was trained last, by class, and those that were left out, by name."""
+    """Images of the round that was trained last, by class, and those that were left out; their reasons name them."""
     count, reasons = store.left_out()
     more = f" and {count - LISTED} more" if count > LISTED else ""
-    named = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:LISTED])
+    named = "; ".join(list(reasons.values())[:LISTED])
     found: Status = {"images": None, "images_left_out": f"{count}: {named}{more}" if count else None}
     spec = None if generation is None else store.spec(generation.spec)
     if generation is not None and spec is not None:
