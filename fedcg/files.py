@@ -105,6 +105,19 @@ def secret_in(data: bytes) -> bytes | None:
     return secret if data == checked_secret(secret) else None
 
 
+def with_check(content: bytes) -> bytes:
+    """A text file's content behind its check, a first line."""
+    return b"# sha256 " + hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def checked(content: bytes) -> bytes | None:
+    """What is behind a check, None where it is damaged; a file without one, as another program wrote it, is returned whole."""
+    first, _, rest = content.partition(b"\n")
+    if not first.startswith(b"#") and b" sha256 " not in first:
+        return content
+    return rest if content == with_check(rest) else None
+
+
 def file_sha256(path: Path) -> str:
     """The sha256 of a file's bytes, in hex; reads it in pieces."""
     digest = hashlib.sha256()

@@ -20,6 +20,7 @@ from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, DeviceState
 from coordinator.storage.store import Store
 from fedcg.errors import EXISTS, NOT_FOUND
+from fedcg.files import replace_durably, with_check
 from fedcg.provision.agent_config import CONFIG_NAME, render_agent_config
 from fedcg.wire.messages.enrolment_messages import load_certificate
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
@@ -133,9 +134,11 @@ def _write_bundle(home: Home, federation: str, device: str, coordinator: VerifyK
     own.certificate.rename(tls / "device.pem")
     own.key.rename(tls / "device.key")
     shutil.copyfile(credential_of(home.pki, CA_NAME).certificate, tls / "ca.pem")
+    for path in tls.iterdir():
+        replace_durably(path, with_check(path.read_bytes()), path.stat().st_mode & 0o777)
     key = SigningKey.generate()
     key.save(target / "signing.key")
-    (target / "coordinator.pub").write_text(coordinator.hex + "\n", encoding="utf-8")
+    (target / "coordinator.pub").write_bytes(VerifyKey.file_of(coordinator.hex))
     text = render_agent_config(
         federation,
         device,

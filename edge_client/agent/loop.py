@@ -25,6 +25,7 @@ from edge_client.agent.restored_state import restored_state
 from edge_client.agent.self_report import SelfReporter
 from edge_client.agent.service_manager import ServiceManager
 from edge_client.config import AgentConfig
+from edge_client.errors import EdgeError
 from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
@@ -250,6 +251,9 @@ class Agent:
     def _fail(self, what: str, error: Exception) -> None:
         if isinstance(error, OSError):
             self._reporter.disk_failed(what, error)
+            return
+        if isinstance(error, EdgeError):  # its message says what to do
+            self._events.write("agent_error", detail=f"{what}: {error}")
             return
         _log.exception("the agent of %s failed at %s", self._config.device, what, exc_info=error)
         self._events.write("agent_error", detail=f"{what}: {type(error).__name__}: {error}")

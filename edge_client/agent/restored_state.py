@@ -19,7 +19,7 @@ def restored_state(
         StoreError: nothing in it is whole, or the disk does not answer.
     """
     generation, problems = store.generations.current()
-    for problem in problems:
+    for problem in (*problems, *store.damage()):
         reporter.damage(problem)
     epoch, *highest = trust.order.highest
     committed = None if generation is None else generation.round_attempt

@@ -56,13 +56,13 @@ def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_
     with store.locked("lock", wait_s=STORE_WAIT_S):
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):
             pass  # the trainer of a killed agent is gone: no other process changes the store any more
-        note_signer(store.root, keys.signing.public.hex)
         events = EventLog(config.store / "events.jsonl", time.time)
         logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
         transport = MqttTransport(
             mqtt_config(config, keys), offline_will(config.federation, config.device, keys.signing)
         )
         agent = Agent(config, store, keys, transport, lambda deliver: trainer_process(config, log, deliver), events)
+        note_signer(store.root, keys.signing.public.hex)
         renewer = Renewer(config, keys.signing, events, transport.reconnect)
 
         def end(number: int, frame: FrameType | None) -> None:

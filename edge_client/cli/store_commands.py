@@ -41,6 +41,7 @@ def migrate_command(config: ConfigOption = Path("agent.toml")) -> Result:
         )
     with _alone(settings) as store:
         generation, problems = store.generations.current()
+        problems += store.damage()
         store.take_over()
     trained = None if generation is None else generation.round_attempt.round
     values = {"store": str(settings.store), "format": STORE_FORMAT, "round": trained, "problems": list(problems)}

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from edge_client.errors import EnrolError
-from fedcg.files import fsync_path, replace_durably
+from fedcg.files import checked, fsync_path, replace_durably, with_check
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.enrolment_messages import certificate_key_digest, common_name, key_digest, load_certificate
 
@@ -43,8 +43,8 @@ class TlsKey:
             EnrolError: the file holds none.
         """
         try:
-            private = serialization.load_pem_private_key(path.read_bytes(), password=None)
-        except (OSError, ValueError, TypeError) as error:
+            private = serialization.load_pem_private_key(read_checked(path), password=None)
+        except (ValueError, TypeError) as error:
             raise EnrolError(f"{path} can't be used: {error}") from error
         if not isinstance(private, ec.EllipticCurvePrivateKey):
             raise EnrolError(f"{path} holds no elliptic-curve key")
@@ -92,9 +92,24 @@ def read_certificate(path: Path) -> x509.Certificate:
         EnrolError: the file holds none, or can't be read.
     """
     try:
-        return load_certificate(path.read_bytes())
-    except (OSError, MalformedError) as error:
+        return load_certificate(read_checked(path))
+    except MalformedError as error:
         raise EnrolError(f"{path} can't be used: {error}") from error
+
+
+def read_checked(path: Path) -> bytes:
+    """What is behind the check of a file, where it has one.
+
+    Raises:
+        EnrolError: it is damaged, or can't be read.
+    """
+    try:
+        content = checked(path.read_bytes())
+    except OSError as error:
+        raise EnrolError(f"{path} can't be used: {error}") from error
+    if content is None:
+        raise EnrolError(f"{path} is damaged: restore it from a backup, or enrol the device again")
+    return content
 
 
 def is_due(certificate: x509.Certificate, now: datetime) -> bool:
@@ -109,8 +124,8 @@ def life_of(certificate: x509.Certificate) -> timedelta:
 
 def replace_pair(certificate: Path, key: Path, new_certificate: bytes, new_key: bytes) -> None:
     """Replace certificate and key; killed at any point, `settle_pair` makes the old or the new pair whole."""
-    replace_durably(_pending(certificate), new_certificate)
-    replace_durably(_pending(key), new_key)
+    replace_durably(_pending(certificate), with_check(new_certificate))
+    replace_durably(_pending(key), with_check(new_key))
     settle_pair(certificate, key)
 
 

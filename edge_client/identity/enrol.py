@@ -13,7 +13,7 @@ from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey, check_issued
 from edge_client.identity.enrolment_client import ask, fetch_authority, trusting
 from fedcg.errors import EXISTS
-from fedcg.files import fsync_path, replace_durably
+from fedcg.files import fsync_path, replace_durably, with_check
 from fedcg.provision.agent_config import CONFIG_NAME, DATA, render_agent_config
 from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference
 from fedcg.wire.errors import WireError
@@ -161,7 +161,7 @@ def _keys(folder: Folder) -> tuple[TlsKey, SigningKey]:
     except (OSError, WireError) as error:
         raise EnrolError(f"the message key can't be kept: {error}") from error
     if not folder.tls_key.exists():
-        replace_durably(folder.tls_key, TlsKey.generate().pem())
+        replace_durably(folder.tls_key, with_check(TlsKey.generate().pem()))
     return TlsKey.load(folder.tls_key), signing_key
 
 
@@ -176,8 +176,8 @@ def _write(folder: Folder, answer: EnrolAnswer, authority: x509.Certificate, url
         carrier_url=answer.carrier_url,
         data=data,
     )
-    replace_durably(folder.authority, authority.public_bytes(Encoding.PEM))
-    replace_durably(folder.certificate, answer.certificate.encode())
-    replace_durably(folder.coordinator_key, f"{answer.coordinator_key}\n".encode())
+    replace_durably(folder.authority, with_check(authority.public_bytes(Encoding.PEM)))
+    replace_durably(folder.certificate, with_check(answer.certificate.encode()))
+    replace_durably(folder.coordinator_key, VerifyKey.file_of(answer.coordinator_key))
     replace_durably(folder.config, text.encode())
     fsync_path(folder.root.parent)

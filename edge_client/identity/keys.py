@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError
+from edge_client.identity.credentials import read_checked
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
@@ -27,7 +28,7 @@ def load_keys(config: AgentConfig) -> AgentKeys:
     """
     try:
         signing = SigningKey.load(config.keys.signing)
-        coordinator = VerifyKey.from_hex(config.keys.coordinator.read_text(encoding="ascii"))
+        coordinator = VerifyKey.load_all(config.keys.coordinator)[0]
     except (OSError, ValueError, WireError) as error:
         raise EnrolError(
             f"the device's keys, {config.keys.signing} and {config.keys.coordinator}, can't be used: {error}. Enrol the device again "
@@ -37,8 +38,15 @@ def load_keys(config: AgentConfig) -> AgentKeys:
 
 
 def mqtt_config(config: AgentConfig, keys: AgentKeys | None = None) -> MqttConfig:
-    """How to reach the broker: with keys as the agent, without as another connection of the same device."""
+    """How to reach the broker: with keys as the agent, without as another connection of the same device.
+
+    Raises:
+        EnrolError: names a TLS file that is damaged.
+    """
     tls = None if config.tls is None else TlsFiles(config.tls.ca, config.tls.cert, config.tls.key)
+    for path in (tls.ca, tls.cert, tls.key) if tls is not None else ():
+        if path.exists():  # the connection names one that is missing
+            read_checked(path)
     return MqttConfig(
         host=config.broker.host,
         port=config.broker.port,

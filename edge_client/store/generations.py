@@ -240,7 +240,7 @@ class Generations:
     def _described(self, number: int) -> Generation:
         folder = self._path(number)
         body, _, check = (folder / "state.json").read_bytes().partition(b"\n")
-        if hashlib.sha256(body).hexdigest().encode() != check.strip():
+        if check != hashlib.sha256(body).hexdigest().encode() + b"\n":
             raise ValueError("state.json fails its checksum")
         values = json.loads(body)
         if values.pop("format") != GENERATION_FORMAT:

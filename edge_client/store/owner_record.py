@@ -15,16 +15,14 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_client.config import PolicySection
-from edge_client.errors import StoreError, unreadable
 from edge_client.firewall import widened
-from fedcg.files import replace_durably
+from edge_client.store.small_files import damaged, read_json, write_json
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.messages import DeclineReason, Sha256
 
 WRITTEN_EVERY_BYTES = 1_000_000
 MAX_REASON = 200
 MOST_WAITING = 32
-_MAX_FILE_BYTES = 1 << 20
 _Seconds = Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)]
 
 
@@ -117,7 +115,7 @@ class Consent:
         return digest in kept.approved
 
     def _write(self, content: ConsentFile) -> None:
-        replace_durably(self._path, content.model_dump_json())
+        _write(self._path, content)
 
 
 class PauseFile:
@@ -139,7 +137,7 @@ class PauseFile:
         if pause is None:
             self._path.unlink(missing_ok=True)
         else:
-            replace_durably(self._path, pause.model_dump_json())
+            _write(self._path, pause)
 
 
 class DayTraffic(_File):
@@ -188,19 +186,15 @@ class TrafficCounter:
     def write(self) -> None:
         """Make the count durable."""
         self._unwritten = 0
-        replace_durably(self._path, self.today().model_dump_json())
+        _write(self._path, self.today())
 
 
 def _read(path: Path, model: type[_Kept]) -> _Kept | None:
     try:
-        with path.open("rb") as file:
-            payload = file.read(_MAX_FILE_BYTES + 1)
-        return model.model_validate_json(payload)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise unreadable(path, error) from error
+        return model.model_validate(kept) if (kept := read_json(path)) else None
     except ValidationError as error:
-        raise StoreError(
-            f"{path} is damaged; delete it: approvals, a pause and the day's count of bytes begin anew"
-        ) from error
+        raise damaged(path) from error
+
+
+def _write(path: Path, content: _File) -> None:
+    write_json(path, content.model_dump(mode="json"))

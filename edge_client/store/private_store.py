@@ -38,8 +38,9 @@ from edge_client.errors import DamagedFileError, StoreError, StoreFormatError, S
 from edge_client.store.checkpoint_file import CHECKPOINT_FILE, CheckpointFile
 from edge_client.store.data_snapshot import Snapshot
 from edge_client.store.generations import Generation, Generations, OutboxEntry
-from edge_client.store.small_files import damaged, read_json, write_json
-from fedcg.files import SECRET_BYTES, checked_secret, replace_durably, secret_in
+from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE
+from edge_client.store.small_files import damage_of, damaged, read_json, write_json
+from fedcg.files import SECRET_BYTES, checked_secret, file_sha256, replace_durably, secret_in
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
@@ -132,6 +133,18 @@ class PrivateStore:
             )
         for name in ("device.key", "cohort.key"):
             _secret(self.root / "secrets" / name)
+
+    def damage(self) -> tuple[str, ...]:
+        """What is damaged beside the generations and does not matter: it is made anew, fetched again, or does not count.
+
+        Raises:
+            StoreError: names a file that matters, what is lost with it, and what to do.
+        """
+        kept = (path for name in (SENT_FILE, LEDGER_FILE, "signing.pub") if (path := self.root / name).exists())
+        specs = (path for path in self.root.glob("specs/*.json") if self.spec(path.stem) is None)
+        artifacts = (path for path in map(self.artifacts.path, self.artifacts.ids()) if file_sha256(path) != path.name)
+        again = (f"{path} is damaged: it is fetched again where it is needed" for path in (*specs, *artifacts))
+        return *filter(None, map(damage_of, (*sorted(self.root.glob("*.json")), *kept))), *again
 
     def open_to_others(self) -> tuple[Path, ...]:
         """Folders and private files that other users of the machine may read or change, the outermost first."""

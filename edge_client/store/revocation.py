@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedcg.files import replace_durably
+from edge_client.store.small_files import read_json, write_json
 
-REVOKED_FILE = "revoked"
+REVOKED_FILE = "revoked.json"
 REVOKED_ADVICE = (
     "the coordinator has revoked this device; to take part again, it is enrolled anew with a token of the operator: "
     "`fedcg token create --replaces DEVICE`"
@@ -27,11 +27,11 @@ class Revocation:
     @property
     def holds(self) -> bool:
         """Whether this device is revoked, as far as it knows."""
-        return self._path.exists() and self._path.read_text(encoding="ascii") == self._key
+        return read_json(self._path).get("key") == self._key
 
     def note(self, *, revoked: bool) -> None:
         """Keep a statement of the coordinator: this one, or a welcome, which is the end of it."""
         if revoked:
-            replace_durably(self._path, self._key)
+            write_json(self._path, {"key": self._key})
         else:
             self._path.unlink(missing_ok=True)

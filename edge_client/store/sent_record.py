@@ -8,12 +8,12 @@ kind; a power cut loses at most `MESSAGES_EVERY_BYTES` of that count. Not in it:
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from edge_client.store.small_files import checked_text, checked_values
 from fedcg import files
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.artifacts.inspection import inspect
@@ -105,21 +105,14 @@ def append_line(path: Path, line: Line) -> None:
     Raises:
         OSError: it could not be made durable.
     """
-    files.append_line(path, json.dumps({"format": 1, **line}))
+    files.append_line(path, checked_text(line))
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """All whole lines of a record, oldest first; a torn one is left out."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for text in lines:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("t"), int | float) and isinstance(line.get("kind"), str):
-                yield line
+    """All whole lines of a record, oldest first; one that is torn or damaged is left out."""
+    if path.exists():
+        with path.open("rb") as lines:
+            yield from filter(None, map(checked_values, lines))
 
 
 def sent_items(path: Path, since: float = 0.0) -> list[Line]:

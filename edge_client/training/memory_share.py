@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 from pathlib import Path
 
 from devices.limits import oom_kills
-from fedcg.files import replace_durably
+from edge_client.errors import StoreError
+from edge_client.store.small_files import read_json, write_json
 
 MEMORY_FILE = "memory.json"
 LEAST_SHARE = 1 / 128
@@ -97,16 +96,17 @@ class MemoryShare:
         self._write("")
 
     def _read(self) -> dict[str, object]:
-        with contextlib.suppress(OSError, ValueError):
-            known = json.loads(self._path.read_bytes()[:4096])
-            return known if isinstance(known, dict) else {}
-        return {}
+        try:
+            return read_json(self._path)
+        except StoreError as error:
+            _log.warning("%s; it is written anew", error)
+            return {}
 
     def _write(self, in_round: str) -> None:
         self._in_round = in_round
         known: dict[str, object] = {"memory": self._memory, "share": float(self.share), "in_round": in_round}
         known |= {"near_end": self._was_near, "failures": self._failures}
         try:
-            replace_durably(self._path, json.dumps(known))
+            write_json(self._path, known)
         except OSError as error:  # a full disk: the round goes on, and what it can't do without is its commit
             _log.warning("%s can't be written: %s", self._path.name, error)

@@ -117,11 +117,12 @@ def note_signer(store: Path, key: str) -> None:
 
     Raises:
         OSError: the file can't be read or written.
+        MalformedError: it is damaged.
     """
     path = store / SIGNERS_NAME
-    known = path.read_text(encoding="utf-8").split() if path.exists() else []
+    known = [one.hex for one in _keys_in(path)] if path.exists() else []
     if key not in known:
-        replace_durably(path, "\n".join([*known, key]) + "\n", READABLE)
+        replace_durably(path, _key_type().file_of(*known, key), READABLE)
 
 
 def check_intact(directory: Path, manifest: bytes) -> None:
@@ -143,10 +144,14 @@ def _keys_in(path: Path) -> tuple[VerifyKey, ...]:
         from fedcg.wire.messages.signing import SigningKey
 
         return (SigningKey.load(path).public,)
-    return tuple(_verify_key(line) for line in content.decode("ascii", "replace").split() or [""])
+    return _key_type().load_all(path)
 
 
 def _verify_key(text: str) -> VerifyKey:
+    return _key_type().from_hex(text)
+
+
+def _key_type() -> type[VerifyKey]:
     try:
         from fedcg.wire.messages.signing import VerifyKey
     except ModuleNotFoundError as error:
@@ -154,7 +159,7 @@ def _verify_key(text: str) -> VerifyKey:
             f"the signature of a model can't be checked: the Python package {error.name!r} is not installed here. "
             "Install it with: pip install cryptography"
         ) from error
-    return VerifyKey.from_hex(text)
+    return VerifyKey
 
 
 def _check(directory: Path, manifest: bytes, wanted: tuple[VerifyKey, ...], source: str) -> None:

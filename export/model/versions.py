@@ -21,7 +21,7 @@ from export.errors import ManifestError, ModelError, SlotError
 from export.model.manifest import Manifest, read_all
 from export.model.signature import MANIFEST_NAME, SIGNATURE_NAME, Accept
 from fedcg.errors import NOT_FOUND
-from fedcg.files import READABLE, fsync_path, replace_durably
+from fedcg.files import READABLE, checked, fsync_path, replace_durably, with_check
 
 POINTER_NAME = "CURRENT"
 KEEP = 3  # newest versions that stay, beside the one in use and the one that a rollback returns to
@@ -194,12 +194,12 @@ class Slots:
     def _pointer(self) -> Pointer | None:
         path = self.root / POINTER_NAME
         try:
-            return Pointer.model_validate_json(path.read_bytes())
+            return Pointer.model_validate_json(checked(path.read_bytes()) or b"")
         except FileNotFoundError:
             return None
         except ValidationError as error:
             raise SlotError(
-                f"{path}: not a pointer to a version; choose one with `fedcg model use {self.root} VERSION`"
+                f"{path} is damaged: not a pointer to a version; choose one with `fedcg model use {self.root} VERSION`"
             ) from error
 
     def _sound_pointer(self) -> Pointer | None:
@@ -226,7 +226,7 @@ class Slots:
         self._write_pointer(Pointer(current=name, previous=previous[:HISTORY]))
 
     def _write_pointer(self, pointer: Pointer) -> None:
-        replace_durably(self.root / POINTER_NAME, pointer.model_dump_json() + "\n", READABLE)
+        replace_durably(self.root / POINTER_NAME, with_check(f"{pointer.model_dump_json()}\n".encode()), READABLE)
 
     def _prune(self) -> None:
         pointer = self._required_pointer()

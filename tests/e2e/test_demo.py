@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from fedcg.errors import BAD_INPUT
 from fedcg.event_log import read_events
-from tests.support.commands import data_of
+from tests.support.commands import data_of, run_fedcg
+from tests.support.edge.flipped_bytes import unnamed
 from tests.support.stack import wait_for
 from tests.support.traps import imported_in, lay_traps
 
@@ -90,6 +93,19 @@ def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_flipped_byte_in_any_file_that_a_device_has_after_its_rounds_is_named(demo: Path, tmp_path: Path) -> None:
+    device = tmp_path / "client-1"
+    shutil.copytree(demo / "devices" / "client-1", device)
+    assert unnamed(device, 0.4) == []
+    for path in (path for path in (device / "store" / "models").rglob("*") if path.is_file() and path.name != ".lock"):
+        whole = path.read_bytes()
+        path.write_bytes(bytes([*whole[:40], whole[40] ^ 1]) + whole[41:])
+        told = run_fedcg("model", "verify", device / "store" / "models")
+        assert (told.exit_code, path.name in told.stderr) == (BAD_INPUT, True), (path, told.output)
+        path.write_bytes(whole)
+
+
 def test_a_demo_whose_plan_is_refused_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     done = _fedcg("demo", "--set", "nonsense=1", "--out", "run", cwd=tmp_path)
     assert done.returncode == 2

@@ -58,7 +58,7 @@ def test_all_boxes_follow_two_rotations_and_the_aggregate_is_counted_from_all(st
     assert merged == [list(stack.devices)] * 3
     assert {event["attempt"] for event in stack.events("coordinator") if event["event"] == "attempt_opened"} == {1}
     for device in stack.devices:
-        enrolled = VerifyKey.from_hex((stack.config(device).parent / "coordinator.pub").read_text())
+        enrolled = VerifyKey.load_all(stack.config(device).parent / "coordinator.pub")[0]
         pinned = PrivateStore(stack.store(device)).pinned_key(enrolled)
         assert (pinned.key.hex, pinned.serial) == (newest, 2), device
         assert [event for event in stack.events(device) if event["event"] == "refused"] == [], device

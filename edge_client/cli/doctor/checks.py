@@ -74,6 +74,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "authority": _authority,
         "coordinator": lambda config, now: coordinator,
         "carrier": _carrier,
+        "store": _store,
         "data": check_data,
         "defence": _defence,
         "cohort secret": _cohort_secret,
@@ -232,8 +233,8 @@ def _broker(config: AgentConfig, now: datetime) -> Result:
     try:
         mqtt = mqtt_config(config)
         context = None if mqtt.tls is None else mqtt.tls.context()
-    except (TransportError, ValueError) as error:
-        return "failed", str(error), "correct the [tls] files first"
+    except (TransportError, EdgeError, ValueError) as error:
+        return "failed", str(error), f"{ENROL_AGAIN}, or correct the [tls] files"
     try:
         with socket.create_connection((mqtt.host, mqtt.port), CONNECT_TIMEOUT_S) as plain:
             if context is not None:
@@ -304,6 +305,25 @@ def _carrier(config: AgentConfig, now: datetime) -> Result:
         advice = 'ask the operator: `port` under [carrier] in coordinator.toml; `carrier = "mqtt"` does without'
         return "failed", f"{config.carrier_url}: {error}", advice
     return "ok", f"{config.carrier_url} answers, and lets this device in", ""
+
+
+def _store(config: AgentConfig, now: datetime) -> Result:
+    """Every file of the private store passes its check."""
+    if not (config.store / "format.json").exists():
+        return "ok", "none yet", ""
+    try:
+        store = open_store(config)
+        store.take_over()
+        problems = (*store.generations.current()[1], *store.damage())
+    except EdgeError as error:
+        return "failed", str(error), "the agent does not start with it"
+    if problems:
+        return (
+            "warning",
+            "; ".join(problems),
+            "nothing: the agent goes on with what is whole, and makes anew what it needs",
+        )
+    return "ok", "all files pass their checks", ""
 
 
 def _defence(config: AgentConfig, now: datetime) -> Result:

@@ -5,7 +5,6 @@ An envelope is the magic, 64 bytes of signature, then the JSON of one message. K
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from fedcg.files import write_durably
+from fedcg.files import checked, with_check, write_durably
 from fedcg.wire.errors import MalformedError, SignatureError, TooLargeError
 from fedcg.wire.messages.messages import MAX_MESSAGE_BYTES, AnyMessage, decode, encode
 
@@ -52,6 +51,25 @@ class VerifyKey:
             return VerifyKey(bytes.fromhex(text.strip()))
         except ValueError as error:
             raise MalformedError("a public key is written as 64 hex digits") from error
+
+    @staticmethod
+    def load_all(path: Path) -> tuple[VerifyKey, ...]:
+        """Read the keys in a file, one a line, with or without the check that `file_of` gives it.
+
+        Raises:
+            OSError: the file can't be read.
+            MalformedError: it is damaged, or holds anything else than keys.
+        """
+        try:
+            lines = (checked(path.read_bytes()) or b"").decode("ascii").split()
+            return tuple(map(VerifyKey.from_hex, lines or [""]))
+        except (MalformedError, UnicodeDecodeError) as error:
+            raise MalformedError(f"{path} is damaged: {error}") from error
+
+    @staticmethod
+    def file_of(*keys: str) -> bytes:
+        """The content of a file of keys in hex."""
+        return with_check("".join(f"{key}\n" for key in keys).encode())
 
     @property
     def hex(self) -> str:
@@ -93,8 +111,9 @@ class SigningKey:
             OSError: the file can't be read.
             MalformedError: it holds no Ed25519 private key, or is damaged.
         """
-        check, begin, rest = path.read_bytes().partition(b"-----BEGIN")
-        if check not in (b"", _check_of(begin + rest)):  # another program's file has none
+        content = path.read_bytes()
+        check, begin, rest = content.partition(b"-----BEGIN")
+        if check and content != with_check(begin + rest):  # another program's file has none
             raise MalformedError(f"{path} is damaged: it fails the check in its first line")
         try:
             private = load_pem_private_key(begin + rest, password=None)
@@ -111,7 +130,7 @@ class SigningKey:
             FileExistsError: there is a file already.
         """
         pem = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        write_durably(path, _check_of(pem) + pem, is_new=True)
+        write_durably(path, with_check(pem), is_new=True)
 
     @property
     def public(self) -> VerifyKey:
@@ -121,11 +140,6 @@ class SigningKey:
     def sign(self, signed: bytes) -> bytes:
         """64 bytes of signature over exactly `signed`."""
         return self._private.sign(signed)
-
-
-def _check_of(pem: bytes) -> bytes:
-    """The first line of a key's file: one that is damaged could sign as another key."""
-    return b"# sha256 " + hashlib.sha256(pem).hexdigest().encode() + b"\n"
 
 
 def seal(message: AnyMessage, key: SigningKey) -> bytes:

@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 
 from edge_client.errors import StoreError
+from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.store.revocation import Revocation
+from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, append_line
+from edge_client.training.memory_share import MemoryShare
+from export.model.signature import note_signer
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import RoundAttempt
@@ -36,6 +41,19 @@ def fill(store: PrivateStore) -> None:
         store.generations.commit(toy_generation(SPEC, RoundAttempt(number, 1), seed=number))
     store.save_delivery(DeliveryRecord("f" * 64, 1, 1, "accepted", ""))
     store.accept_snapshot(SPEC.digest, 3, toy_snapshot)
+    store.save_left_out({"dot/1.png": "not an image"})
+    store.save_finalised({"aggregate": "f" * 64})
+    store.save_sum_record({"round": 1})
+    store.save_roster({"a": ENROLLED})
+    Consent(store.root).approve(SPEC.digest, 1e9)
+    PauseFile(store.root).write(Pause(since=1e9, until=1e9))
+    TrafficCounter(store.root, time.time).sent(100)
+    Revocation(store.root, "0" * 64).note(revoked=True)
+    MemoryShare(store.root, 1.0, "cpu 4").round_begins()
+    note_signer(store.root, ENROLLED.hex)
+    for name in (SENT_FILE, LEDGER_FILE):
+        for number in (1, 2):
+            append_line(store.root / name, {"t": 1e9 + number, "kind": "receipt"})
     store.save_privacy({"spent": "x", "epsilon": 1.0})
     store.checkpoint.save(MARK, {"classify/x": np.arange(4, dtype=np.float32)})
     EventLog(store.root / "events.jsonl", time.time).write("agent_started", pid=1)

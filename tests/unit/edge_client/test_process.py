@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.errors import ALREADY_RUNNING
+from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from fedcg.errors import ALREADY_RUNNING, FAILED
 from fedcg.event_log import read_events
-from fedcg.wire.messages.signing import SigningKey
-from tests.support.edge.world import write_device
+from fedcg.files import write_durably
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from tests.support.edge.world import DEVICE, FEDERATION, write_device
 from tests.support.traps import imported_in, lay_traps
 from tests.support.waiting import free_port, wait_until
 
@@ -43,6 +45,33 @@ def libraries(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.parametrize("name", ["store/delivered.json", "coordinator.pub"])
+def test_an_agent_does_not_start_on_a_damaged_file_and_names_it_and_the_cure(
+    start: Start, tmp_path: Path, name: str
+) -> None:
+    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+    store.save_delivery(DeliveryRecord("f" * 64, 1, 1, "accepted", ""))
+    (tmp_path / "coordinator.pub").write_bytes(VerifyKey.file_of("0" * 64))
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    agent = start()
+    _, errors = agent.communicate(timeout=60)
+    assert agent.returncode == FAILED
+    assert f"{tmp_path / name} is damaged" in errors
+    assert any(cure in errors for cure in ("delete it", "Enrol the device again"))
+    assert "Traceback" not in errors
+
+
+def test_an_agent_that_makes_a_damaged_file_anew_names_it_in_its_log(start: Start, tmp_path: Path) -> None:
+    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+    write_durably(store.root / "accepted.json", b"{")
+    agent, log = start(), store.root / "events.jsonl"
+    wait_until(lambda: any(event["event"] == "refused" for event in read_events(log)), "the damage is reported", 30)
+    refused = next(event for event in read_events(log) if event["event"] == "refused")
+    assert str(refused["detail"]).startswith(f"{store.root}/accepted.json is damaged. It holds which images")
+    assert agent.poll() is None
+
+
 @pytest.mark.slow
 def test_the_agent_holds_no_torch_while_its_trainer_does_and_both_end_in_order(start: Start, tmp_path: Path) -> None:
     agent = start()
@@ -53,7 +82,7 @@ def test_the_agent_holds_no_torch_while_its_trainer_does_and_both_end_in_order(s
     assert "libtorch" not in libraries(agent.pid)
     assert imported_in(tmp_path) == ""
     key = SigningKey.load(tmp_path / "signing.key").public.hex
-    assert (tmp_path / "store" / "signing.pub").read_text() == f"{key}\n", (
+    assert (tmp_path / "store" / "signing.pub").read_text().endswith(f"\n{key}\n"), (
         "whoever predicts with its models can check them"
     )
     second = start()

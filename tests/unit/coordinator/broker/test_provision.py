@@ -258,7 +258,7 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     leaf = x509.load_pem_x509_certificate((bundle / "tls" / "device.pem").read_bytes())
     leaf.verify_directly_issued_by(certificate(home.pki, "ca"))
     assert leaf.subject.rfc4514_string() == "CN=line4"
-    assert VerifyKey.from_hex((bundle / "coordinator.pub").read_text()) == SigningKey.load(home.signing_key).public
+    assert VerifyKey.load_all(bundle / "coordinator.pub")[0] == SigningKey.load(home.signing_key).public
     store = Store(home.database)
     keys = {device.id: device.public_key for device in store.devices()}
     store.close()

@@ -18,7 +18,7 @@ from coordinator.storage.store import Store
 from edge_client.identity.enrol import enrol as enrol_box
 from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
 from fedcg.wire.messages.messages import COORDINATOR, Offer, Receipt
-from fedcg.wire.messages.signing import SigningKey, open_envelope
+from fedcg.wire.messages.signing import SigningKey, VerifyKey, open_envelope
 from fedcg.wire.messages.topics import Topics
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk
@@ -104,10 +104,10 @@ def test_new_boxes_get_the_current_key_by_bundle_and_by_token(opened: tuple[Home
     home, store = opened
     link = rotate_key(home, store, 1.0)
     bundles = enrol(home, store, ["line-8"], tmp_path, 2.0)
-    assert (bundles["line-8"] / "coordinator.pub").read_text().strip() == link.new
+    assert VerifyKey.load_all(bundles["line-8"] / "coordinator.pub")[0].hex == link.new
     with running_desk(home) as desk:
         box = enrol_box(desk.token("line-9"), tmp_path / "box")
-        assert (box.config.parent / "coordinator.pub").read_text().strip() == link.new
+        assert VerifyKey.load_all(box.config.parent / "coordinator.pub")[0].hex == link.new
 
 
 def test_the_command_tells_what_it_did_and_refuses_where_nobody_knows_the_key(

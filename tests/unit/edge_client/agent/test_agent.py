@@ -466,3 +466,18 @@ def test_the_agent_and_everything_it_needs_import_no_torch() -> None:
         "sys.exit(3 if 'torch' in sys.modules else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_file_that_is_damaged_while_the_agent_runs_is_named_with_its_cure_and_without_a_traceback(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = training(make_world)
+    world.trainer.work(world.trainer.commands[-1])
+    manifest = world.coordinator.wait(Manifest)
+    (world.config.store / "delivered.json").write_text("{")
+    world.coordinator.receipt(manifest)
+    wait_until(lambda: bool(world.events("agent_error")), "the damage is reported")
+    assert "delivered.json is damaged. It holds the receipts of updates and nothing else: delete it" in str(
+        world.events("agent_error")[0]["detail"]
+    )
+    assert [record for record in caplog.records if record.exc_info] == []

@@ -19,6 +19,7 @@ from edge_client.messaging.owner_requests import (
 from edge_client.session.commands import ReleaseTrainer
 from edge_client.store.owner_record import Consent, DayTraffic, Pause, PauseFile
 from edge_client.store.sent_record import SENT_FILE, sent_items
+from edge_client.store.small_files import write_json
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt, SelfReport
 from fedcg.wire.parts import Part
@@ -214,7 +215,7 @@ def test_a_round_beyond_the_days_bytes_is_declined_until_midnight(
     world.config.store.mkdir(mode=0o700)
     today = time.strftime("%Y-%m-%d", time.gmtime())
     counted = world.config.store / "traffic.json"
-    counted.write_text(DayTraffic.model_validate({"day": today, **used}).model_dump_json())
+    write_json(counted, DayTraffic.model_validate({"day": today, **used}).model_dump())
     world.connect()
     open_round(world)
     if not is_declined:
@@ -226,7 +227,7 @@ def test_a_round_beyond_the_days_bytes_is_declined_until_midnight(
     assert f"policy.{limit} is 1" in str(world.events("declined")[0]["detail"])
     assert "midnight UTC" in str(world.events("declined")[0]["detail"])
     world.stop_agent()
-    counted.write_text(DayTraffic.model_validate({"day": "2026-01-01", **used}).model_dump_json())
+    write_json(counted, DayTraffic.model_validate({"day": "2026-01-01", **used}).model_dump())
     world.start_agent()
     world.coordinator.wait(Hello)
     open_round(world, 1, attempt=2)
@@ -238,7 +239,7 @@ def test_an_agent_does_not_start_on_damaged_decisions(make_world: MakeWorld, nam
     world = connected(make_world)
     world.stop_agent()
     (world.config.store / name).write_text("{")
-    with pytest.raises(StoreError, match=f"{name} is damaged; delete it"):
+    with pytest.raises(StoreError, match=rf"{name} is damaged\. It holds .*: delete it"):
         world.start_agent()
 
 

@@ -18,7 +18,7 @@ from coordinator.rounds.records import DeviceState
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import EnrolError
-from edge_client.identity.credentials import TlsKey, is_due, replace_pair, settle_pair
+from edge_client.identity.credentials import TlsKey, is_due, read_checked, replace_pair, settle_pair
 from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import ask, trusting
 from edge_client.identity.keys import load_keys
@@ -201,7 +201,7 @@ def test_a_replacement_that_is_cut_off_anywhere_leaves_the_old_or_the_new_pair_w
         except _PowerCutError:
             done = False
     settle_pair(certificate, key)
-    found = (certificate.read_bytes(), key.read_bytes())
+    found = (read_checked(certificate), read_checked(key))
     assert found in ((contents[0], contents[1]), (contents[2], contents[3]))
     if done:
         assert found == (contents[2], contents[3])

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.cli.opening import create_home
+from coordinator.config import CoordinatorConfig
 from edge_client.errors import DamagedFileError, StoreError
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.small_files import read_json, write_json
@@ -18,7 +20,9 @@ from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
+from tests.support.coordinator.homes import add_federation, bundle
 from tests.support.edge.filled_store import SPEC, contents, files_of, fill
+from tests.support.edge.flipped_bytes import undocumented, unnamed
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
 
 ENROLLED = SigningKey.generate().public
@@ -92,6 +96,30 @@ def check_told(error: StoreError, name: str) -> None:
     text = str(error)
     assert Path(name).name in text or "generation" in text or "store" in text, (name, text)
     assert any(remedy in text for remedy in REMEDIES), (name, text)
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with its keys and certificates, and a private store in which every file of an agent at work exists."""
+    root = tmp_path_factory.mktemp("device")
+    home = create_home(root / "home", CoordinatorConfig())
+    add_federation(home, FEDERATION, [DEVICE])
+    fill(PrivateStore.open(bundle(home, DEVICE) / "store", FEDERATION, DEVICE))
+    return bundle(home, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("share", "names"),
+    [
+        (0.5, ("coordinator.pub", "tls/ca.pem", "store/accepted.json", "store/memory.json", "store/signing.pub")),
+        *(pytest.param(share, (), marks=pytest.mark.slow, id=f"all at {share}") for share in (0.0, 0.5, 0.999)),
+    ],
+)
+def test_a_flipped_byte_in_any_file_of_a_device_is_named_with_its_cure_but_where_the_documentation_says_why_not(
+    device: Path, share: float, names: tuple[str, ...]
+) -> None:
+    assert unnamed(device, share, names) == []
+    assert undocumented() == []
 
 
 def test_a_file_whose_check_is_missing_or_has_a_damaged_name_is_damaged(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ from edge_client.config import PolicySection
 from edge_client.errors import StoreError
 from edge_client.firewall import check_spec, widened
 from edge_client.store.owner_record import MOST_WAITING, Consent, Pause, PauseFile, TrafficCounter
-from edge_client.store.sent_record import SENT_FILE, SentRecord, sent_items, totals
+from edge_client.store.sent_record import SENT_FILE, SentRecord, append_line, sent_items, totals
+from edge_client.store.small_files import checked_text
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part, ReportField
 from tests.support.edge.world import toy_spec, update_of
@@ -60,11 +60,18 @@ def test_an_approval_widens_the_policy_by_what_the_spec_asks_for_and_no_more() -
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b'{"format": 2}', b'{"waiting": {"x": {}}}', b'{"more": 1}', b" " * (2 << 20)]
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"more": 1}',
+        b" " * (2 << 20),
+        *(checked_text({name: {"x": {}}}).encode() for name in ("waiting", "more")),
+    ],
 )
 def test_a_damaged_file_is_an_error_that_names_it_and_the_next_step(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "consent.json").write_bytes(content)
-    with pytest.raises(StoreError, match=r"consent\.json is damaged; delete it"):
+    with pytest.raises(StoreError, match=r"consent\.json is damaged\. It holds .*: delete it"):
         Consent(tmp_path).read()
 
 
@@ -133,6 +140,7 @@ def test_a_torn_line_costs_itself_and_no_other(
 
 
 def test_lines_of_another_form_are_left_out(tmp_path: Path) -> None:
-    lines = [[], {"t": "x", "kind": "update"}, {"t": 1, "kind": 2}, {"t": 1.0, "kind": "self_report", "report": {}}]
-    (tmp_path / SENT_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    lines = ["[]", "{", '{"t": 1.0, "kind": "self_report", "report": {}}']
+    (tmp_path / SENT_FILE).write_text("".join(f"{line}\n" for line in lines))
+    append_line(tmp_path / SENT_FILE, {"t": 1.0, "kind": "self_report", "report": {}})
     assert len(sent_items(tmp_path / SENT_FILE)) == 1
