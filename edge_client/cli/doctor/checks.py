@@ -321,7 +321,7 @@ def _store(config: AgentConfig, now: datetime) -> Result:
         return (
             "warning",
             "; ".join(problems),
-            "nothing: the agent goes on with what is whole, and makes anew what it needs",
+            "the agent goes on with what is whole, and makes anew what it needs",
         )
     return "ok", "all files pass their checks", ""
 

@@ -10,7 +10,7 @@ from tests.support.edge.filled_store import files_of
 
 UNCHECKED = ("agent.toml", "checkpoint.bin", "events.jsonl", "lock", "trainer.lock", "generations/1/", "models/")
 """Beginnings of files below a device's folder or its store that have no check, or one where they are used."""
-CURES = ("estore", "delete it", "move it away", "enrol", "again", "anew", "nothing: the agent goes on")
+CURES = ("estore", "delete it", "move it away", "enrol", "again", "anew", "the agent goes on")
 _CHECKS = ("keys", "certificate", "broker", "store", "cohort secret")
 
 

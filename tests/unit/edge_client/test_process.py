@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from fedcg.errors import ALREADY_RUNNING, FAILED
+from fedcg.errors import ALREADY_RUNNING, BAD_INPUT
 from fedcg.event_log import read_events
 from fedcg.files import write_durably
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
@@ -56,7 +56,7 @@ def test_an_agent_does_not_start_on_a_damaged_file_and_names_it_and_the_cure(
     (tmp_path / name).write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
     agent = start()
     _, errors = agent.communicate(timeout=60)
-    assert agent.returncode == FAILED
+    assert agent.returncode == BAD_INPUT
     assert f"{tmp_path / name} is damaged" in errors
     assert any(cure in errors for cure in ("delete it", "Enrol the device again"))
     assert "Traceback" not in errors
