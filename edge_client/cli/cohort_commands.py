@@ -11,6 +11,7 @@ import typer
 from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
 from fedcg.json_output import Result, prints
+from fedcg.questions import secret
 
 if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
@@ -135,7 +136,7 @@ def roster_command(
 
 def _code(code_file: str | None) -> str:
     if code_file is None:
-        return str(typer.prompt("Cohort code", hide_input=True))
+        return secret("Cohort code", "--code-file FILE")
     return _text_of(code_file, "--code-file", 1024)
 
 

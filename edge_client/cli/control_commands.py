@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edge_client.cli.shared_options import ConfigOption, read_config
-from fedcg.errors import BAD_INPUT, NOT_FOUND, BadInputError
+from fedcg.errors import NOT_FOUND, BadInputError
 from fedcg.json_output import AsJson, Result, print_data, prints
+from fedcg.questions import confirm
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
@@ -106,10 +107,10 @@ def approve_command(
     else:
         chosen = _named(digest, kept.waiting, "waiting")
         text = _consent_text(settings, chosen, kept.waiting[chosen].detail)
-        if not as_json:
-            typer.echo(text)
-        if not yes and not _is_confirmed():
-            raise typer.Exit(BAD_INPUT)
+        if not (as_json and yes):
+            typer.echo(text, err=as_json)
+        if not yes:
+            confirm("Approve this?")
         _decide(settings, chosen, approve=True)
     if as_json:
         print_data({"device": settings.device, "spec": chosen, "approved": revoke is None})
@@ -119,13 +120,6 @@ def approve_command(
         )
         state = "approved" if revoke is None else "not approved any more"
         typer.echo(f"Spec {chosen[:SHORT]} is {state}.\nNext: {following}")
-
-
-def _is_confirmed() -> bool:
-    try:
-        return typer.confirm("Approve this?", err=True)
-    except typer.Abort:
-        return False
 
 
 def _named(text: str, known: Mapping[str, object], what: str) -> str:

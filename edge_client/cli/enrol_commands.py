@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from edge_client.cli.shared_options import ConfigOption, read_config
-from fedcg.errors import BAD_INPUT, NOT_FOUND, BadInputError
+from fedcg.errors import NOT_FOUND, BadInputError
 from fedcg.json_output import Result, prints
+from fedcg.questions import confirm
 from fedcg.text_output import seconds_of
 
 STDIN = "-"
@@ -130,8 +131,8 @@ def leave_command(
 
     timeout_s = seconds_of(span, "--timeout")
     settings = read_config(config)
-    if not yes and not _is_confirmed(settings.device, settings.federation, settings.store if erase else None):
-        raise typer.Exit(BAD_INPUT)
+    if not yes:
+        confirm(_leaving(settings.device, settings.federation, settings.store if erase else None))
     left = leave(settings, erase=erase, notify=not without_coordinator, timeout_s=timeout_s)
     values = {"device": settings.device, "confirmed": left.confirmed, "erased": [str(path) for path in left.erased]}
     outcome = "the coordinator confirmed" if left.confirmed else "the coordinator was not informed"
@@ -156,11 +157,8 @@ def _place(data: str, advice: str = "") -> str:
     return str(Path(data).absolute())
 
 
-def _is_confirmed(device: str, federation: str, erased: Path | None) -> bool:
+def _leaving(device: str, federation: str, erased: Path | None) -> str:
     what = f"{device} leaves {federation} for good; only a new token brings it back."
     if erased is not None:
         what += f"\n{erased} with the personal models in it, the keys and the certificates are erased."
-    try:
-        return typer.confirm(f"{what}\nGo on?", err=True)
-    except typer.Abort:
-        return False
+    return f"{what}\nGo on?"

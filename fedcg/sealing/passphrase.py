@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from getpass import GetPassWarning
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedcg.errors import NOT_FOUND, BadInputError
+from fedcg.questions import secret
 
 MIN_PASSPHRASE = 8
 PassphraseFile = Annotated[
@@ -24,14 +23,7 @@ def passphrase_of(file: Path | None, *, is_new: bool) -> str:
         BadInputError: the file can't be read, a new passphrase is too short, or there is no terminal to ask at.
     """
     if file is None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", GetPassWarning)  # what is typed would be shown
-                passphrase = str(typer.prompt("Passphrase", hide_input=True, confirmation_prompt=is_new))
-        except GetPassWarning as error:
-            raise BadInputError(
-                "there is no terminal to ask for the passphrase: name --passphrase-file FILE"
-            ) from error
+        passphrase = secret("Passphrase", "--passphrase-file FILE", is_new=is_new)
     else:
         try:
             passphrase = file.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")

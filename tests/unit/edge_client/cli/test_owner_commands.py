@@ -7,6 +7,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from edge_client.messaging.owner_requests import Asked, success
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, SentRecord, append_line
-from fedcg.errors import EXISTS, NOT_FOUND
+from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.event_log import EventLog, log_text
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
@@ -115,6 +117,31 @@ def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) ->
     assert list(Consent(device.parent / "store").read().approved) == [STATISTICS.digest]
     (event,) = [json.loads(line) for line in (device.parent / "store" / "events.jsonl").read_text().splitlines()]
     assert event["event"] == "approved"
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("agent", "approve"), "--yes"),
+        (("agent", "leave"), "--yes"),
+        (("agent", "backup", "--out", "backup"), "--passphrase-file"),
+        (("cohort", "join"), "--code-file"),
+    ],
+)
+def test_a_question_without_a_terminal_ends_with_an_envelope_that_names_the_option_that_answers(
+    device: Path, words: tuple[str, ...], option: str
+) -> None:
+    command = [sys.executable, "-m", "fedcg", *words, "--config", str(device), "--json"]
+    asked = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, start_new_session=True
+    )
+    envelope = json.loads(asked.stdout)
+    assert (asked.returncode, envelope["ok"]) == (BAD_INPUT, False)
+    assert f"run it again with {option}" in envelope["error"]["next"]
+    assert "Traceback" not in asked.stderr
+    assert not Consent(device.parent / "store").read().approved
+    if words == ("agent", "approve"):
+        assert "After each round this would leave" in asked.stderr, "nobody approves what was not shown"
 
 
 def test_approvals_are_listed_named_by_their_first_digits_and_revoked(device: Path) -> None:

@@ -156,6 +156,6 @@ def test_without_a_terminal_the_passphrase_file_is_asked_for(tmp_path: Path, wor
     )
     said = " ".join(done.stderr.split())
     assert done.returncode == 2, said
-    assert "there is no terminal to ask for the passphrase: name --passphrase-file FILE" in said
+    assert "there is no terminal to ask for the passphrase: give --passphrase-file FILE" in said
     assert "GetPassWarning" not in said
     assert not (tmp_path / "OUT").exists()
