@@ -60,7 +60,7 @@ ShadowFor = Annotated[
 ]
 
 
-def _accept(signed_by: str | None = None) -> Accept:
+def _accept(signed_by: str | None) -> Accept:
     from export.model.signature import check_by_this_box, required
 
     return check_by_this_box if signed_by is None else required(signed_by)
@@ -257,29 +257,29 @@ def serve_mqtt_command(
 
 @model_app.command("list")
 @prints
-def list_versions(root: Root) -> Result:
-    """List the versions under DIR, oldest first.
+def list_versions(root: Root, signed_by: SignedBy = None) -> Result:
+    """List the versions under DIR, oldest first, each checked as by `fedcg model verify`.
 
     Example: fedcg model list /var/lib/fedcg/casting/models
     """
-    versions = Slots(root).versions()
+    slots = Slots(root, _accept(signed_by))
+    versions = slots.versions()
     if not versions:
         raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
-    rows = [_version_row(version) for version in versions]
+    rows = [_version_row(slots, version) for version in versions]
     columns = ("version", "in use", "federation", "round", "accuracy", "created", "remarks")
     cells = [[row["version"], "yes" if row["current"] else "", *_cells(row)] for row in rows]
     return rows, f"{table(columns, cells, '')}\nNext: fedcg model use {root} VERSION, or fedcg model rollback {root}"
 
 
-def _version_row(version: Version) -> dict[str, object]:
-    from export.model.manifest import read_manifest
+def _version_row(slots: Slots, version: Version) -> dict[str, object]:
     from export.model.signature import signer_of
 
     row: dict[str, object] = {"version": version.name, "current": version.is_current}
     try:
-        manifest, signer = read_manifest(version.directory), signer_of(version.directory)
+        (manifest, signature), signer = slots.verify(version.name), signer_of(version.directory)
     except ExportError as error:
-        return row | {"state": f"damaged: {error}"}
+        return row | {"state": f"refused: {error}"}
     return row | {
         "state": "sound",
         "federation": manifest.federation,
@@ -289,6 +289,7 @@ def _version_row(version: Version) -> dict[str, object]:
         "created": manifest.created.isoformat(),
         "serves": manifest.serves,
         "signed_by": signer,
+        "signature": signature,
     }
 
 
@@ -318,16 +319,18 @@ def verify_versions(
     if not names:
         raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
     faults: dict[str, str] = {}
+    signatures: dict[str, str] = {}
     lines = []
     for name in names:
         try:
-            verification = slots.verify(name).verification
+            manifest, signature = slots.verify(name)
         except ExportError as error:
             faults[name] = str(error)
             typer.echo(f"Error: {error}", err=True)
             continue
-        lines.append(f"{name}  as its manifest says; {_accuracies(verification)}")
-    values = [{"version": name, "error": faults.get(name)} for name in names]
+        signatures[name] = signature
+        lines.append(f"{name}  as its manifest says; {signature}; {_accuracies(manifest.verification)}")
+    values = [{"version": name, "error": faults.get(name), "signature": signatures.get(name)} for name in names]
     return values, "\n".join(lines), BAD_INPUT if faults else 0
 
 
@@ -342,12 +345,16 @@ def _accuracies(verification: Verification) -> str:
 
 @model_app.command("use")
 @prints
-def use_version(root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")]) -> Result:
+def use_version(
+    root: Root,
+    version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")],
+    signed_by: SignedBy = None,
+) -> Result:
     """Put a version in use, after checking it.
 
     Example: fedcg model use /var/lib/fedcg/casting/models 0002
     """
-    return _in_use(Slots(root, _accept()).use(version))
+    return _in_use(Slots(root, _accept(signed_by)).use(version))
 
 
 def _in_use(model: Path) -> Result:
@@ -356,12 +363,12 @@ def _in_use(model: Path) -> Result:
 
 @model_app.command("rollback")
 @prints
-def roll_back(root: Root) -> Result:
+def roll_back(root: Root, signed_by: SignedBy = None) -> Result:
     """Return to the version that was in use before.
 
     Example: fedcg model rollback /var/lib/fedcg/casting/models
     """
-    return _in_use(Slots(root, _accept()).rollback())
+    return _in_use(Slots(root, _accept(signed_by)).rollback())
 
 
 @prints

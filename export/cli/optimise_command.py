@@ -77,7 +77,7 @@ def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:
     from export.build.labelled_images import labelled_images
     from export.build.variants import CALIBRATION_IMAGES, HeldOut
 
-    manifest = read_all(Slots(root).current())
+    manifest, _ = read_all(Slots(root).current())
     pictures, labels = labelled_images(images, manifest.classes, manifest.image)
     if calibration is not None:
         ranges, _ = labelled_images(calibration, manifest.classes, manifest.image, CALIBRATION_IMAGES)
@@ -97,7 +97,7 @@ def _optimise(
     slots = Slots(root)
     slots.check_signed(is_signed=sign is not None)
     source = slots.current()
-    before = read_all(source)
+    before, _ = read_all(source)
     with tempfile.TemporaryDirectory(prefix="fedcg-optimise-") as folder:
         for name in (MANIFEST_NAME, before.model.name):
             shutil.copy2(source / name, folder)

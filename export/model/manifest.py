@@ -188,7 +188,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
-    """Read and check a model directory's manifest.
+    """The manifest that `read_signed` returns."""
+    return read_signed(directory, accept)[0]
+
+
+def read_signed(directory: Path, accept: Accept | None = None) -> tuple[Manifest, str]:
+    """Read and check a model directory's manifest; returns it, and what of its signature was checked, in words.
 
     Args:
         directory: of the model.
@@ -208,9 +213,9 @@ def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
         ) from error
     if len(payload) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes")
-    (accept or check_intact)(directory, payload)
+    signature = (accept or check_intact)(directory, payload)
     try:
-        return Manifest.model_validate_json(payload)
+        return Manifest.model_validate_json(payload), signature
     except ValidationError as error:
         problems = in_words(error, Manifest)[:1000]
         raise ManifestError(f"{path}: not a manifest of format {MANIFEST_FORMAT}: {problems}") from error
@@ -241,14 +246,14 @@ def read_model(directory: Path, manifest: Manifest, file: ModelFile | None = Non
     return content
 
 
-def read_all(directory: Path, accept: Accept | None = None) -> Manifest:
-    """A model directory's manifest, after every model file in it was checked against it.
+def read_all(directory: Path, accept: Accept | None = None) -> tuple[Manifest, str]:
+    """As `read_signed`, after every model file in the directory was checked against the manifest.
 
     Raises:
         ManifestError: no valid manifest, or a file that is not there.
         TamperedError: other bytes than the manifest names.
     """
-    manifest = read_manifest(directory, accept)
+    manifest, signature = read_signed(directory, accept)
     for file in manifest.files:
         read_model(directory, manifest, file)
-    return manifest
+    return manifest, signature

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from export.errors import ManifestError
-from export.model.manifest import Manifest, Takes, Variant, read_manifest, read_model
+from export.model.manifest import Manifest, Takes, Variant, read_model, read_signed
 from export.model.preprocess import load_image, normalise
 from export.model.providers import machine, session_providers
 from export.model.signature import Accept
@@ -186,12 +186,14 @@ class Model:
         directory: where it was read from.
         predictor: the model in onnxruntime.
         served: which of its forms that is; the one as exported where the manifest's choice is bound to another machine.
+        signature: what of its signature was checked, in words.
     """
 
     manifest: Manifest
     directory: Path
     predictor: Predictor
     served: Variant
+    signature: str
 
     @staticmethod
     def load(directory: Path, *, threads: int = 0, accept: Accept | None = None) -> Model:
@@ -209,7 +211,7 @@ class Model:
             SlotError: slots without a usable version.
         """
         directory = resolve(directory)
-        manifest = read_manifest(directory, accept)
+        manifest, signature = read_signed(directory, accept)
         served = manifest.served_on(machine)
         if served.name != manifest.serves:
             log.warning(
@@ -228,7 +230,7 @@ class Model:
             threads=threads,
             engines=engines_of(directory) / file.sha256[:16],
         )
-        return Model(manifest, directory, predictor, served)
+        return Model(manifest, directory, predictor, served, signature)
 
     @property
     def version(self) -> str:

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "manifest.sig"
 SIGNERS_NAME = "signing.pub"
-Accept = Callable[[Path, bytes], None]
-"""Gets a model's directory and the bytes of its manifest before these are used; raises ModelError to refuse them."""
+Accept = Callable[[Path, bytes], str]
+"""Gets a model's directory and the bytes of its manifest before these are used; raises ModelError to refuse them, else says what was checked."""
 DOMAIN = b"fedcg/1 model manifest\0"
 MAX_SIGNATURE_BYTES = 4096
+FINGERPRINT = 16
+"""First digits of a public key that stand for it in what people read."""
 
 
 class Signature(BaseModel):
@@ -78,8 +80,8 @@ def required(given: str) -> Accept:
         given: the device's public key in 64 hex digits, a file that holds one or several of them, or the device's own key file.
 
     Returns:
-        Raises TamperedError for a manifest that is not signed, signed by another key, or not the one that was signed, and
-        ManifestError for a signature file that is not valid.
+        Says which key it was; raises TamperedError for a manifest that is not signed, signed by another key, or not the one that
+        was signed, and ManifestError for a signature file that is not valid.
 
     Raises:
         ExportError: there is no such key.
@@ -98,7 +100,7 @@ def required(given: str) -> Accept:
     return partial(_check, wanted=wanted, source=given)
 
 
-def check_by_this_box(directory: Path, manifest: bytes) -> None:
+def check_by_this_box(directory: Path, manifest: bytes) -> str:
     """The check where a model is used and its signer was not named: by `signing.pub`, where that is there, else `check_intact`.
 
     The file above the folder of versions counts first: a server that may write to the versions alone can't alter it.
@@ -109,7 +111,7 @@ def check_by_this_box(directory: Path, manifest: bytes) -> None:
     root = directory.resolve().parent
     path = next((one for one in (root.parent / SIGNERS_NAME, root / SIGNERS_NAME) if one.is_file()), None)
     accept = check_intact if path is None else required(str(path))
-    accept(directory, manifest)
+    return accept(directory, manifest)
 
 
 def note_signer(store: Path, key: str) -> None:
@@ -125,7 +127,7 @@ def note_signer(store: Path, key: str) -> None:
         replace_durably(path, _key_type().file_of(*known, key), READABLE)
 
 
-def check_intact(directory: Path, manifest: bytes) -> None:
+def check_intact(directory: Path, manifest: bytes) -> str:
     """The check of a manifest that may be of any device: it is the one that was signed, by whomever. One without a signature passes.
 
     Raises:
@@ -134,8 +136,9 @@ def check_intact(directory: Path, manifest: bytes) -> None:
         ModelError: the signature can't be checked here.
     """
     signature = _read(directory)
-    if signature is not None:
-        _check(directory, manifest, (_verify_key(signature.key),), signature.key)
+    if signature is None:
+        return "no signature: not checked"
+    return _check(directory, manifest, (_verify_key(signature.key),), "the key beside it, which nobody named")
 
 
 def _keys_in(path: Path) -> tuple[VerifyKey, ...]:
@@ -162,7 +165,7 @@ def _key_type() -> type[VerifyKey]:
     return VerifyKey
 
 
-def _check(directory: Path, manifest: bytes, wanted: tuple[VerifyKey, ...], source: str) -> None:
+def _check(directory: Path, manifest: bytes, wanted: tuple[VerifyKey, ...], source: str) -> str:
     signature, path = _read(directory), directory / SIGNATURE_NAME
     if signature is None:
         raise TamperedError(f"{path}: the model is not signed; only models signed by {source} are used")
@@ -171,6 +174,7 @@ def _check(directory: Path, manifest: bytes, wanted: tuple[VerifyKey, ...], sour
         raise TamperedError(f"{path}: signed by {signature.key}, not by {source}: the model of another box")
     if not key.verifies(bytes.fromhex(signature.signature), DOMAIN + manifest):
         raise TamperedError(f"{path}: the signature is not over this {MANIFEST_NAME}; one of them was altered")
+    return f"signature checked with {source} (fingerprint {key.hex[:FINGERPRINT]})"
 
 
 def _read(directory: Path) -> Signature | None:

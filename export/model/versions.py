@@ -172,8 +172,8 @@ class Slots:
             f"{self.root}: no earlier version to return to; see `fedcg model list {self.root}`", exit_code=NOT_FOUND
         )
 
-    def verify(self, name: str) -> Manifest:
-        """Check a version's manifest and the bytes of its model.
+    def verify(self, name: str) -> tuple[Manifest, str]:
+        """Check a version's manifest and the bytes of its models; returns it, and what of its signature was checked, in words.
 
         Raises:
             SlotError: no such version.

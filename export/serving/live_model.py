@@ -225,12 +225,13 @@ class ServedModel:
         self.current, self.since, self._served = model, datetime.now(timezone.utc), seen
         manifest = model.manifest
         log.info(
-            "serving %s, round %d, version %s (%s) by %s",
+            "serving %s, round %d, version %s (%s) by %s; %s",
             manifest.federation,
             manifest.round,
             model.version,
             model.served.name,
             in_words(model.predictor.providers),
+            model.signature,
         )
 
     def _drop(self) -> None:

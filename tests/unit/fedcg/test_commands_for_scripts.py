@@ -227,7 +227,8 @@ def test_a_model_is_found_in_a_device_s_private_store_or_folder(tmp_path: Path) 
     listed = run_fedcg("model", "list", str(box / "store"), "--json")
     assert [row["version"] for row in data_of(listed.stdout)] == ["0001", "0002"]
     checked = data_of(run_fedcg("model", "verify", str(box), "--json").stdout)
-    assert checked == [{"version": "0001", "error": None}, {"version": "0002", "error": None}]
+    unsigned = {"error": None, "signature": "no signature: not checked"}
+    assert checked == [{"version": "0001", **unsigned}, {"version": "0002", **unsigned}]
     back = run_fedcg("model", "rollback", str(box), "--json")
     assert data_of(back.stdout) == {"model": str(box / "store" / "models" / "0001")}
     used = run_fedcg("model", "use", str(box), "0002", "--json")

@@ -15,9 +15,10 @@ from export.errors import ExportError, InputError, ManifestError, TamperedError
 from export.model.manifest import read_manifest
 from export.model.runtime import Model
 from export.model.signature import note_signer, required, sign_manifest, signer_of
+from fedcg.errors import NOT_FOUND
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning.export_models import install_model, write_images
+from tests.support.learning.export_models import flip_bit, install_model, write_images
 
 
 @pytest.fixture
@@ -37,6 +38,31 @@ def test_a_model_says_which_box_made_it(directory: Path, key: SigningKey) -> Non
     read_manifest(directory, required(key.public.hex))
     listed = data_of(run_fedcg("model", "list", str(directory.parent), "--json").stdout)
     assert [row["signed_by"] for row in listed] == [key.public.hex]
+
+
+def test_verify_and_list_say_which_signature_was_checked_with_which_key_and_what_is_refused(
+    directory: Path, key: SigningKey, tmp_path: Path
+) -> None:
+    root, fingerprint = directory.parent, key.public.hex[:16]
+    words = ("--signed-by", key.public.hex)
+    by_whom = f"signature checked with the key beside it, which nobody named (fingerprint {fingerprint})"
+    assert by_whom in run_fedcg("model", "verify", root).stdout
+    by_key = f"signature checked with {key.public.hex} (fingerprint {fingerprint})"
+    assert by_key in run_fedcg("model", "verify", root, *words).stdout
+    note_signer(tmp_path, key.public.hex)
+    named = f"signature checked with {tmp_path / 'signing.pub'} (fingerprint {fingerprint})"
+    assert named in run_fedcg("model", "verify", root).stdout
+    [listed] = data_of(run_fedcg("model", "list", root, "--json").stdout)
+    assert (listed["state"], listed["signature"]) == ("sound", named)
+    flip_bit(directory / "model.onnx", 1000)
+    [row] = run_fedcg("model", "list", root).stdout.splitlines()[1:-1]
+    assert "refused: " in row
+    assert "the bytes are not the ones" in row
+    (directory / "manifest.sig").unlink()
+    assert "the model is not signed" in run_fedcg("model", "list", root).stdout
+    assert "no version" in run_fedcg("model", "use", root, "9", *words).stderr
+    assert "the model is not signed" in run_fedcg("model", "use", root, "0001", *words).stderr
+    assert run_fedcg("model", "rollback", root, *words).exit_code == NOT_FOUND
 
 
 def _alter_manifest(directory: Path) -> None:

@@ -84,6 +84,10 @@ def test_over_http_each_refused_version_is_told_and_the_last_good_one_goes_on_an
         shutil.copytree(sound, root / "0002")
         Slots(root).use("0002")
         server.wait_for_version("0002")
+        first = server.stop()[1].splitlines()[0]
+        fingerprint = SigningKey.load(home / "own.key").public.hex[:16]
+        named = home / "own.key" if is_named else tmp_path / "signing.pub"
+        assert f"; signature checked with {named} (fingerprint {fingerprint})" in first
 
 
 def test_a_server_begins_without_a_model_rather_than_with_one_that_is_not_signed(home: Path, root: Path) -> None:
