@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from fedcg.errors import NOT_FOUND, FedcgError
-from fedcg.text_output import plain
+from fedcg.text_output import LIST, TABLE, wrong_value
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,12 +25,8 @@ Place = tuple[str, ...]
 Change = Callable[[dict[str, Any]], tuple[Mapping[Place, str], list[str]]]
 _TABLE = re.compile(r"^\s*\[\s*([A-Za-z0-9_.-]+)\s*\]")
 _KEY = re.compile(r"^\s*\"?([A-Za-z0-9_-]+)\"?\s*=")
-_PATTERNS = {
-    r"^[a-z0-9][a-z0-9-]{0,62}$": "1 to 63 small letters, digits and dashes",
-    r"^[a-z][a-z0-9_]{0,62}$": "1 to 63 small letters, digits and underscores",
-    r"^[A-Za-z0-9_.:@+-]{1,200}$": "1 to 200 letters, digits and signs of _.:@+-",
-    r"^(none|stem|all|all-but:[A-Za-z0-9_.]{1,80})$": "none, stem, all or all-but:STAGE",
-}
+_OF_A_UNION = re.compile(r"[\[(]|^(constrained|function)-")
+"""What pydantic adds to the place of a problem where a value may be of several kinds."""
 
 
 def listed(source: str, problems: Iterable[str]) -> str:
@@ -86,7 +82,7 @@ def problems_of(
     places = {place: f"line {number}: " for place, number in _key_lines(text).items()}
     places |= {place: f"{origin}: " for place, origin in (origins or {}).items()}
     places[()] = "line 1: " if text else ""
-    return [_problem(model, detail, places) for detail in error.errors(include_url=False)]
+    return list(dict.fromkeys(_problem(model, detail, places) for detail in error.errors(include_url=False)))
 
 
 def numbered(text: str, problems: Iterable[str]) -> list[str]:
@@ -145,10 +141,10 @@ def _key_lines(text: str) -> dict[Place, int]:
 
 
 def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -> str:
-    text = plain(detail["msg"].removeprefix("Value error, "))
-    location = tuple(str(step) for step in detail["loc"])
-    first = text.partition(" ")[0]  # a problem between settings begins with the name of one
-    if first in section_of(model, location[:-1]).model_fields and (not location or text.startswith(f"{first} = ")):
+    message = wrong_value(detail)
+    location = tuple(str(step) for step in detail["loc"] if not _OF_A_UNION.search(str(step)))
+    first = message.partition(" ")[0]  # a problem between settings begins with the name of one
+    if first in section_of(model, location[:-1]).model_fields and (not location or message.startswith(f"{first} = ")):
         location = (*location[:-1], first)
     where = next(places[location[:n]] for n in range(len(location), -1, -1) if location[:n] in places)
     *tables, name = location or ("(file)",)
@@ -158,17 +154,12 @@ def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -
     if detail["type"] == "extra_forbidden":
         message, hint = "there is no such setting", nearest(name, tuple(fields))
     elif detail["type"] == "missing":
-        message = "is missing"
         hint = hint or f"add `{name}`" + (f" to [{tables[0]}]" if tables else "")
-    elif detail["type"] in ("tuple_type", "list_type"):
-        example = [detail["input"]] if isinstance(detail["input"], str) else ["…"]
-        message = f"must be a list: {name} = {json.dumps(example, ensure_ascii=False)}"
-    elif pattern := _PATTERNS.get(detail.get("ctx", {}).get("pattern", "")):
-        message = f"must be {pattern}"
-    elif detail["type"] == "string_pattern_mismatch" and hint:
-        message, hint = f"must be {hint}", None
-    else:
-        message = text
+    elif message == LIST:
+        example = [detail["input"][:40]] if isinstance(detail["input"], str) else ["…"]
+        message += f": {name} = {json.dumps(example, ensure_ascii=False)}"
+    elif message == TABLE:
+        message = f"must be a table: [{'.'.join((*tables, name))}]"
     return f"{where}{'.'.join((*tables, name))}: {message}" + (f" ({hint})" if hint else "")
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from typing import Any
 
 from fedcg.errors import BadInputError
 
@@ -12,11 +13,33 @@ NOTHING = "-"
 """What stands for a value that there is not."""
 _SHOULD = re.compile(r"^[A-Z]\w+ should ")
 """How pydantic's sentences begin, typer's with them: `Input should be`, `String should have`."""
-_SENTENCES = {
-    "Field required": "is missing",
-    "Extra inputs are not permitted": "there is no such field",
-    "Unable to parse input string as an integer, exceeded maximum size": "must be a valid integer",
-    "Input should be a valid boolean": "must be true or false",
+LIST, TABLE = "must be a list", "must be named values"
+_KINDS = {
+    "missing": "is missing",
+    "extra_forbidden": "there is no such field",
+    "string_type": "must be text",
+    "path_type": "must be the path of a file or folder, as text",
+    "json_invalid": "this is not valid JSON",
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "bool": "must be true or false",
+    **dict.fromkeys(("list", "tuple", "set", "frozen"), LIST),
+    **dict.fromkeys(("dict", "mapping", "model", "dataclass"), TABLE),
+}
+"""What is wrong with a value, by the type of pydantic's error, or by its first word."""
+_PATTERNS = {
+    r"^[a-z0-9][a-z0-9-]{0,62}$": "1 to 63 small letters, digits and dashes",
+    r"^[a-z][a-z0-9_]{0,62}$": "1 to 63 small letters, digits and underscores",
+    r"^[A-Za-z0-9_.:@+-]{1,200}$": "1 to 200 letters, digits and signs of _.:@+-",
+    r"^[A-Za-z0-9_.:@]{1,160}$": "1 to 160 letters, digits and signs of _.:@",
+    r"^(none|stem|all|all-but:[A-Za-z0-9_.]{1,80})$": "none, stem, all or all-but:STAGE",
+    **{rf"^[0-9a-f]{{{count}}}$": f"{count} digits of 0-9 and a-f" for count in (16, 32, 64, 96, 128)},
+    r"^[A-Za-z0-9.:_-]{1,253}$": "a host name or an address",
+    r"^https://[A-Za-z0-9.:\[\]_-]{1,260}/?$": "an address such as https://HOST:PORT",
+    r"^https?://[^\s]{1,200}$": "an address such as http://127.0.0.1:8080",
+    r"^https?://[^\s]{1,500}$": "an address that begins with http:// or https://",
+    r"^postgresql\+psycopg://": "an address such as postgresql+psycopg://USER@HOST/DATABASE",
+    r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?$": "an address such as s3://BUCKET/PREFIX",
 }
 _SPAN = re.compile(r"(\d{1,15})(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -35,7 +58,23 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) 
 
 def plain(sentence: str) -> str:
     """What a library wrote of a wrong value, in the words of this program."""
-    return _SENTENCES.get(sentence) or _SHOULD.sub("must ", sentence)
+    return _SHOULD.sub("must ", sentence.removeprefix("Value error, "))
+
+
+def wrong_value(problem: Mapping[str, Any]) -> str:
+    """What pydantic found wrong with a value, in the words of this program: no name of a class, and no pattern.
+
+    Args:
+        problem: an item of its `errors()`.
+    """
+    kind = problem["type"]
+    if kind == "string_pattern_mismatch":
+        pattern = problem["msg"].partition("'")[2].removesuffix("'")
+        words = re.fullmatch(r"\^\(([a-z_|]+)\)\$", pattern)
+        return f"must be {words[1].replace('|', ' or ') if words else _PATTERNS.get(pattern, 'of another form')}"
+    place = re.search(r" at (line \d+ column \d+)$", problem["msg"])
+    known = _KINDS.get(kind) or _KINDS.get(kind.partition("_")[0])
+    return plain(problem["msg"]) if known is None else f"{known}: {place[1]}" if place else known
 
 
 def moment(seconds: float) -> str:

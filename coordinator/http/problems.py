@@ -22,7 +22,7 @@ from coordinator.errors import (
     StoppingError,
 )
 from fedcg.errors import EXISTS, NOT_FOUND
-from fedcg.text_output import plain
+from fedcg.text_output import wrong_value
 
 MEDIA_TYPE = "application/problem+json"
 MAX_PROBLEMS = 100
@@ -125,7 +125,7 @@ def problem_of(error: Exception) -> ProblemError:
     if isinstance(error, (EnrolmentError, ConfigError, HomeError)):
         return ProblemError(409, first, problems=more)
     if isinstance(error, RequestValidationError):
-        found = [f"{'.'.join(str(step) for step in one['loc'])}: {plain(one['msg'])}"[:300] for one in error.errors()]
+        found = [f"{'.'.join(str(step) for step in one['loc'])}: {wrong_value(one)}"[:300] for one in error.errors()]
         return ProblemError(422, "the request does not fit its schema; /openapi.json has it", problems=found)
     if isinstance(error, HTTPException):
         return ProblemError(error.status_code, str(error.detail), headers=error.headers)

@@ -26,7 +26,7 @@ from coordinator.http.problems import MEDIA_TYPE, ProblemError, problem_of
 from coordinator.page.formats import add_formats
 from coordinator.page.static_files import address_of
 from coordinator.service.coordinator import Coordinator
-from fedcg.text_output import plain
+from fedcg.text_output import wrong_value
 
 FactsT = TypeVar("FactsT")
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -178,7 +178,7 @@ class PageRoute(APIRoute):
                     return RedirectResponse((error.headers or {})["Location"], 303)
                 found = ProblemError(error.status_code, str(error.detail))
             except RequestValidationError as error:
-                found = ProblemError(422, "; ".join(plain(each["msg"]) for each in error.errors())[:300])
+                found = ProblemError(422, "; ".join(wrong_value(each) for each in error.errors())[:300])
             except (ProblemError, CoordinatorError) as error:
                 found = problem_of(error) if isinstance(error, CoordinatorError) else error
             return _error_page(request, found.status, found.detail, found.problems, await _sent(request))

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from edge_client.errors import NotRunningError, OwnerRequestError
 from edge_client.messaging.owner_requests import REQUESTS, Asked, OwnerRequest, Reply, failure
-from fedcg.text_output import plain
+from fedcg.text_output import wrong_value
 
 SOCKET_NAME = "control.sock"
 MAX_REQUEST_BYTES = 4096
@@ -108,7 +108,7 @@ class ControlSocket:
             asked = Asked(REQUESTS.validate_json(line))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            return failure(f"request field {'.'.join(map(str, first['loc'])) or '(root)'}: {plain(first['msg'])}")
+            return failure(f"request field {'.'.join(map(str, first['loc'])) or '(root)'}: {wrong_value(first)}")
         try:
             self._put(asked)
             return asked.answer.get(timeout=ANSWER_S)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from experiments.errors import OptionError
 from fedcg.learning.spec import ParameterValue
-from fedcg.text_output import plain
+from fedcg.text_output import wrong_value
 
 # A record of 250 rounds and 20 clients takes about 300 KB.
 MAX_RECORD_BYTES = 8 * 1024 * 1024
@@ -201,5 +201,5 @@ def _read(path: Path) -> RunRecord | None:
 def _reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {plain(first['msg'])}"
+        return f"{'.'.join(map(str, first['loc']))}: {wrong_value(first)}"
     return str(error) or type(error).__name__

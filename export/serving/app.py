@@ -26,7 +26,7 @@ from export.serving.drift_watch import Watch
 from export.serving.live_model import ServedModel
 from export.serving.metrics import CONTENT_TYPE, Metrics
 from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, check_type, read_images
-from fedcg.text_output import plain
+from fedcg.text_output import wrong_value
 
 POLL_S = 0.5
 """Seconds between two looks for a new version; a look reads the pointer and the dates of a few files."""
@@ -269,7 +269,7 @@ async def _bad_request(request: Request, error: Exception) -> Response:
     (await _service(request)).metrics.requests.labels("bad_request").inc()
     first = error.errors()[0]
     field = str(first["loc"][-1])
-    return _refusal(RefusedError(422, "bad_request", f"{field}: {plain(first['msg'])}; see /openapi.json", field=field))
+    return _refusal(RefusedError(422, "bad_request", f"{field}: {wrong_value(first)}; see /openapi.json", field=field))
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

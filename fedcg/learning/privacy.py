@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from typing_extensions import Self
 
 from fedcg.learning.errors import PrivacyError
-from fedcg.text_output import plain
+from fedcg.text_output import wrong_value
 
 _Scale = Annotated[float, Field(ge=0, le=1e9)]
 _Bound = Annotated[float, Field(gt=0, le=1e9)]
@@ -141,7 +141,7 @@ def parse_mechanisms(pairs: Sequence[str]) -> PrivacySettings:
 def _reason(problem: Mapping[str, Any]) -> str:
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] != "extra_forbidden":
-        return " ".join(filter(None, ("--mechanism", key))) + f": {plain(problem['msg'])}"
+        return " ".join(filter(None, ("--mechanism", key))) + f": {wrong_value(problem)}"
     known = [name for name in PrivacySettings.model_fields if name != "dp_sgd"]
     known += [f"dp_sgd.{name}" for name in DpSgdSettings.model_fields]
     return f"--mechanism {key}: no such mechanism; there are {', '.join(known)}"

@@ -26,7 +26,7 @@ from typing import ClassVar
 from pydantic import ValidationError
 
 from fedcg.errors import BAD_INPUT, NOT_CONNECTED, FedcgError
-from fedcg.text_output import plain
+from fedcg.text_output import wrong_value
 
 
 def problem_in(error: ValidationError, inside: int = 0) -> str:
@@ -40,7 +40,7 @@ def problem_in(error: ValidationError, inside: int = 0) -> str:
     steps, kind = first["loc"][inside:], first["type"]
     is_ours = len(steps) > (1 if kind == "extra_forbidden" else 0)
     where = [str(step) for step in steps[:1] + tuple(step for step in steps[1:] if isinstance(step, int))]
-    text = "there is no such kind" if kind == "union_tag_invalid" else plain(first["msg"])
+    text = "there is no such kind" if kind == "union_tag_invalid" else wrong_value(first)
     return f"{'.'.join(where) if is_ours else '(root)'}: {text}"
 
 

@@ -256,7 +256,7 @@ def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with
         "rounds: must be greater than or equal to 1 (1 to 100000; rounds until the federation is over)",
         "fractoin: there is no such setting (did you mean `fraction`?)",
         "late: must be 'drop' or 'next'",
-        "min_clients: must be a valid integer",
+        "min_clients: must be a whole number",
         "deadline_s: must be a finite number",
         "classes: is fixed when a federation is opened; `fedcg federation continue` opens one",
     ):
