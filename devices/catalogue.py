@@ -84,9 +84,8 @@ class Catalogue(BaseModel):
 
     def _row(self, key: str, soc: Soc) -> Kind:
         modules = [module.name.removeprefix("Jetson ") for module in self.module.values() if module.soc == key]
-        trains = (
-            f"yes: GPU, or CPU; from Jetson Linux {soc.first_l4t_major}" if soc.can_train else "no: Python is too old"
-        )
+        first = (one.system for one in self.builds if one.soc == key and soc.first_l4t_major in one.jetson_linux)
+        trains = f"yes: GPU, or CPU; from {next(first)}" if soc.can_train else "no: Python is too old"
         return Kind(
             name=f"Jetson {soc.family}: {', '.join(modules)}",
             compute_capability=".".join(map(str, soc.compute_capability)),

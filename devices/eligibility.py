@@ -55,7 +55,9 @@ class EligibilitySettings(BaseModel):
     metered_interfaces: tuple[str, ...] = ("wwan*", "ppp*")
     lock_file: Path | None = None
     stop_file: Path | None = None
-    inference_url: Annotated[str, Field(pattern=r"^https?://[^\s]{1,200}$")] | None = None
+    inference_url: Annotated[str | None, Field(pattern=r"^https?://[^\s]{1,200}$", description="http://HOST:PORT")] = (
+        None
+    )
     max_requests_per_s: Annotated[float, Field(gt=0, le=1e6)] = 5.0
 
 

@@ -104,6 +104,11 @@ class Builds:
     onnxruntime: str
     source: str
 
+    @property
+    def system(self) -> str:
+        """Both of NVIDIA's names for the system, with their numbers."""
+        return f"JetPack {self.jetpack} (Jetson Linux {' or '.join(map(str, self.jetson_linux))})"
+
 
 @dataclass(frozen=True)
 class DeviceProfile:

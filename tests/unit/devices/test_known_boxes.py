@@ -25,13 +25,15 @@ def test_the_documentation_has_the_table_of_the_catalogue() -> None:
 def test_the_documentation_has_the_builds_for_each_board_and_jetpack_of_the_catalogue() -> None:
     catalogue = load_catalogue()
     rows = [
-        f"| {catalogue.soc[one.soc].family}, JetPack {one.jetpack} | {one.python} | {one.torch} | {one.onnxruntime} | {one.source} |"
+        f"| {catalogue.soc[one.soc].family}, {one.system} | {one.python} | {one.torch} | {one.onnxruntime} | {one.source} |"
         for one in catalogue.builds
     ]
     lines = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8").splitlines()
     begin = lines.index("| board | Python | torch | onnxruntime | says |") + 2
     assert lines[begin : lines.index("", begin)] == rows
     assert {one.jetpack for one in catalogue.builds} == {5, 6, 7}
+    trains = {row.name.partition(":")[0]: row.trains for row in catalogue.rows()}
+    assert trains["Jetson Orin"] == "yes: GPU, or CPU; from JetPack 6 (Jetson Linux 36)"
     assert {one.soc for one in catalogue.builds} == {"tegra194", "tegra234", "tegra264"}
 
 
