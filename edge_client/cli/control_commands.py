@@ -11,7 +11,7 @@ import typer
 
 from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
-from fedcg.json_output import AsJson, Result, print_data, prints
+from fedcg.json_output import Result, prints
 from fedcg.questions import confirm
 from fedcg.text_output import moment, seconds_of, table
 
@@ -75,6 +75,7 @@ def resume_command(config: ConfigOption = Path("agent.toml")) -> Result:
     return {"device": settings.device, "paused": False, **data}, f"{settings.device} {text}."
 
 
+@prints
 def approve_command(
     digest: Annotated[
         str, typer.Argument(help="The spec's digest, or its first 12 digits; without it the only one that waits.")
@@ -85,8 +86,7 @@ def approve_command(
     ] = False,
     revoke: Annotated[str | None, typer.Option("--revoke", metavar="DIGEST", help="Revoke an approval.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Show what would leave this device under a spec beyond its policy, and approve exactly that spec.
 
     A changed spec needs another approval. Exit codes: 0 approved, listed or revoked; 1 failed; 2 the question was not answered with
@@ -99,27 +99,20 @@ def approve_command(
     settings = read_config(config)
     kept = Consent(settings.store).read()
     if list_all:
-        _print_list(kept, as_json=as_json)
-        return
+        return _listed(kept)
     if revoke is not None:
         chosen = _named(revoke, kept.approved, "approved")
-        _decide(settings, chosen, approve=False)
+        outcome = f"Spec {chosen[:SHORT]} is not approved any more.\nNext: fedcg agent status"
     else:
         chosen = _named(digest, kept.waiting, "waiting")
-        text = _consent_text(settings, chosen, kept.waiting[chosen].detail)
-        if not (as_json and yes):
-            typer.echo(text, err=as_json)
+        typer.echo(_consent_text(settings, chosen, kept.waiting[chosen].detail), err=True)
         if not yes:
             confirm("Approve this?")
-        _decide(settings, chosen, approve=True)
-    if as_json:
-        print_data({"device": settings.device, "spec": chosen, "approved": revoke is None})
-    else:
-        following = (
-            f"to revoke it, fedcg agent approve --revoke {chosen[:SHORT]}" if revoke is None else "fedcg agent status"
+        outcome = (
+            f"Spec {chosen[:SHORT]} is approved.\nNext: to revoke it, fedcg agent approve --revoke {chosen[:SHORT]}"
         )
-        state = "approved" if revoke is None else "not approved any more"
-        typer.echo(f"Spec {chosen[:SHORT]} is {state}.\nNext: {following}")
+    _decide(settings, chosen, approve=revoke is None)
+    return {"device": settings.device, "spec": chosen, "approved": revoke is None}, outcome
 
 
 def _named(text: str, known: Mapping[str, object], what: str) -> str:
@@ -138,16 +131,13 @@ def _named(text: str, known: Mapping[str, object], what: str) -> str:
     )
 
 
-def _print_list(kept: ConsentFile, *, as_json: bool) -> None:
-    if as_json:
-        waiting = {digest: one.model_dump(exclude={"format"}) for digest, one in kept.waiting.items()}
-        print_data({"waiting": waiting, "approved": kept.approved})
-        return
+def _listed(kept: ConsentFile) -> Result:
+    waiting = {digest: one.model_dump(exclude={"format"}) for digest, one in kept.waiting.items()}
     rows = [(digest[:SHORT], "waits", moment(one.since), one.detail) for digest, one in kept.waiting.items()]
     rows += [(digest[:SHORT], "approved", moment(at), "") for digest, at in kept.approved.items()]
-    typer.echo(table(("spec", "state", "since", "why"), rows, "No spec waits for approval, and none is approved."))
-    if kept.waiting:
-        typer.echo(f"Next: fedcg agent approve {next(iter(kept.waiting))[:SHORT]}")
+    text = table(("spec", "state", "since", "why"), rows, "No spec waits for approval, and none is approved.")
+    following = "".join(f"\nNext: fedcg agent approve {digest[:SHORT]}" for digest in list(kept.waiting)[:1])
+    return {"waiting": waiting, "approved": kept.approved}, text + following
 
 
 def _decide(settings: AgentConfig, digest: str, *, approve: bool) -> None:

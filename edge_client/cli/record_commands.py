@@ -65,6 +65,8 @@ def _event_line(event: Event, at: float, *, verbose: bool) -> str:
 
 
 MOST_EVENTS = 100_000
+UNLISTED = """enrolment and renewals (token, name of the device, certificate request, public message key, signatures, a random number),
+and the hello of `fedcg doctor` before the first run."""
 SinceOption = Annotated[
     str | None, typer.Option("--since", metavar="SPAN", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
 ]
@@ -93,8 +95,10 @@ def sent_command(
         f"{counts['self_reports']} reports about the device; {counts['message_bytes']} bytes of control messages"
         for federation, counts in sums.items()
     ]
-    nothing = f"Nothing has left this device{'' if since is None else ' since then'}."
-    return {"device": settings.device, "items": items, "totals": sums}, "\n".join(lines) or nothing
+    if not items:
+        lines = [f"No update and no report has left this device{'' if since is None else ' since then'}."]
+    values = {"device": settings.device, "items": items, "totals": sums, "not_listed": UNLISTED}
+    return values, "\n".join((*lines, f"Not listed: {UNLISTED}"))
 
 
 def _line(item: dict[str, Any]) -> str:

@@ -35,6 +35,10 @@ def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk
     assert done.stdout.index("fedcg cohort join --config") < done.stdout.index("fedcg agent run --config")
     assert "fedcg doctor --config" in done.stdout
     assert token not in done.output
+    config = tmp_path / "box" / "agent.toml"
+    sent = run_fedcg("agent", "sent", "--config", config).stdout
+    assert sent.startswith("No update and no report has left this device.\nNot listed: enrolment and renewals (token, ")
+    assert "enrolment" in data_of(run_fedcg("agent", "sent", "--config", config, "--json").stdout)["not_listed"]
     assert token.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "box").rglob("*") if path.is_file())
 
 

@@ -101,7 +101,7 @@ def test_without_a_running_agent_the_command_ends_with_code_4(device: Path, comm
 def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) -> None:
     refused = run(device, "approve", typed="n\n")
     assert refused.exit_code == 2
-    lines = [" ".join(line.split()) for line in refused.stdout.splitlines()]
+    lines = [" ".join(line.split()) for line in refused.stderr.splitlines()]
     assert lines[1] == "Why it waits: statistics are not listed"
     assert lines[2] == f"After each round this would leave {DEVICE}, up to 1.2 MB:"
     assert "classifier 4.8 kB the network from features to classes; it never sees an image" in lines
@@ -189,7 +189,9 @@ def test_status_shows_the_owners_decisions_and_what_the_agent_does(device: Path,
 
 def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     now, store = 1e9, device.parent / "store"
-    assert run(device, "sent").stdout == "Nothing has left this device.\n"
+    assert run(device, "sent").stdout.startswith(
+        "No update and no report has left this device.\nNot listed: enrolment "
+    )
     record = SentRecord(store, FEDERATION, lambda: now)
     update = update_of(toy_spec(), RoundAttempt(1, 1))
     record.message("hello", 532)
