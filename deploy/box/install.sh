@@ -33,7 +33,7 @@ say() { echo "install.sh: $*"; }
 fail() { local code=$1 && shift && echo "install.sh: $*" >&2 && exit "$code"; }
 
 read_options() {
-  action=${1:-} source="" extra="" python="" root="" unchecked="" site="" purge="" yes="" step="" slot="" old="" was="" ran=""
+  action=${1:-} source="" extra="" python="" root="" unchecked="" site="" purge="" yes="" step="" slot="" wheel="" flags=() wanted="" old="" was="" ran=""
   while [ $# -gt 0 ]; do
     case $1 in
       -h | --help) usage && exit 0 ;;
@@ -76,28 +76,46 @@ choose_python() {
 
 choose_source() {
   local beside
+  flags=()
   [ -n "$extra" ] || extra=$(cat "$prefix/venv/fedcg.extras" 2>/dev/null || echo edge)
   [[ $extra =~ ^[a-z0-9-]+(,[a-z0-9-]+)*$ ]] || fail 2 "--extra $extra: give names with commas, such as edge,privacy"
   [ -n "$source" ] || source=$(realpath "$here/../..")
   if [ -f "$source" ] || [ -f "$source/pyproject.toml" ]; then
-    wanted=("$(realpath -- "$source")[$extra]")
+    wanted=$(realpath -- "$source")
   elif [ -d "$source" ]; then
-    wanted=(--no-index --find-links "$(realpath -- "$source")" "fedcg-edge[$extra]")
+    flags=(--no-index --find-links "$(realpath -- "$source")") wanted=fedcg-edge
   elif [[ $source =~ ^fedcg-edge([=\<\>~!].*)?$ ]]; then
-    wanted=("fedcg-edge[$extra]${source#fedcg-edge}")
+    wanted=$source
   else
     fail 2 "--source $source: no such file or folder, and no requirement such as fedcg-edge==1.2"
   fi
   if [ -d "$source" ]; then beside=$source; else beside=$(dirname -- "$source"); fi
   if [ -z "$site" ] && [ -f "$beside/constraints.txt" ] &&
     "$python" -c "import sys; sys.exit(sys.version_info[:2] != (3, 11))"; then
-    wanted+=(--constraint "$(realpath -- "$beside/constraints.txt")")
+    flags+=(--constraint "$(realpath -- "$beside/constraints.txt")")
   fi
 }
 
+unzip_metadata() { "$python" -c 'import sys, zipfile; z = zipfile.ZipFile(sys.argv[1]); print(*(z.read(n).decode() for n in z.namelist() if n.endswith(".dist-info/METADATA")))' "$1"; }
 has_extra() { [[ ,$extra, == *,$1,* ]]; }
 has_onnxruntime() { "$1/bin/python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('onnxruntime') is None)"; }
 version_of() { "$1/bin/fedcg" --version | sed 's/.* //'; }
+
+# The wheel of the new version, made beside it: setuptools would leave its folders in the sources.
+fetch_wheel() {
+  local work=$prefix/$slot/wheel known
+  mkdir "$work"
+  printf '[build]\nbuild_base = %s/build\n[egg_info]\negg_base = %s\n' "$work" "$work" >"$work/setuptools.cfg"
+  DIST_EXTRA_CONFIG=$work/setuptools.cfg "$prefix/$slot/bin/pip" wheel --disable-pip-version-check --no-deps --wheel-dir "$work" "${flags[@]}" "$wanted"
+  wheel=$(echo "$work"/*.whl)
+  known=" $(unzip_metadata "$wheel" | sed -n 's/^Provides-Extra: //p' | sort | xargs) "
+  for name in ${extra//,/ }; do
+    if [[ $known != *" $name "* ]]; then
+      rm -rf "${prefix:?}/$slot"
+      step="" && fail 2 "--extra $name: there is no such extra; there are$known"
+    fi
+  done
+}
 
 # The new version, in the one of two folders that is not in use; nothing else is touched, and agents go on meanwhile.
 build() {
@@ -106,11 +124,13 @@ build() {
   step=build
   rm -rf "${prefix:?}/$slot"
   "$python" -m venv ${site:+"$site"} "$prefix/$slot"
+  fetch_wheel
   if { has_extra edge || has_extra serve; } && ! has_extra infer && ! has_extra infer-gpu && ! has_onnxruntime "$prefix/$slot"; then
     say "no onnxruntime is there: the one for the CPU is installed; with an NVIDIA GPU give --extra $extra,infer-gpu"
-    extra+=,infer && choose_source
+    extra+=,infer
   fi
-  "$prefix/$slot/bin/pip" install --disable-pip-version-check "${wanted[@]}"
+  "$prefix/$slot/bin/pip" install --disable-pip-version-check "${flags[@]}" "${wheel}[$extra]"
+  rm -rf "${prefix:?}/$slot/wheel"
   echo "$extra" >"$prefix/$slot/fedcg.extras"
   new=$(version_of "$prefix/$slot")
   if has_extra edge; then
@@ -263,7 +283,15 @@ put_in_place() {
   rm -rf "$stores"/.*.before-upgrade "$undo"
   [ -z "$old" ] || [ "$old" = "$slot" ] || rm -rf "${prefix:?}/$old"
   say "version $new is in place${was:+, before it was $was}"
-  [ -n "$was" ] || say "next: fedcg enrol --out /etc/fedcg/NAME, then systemctl enable --now fedcg-agent@NAME (deploy/README.md)"
+  [ -n "$was" ] || say "next: $(next_step) (deploy/README.md)"
+}
+
+next_step() {
+  if has_extra edge; then
+    echo "fedcg enrol --out /etc/fedcg/NAME, then systemctl enable --now fedcg-agent@NAME"
+  else
+    echo "copy a model's versions to /var/lib/fedcg/NAME/models, fedcg model verify /var/lib/fedcg/NAME, then systemctl enable --now fedcg-infer@NAME"
+  fi
 }
 
 uninstall() {

@@ -251,6 +251,21 @@ def test_wrong_options_are_refused_with_the_next_step_and_change_nothing(
 
 
 @pytest.mark.slow
+def test_an_extra_that_the_version_does_not_have_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
+    box, words = Box(tmp_path / "root"), ("--source", make_wheel(tmp_path, "1.0"), "--python", sys.executable)
+    refused = box.run("install", *words, "--extra", "serve,foo")
+    assert refused.returncode == 2
+    assert "--extra foo: there is no such extra; there are audit broker " in refused.stderr
+    assert list(content(box.root)) == []
+    done = box.run("install", *words, "--extra", "serve")
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()[-1]
+    assert "fedcg-infer@NAME" in told
+    assert "enrol" not in told
+    assert not list(box.prefix.glob("*/wheel"))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # installs packages, twice
 def test_the_sources_install_with_what_they_depend_on_and_once_more_in_place_of_themselves(tmp_path: Path) -> None:
     sources, box = tmp_path / "sources", Box(tmp_path / "root")
@@ -265,6 +280,8 @@ def test_the_sources_install_with_what_they_depend_on_and_once_more_in_place_of_
             pytest.skip("no package index can be reached")
         assert done.returncode == 0, done.stderr
         assert (box.prefix / "venv").readlink() == Path(folder)
+        made = [path.name for path in sources.iterdir() if path.name == "build" or path.suffix == ".egg-info"]
+        assert made == [], "the sources stay as they were"
     assert box.version() == tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
     assert set(box.units()) == {INFER_UNIT}
     fedcg = box.prefix / "venv" / "bin" / "fedcg"
