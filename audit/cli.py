@@ -107,9 +107,7 @@ def run(
     effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="a minute, ten, hours")] = "default",
     seed: Annotated[int, typer.Option(help="of all random numbers")] = 0,
     processes: Annotated[int | None, typer.Option(min=1, help="attacks at once; default: one per CPU")] = None,
-    gate: Annotated[
-        str, typer.Option(help="bounds, e.g. reid_gain<0.02,mia_auc<0.60,label_l1_gain<0.05; exit code 3 beyond one")
-    ] = "",
+    gate: Annotated[str, typer.Option(help="bounds, e.g. reid_gain<0.02,mia_auc<0.60; exit code 3 beyond one")] = "",
     force: Annotated[bool, typer.Option("--force", help="drop what is in the folder")] = False,
 ) -> Result:
     """Attack what a device sent in a round, and report what came back.

@@ -127,7 +127,7 @@ class ListenerSettings(_Section):
 
     port: Port | None = None
     listen: Annotated[str, Field(min_length=1)] | None = None
-    host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$")] | None = None
+    host: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$", description="a name or an address")] = None
 
     def address(self, host: str) -> str:
         """The address that it listens on, when devices reach it under `host`."""
@@ -226,20 +226,14 @@ class StorageSettings(_Section):
         audit_days: days that a line of the audit log stays at least.
     """
 
-    database: (
-        Annotated[str, Field(pattern=r"^postgresql\+psycopg://", description="postgresql+psycopg://user@host/database")]
-        | None
-    ) = None
+    database: Annotated[
+        str | None, Field(pattern=r"^postgresql\+psycopg://", description="postgresql+psycopg://user@host/database")
+    ] = None
     database_password_file: str | None = None
-    artifacts: (
-        Annotated[
-            str,
-            Field(
-                pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?$", description="s3://bucket/prefix"
-            ),
-        ]
-        | None
-    ) = None
+    artifacts: Annotated[
+        str | None,
+        Field(pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?$", description="s3://bucket/prefix"),
+    ] = None
     keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
     audit_days: Annotated[int, Field(ge=1, le=36_500)] = 365
 
@@ -275,7 +269,7 @@ class PageSettings(_Section):
         webhook: gets a JSON object by POST when a problem opens or closes.
     """
 
-    webhook: Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")] | None = None
+    webhook: Annotated[str | None, Field(pattern=r"^https?://[^\s]{1,500}$", description="https://HOST/PATH")] = None
 
 
 class CoordinatorConfig(_Section):

@@ -92,7 +92,7 @@ class KeysSection(_Section):
 class EnrolmentSection(_Section):
     """Where the agent renews its certificate; without a URL a person brings a new one."""
 
-    url: Annotated[str, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator")] | None = None
+    url: Annotated[str | None, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator")] = None
 
 
 class DataSection(_Section):

@@ -15,14 +15,17 @@ from typing import Annotated, Any
 import typer
 import typer.main
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from fedcg.errors import BAD_INPUT, FAILED, NEXT_STEPS, NOT_FOUND, BadInputError, FedcgError
+from fedcg.errors import BAD_INPUT, FAILED, NEXT_STEPS, NOT_FOUND, BadInputError, FedcgError, in_words
 from fedcg.json_output import print_error, print_failure
 from fedcg.text_output import plain
 
 DEBUG_FLAG = "--debug"
 JSON_FLAG = "--json"
+HELP_FLAGS = {"-h", "--help"}
 INTERRUPTED = 130
 PANELS = {
     "For the operator": ("coordinator", "broker", "federation", "device", "token", "deploy"),
@@ -65,6 +68,21 @@ def _as_command(loaded: typer.Typer | Callable[..., Any], name: str) -> TyperCom
     assert isinstance(command, (TyperCommand, TyperGroup))
     command.name = name
     return command
+
+
+class _OptionsTable(Table):
+    """typer's table of options, with all names of an option in one column that is never cut; what is too long elsewhere goes on below."""
+
+    def add_row(self, *cells: Any, **style: Any) -> None:
+        """Take a row as typer gives it: perhaps an asterisk, four columns of names, the type and the help."""
+        if len(cells) >= 6:
+            *required, long, short, off, short_off, kind, text = cells
+            pairs = (Text(", ").join(name for name in pair if name.plain) for pair in ((long, short), (off, short_off)))
+            cells = (*required, Text("\n").join(pair for pair in pairs if pair.plain), kind, text)
+        super().add_row(*cells, **style)
+        for column in self.columns:
+            column.overflow = "fold"
+        self.columns[-min(3, len(self.columns))].no_wrap = True
 
 
 class LazyGroup(TyperGroup):
@@ -119,6 +137,10 @@ class _Fedcg(LazyGroup):
         given = sys.argv[1:] if args is None else args
         words = [word for word in given if word != DEBUG_FLAG]
         as_json = JSON_FLAG in words
+        if not HELP_FLAGS.isdisjoint(words):
+            from typer import rich_utils
+
+            vars(rich_utils)["Table"] = _OptionsTable
         try:
             return super().main(words, prog_name, *more, **options)
         except SystemExit as stop:
@@ -134,7 +156,7 @@ class _Fedcg(LazyGroup):
                 raise shown from error
             if as_json:
                 print_failure(shown)
-            Console(stderr=True, highlight=False).print(f"Error: {shown}", markup=False, soft_wrap=True)
+            Console(stderr=True, highlight=False).print(f"Error: {in_words(shown)}", markup=False, soft_wrap=True)
             sys.exit(shown.exit_code if isinstance(shown, FedcgError) else FAILED)
 
 
@@ -147,10 +169,10 @@ def _for_people(error: Exception, words: Sequence[str]) -> Exception:
     if "pydantic" in sys.modules:
         from pydantic import ValidationError
 
-        from fedcg.config_file import in_words
+        from fedcg.config_file import problems_in_words
 
         if isinstance(error, ValidationError):
-            return BadInputError(f"{error.title}: {in_words(error)}")
+            return BadInputError(f"{error.title}: {problems_in_words(error)}")
     return error
 
 
@@ -188,7 +210,7 @@ fedcg = typer.Typer(
     cls=_Fedcg,
     callback=_describe,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": sorted(HELP_FLAGS)},
 )
 app = _as_command(fedcg, "fedcg")
 

@@ -92,7 +92,7 @@ def numbered(text: str, problems: Iterable[str]) -> list[str]:
     return [lines.get(name, lines.get(name.rpartition(".")[0], "")) + problem for name, problem in named]
 
 
-def in_words(error: ValidationError, model: type[BaseModel] = BaseModel) -> str:
+def problems_in_words(error: ValidationError, model: type[BaseModel] = BaseModel) -> str:
     """The problems that pydantic found with values that no file holds, on one line."""
     return "; ".join(line.removeprefix("(file): ") for line in problems_of(model, error))
 

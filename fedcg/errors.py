@@ -12,6 +12,8 @@ FedcgError              1: failed while running
 
 from __future__ import annotations
 
+import re
+
 FAILED, BAD_INPUT, TIMED_OUT, NOT_CONNECTED, ALREADY_RUNNING, EXISTS, NOT_FOUND = 1, 2, 3, 4, 5, 6, 7
 NEXT_STEPS = {
     FAILED: "run it again with --debug for the details",
@@ -23,25 +25,34 @@ NEXT_STEPS = {
     NOT_FOUND: "check the name; the commands `list` and `status` show what there is",
 }
 """What to do after an error that names no step of its own, by exit code."""
+_IN_CODE = re.compile(r"\[(Errno -?\d+|SSL|[A-Z0-9]+: [A-Z0-9_]+)\] | ?\(_ssl\.c:\d+\)")
+_NO_TEXT = re.compile(r"'[\w-]+' codec can't .*")
+
+
+def in_words(cause: object) -> str:
+    """What the system, OpenSSL or Python wrote of an error, without its numbers and places in code."""
+    return _NO_TEXT.sub("it is not plain text", _IN_CODE.sub("", str(cause)))
 
 
 class FedcgError(Exception):
     """Base of every error whose message is meant for the person at the command line.
 
     Args:
-        words: the message.
+        words: the message; what others wrote in it is brought `in_words`.
         exit_code: another one than the class's.
 
     Attributes:
         exit_code: of a command that ends with it.
         next_step: what to do, where that is not a part of the message.
+        data: what was found all the same, for scripts.
     """
 
     exit_code: int = FAILED
     next_step: str = ""
+    data: object = None
 
     def __init__(self, *words: object, exit_code: int | None = None) -> None:
-        super().__init__(*words)
+        super().__init__(*map(in_words, words))
         if exit_code is not None:
             self.exit_code = exit_code
 

@@ -1,6 +1,7 @@
 """The results of commands: text for people, and with `--json` one envelope, one object per line, on stdout.
 
-`{"ok": true, "data": …}` for a result, `{"ok": false, "error": {"type", "message", "next"}}` where the command failed. A command
+`{"ok": true, "data": …}` for a result, `{"ok": false, "error": {"type", "message", "next"}}` where the command failed, with `data` beside it
+where it found something all the same. A command
 that goes on (`run`, `serve`) prints one envelope for each line. The exit codes are in `fedcg.errors`.
 
 A command is a function that returns its result, as values for scripts and as text for people: `prints` adds `--json` and prints one
@@ -17,24 +18,27 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from fedcg.errors import FAILED, NEXT_STEPS, FedcgError
+from fedcg.errors import FAILED, NEXT_STEPS, FedcgError, in_words
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Result = tuple[object, str] | tuple[object, str, int]
-"""What a command prints: values with `--json`, else the text; and the exit code, where it is not 0."""
+Result = tuple[object, str] | tuple[object, str, int | FedcgError]
+"""What a command prints: values with `--json`, else the text; and the exit code, where it is not 0, or the error with which it ends all the same."""
 
 
 def prints(command: Callable[..., Result]) -> Callable[..., None]:
     """A command that prints what its function returns."""
 
     def run(*, as_json: bool, **given: Any) -> None:
-        values, text, *code = command(**given)
+        values, text, end = (*command(**given), 0)[:3]
+        if text and not as_json:
+            typer.echo(text)
+        if isinstance(end, FedcgError):
+            end.data = values
+            raise end
         if as_json:
             print_data(values)
-        elif text:
-            typer.echo(text)
-        if code:
-            raise typer.Exit(*code)
+        if end:
+            raise typer.Exit(end)
 
     return with_options(run, command, as_json=(AsJson, False))
 
@@ -63,16 +67,17 @@ def print_data(data: object) -> None:
     _print({"ok": True, "data": data})
 
 
-def print_error(kind: str, message: str, next_step: str) -> None:
-    """Print why a command failed, and what to do."""
-    _print({"ok": False, "error": {"type": kind, "message": message, "next": next_step}})
+def print_error(kind: str, message: str, next_step: str, data: object = None) -> None:
+    """Print why a command failed, what to do, and what it found all the same."""
+    found = {} if data is None else {"data": data}
+    _print({"ok": False, "error": {"type": kind, "message": message, "next": next_step}, **found})
 
 
 def print_failure(error: Exception) -> None:
     """Print the error with which a command ended."""
     code = error.exit_code if isinstance(error, FedcgError) else FAILED
-    own = error.next_step if isinstance(error, FedcgError) else ""
-    print_error(type(error).__name__.removesuffix("Error"), str(error), own or NEXT_STEPS[code])
+    own, data = (error.next_step, error.data) if isinstance(error, FedcgError) else ("", None)
+    print_error(type(error).__name__.removesuffix("Error"), in_words(error), own or NEXT_STEPS[code], data)
 
 
 def _print(envelope: object) -> None:

@@ -13,6 +13,10 @@ from fedcg.errors import BadInputError
 class NotAnsweredError(BadInputError):
     """Nobody answered a question, or not with yes; nothing was changed."""
 
+    def __init__(self, problem: str, option: str) -> None:
+        super().__init__(f"{problem}: give {option} where nobody can answer")
+        self.next_step = f"run it again with {option}"
+
 
 def confirm(question: str) -> None:
     """Return once a person has answered with yes.
@@ -21,12 +25,11 @@ def confirm(question: str) -> None:
         NotAnsweredError: another answer, or no terminal.
     """
     try:
-        agreed = typer.confirm(question, err=True)
+        if typer.confirm(question, err=True):
+            return
     except typer.Abort:
         typer.echo(err=True)
-        agreed = False
-    if not agreed:
-        raise _not_answered("this was not confirmed, and nothing was changed", "--yes")
+    raise NotAnsweredError("this was not confirmed, and nothing was changed", "--yes")
 
 
 def secret(name: str, option: str, *, is_new: bool = False) -> str:
@@ -45,10 +48,4 @@ def secret(name: str, option: str, *, is_new: bool = False) -> str:
             warnings.simplefilter("error", GetPassWarning)  # what is typed would be shown
             return str(typer.prompt(name, hide_input=True, confirmation_prompt=is_new, err=True))
     except (GetPassWarning, typer.Abort) as error:
-        raise _not_answered(f"there is no terminal to ask for the {name.lower()}", option) from error
-
-
-def _not_answered(problem: str, option: str) -> NotAnsweredError:
-    error = NotAnsweredError(f"{problem}: give {option} where nobody can answer")
-    error.next_step = f"run it again with {option}"
-    return error
+        raise NotAnsweredError(f"there is no terminal to ask for the {name.lower()}", option) from error

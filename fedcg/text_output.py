@@ -13,7 +13,7 @@ NOTHING = "-"
 """What stands for a value that there is not."""
 _SHOULD = re.compile(r"^[A-Z]\w+ should ")
 """How pydantic's sentences begin, typer's with them: `Input should be`, `String should have`."""
-LIST, TABLE = "must be a list", "must be named values"
+LIST, TABLE, OTHER_FORM = "must be a list", "must be named values", "of the form that it takes"
 _KINDS = {
     "missing": "is missing",
     "extra_forbidden": "there is no such field",
@@ -34,12 +34,6 @@ _PATTERNS = {
     r"^[A-Za-z0-9_.:@]{1,160}$": "1 to 160 letters, digits and signs of _.:@",
     r"^(none|stem|all|all-but:[A-Za-z0-9_.]{1,80})$": "none, stem, all or all-but:STAGE",
     **{rf"^[0-9a-f]{{{count}}}$": f"{count} digits of 0-9 and a-f" for count in (16, 32, 64, 96, 128)},
-    r"^[A-Za-z0-9.:_-]{1,253}$": "a host name or an address",
-    r"^https://[A-Za-z0-9.:\[\]_-]{1,260}/?$": "an address such as https://HOST:PORT",
-    r"^https?://[^\s]{1,200}$": "an address such as http://127.0.0.1:8080",
-    r"^https?://[^\s]{1,500}$": "an address that begins with http:// or https://",
-    r"^postgresql\+psycopg://": "an address such as postgresql+psycopg://USER@HOST/DATABASE",
-    r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?$": "an address such as s3://BUCKET/PREFIX",
 }
 _SPAN = re.compile(r"(\d{1,15})(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -71,7 +65,7 @@ def wrong_value(problem: Mapping[str, Any]) -> str:
     if kind == "string_pattern_mismatch":
         pattern = problem["msg"].partition("'")[2].removesuffix("'")
         words = re.fullmatch(r"\^\(([a-z_|]+)\)\$", pattern)
-        return f"must be {words[1].replace('|', ' or ') if words else _PATTERNS.get(pattern, 'of another form')}"
+        return f"must be {words[1].replace('|', ' or ') if words else _PATTERNS.get(pattern, OTHER_FORM)}"
     place = re.search(r" at (line \d+ column \d+)$", problem["msg"])
     known = _KINDS.get(kind) or _KINDS.get(kind.partition("_")[0])
     return plain(problem["msg"]) if known is None else f"{known}: {place[1]}" if place else known

@@ -45,7 +45,7 @@ class TlsKey:
         try:
             private = serialization.load_pem_private_key(read_checked(path), password=None)
         except (ValueError, TypeError) as error:
-            raise EnrolError(f"{path} can't be used: {error}") from error
+            raise EnrolError(f"{path} can't be used: it holds no private key in PEM form") from error
         if not isinstance(private, ec.EllipticCurvePrivateKey):
             raise EnrolError(f"{path} holds no elliptic-curve key")
         return TlsKey(private)
@@ -79,7 +79,7 @@ def check_issued(certificate: str, authority: x509.Certificate, device: str, key
         issued.verify_directly_issued_by(authority)
         is_ours = common_name(issued) == device and certificate_key_digest(issued) == key.digest
     except (MalformedError, ValueError, TypeError, InvalidSignature) as error:
-        raise EnrolError(f"the certificate that came is not signed by the authority: {error}") from error
+        raise EnrolError("the certificate that came is not signed by the authority") from error
     if not is_ours:
         raise EnrolError(f"the certificate that came is not for {device} and its key")
     return issued

@@ -31,7 +31,7 @@ from experiments.settings.method_options import parse_method_params, parse_netwo
 from experiments.settings.options import parse_params
 from experiments.simulation.batch import Batch, RunSetting, load_batch, plan_batch, save_batch
 from experiments.simulation.run_slots import Lanes, default_workers, open_lanes, open_ray_lanes
-from fedcg.config_file import in_words
+from fedcg.config_file import problems_in_words
 from fedcg.json_output import print_data
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.method import silent
@@ -209,7 +209,7 @@ def _check_method(setting: RunSetting) -> None:
     try:
         checked = method.params_type.model_validate(params)
     except ValidationError as error:
-        raise OptionError(f"{method.name}: {in_words(error, method.params_type)}") from error
+        raise OptionError(f"{method.name}: {problems_in_words(error, method.params_type)}") from error
     clients = round(setting.participation * setting.clients)
     most = getattr(checked, "most_clients", clients)
     if clients > most:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from experiments.data.source import DIGITS
 from experiments.errors import ExperimentError, OptionError
 from experiments.settings.options import Setting
-from fedcg.config_file import in_words
+from fedcg.config_file import problems_in_words
 from fedcg.errors import FAILED, BadInputError
 from fedcg.learning.backbone_names import RANDOM, is_projected, use_weights
 from fedcg.learning.errors import LearningError, NetworkError
@@ -83,7 +83,7 @@ def bad_input_ends() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise BadInputError(in_words(error)) from error
+        raise BadInputError(problems_in_words(error)) from error
     except (ExperimentError, LearningError) as error:
         raise BadInputError(str(error), exit_code=error.exit_code if error.exit_code != FAILED else None) from error
 

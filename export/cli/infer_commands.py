@@ -6,6 +6,7 @@ import gc
 import logging
 import signal
 import sys
+from collections.abc import Iterable
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +17,7 @@ from typer.core import TyperGroup
 
 from export.errors import ExportError, ServingError
 from export.model.versions import Slots, Version
-from fedcg.errors import BAD_INPUT, NOT_FOUND
+from fedcg.errors import NOT_FOUND
 from fedcg.imaging import MAX_PIXELS
 from fedcg.json_output import AsJson, Result, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
@@ -130,25 +131,25 @@ def infer_command(
     if sys.stderr.isatty():
         typer.echo(f"{loaded.directory} ({loaded.served.name}) by {in_words(loaded.predictor.providers)}", err=True)
     results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
-    if as_json:
-        document = {
-            "model": str(loaded.directory),
-            "federation": loaded.manifest.federation,
-            "round": loaded.manifest.round,
-            "providers": list(loaded.predictor.providers),
-            "results": [one.as_json() for one in results],
-            "errors": [{"file": one.file, "error": one.reason} for one in failures],
-        }
-        print_data(document)
-    elif as_csv:
+    document = {
+        "model": str(loaded.directory),
+        "federation": loaded.manifest.federation,
+        "round": loaded.manifest.round,
+        "providers": list(loaded.predictor.providers),
+        "results": [one.as_json() for one in results],
+        "errors": [{"file": one.file, "error": one.reason} for one in failures],
+    }
+    if as_csv:
         typer.echo(csv_text(results, top), nl=False)
-    else:
+    elif not as_json:
         for line in table_lines(results):
             typer.echo(line)
-    for failure in failures:
-        typer.echo(f"Error: {failure}", err=True)
     if failures:
-        raise typer.Exit(BAD_INPUT)
+        refused = _some("images were not classified", map(str, failures), len(results) + len(failures))
+        refused.data = document
+        raise refused
+    if as_json:
+        print_data(document)
 
 
 @infer_app.command("serve")
@@ -194,7 +195,7 @@ def serve_command(
 @infer_app.command("serve-mqtt")
 def serve_mqtt_command(
     model: Annotated[Path, typer.Option("--model", help="Root of the versions, which is watched; or one model.")],
-    name: Annotated[str, typer.Option(help="Of this server: requests come on PREFIX/NAME/request/CLIENT/ID.")],
+    name: Annotated[str, typer.Option(help="Of this server; a level of its topics.")],
     host: Annotated[str, typer.Option(help="The broker.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8883,
     prefix: Annotated[str, typer.Option(help="Topic levels in front of NAME.")] = "fedcg-infer",
@@ -326,12 +327,16 @@ def verify_versions(
             manifest, signature = slots.verify(name)
         except ExportError as error:
             faults[name] = str(error)
-            typer.echo(f"Error: {error}", err=True)
             continue
         signatures[name] = signature
         lines.append(f"{name}  as its manifest says; {signature}; {_accuracies(manifest.verification)}")
     values = [{"version": name, "error": faults.get(name), "signature": signatures.get(name)} for name in names]
-    return values, "\n".join(lines), BAD_INPUT if faults else 0
+    return values, "\n".join(lines), _some("versions are refused", faults.values(), len(names)) if faults else 0
+
+
+def _some(what: str, problems: Iterable[str], of: int) -> ExportError:
+    each = list(problems)
+    return ExportError("\n  ".join((f"{len(each)} of {of} {what}", *each)))
 
 
 def _accuracies(verification: Verification) -> str:

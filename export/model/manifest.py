@@ -14,7 +14,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from export.errors import ManifestError, TamperedError
 from export.model.signature import MANIFEST_NAME, Accept, check_intact
-from fedcg.config_file import in_words
+from fedcg.config_file import problems_in_words
 from fedcg.image_form import ImageForm
 
 MODEL_NAME = "model.onnx"
@@ -217,7 +217,7 @@ def read_signed(directory: Path, accept: Accept | None = None) -> tuple[Manifest
     try:
         return Manifest.model_validate_json(payload), signature
     except ValidationError as error:
-        problems = in_words(error, Manifest)[:1000]
+        problems = problems_in_words(error, Manifest)[:1000]
         raise ManifestError(f"{path}: not a manifest of format {MANIFEST_FORMAT}: {problems}") from error
 
 

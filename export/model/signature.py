@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from export.errors import ExportError, InputError, ManifestError, ModelError, TamperedError
+from fedcg.errors import NOT_FOUND
 from fedcg.files import READABLE, replace_durably
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ Accept = Callable[[Path, bytes], str]
 """Gets a model's directory and the bytes of its manifest before these are used; raises ModelError to refuse them, else says what was checked."""
 DOMAIN = b"fedcg/1 model manifest\0"
 MAX_SIGNATURE_BYTES = 4096
-FINGERPRINT = 16
-"""First digits of a public key that stand for it in what people read."""
 
 
 class Signature(BaseModel):
@@ -91,11 +90,12 @@ def required(given: str) -> Accept:
 
     path = Path(given)
     try:
-        wanted = _keys_in(path) if path.is_file() else (_verify_key(given),)
+        wanted = (_verify_key(given),) if len(given) == 64 and not path.exists() else _keys_in(path)
     except (OSError, MalformedError) as error:
         raise ExportError(
-            f"{given}: {error}; give a device's public key in 64 hex digits, or a file that holds it "
-            "(`fedcg device show` on the coordinator shows it)"
+            f"{given}: {getattr(error, 'strerror', None) or error}; give a device's public key in 64 hex digits, or a file that holds it "
+            "(`fedcg device show` on the coordinator shows it)",
+            exit_code=NOT_FOUND if isinstance(error, FileNotFoundError) else None,
         ) from error
     return partial(_check, wanted=wanted, source=given)
 
@@ -174,7 +174,7 @@ def _check(directory: Path, manifest: bytes, wanted: tuple[VerifyKey, ...], sour
         raise TamperedError(f"{path}: signed by {signature.key}, not by {source}: the model of another box")
     if not key.verifies(bytes.fromhex(signature.signature), DOMAIN + manifest):
         raise TamperedError(f"{path}: the signature is not over this {MANIFEST_NAME}; one of them was altered")
-    return f"signature checked with {source} (fingerprint {key.hex[:FINGERPRINT]})"
+    return f"signature checked with {source} (fingerprint {key.hex[:16]})"
 
 
 def _read(directory: Path) -> Signature | None:

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from export.errors import QueueFullError, RefusedError
 from fedcg.image_form import ImageForm
 from fedcg.imaging import ImageError, Pixels, TooManyPixelsError, decode_image
+from fedcg.text_output import wrong_value
 
 JSON_TYPE = "application/json"
 MULTIPART_TYPE = "multipart/form-data"
@@ -214,7 +215,8 @@ def _from_json(content: bytes, form: ImageForm, limits: Limits) -> list[NamedIma
     try:
         document = from_json(content)
     except ValueError as error:
-        raise RefusedError(422, "bad_json", f"not JSON: {str(error)[:200]}", field="body") from error
+        wrong = wrong_value({"type": "json_invalid", "msg": str(error)})
+        raise RefusedError(422, "bad_json", f'{wrong}; send {{"images": ARRAY}}', field="body") from error
     if not isinstance(document, dict) or set(document) != {"images"}:
         raise RefusedError(422, "bad_json", 'send {"images": ARRAY} and nothing beside it', field="body")
     images = _pixels(document["images"], shape)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedcg.errors import BAD_INPUT
+from fedcg.errors import BAD_INPUT, in_words
 from fedcg.wire.clocks import SET_CLOCK, clock_time, explain_dates
 from fedcg.wire.errors import TransportError
 from fedcg.wire.server_role import ServerRole, ServerRoleError, expect_role
@@ -59,7 +59,7 @@ class TlsFiles:
             context.load_cert_chain(self.cert, self.key)
         except (ssl.SSLError, OSError) as error:
             raise TransportError(
-                f"the TLS file {files} is damaged: {error}. Restore it from a backup, or enrol the device again",
+                f"the TLS file {files} is damaged, or the key is not the certificate's. Restore it from a backup, or enrol the device again",
                 exit_code=BAD_INPUT,
             ) from error
         expect_role(context, role)
@@ -103,10 +103,10 @@ class MqttConfig:
     def __post_init__(self) -> None:
         if self.tls is None and not (self.insecure and is_loopback(self.host)):
             raise ValueError(
-                f"no TLS files for the broker at {self.host}:{self.port}: plain text needs insecure=True and a loopback host"
+                f"no TLS files for the broker at {self.host}:{self.port}: name them (ca, cert and key); only a broker at a loopback address does without, with `insecure`"
             )
         if self.tls is not None and self.insecure:
-            raise ValueError("insecure=True contradicts the TLS files; leave one of them out")
+            raise ValueError("`insecure` contradicts the TLS files; leave one of them out")
 
     @property
     def client_id(self) -> str:
@@ -142,7 +142,7 @@ def explain_failure(config: MqttConfig, error: OSError) -> str:
             f"{config.host}"
         )
     elif isinstance(error, ssl.SSLError):
-        cause = f"TLS failed ({error}): the port may not speak TLS 1.3, or it refuses this certificate"
+        cause = f"TLS failed ({in_words(error)}): the port may not speak TLS 1.3, or it refuses this certificate"
     elif isinstance(error, ConnectionRefusedError):
         cause = "nobody listens there: is the broker running, is the port right, does a firewall refuse?"
     elif isinstance(error, socket.gaierror):
@@ -150,7 +150,7 @@ def explain_failure(config: MqttConfig, error: OSError) -> str:
     elif isinstance(error, TimeoutError):
         cause = "no answer in time: check the address, the route and firewalls"
     else:
-        cause = f"{error}"
+        cause = in_words(error)
     return f"no connection to the broker at {config.address}: {cause}"
 
 
@@ -178,8 +178,8 @@ def explain_break(config: MqttConfig, error: OSError, *, reached: bool, accepted
     if not reached:
         return explain_failure(config, error)
     if not accepted:
-        return explain_silence(config, str(error))
-    return f"the link to the broker at {config.address} broke: {error}"
+        return explain_silence(config, in_words(error))
+    return f"the link to the broker at {config.address} broke: {in_words(error)}"
 
 
 def explain_small_packets(config: MqttConfig, largest: int) -> str:

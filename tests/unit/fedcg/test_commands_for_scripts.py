@@ -93,6 +93,22 @@ def test_every_command_shows_an_example_of_itself_that_it_understands(monkeypatc
     assert wrong == {}
 
 
+@pytest.mark.parametrize("begin", ["simulate", pytest.param("", marks=pytest.mark.slow)], ids=["one", "every"])
+def test_no_name_of_an_option_and_no_word_is_cut_in_the_help_of_any_command_at_80_columns(begin: str) -> None:
+    cut, lost = {}, {}
+    for name, command in _commands(app):
+        if not name[0].startswith(begin):
+            continue
+        words = [word for word in name if word != "IMAGE..."]
+        shown = run_fedcg(*words, "--help", environment={"COLUMNS": "80"}).stdout
+        if found := re.findall(r"\S*[^\s\"]…\S*", shown):
+            cut[name] = found
+        missing = [option for option in _options(command) if option.startswith("--") and option not in shown]
+        if missing and name[-1] != "IMAGE...":
+            lost[name] = missing
+    assert (cut, lost) == ({}, {})
+
+
 def test_time_spans_and_the_end_of_a_federation_have_one_name_in_every_command() -> None:
     spans, named, ends = set(), [], set()
     for name, command in _commands(app):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import pty
 import subprocess
@@ -82,8 +83,10 @@ def test_bad_files_are_named_on_stderr_and_the_others_still_done(
     done = run_fedcg(
         "infer", "--model", slots_root, "--json", images.files[0], tmp_path / "gone.png", text, images.files[1]
     )
-    assert done.exit_code == 2
-    document = data_of(done.stdout)
+    envelope = json.loads(done.stdout)
+    assert (done.exit_code, envelope["ok"]) == (2, False)
+    assert envelope["error"]["message"].startswith("2 of 4 images were not classified")
+    document = envelope["data"]
     assert [one["file"] for one in document["results"]] == [str(images.files[0]), str(images.files[1])]
     assert [one["file"] for one in document["errors"]] == [str(tmp_path / "gone.png"), str(text)]
     assert f"{tmp_path / 'gone.png'}: no such file" in done.stderr

@@ -71,7 +71,7 @@ def slots(tmp_path: Path) -> Slots:
         ('"name": "model.onnx"', '"name": "../../etc/model.onnx"', "model.name"),
         ('"opset": 18', '"opset": 0', "opset"),
         ('"mode": "L"', '"mode": "RGB"', "image.mean: must have one number for each channel"),
-        ("{", "", "Invalid JSON"),
+        ("{", "", "not valid JSON"),
     ],
 )
 def test_a_manifest_that_is_not_valid_is_refused_and_the_field_named(
