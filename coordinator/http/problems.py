@@ -21,7 +21,7 @@ from coordinator.errors import (
     SteeringError,
     StoppingError,
 )
-from fedcg.errors import EXISTS, NOT_FOUND
+from fedcg.errors import EXISTS, NOT_FOUND, in_words
 from fedcg.text_output import wrong_value
 
 MEDIA_TYPE = "application/problem+json"
@@ -82,7 +82,7 @@ class ProblemError(Exception):
     ) -> None:
         super().__init__(detail)
         self.status = status
-        self.detail = detail
+        self.detail = in_words(detail)
         self.problems = tuple(problems)
         self.kind = kind
         self.headers = dict(headers or {})

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
+from fedcg.errors import in_words
+
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
 Event = Mapping[str, Any]
@@ -73,7 +75,7 @@ def sentence_of(event: Event) -> Sentence | None:
     if found is None:
         return None
     level, template = found
-    text = _FORMATTER.vformat(template, (), {**event, "at": _at(event)})
+    text = in_words(_FORMATTER.vformat(template, (), {**event, "at": _at(event)}))
     federation = event.get("federation")
     is_prefixed = isinstance(federation, str) and event.get("event") != "agent_started"
     return Sentence(level, f"{federation}: {text}" if is_prefixed else text)

@@ -35,6 +35,7 @@ from edge_client.session.state import Purpose
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, open_store
 from edge_client.store.revocation import REVOKED_ADVICE
 from edge_client.transfer.https_client import check_ready, tls_of
+from fedcg.errors import in_words
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
 from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference, clock_time
 from fedcg.wire.errors import TransportError, WireError
@@ -84,7 +85,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "privacy": _privacy,
     }
     chosen = checks if only is None else {name: checks[name] for name in only}
-    return tuple(Finding(name, *check(config, now)) for name, check in chosen.items())
+    return tuple(Finding(name, *map(in_words, check(config, now))) for name, check in chosen.items())
 
 
 def findings_of(config: AgentConfig) -> tuple[DoctorFinding, ...]:

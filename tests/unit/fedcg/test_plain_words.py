@@ -5,24 +5,27 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from coordinator.config import CoordinatorConfig
-from edge_client.config import AgentConfig
+from edge_client.cli.doctor.checks import examine
+from edge_client.config import AgentConfig, load_config
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import problems_of, section_of
 from fedcg.errors import FedcgError
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import FederationPlan
+from fedcg.log.sentences import sentence_of
 from tests.support.commands import run_fedcg
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
 
 RAW = re.compile(
     r"<class|\[Errno|_ssl\.c|frozenset|instance of|[Ii]nput should|should |pattern|'\^|\^[\[(]|\{\d|dictionary|boolean|integer|string|parse|"
-    r"pydantic|constrained|function-|of the form that it takes(?! \()|[A-Z][a-z]+(Section|Settings|Policy|Config|Params)\b"
+    r"pydantic|constrained|function-|of another form(?! \()|[A-Z][a-z]+(Section|Settings|Policy|Config|Params)\b"
 )
 WRONG: tuple[object, ...] = (
     "text", "", -1, 10**30, 1e300, 3.5, True, [], ["x"], [1], [["y"]], {}, {"a": 1}, {"a": {"b": []}}, "../x y!", "z" * 500
@@ -100,6 +103,17 @@ def test_what_the_system_or_openssl_refuses_is_told_with_its_file_and_without_nu
     assert SAID[words] in told.stderr.replace("\n", " ")
     assert not RAW.search(told.output)
     assert "insecure=True" not in told.output
+
+
+def test_what_the_doctor_finds_and_what_a_log_says_is_in_words_too(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = OSError(113, "No route to host")
+    monkeypatch.setattr("edge_client.cli.doctor.checks._carrier", lambda *_: ("failed", f"https://box: {refused}", ""))
+    [found] = examine(load_config(box / "agent.toml", {}), datetime.now(timezone.utc), ("carrier",))
+    assert found.detail == "https://box: No route to host"
+    sentence = sentence_of({"event": "link_problem", "detail": str(refused)})
+    assert sentence is not None
+    assert "No route to host" in sentence.text
+    assert "Errno" not in sentence.text
 
 
 @pytest.mark.parametrize(
