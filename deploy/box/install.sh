@@ -101,9 +101,9 @@ has_extra() { [[ ,$extra, == *,$1,* ]]; }
 has_onnxruntime() { "$1/bin/python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('onnxruntime') is None)"; }
 version_of() { "$1/bin/fedcg" --version | sed 's/.* //'; }
 
-# The wheel of the new version, made beside it: setuptools would leave its folders in the sources.
+# The wheel of the new version, whose metadata has its extras; setuptools puts its folders beside it and not into the sources.
 fetch_wheel() {
-  local work=$prefix/$slot/wheel known
+  local work=$prefix/$slot/wheel known name
   mkdir "$work"
   printf '[build]\nbuild_base = %s/build\n[egg_info]\negg_base = %s\n' "$work" "$work" >"$work/setuptools.cfg"
   DIST_EXTRA_CONFIG=$work/setuptools.cfg "$prefix/$slot/bin/pip" wheel --disable-pip-version-check --no-deps --wheel-dir "$work" "${flags[@]}" "$wanted"
