@@ -13,7 +13,7 @@ NOTHING = "-"
 """What stands for a value that there is not."""
 _SHOULD = re.compile(r"^[A-Z]\w+ should ")
 """How pydantic's sentences begin, typer's with them: `Input should be`, `String should have`."""
-LIST, TABLE, OTHER_FORM = "must be a list", "must be named values", "of another form"
+LIST, TABLE, OTHER_FORM = "must be a list", "must be an object with named values", "of another form"
 _KINDS = {
     "missing": "is missing",
     "extra_forbidden": "there is no such field",
