@@ -22,7 +22,7 @@ from coordinator.errors import StoreError
 from coordinator.paths import Home
 from coordinator.storage import schema
 from coordinator.storage.database import database_of, make_engine, name_of, open_database, unusable
-from coordinator.storage.high_water import EPOCH_STEP, HighWater
+from coordinator.storage.high_water import HighWater, recovered_epoch
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from coordinator.storage.object_store import artifacts_of
 from fedcg.errors import EXISTS
@@ -240,7 +240,7 @@ def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: 
         ]
         filled = table(found.group(2), *(column(field) for field in rows[0]))
         connection.execute(insert(filled), rows)
-    epoch = int(connection.execute(text("SELECT coalesce(max(epoch), 0) FROM leases")).scalar_one()) + EPOCH_STEP
+    epoch = recovered_epoch(int(connection.execute(text("SELECT coalesce(max(epoch), 0) FROM leases")).scalar_one()))
     connection.execute(text("DELETE FROM leases"))
     connection.execute(text("INSERT INTO leases (id, epoch) VALUES (1, :epoch)"), {"epoch": epoch})
     return epoch

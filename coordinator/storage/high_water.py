@@ -11,6 +11,7 @@ import hmac
 import json
 import logging
 import os
+import time
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select
 
@@ -21,7 +22,7 @@ from coordinator.storage.database import database_of, name_of
 from fedcg.files import PRIVATE, replace_durably
 
 EPOCH_STEP = 1_000_000
-"""Added to the epoch where commits are lost or a backup is restored: more than the coordinator can have been started since."""
+"""Added to the epoch of a recovery where the clock is behind it: more than the coordinator can have been started since."""
 _DOMAIN = b"fedcg high-water mark 1\0"
 _COUNTED = {
     "devices": schema.devices.c.id,
@@ -39,6 +40,16 @@ _OF_FEDERATIONS = {"aggregates": schema.aggregates.c.federation, "attempts": sch
 """Columns whose values are counted, without nulls: all, and those of each federation."""
 
 log = logging.getLogger(__name__)
+
+
+def recovered_epoch(epoch: int) -> int:
+    """The epoch after a backup is restored or a loss is accepted: the time in milliseconds, above those of earlier recoveries and their starts.
+
+    Args:
+        epoch: the highest one that is known here; a coordinator of another backup may have taken later ones.
+    """
+    now = int(1000 * time.time())
+    return now if now > epoch else epoch + EPOCH_STEP
 
 
 def counts_of(connection: Connection) -> dict[str, int]:
@@ -107,7 +118,7 @@ class HighWater:
         except StoreError:
             mark = {}
         with self._engine.begin() as connection:
-            epoch = max(counts_of(connection)["epoch"], mark.get("epoch", 0)) + EPOCH_STEP
+            epoch = recovered_epoch(max(counts_of(connection)["epoch"], mark.get("epoch", 0)))
             connection.execute(delete(schema.leases))  # the row itself may be lost
             connection.execute(insert(schema.leases).values(id=1, epoch=epoch))
         self.lift()

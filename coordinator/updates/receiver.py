@@ -354,9 +354,7 @@ class Receiver:
             self._end(device)
             self._receipt(device, manifest, earlier.outcome, earlier.reason)
         else:
-            self._finish(
-                device, manifest, Outcome.CONFLICT, "another update of this round and attempt was ended before"
-            )
+            self._finish(device, manifest, *self._checks.why_second(earlier))
 
     def _finish(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> None:
         """Forget an upload that is not merged and send its receipt."""

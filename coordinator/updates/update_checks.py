@@ -48,6 +48,12 @@ class UpdateChecks:
         """The record of an earlier update of this device and attempt, if there is one."""
         return self._store.update(self._key(manifest), device)
 
+    def why_second(self, earlier: UpdateRecord) -> tuple[Outcome, str]:
+        """How an update ends where another one of its device and attempt was stored: a conflict, unless this coordinator was recovered since."""
+        if 1000 * earlier.stored_at < self._store.epoch():  # which began as the time of the recovery
+            return Outcome.LATE, "another one of this device, from before this coordinator was restored, counts"
+        return Outcome.CONFLICT, "another update of this round and attempt was ended before"
+
     def verdict(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
         """How an update ends without a check of its content; None when its attempt takes it."""
         key = self._key(manifest)

@@ -113,6 +113,21 @@ def test_a_restored_coordinator_has_everything_and_a_higher_epoch(
     assert new.config() == home.config()
 
 
+def test_of_two_restored_coordinators_the_later_one_has_the_higher_epoch_whichever_backup_it_is_from(
+    home: Home, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    early = backed_up(home, words)
+    first = restored(early, tmp_path / "first", *words)
+    with closing(Store.of(first)) as store:
+        highest = [store.next_epoch() for _ in range(3)][-1]
+    late = tmp_path / "late"
+    assert call("coordinator", "backup", "--dir", home.root, "--out", late, *words)[0] == 0
+    for number, file in enumerate((late, early)):
+        again = restored(file, tmp_path / f"again-{number}", *words)
+        assert epoch(again) > highest
+        highest = epoch(again)
+
+
 def test_a_backup_of_sqlite_and_a_directory_is_restored_to_postgresql_and_s3_and_back(
     home: Home, tmp_path: Path, words: tuple[object, ...], postgres: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

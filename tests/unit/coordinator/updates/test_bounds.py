@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import insert
 from sqlalchemy.exc import OperationalError
 
 from coordinator.http.app import _failed
 from coordinator.rounds.round_events import UpdateStored
+from coordinator.storage import schema
+from coordinator.storage.high_water import recovered_epoch
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
 from coordinator.updates.published_artifacts import OPEN_FILES, PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.upload_windows import Grant, Received, Uploads
+from fedcg.log.sentences import sentence_of
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.errors import IntegrityError, TransportError
@@ -224,6 +228,23 @@ def test_of_two_updates_of_one_device_only_the_first_counts_and_a_repeated_one_h
     wait_until(lambda: len(published.receipts) == 3, "three receipts")
     assert [outcome for _, outcome in published.receipts] == [Outcome.ACCEPTED, Outcome.CONFLICT, Outcome.ACCEPTED]
     assert events == [UpdateStored(1, 1, "a", artifact_id(data))]
+
+
+def test_a_second_update_that_a_restored_coordinator_itself_explains_is_late_and_no_conflict(
+    receiver: Receiver, world: World, published: Published, data: bytes
+) -> None:
+    deliver(receiver, manifest_of(world, data), data)
+    wait_until(lambda: len(published.receipts) == 1, "a receipt")
+    with world.store._engine.begin() as connection:  # what `restore` and `--accept-loss` do
+        connection.execute(insert(schema.leases).values(id=1, epoch=recovered_epoch(0)))
+    other = world.devices["b"].make_update(1, 1, world.base_id)
+    deliver(receiver, manifest_of(world, other), other)
+    wait_until(lambda: len(published.receipts) == 2, "two receipts")
+    assert [outcome for _, outcome in published.receipts] == [Outcome.ACCEPTED, Outcome.LATE]
+    (refused,) = world.events("update_refused")
+    told = sentence_of(refused)
+    assert told is not None
+    assert told.text.endswith("is late: another one of this device, from before this coordinator was restored, counts")
 
 
 def test_an_update_whose_attempt_closed_while_it_came_is_late_although_the_round_loop_has_not_said_so(
