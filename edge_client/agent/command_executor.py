@@ -251,8 +251,10 @@ class CommandExecutor:
     def _is_sound(self, artifact: str) -> bool:
         try:
             self._store.artifacts.get(artifact)
+        except FileNotFoundError:
+            return False  # deleted as one of an earlier round, to which a restored coordinator went back: it is fetched again
         except (IntegrityError, OSError) as error:
-            self._events.write("refused", what="aggregate", detail=str(error))
+            self._events.write("refused", what="aggregate", detail=f"{error}. It is fetched again")
             with contextlib.suppress(OSError):  # fetching it again replaces it
                 self._store.artifacts.delete(artifact)
             return False

@@ -45,6 +45,7 @@ from edge_client.session.events import (
     RoundCommitted,
     RoundFailed,
     Sending,
+    SessionLost,
     Stopping,
     Tick,
     TrainerDied,
@@ -240,6 +241,9 @@ class Agent:
             if item is not None:
                 self._take(item)
             self._heed_owner()
+            if self._transport.is_refused and self._link.has_session:
+                self._link.end_session()
+                self._handle(SessionLost())
             self._handle(self._transfer.keep_completed(self._state, self._clock()))
             self._handle(Sending() if self._transfer.is_sending else Tick())
             if self._link.has_session:

@@ -118,8 +118,8 @@ class ArtifactLost:
 
 
 @dataclass(frozen=True)
-class DownloadSilent:
-    """Requested chunks have not come for a while: the coordinator may have lost the session."""
+class SessionLost:
+    """The session seems to be over: requested chunks have not come for a while, or the broker refuses what this device publishes."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ Event = (
     | Receipted
     | ArtifactStored
     | ArtifactLost
-    | DownloadSilent
+    | SessionLost
     | SpecChecked
     | Weighed
     | SumStepped

@@ -22,7 +22,6 @@ from edge_client.session.events import (
     Chosen,
     ConsentChanged,
     CoordinatorSeen,
-    DownloadSilent,
     Ended,
     Event,
     Granted,
@@ -38,6 +37,7 @@ from edge_client.session.events import (
     RoundCommitted,
     RoundFailed,
     Sending,
+    SessionLost,
     SpecChecked,
     Stopping,
     SumReady,
@@ -185,7 +185,7 @@ def _artifact_lost(state: SessionState, event: ArtifactLost, now: float) -> Step
     return replace(_idle(state), stored=state.stored - {event.artifact}), ()
 
 
-def _download_silent(state: SessionState, event: DownloadSilent, now: float) -> Step:
+def _session_lost(state: SessionState, event: SessionLost, now: float) -> Step:
     return replace(state, welcomed=False, hello_at=now) if state.welcomed else state, ()
 
 
@@ -294,7 +294,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     Receipted: _receipted,
     ArtifactStored: _artifact_stored,
     ArtifactLost: _artifact_lost,
-    DownloadSilent: _download_silent,
+    SessionLost: _session_lost,
     SpecChecked: _spec_checked,
     Weighed: _weighed,
     SumStepped: _sum_stepped,

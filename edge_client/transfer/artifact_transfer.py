@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from edge_client.session.commands import Wanted
-from edge_client.session.events import ArtifactStored, DownloadSilent, Event
+from edge_client.session.events import ArtifactStored, Event, SessionLost
 from edge_client.session.state import SessionState
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.downloads import Downloaded, Downloads
@@ -197,7 +197,7 @@ class ArtifactTransfer:
             for ref, ranges in list(self._downloads.needs(now)):
                 self._carrier.fetch(ref, ranges)
             is_silent = self._carrier.is_answered_in_session and self._downloads.is_silent(now)
-        return DownloadSilent() if is_silent else None
+        return SessionLost() if is_silent else None
 
     def _keep(self, download: Downloaded, state: SessionState, now: float) -> Event | None:
         try:

@@ -86,13 +86,14 @@ class HostileBroker(MemoryBroker):
         self.did: Counter[str] = Counter()
         self._timers: list[threading.Timer] = []
 
-    def route(self, identity: str, topic: str, payload: bytes, *, retain: bool) -> None:
+    def route(self, identity: str, topic: str, payload: bytes, *, retain: bool) -> bool:
         with self._lock:
             passing = Passing(identity, topic, payload, retain)
             instead = list(self.behaviour(self, passing))
             self.seen.append(passing)
         for item in instead:
             self.deliver(item)
+        return True
 
     def deliver(self, passing: Passing) -> None:
         """Pass something on, or something of its own."""

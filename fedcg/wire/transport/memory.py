@@ -40,8 +40,7 @@ class MemoryBroker:
     """Routes between the transports of one process.
 
     Args:
-        rules: whether an identity may publish on, or read from, a concrete topic; refused publishes vanish silently, as
-            they do on a real broker.
+        rules: whether an identity may publish on, or read from, a concrete topic; only its publisher learns that a publish is refused.
         record: called with (identity, topic, payload) for every publish that was let through, wills included.
         max_payload: the largest payload taken.
     """
@@ -94,11 +93,11 @@ class MemoryBroker:
         with self._lock:
             return self._sessions.get(transport.identity) is transport
 
-    def route(self, identity: str, topic: str, payload: bytes, *, retain: bool) -> None:
-        """Deliver a publish to every connected client that subscribed to the topic and may read it."""
+    def route(self, identity: str, topic: str, payload: bytes, *, retain: bool) -> bool:
+        """Deliver a publish to every connected client that subscribed to the topic and may read it; returns whether it is let through."""
         with self._lock:
             if not self._rules(identity, "publish", topic):
-                return
+                return False
             if self.record is not None:
                 self.record(identity, topic, payload)
             if retain and payload:
@@ -109,6 +108,7 @@ class MemoryBroker:
                 wanted = any(topic_matches(topic_filter, topic) for topic_filter in transport.filters)
                 if wanted and self._rules(transport.identity, "read", topic):
                     transport.enqueue(Delivery(topic, payload, retained=False))
+        return True
 
     def send_retained(self, transport: MemoryTransport, topic_filter: str) -> None:
         """Give a client the retained messages under a filter."""
@@ -142,6 +142,7 @@ class MemoryTransport:
         self.identity = identity
         self.will = will
         self.filters: list[str] = []
+        self.is_refused = False
         self._broker = broker
         self._inbox: queue.Queue[Delivery | _Link | None] = queue.Queue(QUEUE_MAX)
         self._thread: threading.Thread | None = None
@@ -173,7 +174,7 @@ class MemoryTransport:
             raise TransportError(f"a payload of {len(payload)} bytes; this link takes {self.max_payload}")
         if not self._broker.is_attached(self):
             raise TransportError(f"{self.identity} is not connected")
-        self._broker.route(self.identity, topic, payload, retain=retain)
+        self.is_refused = not self._broker.route(self.identity, topic, payload, retain=retain)
         return _ROUTED
 
     def change_will(self, will: Will) -> None:

@@ -66,6 +66,7 @@ class MqttTransport:
     Attributes:
         last_error: the reason why there is no link now, for people; None while there is one.
         attempts: connections tried so far.
+        is_refused: whether the broker refused the last QoS 1 publish, as it can tell over MQTT 5; the first one in a row is logged.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class MqttTransport:
         self._on_link: OnLink = _ignore
         self.last_error: str | None = None
         self.attempts = 0
+        self.is_refused = False
 
     def start(self, on_delivery: OnDelivery, on_link: OnLink) -> None:
         """Connect in the background and keep connecting until `close`.
@@ -320,8 +322,9 @@ class MqttTransport:
         if message is None:
             return
         self._outgoing.acknowledged(message)
-        if reason.is_failure:
+        if reason.is_failure and not self.is_refused:
             _LOG.error("the broker at %s refused a publish on %s: %s", self._config.address, message.topic, reason)
+        self.is_refused = reason.is_failure
 
     def _connected(self, link: Any, _data: Any, _flags: Any, reason: ReasonCode, properties: Any) -> None:
         if reason.is_failure:

@@ -70,8 +70,12 @@ class Transport(Protocol):
       * `on_link(True)` comes after every successful (re)connect, once the subscriptions are granted; `on_link(False)` after a loss;
       * a link on which a broker takes too small packets, does not grant a subscription or acknowledges nothing is given up, and
         tried again with backoff;
+      * a publish that is refused, by a broker that answers so, leaves the link up and sets `is_refused`, until one is let through;
       * callbacks run on the transport's own thread and must only enqueue.
     """
+
+    is_refused: bool
+    """Whether the broker did not let the last publish through: this client may not write there."""
 
     def start(self, on_delivery: OnDelivery, on_link: OnLink) -> None:
         """Connect in the background and keep connecting, with backoff, until `close`."""

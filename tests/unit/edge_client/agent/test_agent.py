@@ -7,13 +7,16 @@ import sys
 
 import pytest
 
+from edge_client.agent.control_socket import ask_agent
 from edge_client.config import PolicySection
+from edge_client.messaging.owner_requests import StatusRequest
 from edge_client.session.commands import TrainRound
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.revocation import Revocation
 from edge_client.training.trainer_handle import Failed, Noted
 from fedcg.errors import NOT_CONNECTED
 from fedcg.wire.messages.messages import (
+    COORDINATOR,
     Accept,
     Decline,
     DeclineReason,
@@ -29,6 +32,7 @@ from fedcg.wire.messages.messages import (
 )
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField
+from fedcg.wire.transport.memory import MemoryBroker
 from fedcg.worker_process import Exited
 from tests.support.edge.world import (
     DEVICE,
@@ -51,7 +55,7 @@ def aggregate(world: World, round_number: int = 0) -> bytes:
 
 
 def open_round(world: World, round_number: int = 1, attempt: int = 1) -> None:
-    world.coordinator.offer(world.spec, aggregate(world), round_number, attempt)
+    world.coordinator.offer(world.spec, aggregate(world, round_number - 1), round_number, attempt)
     world.coordinator.invite(round_number, attempt)
 
 
@@ -225,6 +229,27 @@ def test_a_device_follows_a_coordinator_that_went_back_and_names_the_round_that_
     assert coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
     open_round(world, 2)
     assert coordinator.wait(Manifest).at == RoundAttempt(2, 1)
+    assert world.events("refused") == [], "an aggregate that was deleted as one of an earlier round is fetched again"
+
+
+def test_a_device_that_the_broker_lets_publish_nothing_more_is_in_no_session_until_it_is_answered_again(
+    make_world: MakeWorld,
+) -> None:
+    listed = {DEVICE, COORDINATOR}
+    broker = MemoryBroker(lambda identity, _action, _topic: identity in listed)
+    world = make_world(broker=broker, clock_speed=20.0)  # a heartbeat is due after 1.5 s
+    world.connect()
+    world.coordinator.work_until(lambda: bool(world.events("welcomed")), "a session")
+
+    def is_in_session() -> object:
+        return ask_agent(world.store.root, StatusRequest())["in_session"]
+
+    assert is_in_session()
+    listed.remove(DEVICE)  # as by a coordinator that was restored from a backup without it
+    wait_until(lambda: not is_in_session(), "the next heartbeat is refused")
+    listed.add(DEVICE)
+    world.coordinator.work_until(lambda: len(world.events("welcomed")) == 2, "the next hello is answered")
+    assert is_in_session()
 
 
 def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_world: MakeWorld) -> None:

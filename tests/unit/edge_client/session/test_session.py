@@ -27,11 +27,11 @@ from edge_client.session.events import (
     Chosen,
     ConsentChanged,
     CoordinatorSeen,
-    DownloadSilent,
     Invited,
     LinkChanged,
     ObstacleChanged,
     RoundCommitted,
+    SessionLost,
     SpecChecked,
     Stopping,
     SumReady,
@@ -147,7 +147,7 @@ def test_a_manifest_that_nobody_answers_for_six_seconds_opens_a_new_session(trai
 
 
 def test_silence_while_downloading_opens_a_new_session(ready: SessionState) -> None:
-    assert drive(ready, DownloadSilent())[1] == [SendHello()]
+    assert drive(ready, SessionLost())[1] == [SendHello()]
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
