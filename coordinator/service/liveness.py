@@ -105,12 +105,20 @@ class Liveness:
             self._presence.note(device, online=True)
         self._round_driver.apply(CameOnline(device))
 
-    def mark_offline(self, device: str, reason: str, unseen_s: float = 0.0) -> None:
-        """A device that was last seen so many seconds ago is offline, if it was online."""
+    def mark_offline(self, device: str, reason: str, now: float) -> None:
+        """A device is offline, if it was online."""
         if self.is_online(device):
             self._events.write("offline", client=device, reason=reason)
-            self._presence.note(device, reason, online=False, unseen_s=unseen_s)
+            self.note_gone(device, reason, now)
             self._round_driver.apply(WentOffline(device))
+
+    def note_gone(self, device: str, reason: str, now: float) -> None:
+        """Store that a device goes, if it was online, and when its last message or chunk came."""
+        if self.is_online(device):
+            self.mark_seen(device, self._receiver.last_seen_at(device))
+            promise = self._promises.get(device)
+            unseen_s = 0.0 if promise is None else now - promise.last_seen_at
+            self._presence.note(device, reason, online=False, unseen_s=unseen_s)
 
     def expect(self, device: str, every_s: float | None, now: float) -> None:
         """Expect a heartbeat of a device every `every_s` seconds; None for a device that promised none."""
@@ -138,6 +146,5 @@ class Liveness:
         for device in sorted(self._round_driver.state.online & self._promises.keys()):
             self.mark_seen(device, self._receiver.last_seen_at(device))
             promise = self._promises[device]
-            unseen_s = now - promise.last_seen_at
-            if unseen_s > MISSED * promise.every_s:
-                self.mark_offline(device, "it missed its heartbeats", unseen_s)
+            if now - promise.last_seen_at > MISSED * promise.every_s:
+                self.mark_offline(device, "it missed its heartbeats", now)

@@ -19,6 +19,7 @@ from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.records import DeviceState, ParticipantState
 from coordinator.rounds.round_engine import Phase
 from coordinator.rounds.round_events import Barred, Departed, Expected
+from coordinator.service.liveness import Liveness
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.updates.receiver import Receiver
@@ -41,6 +42,7 @@ class MemberRefresh:
         round_driver: drives the rounds.
         publisher: publishes.
         cohorts: the marks of cohort secrets.
+        liveness: stores when devices went.
         run_in_background: does work that waits for the lock of the members or for the broker, in order.
     """
 
@@ -52,6 +54,7 @@ class MemberRefresh:
         round_driver: RoundDriver,
         publisher: Publisher,
         cohorts: Cohorts,
+        liveness: Liveness,
         run_in_background: RunInBackground,
     ) -> None:
         self._context = context
@@ -61,6 +64,7 @@ class MemberRefresh:
         self._publisher = publisher
         self._run_in_background = run_in_background
         self._cohorts = cohorts
+        self._liveness = liveness
         self._silenced: frozenset[str] = frozenset()
         self._read_at = 0.0
         self._shut_out_at: float | None = None
@@ -158,6 +162,7 @@ class MemberRefresh:
     def _departed(self, device: str, reason: str = "the device is no member any more") -> None:
         state = self._round_driver.state
         self._receiver.forget(device)
+        self._liveness.note_gone(device, reason, time.monotonic())
         if state.phase is Phase.COLLECTING and device in state.outstanding:
             key = (self._context.federation.id, state.round, state.attempt)
             self._context.store.answer(key, device, ParticipantState.DECLINED, reason)

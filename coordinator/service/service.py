@@ -119,6 +119,8 @@ class Service:
         self._readers = ThreadPoolExecutor(1, "artifacts")
         read = partial(self._run_on, self._readers)
         self._requests = ArtifactRequests(self.published, self._publisher.chunks, read)
+        self._presence = PresenceLog(context.store, context.federation.id, context.clock)
+        self._liveness = Liveness(self.round_driver, self.receiver, context.events, self._presence)
         self._members_pool = ThreadPoolExecutor(1, "members")
         self._members = MemberRefresh(
             context,
@@ -127,12 +129,11 @@ class Service:
             self.round_driver,
             self._publisher,
             self.cohorts,
+            self._liveness,
             partial(self._run_on, self._members_pool),
         )
         self.floods = FloodLimits()
         self._topics = topics
-        self._presence = PresenceLog(context.store, context.federation.id, context.clock)
-        self._liveness = Liveness(self.round_driver, self.receiver, context.events, self._presence)
         self._board = ProgressBoard()
         self.conditions = ConditionBoard(context.store, context.federation.id)
         self._down_since: float | None = None
@@ -294,7 +295,7 @@ class Service:
         self._liveness.mark_seen(device, time.monotonic())
         if isinstance(message, DeviceStatus):
             if not message.online:
-                self._liveness.mark_offline(device, "it ended its session, or the broker lost it")
+                self._liveness.mark_offline(device, "it ended its session, or the broker lost it", time.monotonic())
         elif isinstance(message, Hello):
             self._hello(device, message)
         elif isinstance(message, Leave):

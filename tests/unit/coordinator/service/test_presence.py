@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from coordinator.facts.devices import device_facts, device_history
+from coordinator.facts.known import Known
+from coordinator.rounds.records import DeviceState
 from coordinator.rounds.round_events import WentOffline
 from coordinator.service.liveness import MISSED, PRUNE_EVERY, Liveness, PresenceLog
 from coordinator.storage.presence_store import PresenceRecord
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.messages import COORDINATOR, Welcome
+from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Welcome
 from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
 
@@ -74,6 +77,31 @@ def test_a_dead_link_of_the_coordinator_is_not_held_against_a_device(
         assert running.service.state.online == {"a"}
         assert world.wait_event("offline")["reason"] == "it missed its heartbeats"
     assert world.events("offline")[0]["t"] - world.events("link")[-1]["t"] > 0.9
+
+
+def test_of_a_device_that_is_revoked_while_it_is_online_the_time_of_its_last_message_is_kept(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    device = world.devices["a"]
+    device.heartbeat_s = 60
+    with RunningService(world) as running:
+        device.start()
+        wait_until(lambda: running.service.state.online == {"a"}, "it is online")
+        came = world.store.devices()[0].last_seen_at
+        assert came is not None
+        wait_until(lambda: time.time() - came > 0.5, "some time passes")
+        with device.lock:
+            device.tell(Heartbeat(**device._addressed()))
+        sent = time.time()
+        world.store.register.end_membership("a", DeviceState.REVOKED, "stolen", time.time())
+        wait_until(lambda: running.service.state.online == set(), "the register is read again")
+        known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+        (facts,) = (each for each in device_facts(known) if each.device == "a")
+        history = device_history(known, "a")
+    assert facts.state == "revoked"
+    assert facts.seen_at == pytest.approx(sent, abs=0.4)
+    assert history.presence["tiny"][-1].state == "offline"
 
 
 def test_a_device_that_comes_and_goes_all_the_time_does_not_fill_the_database(
