@@ -299,8 +299,7 @@ def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) 
 def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:
     """Devices remember a later epoch or round than this coordinator has reached: its state is an older one."""
     remembered = sorted(item for item in dict(service.conditions.remembered).items() if item[0] in state.pace.expected)
-    refusing = [device for device, (_, _, key) in remembered if key is not None and not service.has_key(key)]
-    if refusing:
+    if refusing := [device for device, (_, _, has_key) in remembered if not has_key]:
         what = f"{_named(refusing)} accept a later message key than this coordinator has, and refuse all that it sends"
         yield Problem("older message key", record.id, what, OLD_KEY_REMEDY, is_severe=True)
     ahead = {

@@ -116,10 +116,10 @@ class Publisher:
         message = status_message(self._topics.federation, self._epoch, online=online)
         return self._publish(self._topics.coordinator, self._seal(message), retain=True)
 
-    def has_key(self, key: str) -> bool:
-        """Whether a message key, in hex, is the one in use or one that it replaced."""
+    def has_key(self, key: str | None) -> bool:
+        """Whether a message key that a hello names, in hex, is the one in use or one that it replaced; None is of a hello that names none."""
         identity = self._signing_identity
-        return key in (identity.key.public.hex, *(link.old for link in identity.links))
+        return key in (None, identity.key.public.hex, *(link.old for link in identity.links))
 
     def use(self, signing_identity: SigningIdentity) -> bool:
         """Sign with this key from now on; a new one is published first, and again on a new link before anything else.

@@ -17,7 +17,7 @@ class ConditionBoard:
     Attributes:
         clock_ahead_s: by device, how far its clock is ahead of the coordinator's, in seconds; behind is negative.
         readings: by device, of its sensors, and when they came; left out of the database, as each session brings new ones.
-        remembered: by device, the highest epoch, the last trained round and the coordinator's message key of its last hello.
+        remembered: by device, from its last hello, the highest epoch, the last trained round, and whether this coordinator has the key that it accepts.
         doubled_at: by device, when an agent process of it came back after another one had reported: both are alive.
     """
 
@@ -28,7 +28,7 @@ class ConditionBoard:
         self._kept: dict[str, str] = {}
         self.clock_ahead_s: dict[str, float] = {}
         self.readings: dict[str, tuple[float, Readings]] = {}
-        self.remembered: dict[str, tuple[int, int, str | None]] = {}
+        self.remembered: dict[str, tuple[int, int, bool]] = {}
         self.doubled_at: dict[str, float] = {}
 
     def note(self, device: str, report: SelfReport, now: float, *, is_delayed: bool) -> None:

@@ -176,10 +176,6 @@ class Service:
         """Messages of a device refused since the start."""
         return self._refusals.of(device)
 
-    def has_key(self, key: str) -> bool:
-        """Whether a message key is this coordinator's, or one that it replaced: devices that accept another one refuse its messages."""
-        return self._publisher.has_key(key)
-
     @property
     def progress(self) -> dict[str, DeviceProgress]:
         """How far the training of each participant is that is online and has not delivered; from any thread."""
@@ -334,7 +330,7 @@ class Service:
             return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self.invitations.forget(device)
-        self.conditions.remembered[device] = hello.epoch, hello.round, hello.key
+        self.conditions.remembered[device] = hello.epoch, hello.round, self._publisher.has_key(hello.key)
         now = self._context.clock()
         self._context.store.saw_device(device, now, hello.agent)
         if unlike := self.cohorts.note(device, hello.cohort):

@@ -94,6 +94,7 @@ class EventReporter:
         self._cohort = CohortVerdict.ALONE
         self._down_at: float | None = None
         self._hellos = 0
+        self._invited: RoundAttempt | None = None
 
     def report(self, event: Event) -> None:
         """Record the next event of the state machine."""
@@ -108,7 +109,8 @@ class EventReporter:
         elif isinstance(event, Offered):
             self.rounds = event.offer.rounds
             self._events.write("offer", **self._at(event.offer.at), live=event.live)
-        elif isinstance(event, Invited):
+        elif isinstance(event, Invited) and event.round_attempt != self._invited:  # reminders come every few seconds
+            self._invited = event.round_attempt
             self._events.write("invited", **self._at(event.round_attempt))
 
     def _at(self, attempt: RoundAttempt) -> dict[str, int]:

@@ -193,6 +193,7 @@ class OwnerControl:
             "trainer": state.trainer.value,
             "offered": None if state.offered is None else str(state.offered),
             "obstacle": None if state.obstacle is None else state.obstacle.value,
+            "bytes_today": self.traffic.today().model_dump(include={"up", "down"}),
         }
 
 

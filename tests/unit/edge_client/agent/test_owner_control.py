@@ -7,6 +7,7 @@ import time
 import pytest
 
 from edge_client.agent.control_socket import ask_agent
+from edge_client.cli.status import read_status
 from edge_client.config import PolicySection
 from edge_client.errors import OwnerRequestError, StoreError
 from edge_client.messaging.owner_requests import (
@@ -129,6 +130,21 @@ def test_the_device_reports_that_it_is_paused(make_world: MakeWorld) -> None:
     assert world.coordinator.wait(SelfReport).condition.paused is True
     ask_agent(world.config.store, ResumeRequest())
     assert world.coordinator.wait(SelfReport).condition.paused is None
+
+
+def test_while_an_approval_is_awaited_reminders_are_logged_once_and_bytes_are_counted_as_they_come(
+    make_world: MakeWorld,
+) -> None:
+    world = connected(make_world, policy=CLASSIFIER_ONLY)
+    open_round(world)
+    for _ in range(3):  # the coordinator reminds it every 5 seconds
+        assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
+        world.coordinator.invite(1)
+    world.coordinator.wait(Decline)
+    assert [event["round"] for event in world.events("invited")] == [1]
+    assert read_status(world.config)["bytes_today"] == {"up": 0, "down": len(world.spec.canonical())}
+    world.stop_agent()
+    assert read_status(world.config)["bytes_today"] == {"up": 0, "down": len(world.spec.canonical())}
 
 
 def test_a_spec_beyond_the_policy_waits_and_is_accepted_once_exactly_it_is_approved(make_world: MakeWorld) -> None:
