@@ -265,7 +265,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
     outsiders = service.cohorts.outsiders()
     if len(outsiders) < len(state.online):  # else no device has a secret, which is a choice and not a problem
         for device, why in outsiders.items():
-            yield Problem("cohort differs", f"{device} in {record.id}", why, COHORT_ADVICE, device=device)
+            yield Problem("cohort differs", f"{device} in {record.id}", why, f"{COHORT_ADVICE}.", device=device)
     if (failure := service.sums.failure) is not None:
         what = f"round {failure.round} went on without the sum over its devices: {failure.reason}"
         yield Problem(

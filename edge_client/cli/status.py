@@ -80,9 +80,8 @@ def read_status(config: AgentConfig) -> Status:
         **_live(config.store),
         "model": "",
     }
-    status["bytes_today"] = status.pop(
-        "agent_bytes_today", status["bytes_today"]
-    )  # the file lags behind a running agent
+    # The file lags behind a running agent.
+    status["bytes_today"] = status.pop("agent_bytes_today", status["bytes_today"])
     with contextlib.suppress(ExportError):
         current = Slots(config.store / "models").current()
         status |= {"model": str(current), "model_accuracy": read_manifest(current).verification.accuracy_onnx}

@@ -222,10 +222,8 @@ def _certificate_renewed(event: Event) -> Line:
 def _cohort(event: Event) -> Line | None:
     if event.get("others") != "different":
         return None
-    advice = (
-        f"private networks start apart and merge badly; compare `fedcg cohort status` on all devices. {COHORT_ADVICE}"
-    )
-    return WARNING, f"other devices have another cohort secret: {advice}"
+    advice = "private networks start apart and merge badly; compare `fedcg cohort status` on all devices"
+    return WARNING, f"other devices have another cohort secret: {advice}. {COHORT_ADVICE}"
 
 
 def _trainer_died(event: Event) -> Line:
