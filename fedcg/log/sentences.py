@@ -19,8 +19,8 @@ LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
 Event = Mapping[str, Any]
 
 COHORT_ADVICE = (
-    "On the device that differs: stop the agent, `fedcg cohort join` with the code that `fedcg cohort create` printed on the first device, "
-    "start the agent. One that has trained, or has another secret, needs an empty store before `join`: `mv STORE STORE.before`. "
+    "On the device that differs: stop the agent, `fedcg cohort join --config AGENT.TOML` with the code of `fedcg cohort create` on the "
+    "first one, start the agent. One that has trained, or has another secret, needs an empty store before `join`: `mv STORE STORE.before`. "
     "Its private networks begin anew then"
 )
 DECLINE_ADVICE = {

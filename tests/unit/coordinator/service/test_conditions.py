@@ -284,7 +284,9 @@ def test_a_device_outside_the_cohort_is_a_problem_whose_remedy_also_holds_after_
         known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
         (found,) = (each for each in open_problems(known) if each.kind == "cohort differs")
     assert (found.device, found.what) == ("c", "it has no cohort secret")
-    assert found.remedy.index("`fedcg cohort join`") < found.remedy.index("has trained, or has another secret")
+    assert found.remedy.index("`fedcg cohort join --config AGENT.TOML`") < found.remedy.index(
+        "has trained, or has another secret"
+    )
     assert "`mv STORE STORE.before`" in found.remedy
 
 
