@@ -300,7 +300,7 @@ def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Serv
     """Devices remember a later epoch or round than this coordinator has reached: its state is an older one."""
     remembered = sorted(item for item in dict(service.conditions.remembered).items() if item[0] in state.pace.expected)
     if refusing := [device for device, (_, _, has_key) in remembered if not has_key]:
-        what = f"{_named(refusing)} accept a later message key than this coordinator has, and refuse all that it sends"
+        what = f"these devices accept a later message key than this coordinator has, and refuse all that it sends: {_named(refusing)}"
         yield Problem("older message key", record.id, what, OLD_KEY_REMEDY, is_severe=True)
     ahead = {
         device: (epoch, trained)
