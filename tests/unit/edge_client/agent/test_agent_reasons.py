@@ -101,7 +101,7 @@ def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
     world.start_agent()
     for _ in range(event_reporter.UNANSWERED_HELLOS + 2):
         world.coordinator.wait(Hello)
-    assert caplog.text.count("the coordinator does not answer: it does not run, this device was revoked") == 1
+    assert caplog.text.count("the coordinator does not answer: it does not run, this federation is not started") == 1
     assert "fedcg doctor" in str(status(world)["link_problem"])
     world.coordinator.answers_hello = True
     world.coordinator.work_until(lambda: status(world)["link_problem"] is None, "the answer ends the problem")
