@@ -269,11 +269,11 @@ def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with
         sorted(lines[1:]),
         (
             "deadline_s: must be less than or equal to 31622400 (above 0 to 31622400; ",
-            "max_clients: must be a valid integer",
+            "max_clients: must be a whole number",
             "min_clients: must be greater than or equal to 1 (1 to 100000; ",
             "nonsense: there is no such setting (known: rounds, min_clients, ",
             "pace: must be 'equal-steps' or 'equal-time' (",
-            "rounds: must be a valid integer (1 to 100000; ",
+            "rounds: must be a whole number (1 to 100000; ",
         ),
         strict=True,
     ):
