@@ -206,7 +206,7 @@ def test_more_requests_than_the_queue_takes_are_refused_by_name(
     [
         (["--name", "no/slash"], "can't be part of a topic"),
         (["--name", "line-1", "--ca", "ca.pem"], "all of --ca, --cert and --key"),
-        (["--name", "line-1"], "plain text needs"),
+        (["--name", "line-1"], "no TLS files for the broker"),
         (["--name", "line-1", "--insecure", "--host", "broker.example"], "loopback"),
     ],
 )

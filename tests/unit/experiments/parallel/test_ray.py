@@ -50,7 +50,7 @@ def test_without_the_package_the_command_names_the_extra_and_makes_nothing(
     monkeypatch.setattr(sys, "argv", ["fedcg", "simulate", *TINY.split(), "--ray", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert stop.value.code == 1
+    assert stop.value.code == 2
     assert "pip install 'fedcg-edge[ray]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
