@@ -24,8 +24,8 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
+from fedcg.learning.training.batches import extract_features, generate
 from fedcg.learning.training.optimisers import adam
-from fedcg.learning.training.training_loop import extract_features, generate
 from fedcg.wire.parts import Part
 
 _NAME = "memorisation"

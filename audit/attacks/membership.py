@@ -25,7 +25,7 @@ from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
-from fedcg.learning.training.training_loop import generate
+from fedcg.learning.training.batches import generate
 from fedcg.wire.parts import Part
 
 _RATES = ((0.01, 100), (0.001, 10_000))  # false positive rates, and how many non-members a figure at each takes

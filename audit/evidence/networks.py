@@ -11,7 +11,7 @@ from torch import nn
 
 from audit.evidence.case import Knowledge, View
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import ClientState, RoundContext, Weights
+from fedcg.learning.method import ClientState, RoundContext, TrainingParams, Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.initial_weights import shadow_spec
 from fedcg.learning.networks.layers.layer_randomness import lent_generators
@@ -19,9 +19,11 @@ from fedcg.learning.networks.layers.pooled import AveragedConv2d, MaxedConv2d
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, ParameterValue
+from fedcg.learning.training.augmentation import Augmenter
+from fedcg.learning.training.batches import image_tensors, local_batches
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.optimisers import adam
-from fedcg.learning.training.training_loop import image_blocks, slices
+from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
 from fedcg.wire.parts import Part, Report
 
 _POOLS: Mapping[type[nn.Module], Callable[[], nn.Module]] = {
@@ -158,16 +160,22 @@ def assembled(view: View, source: Extractor, streams: Streams, epochs: int = 20)
 def _surrogate(
     spec: FederationSpec, start: Weights, classifier: Weights, images: ImageSet, streams: Streams, epochs: int
 ) -> Weights:
-    extractor = load_part(spec, Part.EXTRACTOR, start).train()
-    judge = load_part(spec, Part.CLASSIFIER, classifier).eval()
+    extractor = load_part(spec, Part.EXTRACTOR, start)
+    ctx = RoundContext(spec, 1, 1, 1, streams.at("surrogate"))
+    params = TrainingParams(epochs=epochs, batch_size=_SURROGATE_BATCH)
+    of_images = image_tensors(images, spec, Augmenter(spec, ctx.streams))
+
+    def step(nets: Nets, batch: Tensors) -> Descents:
+        shown, labels = batch
+        loss = cross_entropy(nets[Part.CLASSIFIER](nets[Part.EXTRACTOR](shown)), labels)
+        yield Descent(Part.EXTRACTOR, lambda: loss)
+        return (loss,)
+
+    networks = {"extractor": extractor, "classifier": load_part(spec, Part.CLASSIFIER, classifier)}
     optimiser = adam(extractor.parameters(), _SURROGATE_LR, 0.0)
-    steps = epochs * -(-len(images) // _SURROGATE_BATCH)
-    for block in image_blocks(images, spec, _SURROGATE_BATCH, steps, streams.at("surrogate")):
-        for rows in slices(len(block.labels), _SURROGATE_BATCH):
-            loss = cross_entropy(judge(extractor(block.images[rows])), block.labels[rows])
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
+    trained = {"extractor": Trained(("extractor",), optimiser)}
+    batches = local_batches("classify", len(images), params, ctx, of_images)
+    run_stage(Stage("classify", ("surrogate",), networks, trained, batches, step), ctx)
     return weights_of(extractor)
 
 

@@ -31,8 +31,8 @@ from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, feature_shape, load_part, weights_of
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.batches import generate, steps_of
 from fedcg.learning.training.optimisers import task_optimiser
-from fedcg.learning.training.training_loop import generate, steps_of
 from fedcg.wire.parts import Part
 
 HEADLINE = "together"

@@ -14,7 +14,7 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
-from fedcg.learning.training.training_loop import frozen_rows, generate
+from fedcg.learning.training.batches import frozen_rows, generate
 from fedcg.wire.artifacts.tensors import PartArrays
 from fedcg.wire.parts import Part
 

@@ -57,8 +57,8 @@ from fedcg.learning.round_checkpoint import RoundCheckpoint
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
+from fedcg.learning.training.batches import paced
 from fedcg.learning.training.evaluation import generator_figures
-from fedcg.learning.training.training_loop import paced
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt

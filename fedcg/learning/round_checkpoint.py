@@ -144,13 +144,14 @@ def _state(kept: Mapping[str, Kept]) -> dict[str, torch.Tensor]:
             state = {"state": one.get_state()}
         else:
             state = optimiser_state(one)
-        tensors |= {f"{name}/{key}": value.detach().cpu().clone().contiguous() for key, value in state.items()}
+        # Not an f-string: it would write the member's name for a `Part` (and Python 3.10 its value).
+        tensors |= {name + "/" + key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
     return tensors
 
 
 def _restore(kept: Mapping[str, Kept], saved: Tensors) -> None:
     for name, one in kept.items():
-        state = {key[len(name) + 1 :]: value for key, value in saved.items() if key.startswith(f"{name}/")}
+        state = {key[len(name) + 1 :]: value for key, value in saved.items() if key.startswith(name + "/")}
         if isinstance(one, nn.Module):
             one.load_state_dict(state)
         elif isinstance(one, Restorable):

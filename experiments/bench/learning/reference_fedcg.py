@@ -31,6 +31,7 @@ from fedcg.learning.networks.layers.small_maps import MapBatchNorm2d, SmallConvT
 from fedcg.learning.networks.layers.spectral import SpectralConv2d, SpectralLinear
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.augmentation import Augmentation, Augmenter
+from fedcg.learning.training.batches import index_blocks, slices, steps_of
 from fedcg.learning.training.losses import (
     cross_entropy,
     discriminator_loss,
@@ -40,7 +41,6 @@ from fedcg.learning.training.losses import (
     mode_seeking,
     paired_labels,
 )
-from fedcg.learning.training.training_loop import index_blocks, slices, steps_of
 
 _GAN_BETAS = (0.5, 0.999)
 

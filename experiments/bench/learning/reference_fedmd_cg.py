@@ -18,8 +18,8 @@ from fedcg.learning.method import RoundContext
 from fedcg.learning.methods.fedmd_cg import FedmdCgParams, class_scale, ramp
 from fedcg.learning.networks import Networks
 from fedcg.learning.training.augmentation import Augmenter
+from fedcg.learning.training.batches import index_blocks, slices, steps_of
 from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
-from fedcg.learning.training.training_loop import index_blocks, slices, steps_of
 
 Replay = tuple[torch.Tensor, torch.Tensor]
 """Noise [B, q] and labels [B] to replay."""

@@ -22,7 +22,6 @@ from fedcg.learning.aggregation.distillation import (
     Distillation,
     Ensemble,
     Pair,
-    Rows,
     draw_bank,
     teacher_logits,
     train_student,
@@ -35,8 +34,10 @@ from fedcg.learning.networks import NETWORKS, Networks, load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice
+from fedcg.learning.training.batches import FeatureSource
+from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.losses import kl_teacher_student
-from fedcg.learning.training.training_loop import FeatureSource, train_classifier
+from fedcg.learning.training.stage import Nets, Tensors, run_stage
 
 _CLASSES = tuple("abcdefghij")
 _COLOUR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
@@ -149,7 +150,7 @@ def work_of(setting: Setting, stage: Stage, steps: int) -> Callable[[], object]:
         penalty = fedcg.feature_penalty(nets.generator, fedcg.gamma(ctx.round, params), ctx)
         return lambda: train_classifier(nets.extractor, nets.classifier, data, params, ctx, penalty)
     source = FeatureSource(nets.extractor, data, ctx.spec)
-    return lambda: fedcg.train_gan(nets.generator, nets.discriminator, source, params, ctx)
+    return lambda: run_stage(fedcg.adversarial(nets.generator, nets.discriminator, source, params, ctx), ctx)
 
 
 def _server_work(nets: Networks, stage: Stage, setting: Setting, steps: int, ctx: RoundContext) -> Callable[[], object]:
@@ -169,7 +170,10 @@ def _server_work(nets: Networks, stage: Stage, setting: Setting, steps: int, ctx
         return lambda: ensemble.add(1, teacher_logits(student, bank, ctx))
     target = ensemble.logits().to(ctx.device)
 
-    def loss_of(rows: Rows, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return kl_teacher_student(target[rows], logits)
+    def loss_of(nets: Nets, features: torch.Tensor, logits: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
+        return kl_teacher_student(taught, logits)
 
-    return lambda: train_student(student, bank, settings, ctx, loss_of, by_index=True)
+    def beside(rows: slice) -> Tensors:
+        return (target[rows],)
+
+    return lambda: train_student(student, bank, settings, ctx, loss_of, beside)

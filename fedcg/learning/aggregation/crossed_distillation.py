@@ -42,8 +42,9 @@ from fedcg.learning.aggregation.exact_sum import ExactSum
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
+from fedcg.learning.training.batches import BLOCK_ROWS
 from fedcg.learning.training.losses import Divergence
-from fedcg.learning.training.training_loop import BLOCK_ROWS
+from fedcg.learning.training.stage import Nets, Tensors
 from fedcg.wire.parts import Part
 
 HEATS = 4  # classifiers that a batch needs where clients are alike; fewer would make a step one client's output
@@ -343,11 +344,23 @@ class CrossedAggregator:
         row_weights = importance(p, taught_bank.q, taught_bank.bank.labels).to(self._ctx.device)
         student = load_pair(merged.parts, self._ctx)
 
-        def loss_of(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            losses = crossed_loss(features, logits, mean[rows], outputs(rows), student.classifier, divergence)
-            return (row_weights[rows] * losses).mean()
+        def loss_of(
+            nets: Nets,
+            features: torch.Tensor,
+            logits: torch.Tensor,
+            taught: torch.Tensor,
+            weight: torch.Tensor,
+            at: torch.Tensor,
+        ) -> torch.Tensor:
+            others = outputs(slice(int(at[0]), int(at[-1]) + 1))
+            losses = crossed_loss(features, logits, taught, others, nets[Part.CLASSIFIER], divergence)
+            return (weight * losses).mean()
 
-        parts = train_student(student, taught_bank.bank, self._settings, self._ctx, loss_of)
+        def beside(rows: slice) -> Tensors:
+            return mean[rows], row_weights[rows], torch.arange(rows.start, rows.stop)
+
+        bank = taught_bank.bank
+        parts = train_student(student, bank, self._settings, self._ctx, loss_of, beside, is_pure=False)
         aggregate = Aggregate(parts, tuple(p.tolist()))
         return aggregate, ServerState(aggregate)
 

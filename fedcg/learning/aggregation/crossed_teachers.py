@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fedcg.learning.aggregation.distillation import Bank, Pair
+from fedcg.learning.training.batches import generate
 from fedcg.learning.training.losses import Divergence
-from fedcg.learning.training.training_loop import generate
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,19 +30,16 @@ from fedcg.learning.method import (
     Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.seeds import Streams
-from fedcg.learning.training.cuda_graph import graphed, on_cuda
-from fedcg.learning.training.losses import LossMeter, kl_rows
+from fedcg.learning.training.batches import BLOCK_ROWS, frozen_rows, slices
+from fedcg.learning.training.losses import kl_rows
 from fedcg.learning.training.optimisers import adam
-from fedcg.learning.training.precision import in_precision
-from fedcg.learning.training.training_loop import frozen_rows, slices
+from fedcg.learning.training.stage import Batches, Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
 from fedcg.wire.parts import Part
 
 SHARED = frozenset({Part.GENERATOR, Part.CLASSIFIER})
 _CHECK_STEPS = 200
-LOSSES = 20
-"""So often the loss of a distillation is looked at while it runs."""
+_STUDENT = "student"
 FLAT = 0.99
 """A loss is flat when it is more than this share of the least one before it."""
 
@@ -149,65 +145,53 @@ def teacher_logits(teacher: Pair, bank: Bank, ctx: RoundContext, watch: Watch | 
     return torch.cat(logits)
 
 
-Rows = slice | torch.Tensor
-"""Rows of a bank: a slice, or their indices [B] int64 on the device, which a CUDA graph takes as an input of each step."""
-
-StudentLoss = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
+BankLoss = Callable[[Nets, Tensors], torch.Tensor]
+"""(networks by name, a batch's tensors) -> the loss; it refers to no tensor but through its arguments."""
 
 
-def distil(
-    modules: Sequence[nn.Module],
-    loss_at: Callable[[slice], torch.Tensor] | Callable[[Rows], torch.Tensor],
-    rows: int,
+def distillation(
+    networks: Mapping[str, nn.Module],
+    loss_of: BankLoss,
+    tensors_of: Callable[[slice], Tensors],
     settings: Distillation,
     ctx: RoundContext,
     *,
-    by_index: bool = False,
-) -> None:
-    """Train some modules together, in train mode, with Adam: one step per batch of rows, in order.
+    frozen: Mapping[str, nn.Module] | None = None,
+    at_once: int = BLOCK_ROWS,
+    is_pure: bool = True,
+) -> Stage:
+    """The training of some networks together, one step per batch of rows, in order, with Adam.
 
     Args:
-        modules: trained in place.
-        loss_at: loss of the bank's (or public set's) rows in a slice.
-        rows: how many rows there are.
-        settings: batch, learning rate, weight decay.
-        ctx: device, progress.
-        by_index: `loss_at` takes indices [B] int64 as well, and computes with tensors alone: on a CUDA device the whole step
-            then runs under a CUDA graph.
-
-    Raises:
-        DivergedError: the loss is not finite or exploded.
+        networks: trained in place.
+        loss_of: of one batch.
+        tensors_of: (rows of the bank, or of a public set) -> their tensors, each [R, ...].
+        settings: batches, learning rate, weight decay, when to end early.
+        ctx: device.
+        frozen: networks that the loss uses and nothing changes, by name.
+        at_once: rows of a block.
+        is_pure: as of `Stage`.
     """
-    for module in modules:
-        module.train()
-    weights = [parameter for module in modules for parameter in module.parameters()]
+
+    def step(nets: Nets, batch: Tensors) -> Descents:
+        loss = yield Descent(_STUDENT, rest=lambda: loss_of(nets, batch))
+        assert loss is not None
+        return (loss,)
+
+    block_rows = max(1, at_once // settings.batch) * settings.batch
+    weights = [parameter for network in networks.values() for parameter in network.parameters()]
     optimiser = adam(weights, settings.lr, settings.weight_decay)
-    meter = LossMeter("distillation", ctx.device)
-
-    def take_step(some: Any) -> torch.Tensor:
-        loss = loss_at(some)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        optimiser.step()
-        return loss
-
-    with seeded_layers(ctx, "distil"):
-        order = torch.arange(rows if by_index else 0, device=ctx.device)
-        on_graph = by_index and ctx.graphs and on_cuda([order])
-        window, least = settings.flat_steps or _CHECK_STEPS, math.inf
-        step_at = graphed(take_step, modules, [optimiser], settings.iterations) if on_graph else take_step
-        every = max(1, settings.iterations // LOSSES)
-        for step, some in enumerate(slices(rows, settings.batch), start=1):
-            meter.add(step_at(order[some] if on_graph else some))
-            if step % every == 0 or step == settings.iterations:
-                ctx.watch_loss(meter.look())
-            mean = meter.check() if step % window == 0 else None
-            is_flat = settings.flat_steps > 0 and mean is not None and mean > FLAT * least
-            least = min(least, mean if mean is not None else least)
-            ctx.progress("distil", step, step if is_flat else settings.iterations)
-            if is_flat:
-                break
-    meter.check()
+    blocks = (tensors_of(rows) for rows in slices(settings.rows, block_rows))
+    return Stage(
+        name="distil",
+        losses=("distillation",),
+        networks={**networks, **(frozen or {})},
+        trained={_STUDENT: Trained(tuple(networks), optimiser, sees_images=False)},
+        batches=Batches(blocks, settings.iterations, settings.batch, check_every=settings.flat_steps or _CHECK_STEPS),
+        step=step,
+        is_pure=is_pure,
+        until=lambda mean, least: settings.flat_steps > 0 and mean > FLAT * least,
+    )
 
 
 def train_student(
@@ -215,9 +199,10 @@ def train_student(
     bank: Bank,
     settings: Distillation,
     ctx: RoundContext,
-    loss_of: StudentLoss | Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor],
+    loss_of: Callable[..., torch.Tensor],
+    beside: Callable[[slice], Tensors],
     *,
-    by_index: bool = False,
+    is_pure: bool = True,
 ) -> dict[Part, Weights]:
     """Train generator and classifier together over the bank.
 
@@ -226,8 +211,9 @@ def train_student(
         bank: one batch of rows per iteration, in order.
         settings: batch, learning rate, weight decay.
         ctx: device, progress.
-        loss_of: (rows of the bank, generated features, student logits) -> loss.
-        by_index: as in `distil`.
+        loss_of: (networks by name, generated features, student logits, what `beside` gives of the batch) -> loss.
+        beside: (rows of the bank) -> further tensors [R, ...] on the device, such as targets.
+        is_pure: as of `Stage`.
 
     Returns:
         The student's weights, copied.
@@ -236,13 +222,20 @@ def train_student(
         DivergedError: the loss is not finite or exploded.
     """
     noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
-    generate, classify = (in_precision(network, ctx) for network in (student.generator, student.classifier))
 
-    def loss_at(rows: Any) -> torch.Tensor:
-        features = generate(noise[rows], labels[rows])
-        return loss_of(rows, features, classify(features))
+    def loss_at(nets: Nets, batch: Tensors) -> torch.Tensor:
+        z, y, *targets = batch
+        features = nets[Part.GENERATOR](z, y)
+        return loss_of(nets, features, nets[Part.CLASSIFIER](features), *targets)
 
-    distil([student.generator, student.classifier], loss_at, len(bank), settings, ctx, by_index=by_index)
+    networks = {Part.GENERATOR: student.generator, Part.CLASSIFIER: student.classifier}
+    named = {part.value: network for part, network in networks.items()}
+    run_stage(
+        distillation(
+            named, loss_at, lambda rows: (noise[rows], labels[rows], *beside(rows)), settings, ctx, is_pure=is_pure
+        ),
+        ctx,
+    )
     return student.weights()
 
 
@@ -376,10 +369,14 @@ class EnsembleAggregator:
         counts = [merged.label_counts.get(client) for client in merged.examples]
         weights = row_weights(counts, self._ctx.spec.class_count, bank.labels).to(self._ctx.device)
 
-        def loss_of(rows: Rows, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            return (weights[rows] * kl_rows(target[rows], logits.log_softmax(1))).mean()
+        def loss_of(
+            nets: Nets, features: torch.Tensor, logits: torch.Tensor, taught: torch.Tensor, weight: torch.Tensor
+        ) -> torch.Tensor:
+            return (weight * kl_rows(taught, logits.log_softmax(1))).mean()
 
         student = load_pair(merged.parts, self._ctx)
-        parts = train_student(student, bank, self._settings, self._ctx, loss_of, by_index=True)
+        parts = train_student(
+            student, bank, self._settings, self._ctx, loss_of, lambda rows: (target[rows], weights[rows])
+        )
         aggregate = Aggregate(parts)
         return aggregate, ServerState(aggregate)

@@ -16,7 +16,7 @@ from fedcg.learning.method import Aggregate, ServerState, Spill, Update, Weights
 from fedcg.learning.networks.assembly import feature_shape, split_of
 from fedcg.learning.networks.split import FeatureRange
 from fedcg.learning.spec import FederationSpec, NetworkSpec
-from fedcg.learning.training.training_loop import extract_features
+from fedcg.learning.training.batches import extract_features
 from fedcg.wire.parts import Part, TensorLayout
 
 HELD, PROTOTYPES = "held", "prototypes"

@@ -39,23 +39,22 @@ from fedcg.learning.method import (
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.layers.stacked import can_stack
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
 from fedcg.learning.training.moving_average import MovingAverage, moving_average
-from fedcg.learning.training.private_training import train_task
 from fedcg.learning.training.stacked_training import Learner, train_classifiers
-from fedcg.learning.training.training_loop import PenaltyMaker, no_penalty, with_downloaded_classifier
 from fedcg.wire.parts import Part, Report
 
 PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
 
 Params = TypeVar("Params", bound=TrainingParams)
-PenaltyOf = Callable[[Mapping[Part, nn.Module], Params, RoundContext], PenaltyMaker]
+PenaltyOf = Callable[[Mapping[Part, nn.Module], Params, RoundContext], Penalty | None]
 """(networks as loaded at the start of the round, parameters, context) -> the penalty of the round."""
 MakeAggregator = Callable[[ServerState, RoundContext, Spill], Aggregator]
 
 
-def unpenalised(nets: Mapping[Part, nn.Module], params: TrainingParams, ctx: RoundContext) -> PenaltyMaker:
+def unpenalised(nets: Mapping[Part, nn.Module], params: TrainingParams, ctx: RoundContext) -> Penalty | None:
     """Cross-entropy alone."""
-    return no_penalty
+    return None
 
 
 def averaging_method(
@@ -158,7 +157,8 @@ class LocalHalf(Generic[Params]):
         if isinstance(params, ClassifierParams) and aggregate is not None and Part.CLASSIFIER in aggregate.parts:
             penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], params.aux, ctx)
         average = moving_average(nets, params)
-        loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average=average)
+        after = () if average is None else (average,)
+        loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, after)
         return self._result(nets, data, loss, average)
 
     def rounds_of(self, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[LocalResult | Exception]:

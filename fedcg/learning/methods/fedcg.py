@@ -15,7 +15,6 @@ Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -28,8 +27,6 @@ from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, C
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.dp_sgd import poisson_batches, private_step_count, private_steps, sampling_rate
-from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -46,14 +43,11 @@ from fedcg.learning.methods._averaging import init_client_of, init_server_of, lo
 from fedcg.learning.networks import NETWORKS, load_part
 from fedcg.learning.networks.discriminators import rows_are_independent
 from fedcg.learning.networks.generators import ClassGaussians
-from fedcg.learning.networks.layers.layer_randomness import seeded_layers
-from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.spec import NetworkSpec
-from fedcg.learning.training.augmentation import Augmenter
-from fedcg.learning.training.cuda_graph import Step, graphed
+from fedcg.learning.training.batches import FeatureSource, extract_features, feature_batches, generate, local_steps
+from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
 from fedcg.learning.training.losses import (
     Divergence,
-    LossMeter,
     discriminator_loss,
     fake_loss,
     feature_mse,
@@ -64,20 +58,7 @@ from fedcg.learning.training.losses import (
 )
 from fedcg.learning.training.moving_average import moving_average
 from fedcg.learning.training.optimisers import adam
-from fedcg.learning.training.precision import Network, in_precision
-from fedcg.learning.training.private_training import checked_every, train_task
-from fedcg.learning.training.training_loop import (
-    Block,
-    FeatureSource,
-    Penalty,
-    PenaltyMaker,
-    extract_features,
-    feature_blocks,
-    generate,
-    slices,
-    steps_of,
-    with_downloaded_classifier,
-)
+from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
 from fedcg.wire.parts import Part
 
 PRIVATE = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})
@@ -153,16 +134,14 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     if aggregate is not None:
         penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], params.aux, ctx)
     average = moving_average(nets, params)
-    loss = train_task(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average=average)
+    after = () if average is None else (average,)
+    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, after)
     if params.generator_training == "moments":
         take_moments(nets[Part.GENERATOR], nets[Part.EXTRACTOR], data, ctx)
-        return local_result(nets, SHARED, data, loss, LabelCounts.OPTIONAL, average)
-    is_private = ctx.privacy.dp_sgd is not None
-    steps = private_step_count(params, len(data)) if is_private else steps_of(params, len(data))
-    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, steps * params.batch_size)
-    with seeded_layers(ctx, "generate"):
-        train = train_gan_privately if is_private else train_gan
-        train(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
+    else:
+        draws = local_steps(params, len(data), ctx) * params.batch_size
+        source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, draws)
+        run_stage(adversarial(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx), ctx)
     return local_result(nets, SHARED, data, loss, LabelCounts.OPTIONAL, average)
 
 
@@ -181,164 +160,74 @@ def take_moments(generator: nn.Module, extractor: nn.Module, data: ImageSet, ctx
     generator.fit(torch.cat(features), data.labels.repeat(len(sides)))
 
 
-def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContext) -> PenaltyMaker:
+def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContext) -> Penalty | None:
     """γ · L_dist (eq. 2-3) against the frozen global generator; fresh noise for every image of every epoch."""
+    if weight == 0.0:
+        return None
     stream = ctx.streams.generator("classify", "noise")
 
-    def loss(features: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def loss(nets: Nets, features: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return weight * feature_mse(features, target)
 
-    def per_block(block: Block) -> Penalty | None:
-        if weight == 0.0:
-            return None
-        noise = torch.randn(len(block.labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
-        return Penalty(loss, (generate(global_generator, noise, block.labels),))
+    def draw(images: torch.Tensor, labels: torch.Tensor) -> Tensors:
+        noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
+        return (generate(global_generator, noise, labels),)
 
-    return per_block
+    return Penalty(loss, draw)
 
 
-def train_gan(
+def adversarial(
     generator: nn.Module, discriminator: nn.Module, source: FeatureSource, params: FedcgParams, ctx: RoundContext
-) -> None:
-    """Algorithm 1 lines 10-18: alternate one discriminator and one generator step (eq. 4) on features of the frozen extractor.
+) -> Stage:
+    """Algorithm 1 lines 10-18: one discriminator and one generator step in turn (eq. 4) on features of the frozen extractor.
 
-    Raises:
-        DivergedError: a loss is not finite or exploded.
+    With DP-SGD the discriminator's real rows are clipped; the generator's rows, labels and steps depend on no image.
     """
-    generator.train()
-    discriminator.train()
-    judge, forger = (
-        with_gradient_noise(_gan_adam(network, params), ctx, "generate", part)
-        for part, network in ((Part.DISCRIMINATOR, discriminator), (Part.GENERATOR, generator))
-    )
-    steps, done = steps_of(params, len(source.labels)), 0
-    meter = LossMeter("generator and discriminator", ctx.device)
-    plain = gan_step(in_precision(generator, ctx), discriminator, judge, forger, params)
-    step = graphed(plain, [generator, discriminator], [judge, forger], steps if ctx.graphs else 0)
-    asked = ctx.streams.generator("generate", "asked")
-    kept: dict[str, Kept] = {"generator": generator, "discriminator": discriminator, "judge": judge, "forger": forger}
-    blocks = stage_blocks(ctx, "generate", feature_blocks(source, params, ctx), **kept, loss=meter)
-    for (real, labels, noise), is_new in blocks:
-        inputs: tuple[torch.Tensor, ...] = (real, labels, noise)
-        if ctx.privacy.balance == "logits":
-            inputs = (*inputs, torch.randint(ctx.spec.class_count, labels.shape, generator=asked).to(ctx.device))
-        if not is_new:
-            done += len(list(slices(len(labels), params.batch_size)))
-            continue
-        for rows in slices(len(labels), params.batch_size):
-            meter.add(step(*(tensor[rows] for tensor in inputs)))
-            done += 1
-            ctx.progress("generate", done, steps)
-        meter.check()
-
-
-def gan_step(
-    generator: Network,
-    discriminator: nn.Module,
-    judge: torch.optim.Optimizer,
-    forger: torch.optim.Optimizer,
-    params: FedcgParams,
-) -> Step:
-    """One step of D (by `judge`), then of G (by `forger`), on (real features, their labels, noise); returns both losses' sum.
-
-    A fourth tensor has the labels that the generator is asked for; without one they are those of the real features.
-    """
+    is_private = ctx.privacy.dp_sgd is not None
     joint = params.discriminator_passes == "joint" and rows_are_independent(discriminator)
-    judge_both = discriminator if joint else partial(discriminator, passes=2)
+    passes = {} if joint else {"passes": 2}
 
-    def step(real: torch.Tensor, labels: torch.Tensor, z: torch.Tensor, *drawn: torch.Tensor) -> torch.Tensor:
+    def step(nets: Nets, batch: Tensors) -> Descents:
+        real, labels, z, *drawn = batch
+        judge = nets[Part.DISCRIMINATOR]
         asked = paired_labels(drawn[0] if drawn else labels)
-        fake = generator(z, asked)
-        size = len(asked)
-        logits = judge_both(torch.cat([real, fake.detach()]), torch.cat([labels, asked]))
-        loss = discriminator_loss(logits[:size], logits[size:])
-        judge.zero_grad()
-        loss.backward()
-        judge.step()
-        return loss + forge(discriminator, forger, fake, asked, z, params.diversity)
+        fake = nets[Part.GENERATOR](z, asked)
 
-    return step
+        def both() -> torch.Tensor:
+            logits = judge(torch.cat([real, fake.detach()]), torch.cat([labels, asked]), **passes)
+            return discriminator_loss(logits[: len(asked)], logits[len(asked) :])
 
+        def forged() -> torch.Tensor:
+            half = len(asked) // 2
+            spread = mode_seeking(fake[:half], fake[half : 2 * half], z[:half], z[half : 2 * half])
+            return generator_loss(judge(fake, asked)) + params.diversity * spread
 
-def forge(
-    discriminator: nn.Module,
-    forger: torch.optim.Optimizer,
-    fake: torch.Tensor,
-    asked: torch.Tensor,
-    z: torch.Tensor,
-    diversity: float,
-) -> torch.Tensor:
-    """The generator's step of eq. 4 on its features of (z, asked), with the discriminator held fixed; returns its loss."""
-    half = len(asked) // 2
-    weights = list(discriminator.parameters())
-    for weight in weights:
-        weight.requires_grad_(False)  # noqa: FBT003 - torch's own signature
-    forged = generator_loss(discriminator(fake, asked))
-    forged = forged + diversity * mode_seeking(fake[:half], fake[half : 2 * half], z[:half], z[half : 2 * half])
-    forger.zero_grad()
-    forged.backward()
-    forger.step()
-    for weight in weights:
-        weight.requires_grad_(True)  # noqa: FBT003
-    return forged
+        if is_private:
+            apart = (lambda: real_loss(judge(real, labels)), lambda: fake_loss(judge(fake.detach(), asked)))
+            judged = yield Descent(Part.DISCRIMINATOR, *apart)
+        else:
+            judged = yield Descent(Part.DISCRIMINATOR, both)
+        lost = yield Descent(Part.GENERATOR, rest=forged)
+        assert judged is not None
+        assert lost is not None
+        return (judged + lost,)
 
-
-def train_gan_privately(
-    generator: nn.Module, discriminator: nn.Module, source: FeatureSource, params: FedcgParams, ctx: RoundContext
-) -> None:
-    """`train_gan` with DP-SGD on the discriminator's real rows; the generator's rows, labels and steps depend on no image.
-
-    Raises:
-        DivergedError: a loss is not finite or exploded.
-    """
-    assert ctx.privacy.dp_sgd is not None
-    generator.train()
-    discriminator.train()
-    judge, forger = (_gan_adam(network, params) for network in (discriminator, generator))
-    streams, rows, size = ctx.streams.at("generate"), len(source.labels), params.batch_size
-    rate, steps = sampling_rate(rows, size), private_step_count(params, rows)
-    augmenter, order = Augmenter(ctx.spec, streams), streams.generator("order")
-    noise, labels = streams.generator("noise"), streams.generator("asked")
-    meter = LossMeter("generator and discriminator", ctx.device)
-    seed = ctx.streams.at("privacy").seed("generate")
-    with private_steps([discriminator], judge, ctx.privacy.dp_sgd, rate * rows, seed) as private:
-        kept: dict[str, Kept] = {
-            "generator": generator,
-            "discriminator": discriminator,
-            "judge": judge,
-            "forger": forger,
-        }
-        batches = enumerate(poisson_batches(rows, rate, steps, order), 1)
-        kept_batches = stage_blocks(ctx, "generate", batches, **kept, loss=meter, noise=private.noise)
-        for (done, index), is_new in kept_batches:
-            z = torch.randn(size, ctx.spec.network.noise_dim, generator=noise).to(ctx.device)
-            asked = paired_labels(torch.randint(ctx.spec.class_count, (size,), generator=labels).to(ctx.device))
-            real = source.rows(index, augmenter) if len(index) else None
-            if not is_new:
-                continue
-            fake = generator(z, asked)
-            private.step(
-                len(index),
-                None if real is None else partial(_loss_of, real_loss, discriminator, *real),
-                partial(_loss_of, fake_loss, discriminator, fake.detach(), asked),
-            )
-            meter.add(forge(discriminator, forger, fake, asked, z, params.diversity))
-            ctx.progress("generate", done, steps)
-            if done == steps or done % checked_every(params) == 0:
-                meter.check()
-
-
-def _gan_adam(network: nn.Module, params: FedcgParams) -> torch.optim.Optimizer:
-    return adam(network.parameters(), params.gan_lr, params.weight_decay, _GAN_BETAS)
-
-
-def _loss_of(
-    loss: Callable[[torch.Tensor], torch.Tensor],
-    discriminator: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
-) -> torch.Tensor:
-    return loss(discriminator(features, labels))
+    networks = {Part.GENERATOR: generator, Part.DISCRIMINATOR: discriminator}
+    optimisers = {
+        part: adam(network.parameters(), params.gan_lr, params.weight_decay, _GAN_BETAS)
+        for part, network in networks.items()
+    }
+    return Stage(
+        name="generate",
+        losses=("generator and discriminator",),
+        networks={part.value: network for part, network in networks.items()},
+        trained={
+            part: Trained((part,), one, sees_images=part is Part.DISCRIMINATOR) for part, one in optimisers.items()
+        },
+        batches=feature_batches(source, params, ctx, labels_too=is_private or ctx.privacy.balance == "logits"),
+        step=step,
+        exact=frozenset({Part.DISCRIMINATOR}),
+    )
 
 
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.aggregation.distillation import Distillation, Rows, TaughtAverage, distil
+from fedcg.learning.aggregation.distillation import Distillation, TaughtAverage, distillation
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
 from fedcg.learning.method import (
@@ -35,7 +35,9 @@ from fedcg.learning.method import (
 from fedcg.learning.methods._averaging import PERSONAL, averaging_method
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.seeds import Streams
+from fedcg.learning.training.batches import images_at_once
 from fedcg.learning.training.losses import kl_teacher_student
+from fedcg.learning.training.stage import Nets, Tensors, run_stage
 from fedcg.wire.parts import Part
 
 _TEACHER_ROWS = (
@@ -106,12 +108,17 @@ class PublicEnsembleAggregator:
         used, position = (rows.to(self._ctx.device) for rows in self._batches)
         images = self._public[used.cpu()].to(self._ctx.device)
 
-        def loss_at(rows: Rows) -> torch.Tensor:
+        def tensors_of(rows: slice) -> Tensors:
             chosen = position[rows]
-            logits = classifier(extractor(normalise(images[chosen], self._ctx.spec.image)))
-            return kl_teacher_student(target[chosen], logits)
+            return normalise(images[chosen], self._ctx.spec.image), target[chosen]
 
-        distil([extractor, classifier], loss_at, self._settings.rows, self._settings, self._ctx, by_index=True)
+        def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
+            shown, taught = batch
+            return kl_teacher_student(taught, nets[Part.CLASSIFIER](nets[Part.EXTRACTOR](shown)))
+
+        networks = {Part.EXTRACTOR.value: extractor, Part.CLASSIFIER.value: classifier}
+        at_once = images_at_once(self._ctx.spec.image)
+        run_stage(distillation(networks, loss_of, tensors_of, self._settings, self._ctx, at_once=at_once), self._ctx)
         return {Part.CLASSIFIER: weights_of(classifier), Part.EXTRACTOR: weights_of(extractor)}
 
     @torch.no_grad()

@@ -26,7 +26,6 @@ Cost: G changes with every step, so no teacher pass can be done ahead: a step ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -34,7 +33,7 @@ from pydantic import Field
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator, Merged
-from fedcg.learning.aggregation.distillation import Bank, Distillation, Rows, distil, draw_bank
+from fedcg.learning.aggregation.distillation import Bank, Distillation, distillation, draw_bank
 from fedcg.learning.aggregation.label_distribution import label_probabilities
 from fedcg.learning.method import (
     Aggregate,
@@ -49,8 +48,10 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.methods._averaging import averaging_method
 from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.training.batches import generate
+from fedcg.learning.training.classification import Penalty
 from fedcg.learning.training.losses import cross_entropy, mode_seeking, paired_labels
-from fedcg.learning.training.training_loop import Block, Penalty, PenaltyMaker, generate
+from fedcg.learning.training.stage import Nets, Tensors, run_stage
 from fedcg.wire.parts import Part
 
 SHARED = frozenset({Part.CLASSIFIER})
@@ -72,49 +73,38 @@ class FedgenParams(ClassifierParams, StudentParams):
     server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the generator")
 
 
-def replay_penalty(nets: Mapping[Part, nn.Module], params: FedgenParams, ctx: RoundContext) -> PenaltyMaker:
+def replay_penalty(nets: Mapping[Part, nn.Module], params: FedgenParams, ctx: RoundContext) -> Penalty | None:
     """The term replay · CE(C(G(z, y')), y') for the labels y' that `replay_labels` names; G is frozen and in eval mode."""
-    generator, classifier = nets[Part.GENERATOR], nets[Part.CLASSIFIER]
-    stream = ctx.streams.generator("classify", "noise")
+    if params.replay == 0.0:
+        return None
+    generator, stream = nets[Part.GENERATOR], ctx.streams.generator("classify", "noise")
 
     def loss(
-        features: torch.Tensor, logits: torch.Tensor, replayed: torch.Tensor, labels: torch.Tensor
+        nets: Nets, features: torch.Tensor, logits: torch.Tensor, replayed: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
-        return params.replay * cross_entropy(classifier(replayed), labels)
+        return params.replay * cross_entropy(nets[Part.CLASSIFIER](replayed), labels)
 
-    def per_block(block: Block) -> Penalty | None:
-        if params.replay == 0.0:
-            return None
-        noise = torch.randn(len(block.labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
-        labels = block.labels
+    def draw(images: torch.Tensor, labels: torch.Tensor) -> Tensors:
+        noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
         if params.replay_labels == "uniform":
             labels = torch.randint(ctx.spec.class_count, labels.shape, generator=stream).to(ctx.device)
-        return Penalty(loss, (generate(generator, noise, labels), labels))
+        return generate(generator, noise, labels), labels
 
-    return per_block
-
-
-@dataclass(frozen=True)
-class Jury:
-    """The classifiers of the clients that are present, frozen, and each one's share n_i / Σ_j n_j of the data."""
-
-    classifiers: Sequence[nn.Module]
-    shares: Sequence[float]
-
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Σ_i n_i / n · C_i(features), [B, C]; a gradient passes through to the features."""
-        votes = [share * judge(features) for share, judge in zip(self.shares, self.classifiers, strict=True)]
-        return torch.stack(votes).sum(dim=0)
+    return Penalty(loss, draw)
 
 
 def generator_objective(
-    generator: nn.Module, jury: Jury, noise: torch.Tensor, labels: torch.Tensor, diversity: float
+    generator: nn.Module,
+    jury: Sequence[tuple[float, nn.Module]],
+    noise: torch.Tensor,
+    labels: torch.Tensor,
+    diversity: float,
 ) -> torch.Tensor:
-    """CE of the jury's logits on G(z, y) against y, plus diversity · mode seeking between the halves of the batch.
+    """CE of Σ_i n_i / n · C_i(G(z, y)) against y, plus diversity · mode seeking between the halves of the batch.
 
     Args:
         generator: G.
-        jury: the clients' classifiers.
+        jury: the present clients' classifiers, frozen, each with its share n_i / n of the data.
         noise: [B, q].
         labels: [B], rows j and j + B//2 alike (`paired_labels`).
         diversity: weight of the mode-seeking term.
@@ -123,7 +113,8 @@ def generator_objective(
     half = len(labels) // 2
     first, second = slice(0, half), slice(half, 2 * half)
     spread = mode_seeking(features[first], features[second], noise[first], noise[second])
-    return cross_entropy(jury.logits(features), labels) + diversity * spread
+    votes = torch.stack([share * judge(features) for share, judge in jury]).sum(dim=0)
+    return cross_entropy(votes, labels) + diversity * spread
 
 
 class GeneratorAggregator:
@@ -146,20 +137,11 @@ class GeneratorAggregator:
         """
         averaged, _ = self._average.finish(updates)
         merged = self._average.merged
-        generator = self._train(self._jury(updates, merged), merged)
+        generator = self._train(updates, merged)
         aggregate = Aggregate({**averaged.parts, Part.GENERATOR: generator})
         return aggregate, ServerState(aggregate)
 
-    def _jury(self, updates: Mapping[str, Callable[[], Update]], merged: Merged) -> Jury:
-        total = sum(merged.examples.values())
-        classifiers = []
-        for client in merged.examples:
-            weights = updates[client]().parts[Part.CLASSIFIER]
-            judge = load_part(self._ctx.spec, Part.CLASSIFIER, weights, self._ctx.device)
-            classifiers.append(judge.eval().requires_grad_(False))  # noqa: FBT003 - torch's own signature
-        return Jury(classifiers, [examples / total for examples in merged.examples.values()])
-
-    def _train(self, jury: Jury, merged: Merged) -> Weights:
+    def _train(self, updates: Mapping[str, Callable[[], Update]], merged: Merged) -> Weights:
         ctx, params = self._ctx, FedgenParams.model_validate(self._ctx.spec.params)
         settings = Distillation(
             params.server_iterations,
@@ -168,14 +150,25 @@ class GeneratorAggregator:
             params.weight_decay,
             params.server_flat_steps,
         )
+        total, judges = sum(merged.examples.values()), {}
+        for client in merged.examples:
+            weights = updates[client]().parts[Part.CLASSIFIER]
+            judges[f"judge {client}"] = load_part(ctx.spec, Part.CLASSIFIER, weights, ctx.device)
+        shares = [examples / total for examples in merged.examples.values()]
         generator = load_part(ctx.spec, Part.GENERATOR, self._generator, ctx.device)
         bank = self._bank(settings, merged)
         noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
 
-        def loss_at(rows: Rows) -> torch.Tensor:
-            return generator_objective(generator, jury, noise[rows], paired_labels(labels[rows]), params.diversity)
+        def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
+            z, asked = batch
+            jury = [(share, nets[judge]) for share, judge in zip(shares, judges, strict=True)]
+            return generator_objective(nets[Part.GENERATOR], jury, z, paired_labels(asked), params.diversity)
 
-        distil([generator], loss_at, len(bank), settings, ctx, by_index=True)
+        def tensors_of(rows: slice) -> Tensors:
+            return noise[rows], labels[rows]
+
+        networks = {Part.GENERATOR.value: generator}
+        run_stage(distillation(networks, loss_of, tensors_of, settings, ctx, frozen=judges), ctx)
         return weights_of(generator)
 
     def _bank(self, settings: Distillation, merged: Merged) -> Bank:

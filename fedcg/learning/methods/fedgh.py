@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from pydantic import Field
 
+from fedcg.learning.aggregation.distillation import Distillation, distillation
 from fedcg.learning.aggregation.prototypes import (
     HELD,
     PROTOTYPES,
@@ -36,9 +37,9 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.methods._averaging import init_client_of, init_server_of
 from fedcg.learning.networks import feature_shape, load_part, weights_of
-from fedcg.learning.training.losses import LossMeter, cross_entropy
-from fedcg.learning.training.optimisers import adam
-from fedcg.learning.training.training_loop import train_classifier
+from fedcg.learning.training.classification import train_classifier
+from fedcg.learning.training.losses import cross_entropy
+from fedcg.learning.training.stage import Nets, Tensors, run_stage
 from fedcg.wire.parts import Part, Report
 
 _PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
@@ -69,17 +70,16 @@ def trained_head(state: ServerState, ctx: RoundContext, updates: Mapping[str, Ca
     found = [updates[client]().parts[Part.STATISTICS] for client in sorted(updates)]
     rows = torch.cat([ours[PROTOTYPES][ours[HELD].bool()] for ours in found]).to(ctx.device)
     labels = torch.cat([ours[HELD].nonzero().flatten() for ours in found]).to(ctx.device)
-    head = load_part(ctx.spec, Part.CLASSIFIER, state.aggregate.parts[Part.CLASSIFIER], ctx.device).train()
-    optimiser = adam(head.parameters(), params.server_lr, params.weight_decay)
-    meter, features = LossMeter("the head", ctx.device), rows.view(-1, *feature_shape(ctx.spec))
-    for step in range(params.server_steps):
-        loss = cross_entropy(head(features), labels)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        meter.add(loss)
-        ctx.progress("distil", step + 1, params.server_steps)
-    meter.check()
+    head = load_part(ctx.spec, Part.CLASSIFIER, state.aggregate.parts[Part.CLASSIFIER], ctx.device)
+    features = rows.view(-1, *feature_shape(ctx.spec))
+
+    def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
+        shown, classes = batch
+        return cross_entropy(nets[Part.CLASSIFIER](shown), classes)
+
+    settings = Distillation(params.server_steps, max(1, len(rows)), params.server_lr, params.weight_decay)
+    every_row = (features, labels)
+    run_stage(distillation({Part.CLASSIFIER.value: head}, loss_of, lambda _: every_row, settings, ctx, at_once=1), ctx)
     return Aggregate({Part.CLASSIFIER: weights_of(head)})
 
 

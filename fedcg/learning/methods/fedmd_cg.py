@@ -29,7 +29,6 @@ from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator, uniform
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -46,25 +45,13 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.methods._averaging import init_client_of, local_result
 from fedcg.learning.networks import load_part
-from fedcg.learning.networks.layers.layer_randomness import seeded_layers
-from fedcg.learning.round_checkpoint import stage_blocks
 from fedcg.learning.spec import FederationSpec
-from fedcg.learning.training.cuda_graph import Step, graphed
-from fedcg.learning.training.losses import DIVERSITIES, Divergence, LossMeter, cross_entropy, feature_mse
+from fedcg.learning.training.batches import FeatureSource, feature_batches, generate, local_steps
+from fedcg.learning.training.classification import Penalty, train_classifier
+from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
 from fedcg.learning.training.moving_average import moving_average
 from fedcg.learning.training.optimisers import adam
-from fedcg.learning.training.precision import Network, in_precision
-from fedcg.learning.training.training_loop import (
-    Block,
-    FeatureSource,
-    Penalty,
-    PenaltyMaker,
-    feature_blocks,
-    generate,
-    slices,
-    steps_of,
-    train_classifier,
-)
+from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
 from fedcg.wire.parts import Part
 
 PRIVATE = frozenset({Part.EXTRACTOR})
@@ -126,30 +113,30 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     teacher = load_part(ctx.spec, Part.GENERATOR, down[Part.GENERATOR], ctx.device)
     published = aggregate.label_distribution if aggregate else None
     labels = uniform(ctx.spec.class_count) if published is None else torch.tensor(published, dtype=torch.float64)
-    penalty = global_penalty(teacher, nets[Part.CLASSIFIER], labels, params, ctx)
+    penalty = global_penalty(teacher, labels, params, ctx)
     average = moving_average(nets, params)
-    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average=average)
-    steps = steps_of(params, len(data))
-    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, steps * params.batch_size)
-    with seeded_layers(ctx, "generate"):
-        train_generator(nets[Part.GENERATOR], nets[Part.CLASSIFIER], source, params, ctx)
+    after = () if average is None else (average,)
+    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, after)
+    source = FeatureSource(
+        nets[Part.EXTRACTOR], data, ctx.spec, local_steps(params, len(data), ctx) * params.batch_size
+    )
+    run_stage(imitation(nets[Part.GENERATOR], nets[Part.CLASSIFIER], source, params, ctx), ctx)
     return local_result(nets, SHARED, data, loss, LabelCounts.REQUIRED, average)
 
 
 def global_penalty(
-    teacher: nn.Module,
-    classifier: nn.Module,
-    label_probabilities: torch.Tensor,
-    params: FedmdCgParams,
-    ctx: RoundContext,
-) -> PenaltyMaker:
+    teacher: nn.Module, label_probabilities: torch.Tensor, params: FedmdCgParams, ctx: RoundContext
+) -> Penalty | None:
     """λ1 · eq. 3 + λ2 · MSE + λ3 · KL (eq. 2), ramped, against the frozen global generator; fresh z for every image."""
     factor = ramp(ctx.round, ctx.horizon, params.ramp_power)
     replay, pull, agree = (factor * weight for weight in (params.lambda1, params.lambda2, params.lambda3))
+    if replay == pull == agree == 0.0:
+        return None
     divergence = divergence_of(params)
     noise_stream, label_stream = (ctx.streams.generator("classify", name) for name in ("noise", "replay"))
 
     def loss(
+        nets: Nets,
         real: torch.Tensor,
         logits: torch.Tensor,
         matched: torch.Tensor,
@@ -157,23 +144,21 @@ def global_penalty(
         asked: torch.Tensor,
     ) -> torch.Tensor:
         size = len(logits)
-        generated = classifier(torch.cat([replayed, matched]))
+        generated = nets[Part.CLASSIFIER](torch.cat([replayed, matched]))
         return (
             replay * cross_entropy(generated[:size], asked)
             + pull * feature_mse(real, matched)
             + agree * divergence.mean(logits, generated[size:].detach())
         )
 
-    def per_block(block: Block) -> Penalty | None:
-        if replay == pull == agree == 0.0:
-            return None
-        count, q = len(block.labels), ctx.spec.network.noise_dim
+    def draw(images: torch.Tensor, labels: torch.Tensor) -> Tensors:
+        count, q = len(labels), ctx.spec.network.noise_dim
         asked = torch.multinomial(label_probabilities, count, replacement=True, generator=label_stream).to(ctx.device)
         noise = torch.randn(2 * count, q, generator=noise_stream).to(ctx.device)
-        features = generate(teacher, noise, torch.cat([block.labels, asked]))
-        return Penalty(loss, (features[:count], features[count:], asked))
+        features = generate(teacher, noise, torch.cat([labels, asked]))
+        return features[:count], features[count:], asked
 
-    return per_block
+    return Penalty(loss, draw)
 
 
 def class_scale(features: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
@@ -187,66 +172,46 @@ def class_scale(features: torch.Tensor, labels: torch.Tensor, classes: int) -> t
     return scale
 
 
-def train_generator(
+def imitation(
     generator: nn.Module, classifier: nn.Module, source: FeatureSource, params: FedmdCgParams, ctx: RoundContext
-) -> None:
-    """Algorithm 1 lines 14-17: train G_i on eq. 9, KL + λ4 MSE + λ5 CE + λ6 diversity, with F_i and D_i frozen.
-
-    Raises:
-        DivergedError: the loss is not finite or exploded.
-    """
-    generator.train()
-    classifier.eval().requires_grad_(False)  # noqa: FBT003 - torch's own signature
-    optimiser = adam(generator.parameters(), params.generator_lr, params.weight_decay)
-    optimiser = with_gradient_noise(optimiser, ctx, "generate", Part.GENERATOR)
-    step: Step | None = None
-    steps, done = steps_of(params, len(source.labels)), 0
-    meter = LossMeter("generator", ctx.device)
-    blocks = feature_blocks(source, params, ctx)
-    kept = stage_blocks(ctx, "generate", blocks, generator=generator, optimiser=optimiser, loss=meter)
-    for (real, labels, noise), is_new in kept:
-        if step is None:
-            forge, judge = (in_precision(network, ctx) for network in (generator, classifier))
-            scale = class_scale(real, labels, ctx.spec.class_count)
-            plain = generator_step(forge, judge, optimiser, params, scale)
-            step = graphed(plain, [generator], [optimiser], steps if ctx.graphs else 0)
-        if not is_new:
-            done += len(list(slices(len(labels), params.batch_size)))
-            continue
-        with torch.no_grad():
-            target = classifier(real)
-        for rows in slices(len(labels), params.batch_size):
-            meter.add(step(real[rows], labels[rows], noise[rows], target[rows]))
-            done += 1
-            ctx.progress("generate", done, steps)
-        meter.check()
-
-
-def generator_step(
-    generator: Network,
-    classifier: Network,
-    optimiser: torch.optim.Optimizer,
-    params: FedmdCgParams,
-    scale: torch.Tensor,
-) -> Step:
-    """One step on (real features, their labels, noise, the classifier's logits on the real features); returns eq. 9's loss."""
+) -> Stage:
+    """Algorithm 1 lines 14-17: train G_i on eq. 9, KL + λ4 MSE + λ5 CE + λ6 diversity, with F_i and D_i frozen."""
     diversity, divergence = DIVERSITIES[params.diversity], Divergence(params.divergence)
 
-    def step(real: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        features = generator(noise, labels)
-        logits = classifier(features)
-        loss = (
-            divergence.mean(logits, target)
-            + params.lambda4 * feature_mse(features, real)
-            + params.lambda5 * cross_entropy(logits, labels)
-            + params.lambda6 * diversity(features, noise, labels, scale)
-        )
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        return loss
+    def step(nets: Nets, batch: Tensors) -> Descents:
+        real, labels, target, scales, noise = batch
 
-    return step
+        def imitated() -> torch.Tensor:
+            features = nets[Part.GENERATOR](noise, labels)
+            logits = nets[Part.CLASSIFIER](features)
+            return (
+                divergence.mean(logits, target)
+                + params.lambda4 * feature_mse(features, real)
+                + params.lambda5 * cross_entropy(logits, labels)
+                + params.lambda6 * diversity(features, noise, labels, scales[0])
+            )
+
+        loss = yield Descent(Part.GENERATOR, imitated)
+        assert loss is not None
+        return (loss,)
+
+    scale: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def beside(real: torch.Tensor, labels: torch.Tensor) -> Tensors:
+        if not scale:  # of the first block, in which every class has rows
+            scale.append(class_scale(real, labels, ctx.spec.class_count))
+        return classifier.eval()(real), scale[0].expand(len(real), -1)
+
+    optimiser = adam(generator.parameters(), params.generator_lr, params.weight_decay)
+    return Stage(
+        name="generate",
+        losses=("generator",),
+        networks={Part.GENERATOR: generator, Part.CLASSIFIER: classifier},
+        trained={Part.GENERATOR: Trained((Part.GENERATOR,), optimiser)},
+        batches=feature_batches(source, params, ctx, target=beside),
+        step=step,
+    )
 
 
 def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:

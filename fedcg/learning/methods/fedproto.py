@@ -39,7 +39,8 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.spec import FederationSpec, NetworkSpec
-from fedcg.learning.training.training_loop import Block, Penalty, PenaltyMaker, train_classifier
+from fedcg.learning.training.classification import Penalty, train_classifier
+from fedcg.learning.training.stage import Nets
 from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.STATISTICS})
@@ -73,17 +74,16 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     return LocalResult(SharedResult({Part.STATISTICS: ours}), ClientState(kept), report)
 
 
-def towards(known: Weights, weight: float, device: str) -> PenaltyMaker:
+def towards(known: Weights, weight: float, device: str) -> Penalty:
     """The penalty weight · mean over features of (h - prototype of y)², for images of classes that have one."""
     held, prototypes = known[HELD].to(device), known[PROTOTYPES].to(device)
 
-    def loss(features: torch.Tensor, logits: torch.Tensor, wanted: torch.Tensor, has: torch.Tensor) -> torch.Tensor:
+    def loss(
+        nets: Nets, features: torch.Tensor, logits: torch.Tensor, wanted: torch.Tensor, has: torch.Tensor
+    ) -> torch.Tensor:
         return weight * (has * (features.flatten(1) - wanted).square().mean(1)).mean()
 
-    def per_block(block: Block) -> Penalty | None:
-        return Penalty(loss, (prototypes[block.labels], held[block.labels].float()))
-
-    return per_block
+    return Penalty(loss, lambda images, labels: (prototypes[labels], held[labels].float()))
 
 
 class NearestPrototype(nn.Module):

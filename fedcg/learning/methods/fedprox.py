@@ -7,6 +7,7 @@ A device takes part only when its `allow_upload` lists the extractor.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -15,7 +16,8 @@ from torch import nn
 
 from fedcg.learning.method import MomentumParams, RoundContext
 from fedcg.learning.methods._averaging import PERSONAL, averaging_method
-from fedcg.learning.training.training_loop import Block, Penalty, PenaltyMaker
+from fedcg.learning.training.classification import Penalty
+from fedcg.learning.training.stage import Nets
 from fedcg.wire.parts import Part
 
 
@@ -25,19 +27,22 @@ class FedproxParams(MomentumParams):
     mu: float = Field(default=0.01, ge=0, description="weight of the proximal term; the paper tried 0.001 to 1")
 
 
-def proximal(nets: Mapping[Part, nn.Module], params: FedproxParams, ctx: RoundContext) -> PenaltyMaker:
+def proximal(nets: Mapping[Part, nn.Module], params: FedproxParams, ctx: RoundContext) -> Penalty | None:
     """μ/2 · ‖w - w_global‖², the sum of squares over all parameters; w_global = the networks as they are now."""
-    now = [parameter for part in sorted(PERSONAL) for parameter in nets[part].parameters()]
-    start = [parameter.detach().clone() for parameter in now]
+    if params.mu == 0.0:
+        return None
 
-    def loss(features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        moved = [(current - then).square().sum() for current, then in zip(now, start, strict=True)]
+    def loss(nets: Nets, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        pairs = [(nets[part], nets[f"start {part.value}"]) for part in sorted(PERSONAL)]
+        moved = [
+            (now - then).square().sum()
+            for current, start in pairs
+            for now, then in zip(current.parameters(), start.parameters(), strict=True)
+        ]
         return params.mu / 2.0 * torch.stack(moved).sum()
 
-    def per_block(block: Block) -> Penalty | None:
-        return Penalty(loss, of_rows=False) if params.mu > 0.0 else None
-
-    return per_block
+    start = {f"start {part.value}": copy.deepcopy(nets[part]).requires_grad_(False) for part in PERSONAL}  # noqa: FBT003 - torch's own signature
+    return Penalty(loss, networks=start, of_rows=False)
 
 
 METHOD = averaging_method(

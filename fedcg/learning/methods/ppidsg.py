@@ -47,10 +47,12 @@ from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
 from fedcg.learning.training.encrypting_translation import (
+    TRANSLATION_LOSSES,
     TranslationNetworks,
     TranslationParams,
-    train_translation,
+    translation,
 )
+from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.IMAGE_GENERATOR})
@@ -124,7 +126,8 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         load_part(spec, Part.CLASSIFIER, state.extras[_KEY], ctx.device),
     )
     encrypt = scrambling_by(spec, kept).encrypt
-    losses = train_translation(nets, data.to(ctx.device), encrypt, params, ctx)
+    told = run_stage(translation(nets, data.to(ctx.device), encrypt, params, ctx), ctx)
+    losses = dict(zip(TRANSLATION_LOSSES, told, strict=True))
     parts = {
         Part.IMAGE_GENERATOR: weights_of(nets.generator),
         Part.EXTRACTOR: weights_of(nets.extractor),
@@ -136,7 +139,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         _DISCRIMINATOR: weights_of(nets.discriminator),
     }
     shared = SharedResult({Part.IMAGE_GENERATOR: weights_of(nets.generator)})
-    return LocalResult(shared, ClientState(parts, extras), Report(examples=len(data), loss=losses.classification))
+    return LocalResult(shared, ClientState(parts, extras), Report(examples=len(data), loss=losses["classification"]))
 
 
 def _discriminator(state: ClientState, ctx: RoundContext) -> nn.Module:

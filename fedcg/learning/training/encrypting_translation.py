@@ -17,9 +17,10 @@ follows as many targets as there are devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from functools import partial
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -28,15 +29,14 @@ from torch import nn
 
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.networks.image_networks import ImageAutoencoder
-from fedcg.learning.networks.layers.layer_randomness import seeded_layers
-from fedcg.learning.round_checkpoint import Kept, stage_blocks
 from fedcg.learning.training.augmentation import Augmenter
-from fedcg.learning.training.losses import LossMeter, cross_entropy, fake_loss, real_loss
+from fedcg.learning.training.batches import images_at_once, local_batches
+from fedcg.learning.training.classification import dropped
+from fedcg.learning.training.losses import cross_entropy, fake_loss, real_loss
 from fedcg.learning.training.optimisers import adam, task_optimiser
-from fedcg.learning.training.training_loop import dropped, images_at_once, index_blocks, slices, steps_of
+from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained
 
 GAN_BETAS = (0.5, 0.999)
 Encrypt = Callable[[torch.Tensor], torch.Tensor]
@@ -81,14 +81,9 @@ class TranslationNetworks:
     classifier: nn.Module
 
 
-@dataclass(frozen=True)
-class TranslationLosses:
-    """Mean losses over the last block of a round: eq. 11, 9, 10, and eq. 7 as the discriminator's."""
-
-    generator: float
-    restoration: float
-    classification: float
-    discriminator: float
+TRANSLATION_LOSSES = ("generator", "restoration", "classification", "discriminator")
+"""Eq. 11, 9, 10, and eq. 7 as the discriminator's, in the order in which the stage tells them."""
+_NAME = "generate"
 
 
 def rate_factor(round_number: int, rounds: int, constant_rounds: int) -> float:
@@ -190,104 +185,69 @@ class ImagePool:
         return images[given], labels[given]
 
 
-def translation_blocks(
-    data: ImageSet, encrypt: Encrypt, params: TranslationParams, ctx: RoundContext
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Blocks of images [R, C, H, W], their encryptions (of the augmented images, as the paper does it) and labels [R]."""
-    streams, spec = ctx.streams.at("generate"), ctx.spec
-    shuffle, augmenter = streams.generator("order"), Augmenter(spec, streams)
-    steps, at_once = steps_of(params, len(data)), images_at_once(spec.image)
-    for index in index_blocks(len(data), params.batch_size, steps, shuffle, at_once):
-        raw = data.rows(index.to(data.labels.device))
-        images = augmenter.draw(len(index)).apply(raw.images)
-        yield normalise(images, spec.image), normalise(encrypt(images), spec.image), raw.labels
-
-
-class _Training:
-    """Networks, optimisers and pool of one round."""
-
-    def __init__(self, networks: TranslationNetworks, params: TranslationParams, ctx: RoundContext) -> None:
-        self._nets, self._params, self._dropout = networks, params, ctx.privacy.dropout
-        self._pool = ImagePool(params.pool_images, ctx.streams.generator("generate", "pool"))
-        factor = rate_factor(ctx.round, ctx.horizon, params.constant_rounds)
-        self._optimisers: dict[str, torch.optim.Optimizer] = {}
-        for name in ("generator", "discriminator", "extractor", "classifier"):
-            weights = getattr(networks, name).parameters()
-            if name in {"generator", "discriminator"}:
-                optimiser = adam(weights, params.gan_lr, 0.0, GAN_BETAS)
-            else:
-                optimiser = task_optimiser(weights, params)
-                if params.optimiser == "sgd":
-                    optimiser.param_groups[0]["momentum"] = params.momentum
-            optimiser.param_groups[0]["lr"] *= factor
-            self._optimisers[name] = with_gradient_noise(optimiser, ctx, "generate", name)
-
-    @property
-    def kept(self) -> dict[str, Kept]:
-        """All that its steps change, for a checkpoint."""
-        networks: dict[str, Kept] = {field.name: getattr(self._nets, field.name) for field in fields(self._nets)}
-        return {**networks, **{f"{name} optimiser": one for name, one in self._optimisers.items()}, "pool": self._pool}
-
-    def step(self, images: torch.Tensor, encrypted: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One batch; the losses in the order of `TranslationLosses`."""
-        nets, params = self._nets, self._params
-        for _ in range(params.generator_steps):
-            made = nets.generator(images)
-            scores, logits = nets.discriminator(made), nets.classifier(nets.extractor(made))
-            forged = generator_objective(scores, made, encrypted, logits, labels, params)
-            self._descend("generator", forged)
-        pooled, pooled_labels = self._pool.exchange(made.detach(), labels)
-        restoration = F.mse_loss(nets.extractor.restore(nets.extractor(pooled)), pooled)
-        self._descend("extractor", restoration)
-        with torch.no_grad():
-            features = nets.extractor(pooled)
-        classification = cross_entropy(nets.classifier(dropped(features, self._dropout)), pooled_labels)
-        self._descend("classifier", classification)
-        judged = discriminator_objective(nets.discriminator(encrypted), nets.discriminator(pooled), params.adversarial)
-        self._descend("discriminator", judged)
-        return forged, restoration, classification, judged
-
-    def _descend(self, name: str, loss: torch.Tensor) -> None:
-        """One step of one network; the others get no gradient."""
-        optimiser = self._optimisers[name]
-        optimiser.zero_grad()
-        loss.backward(inputs=list(getattr(self._nets, name).parameters()))
-        optimiser.step()
-
-
-def train_translation(
+def translation(
     networks: TranslationNetworks, data: ImageSet, encrypt: Encrypt, params: TranslationParams, ctx: RoundContext
-) -> TranslationLosses:
+) -> Stage:
     """One round of PPIDSG's local training.
 
     Args:
         networks: trained in place, on `ctx.device`; the classifier comes with the device's key as its weights.
         data: the training images, on `ctx.device`.
-        encrypt: `defences.scrambling.Scrambling.encrypt` with the device's keys and steps.
+        encrypt: `defences.scrambling.Scrambling.encrypt` with the device's keys and steps; of the augmented images, as the paper does it.
         params: weights of the losses, learning rates, pool.
         ctx: spec, round of how many, streams of every random draw, progress (phase "generate").
-
-    Raises:
-        DivergedError: a loss is not finite or exploded; names which.
     """
-    training = _Training(networks, params, ctx)
-    names = [field.name for field in fields(TranslationLosses)]
-    meters = [LossMeter(f"{name} loss of the image translation", ctx.device) for name in names]
-    steps, done = steps_of(params, len(data)), 0
-    for field in fields(networks):
-        getattr(networks, field.name).train()
-    with seeded_layers(ctx, "generate"):
-        kept = {**training.kept, **{f"{name} loss": meter for name, meter in zip(names, meters, strict=True)}}
-        blocks = translation_blocks(data, encrypt, params, ctx)
-        for block, is_new in stage_blocks(ctx, "generate", blocks, **kept):
-            if not is_new:
-                done += len(list(slices(len(block[2]), params.batch_size)))
-                continue
-            for rows in slices(len(block[2]), params.batch_size):
-                for meter, loss in zip(meters, training.step(*(tensor[rows] for tensor in block)), strict=True):
-                    meter.add(loss)
-                done += 1
-                ctx.progress("generate", done, steps)
-            for meter in meters:
-                meter.check()
-    return TranslationLosses(*(meter.latest for meter in meters))
+    streams, spec = ctx.streams.at(_NAME), ctx.spec
+    augmenter, pool = Augmenter(spec, streams), ImagePool(params.pool_images, streams.generator("pool"))
+
+    def of_images(index: torch.Tensor) -> Tensors:
+        raw = data.rows(index.to(data.labels.device))
+        images = augmenter.draw(len(index)).apply(raw.images)
+        return normalise(images, spec.image), normalise(encrypt(images), spec.image), raw.labels
+
+    def step(nets: Nets, batch: Tensors) -> Descents:
+        images, encrypted, labels = batch
+        generator, judge, classifier = nets["generator"], nets["discriminator"], nets["classifier"]
+        extractor = cast(ImageAutoencoder, nets["extractor"])
+        for _ in range(params.generator_steps):
+            made = generator(images)
+            forged = generator_objective(judge(made), made, encrypted, classifier(extractor(made)), labels, params)
+            yield Descent("generator", partial(_same, forged))
+        pooled, pooled_labels = pool.exchange(made.detach(), labels)
+        restoration = F.mse_loss(extractor.restore(extractor(pooled)), pooled)
+        yield Descent("extractor", lambda: restoration)
+        with torch.no_grad():
+            features = extractor(pooled)
+        classified = cross_entropy(classifier(dropped(features, ctx.privacy.dropout)), pooled_labels)
+        yield Descent("classifier", lambda: classified)
+        judged = discriminator_objective(judge(encrypted), judge(pooled), params.adversarial)
+        yield Descent("discriminator", lambda: judged)
+        return forged, restoration, classified, judged
+
+    named = {field.name: getattr(networks, field.name) for field in fields(networks)}
+    return Stage(
+        name=_NAME,
+        losses=tuple(f"{name} loss of the image translation" for name in TRANSLATION_LOSSES),
+        networks=named,
+        trained={name: Trained((name,), _optimiser(name, one, params, ctx)) for name, one in named.items()},
+        batches=local_batches(_NAME, len(data), params, ctx, of_images, at_once=images_at_once(spec.image)),
+        step=step,
+        exact=frozenset(named),
+        kept={"pool": pool},
+        is_pure=False,  # the pool
+    )
+
+
+def _same(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _optimiser(name: str, network: nn.Module, params: TranslationParams, ctx: RoundContext) -> torch.optim.Optimizer:
+    if name in {"generator", "discriminator"}:
+        optimiser = adam(network.parameters(), params.gan_lr, 0.0, GAN_BETAS)
+    else:
+        optimiser = task_optimiser(network.parameters(), params)
+        if params.optimiser == "sgd":
+            optimiser.param_groups[0]["momentum"] = params.momentum
+    optimiser.param_groups[0]["lr"] *= rate_factor(ctx.round, ctx.horizon, params.constant_rounds)
+    return optimiser

@@ -15,7 +15,7 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.networks.personal_model import personal_model
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
-from fedcg.learning.training.training_loop import extract_features, generate, images_at_once
+from fedcg.learning.training.batches import extract_features, generate, images_at_once
 from fedcg.wire.parts import Part
 
 _BATCH = 500

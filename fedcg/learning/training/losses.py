@@ -251,7 +251,7 @@ class LossMeter:
         self._sum = torch.zeros((), device=device)
         self._steps = 0
         self._looked_at = (0.0, 0)
-        self.latest = math.nan
+        self.latest, self.least = math.nan, math.inf
 
     def add(self, loss: torch.Tensor) -> None:
         """Count one step's loss."""
@@ -260,12 +260,12 @@ class LossMeter:
 
     def kept(self) -> dict[str, torch.Tensor]:
         """Its state for a checkpoint."""
-        counts = [*self._looked_at, self._steps, self.latest]
+        counts = [*self._looked_at, self._steps, self.latest, self.least]
         return {"sum": self._sum, "counts": torch.tensor(counts, dtype=torch.float64)}
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Take the state of a checkpoint."""
-        total, earlier, steps, self.latest = kept["counts"].tolist()
+        total, earlier, steps, self.latest, self.least = kept["counts"].tolist()
         self._sum.copy_(kept["sum"])
         self._looked_at, self._steps = (total, int(earlier)), int(steps)
 
@@ -286,5 +286,5 @@ class LossMeter:
         self._sum.zero_()
         self._steps = 0
         self._looked_at = (0.0, 0)
-        self.latest = mean
+        self.latest, self.least = mean, min(self.least, mean)
         return mean

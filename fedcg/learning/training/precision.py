@@ -7,26 +7,24 @@ so they are used only on request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from fedcg.learning.method import RoundContext
 
-Network = Callable[..., torch.Tensor]
 
-
-def in_precision(network: nn.Module, ctx: RoundContext) -> Network:
+def in_precision(network: nn.Module, ctx: RoundContext) -> nn.Module:
     """A network (no discriminator) as a training step of this round is to run it; answers in float32."""
-    if ctx.precision == "f32":
-        return network
-    device = torch.device(ctx.device).type
+    return network if ctx.precision == "f32" else _InBfloat16(network, torch.device(ctx.device).type)
 
-    def run(*inputs: torch.Tensor) -> torch.Tensor:
+
+class _InBfloat16(nn.Module):
+    def __init__(self, network: nn.Module, device: str) -> None:
+        super().__init__()
+        self.network, self._device = network, device
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         # A cast weight that was kept from one step to the next would be an old one: a CUDA graph would replay it.
-        with torch.autocast(device, torch.bfloat16, cache_enabled=False):
-            output: torch.Tensor = network(*inputs)
+        with torch.autocast(self._device, torch.bfloat16, cache_enabled=False):
+            output: torch.Tensor = self.network(*inputs)
         return output.float()
-
-    return run

@@ -18,11 +18,11 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
 from fedcg.learning.networks.layers.stacked import Stacked
 from fedcg.learning.training.augmentation import Augmentation, Augmenter
+from fedcg.learning.training.batches import BLOCK_ROWS, images_at_once, index_blocks, steps_of
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import check_loss
 from fedcg.learning.training.optimisers import task_optimiser
 from fedcg.learning.training.precision import in_precision
-from fedcg.learning.training.training_loop import BLOCK_ROWS, images_at_once, index_blocks, steps_of
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from fedcg.learning.aggregation.distillation import Pair
 from fedcg.learning.training.augmentation import Augmenter
-from fedcg.learning.training.training_loop import Block
+from fedcg.learning.training.classification import Penalty
 
 FIRST, SECOND = (0.9, 0.05, 0.05), (0.1, 0.45, 0.45)
 # A student that must answer three rows of FIRST and one of SECOND with one distribution settles
@@ -72,6 +74,24 @@ class GivenFeatures:
         return self.features[index], self.labels[index]
 
 
-def block_of(labels: list[int]) -> Block:
-    """A block of black images with these labels."""
-    return Block(torch.zeros(len(labels), 1, 16, 16), torch.tensor(labels))
+PenaltyOfRows = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(rows of a block, features, logits) -> the penalty."""
+
+
+def drawn(penalty: Penalty | None, labels: list[int]) -> tuple[torch.Tensor, ...]:
+    """What a penalty draws for a block of black images with these labels."""
+    assert penalty is not None
+    return penalty.draw(torch.zeros(len(labels), 1, 16, 16), torch.tensor(labels))
+
+
+def on_labels(penalty: Penalty | None, labels: list[int], **trained: nn.Module) -> PenaltyOfRows:
+    """A penalty on rows of a block of black images with these labels.
+
+    Args:
+        penalty: draws once, for the block.
+        labels: of the block.
+        **trained: networks that the stage trains, by name.
+    """
+    assert penalty is not None
+    rows_of, loss, networks = drawn(penalty, labels), penalty.loss, {**penalty.networks, **trained}
+    return lambda rows, features, logits: loss(networks, features, logits, *(tensor[rows] for tensor in rows_of))

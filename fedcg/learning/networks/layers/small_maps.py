@@ -153,7 +153,7 @@ def form_for(maps: torch.Tensor, weight: torch.Tensor, *, grows: bool) -> Form |
     kernel = (weight.shape[2], weight.shape[3])
     tall, wide = maps.shape[2], maps.shape[3]
     smaller = (tall, wide) if grows else (tall - kernel[0] + 1, wide - kernel[1] + 1)
-    if maps.device.type != "cpu" or not is_small(smaller, kernel):
+    if maps.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not is_small(smaller, kernel):
         return None
     return form_of(smaller, kernel, weight.dtype, grows=grows)
 

@@ -36,7 +36,7 @@ from dataclasses import replace
 from fedcg.learning.method import AveragedParams, ClientState, LocalResult
 from fedcg.learning.methods import fedsplit
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.training.training_loop import train_classifier
+from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.method import SharedResult
 from fedcg.wire.parts import Part, Report
 
@@ -58,7 +58,7 @@ def local_round(state, data, aggregate, ctx):
             mean[name] = 0.9 * mean[name] + 0.1 * tensor.detach()
 
     params = AveragedParams.model_validate(ctx.spec.params)
-    loss = train_classifier(extractor, classifier, data, params, ctx, after_step=after_step)
+    loss = train_classifier(extractor, classifier, data, params, ctx, after=(after_step,))
     kept = {Part.EXTRACTOR: mean, Part.CLASSIFIER: weights_of(classifier)}
     done = state.extras.get("done", {"steps": torch.zeros(1, dtype=torch.int64)})["steps"] + steps
     seen = torch.tensor([len(ctx.validation)])

@@ -31,8 +31,10 @@ from fedcg.learning.methods import fedcg
 from fedcg.learning.networks import NETWORKS, Networks, load_part, weights_of
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.spec import ImageForm, NetworkChoice
+from fedcg.learning.training.batches import FeatureSource
+from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.losses import LossMeter, kl_teacher_student
-from fedcg.learning.training.training_loop import FeatureSource, train_classifier
+from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import CLASSES, context, plan
 
@@ -152,7 +154,7 @@ def test_the_gan_takes_the_same_steps_as_the_reference(
     data = colour_images(20)
     before = plain(ours.generator)
     source = FeatureSource(ours.extractor, data, ctx.spec)
-    fedcg.train_gan(ours.generator, ours.discriminator, source, params_of(ctx), ctx)
+    run_stage(fedcg.adversarial(ours.generator, ours.discriminator, source, params_of(ctx), ctx), ctx)
     expected = train_gan(theirs, data, params_of(ctx), ctx)
     assert watched["generator and discriminator"] == mean_of(expected)
     assert furthest(ours.generator, before) > 1e-5
@@ -170,7 +172,7 @@ def test_one_step_of_the_gan_agrees_in_float32(generator: str, discriminator: st
             weight.mul_(5.0)
     data = colour_images(20)
     source = FeatureSource(ours.extractor, data, ctx.spec)
-    fedcg.train_gan(ours.generator, ours.discriminator, source, params_of(ctx), ctx)
+    run_stage(fedcg.adversarial(ours.generator, ours.discriminator, source, params_of(ctx), ctx), ctx)
     train_gan(theirs, data, params_of(ctx), ctx)
     for mine, plain_one in ((ours.generator, theirs.generator), (ours.discriminator, theirs.discriminator)):
         off = differences(mine, plain_one)
@@ -197,7 +199,8 @@ def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int
         bank,
         settings,
         ctx,
-        lambda rows, features, logits: kl_teacher_student(target[rows], logits),
+        lambda nets, features, logits, taught: kl_teacher_student(taught, logits),
+        lambda rows: (target[rows],),
     )
     losses = distil(Pair(theirs.generator, theirs.classifier), teachers, bank, settings)
     assert len(losses) == steps

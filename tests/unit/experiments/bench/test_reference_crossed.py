@@ -16,8 +16,10 @@ from fedcg.learning.networks import Networks, load_part, weights_of
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import NetworkChoice, ParameterValue
+from fedcg.learning.training.batches import FeatureSource
+from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.losses import Divergence
-from fedcg.learning.training.training_loop import FeatureSource, train_classifier
+from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, merged, plan
 from tests.unit.experiments.bench.test_reference import (
@@ -67,7 +69,7 @@ def test_the_classifier_takes_the_same_steps_as_the_reference(
 ) -> None:
     ctx, ours, theirs = case(steps, params, split, crop)
     data = colour_images(20)
-    penalty = fedmd_cg.global_penalty(ours.generator, ours.classifier, P_OF_Y, params_of(ctx), ctx)
+    penalty = fedmd_cg.global_penalty(ours.generator, P_OF_Y, params_of(ctx), ctx)
     before = weights_of(ours.classifier)
     loss = train_classifier(ours.extractor, ours.classifier, data, params_of(ctx), ctx, penalty)
     expected = classify(theirs, data, P_OF_Y, params_of(ctx), ctx)
@@ -96,7 +98,7 @@ def test_the_generator_takes_the_same_steps_as_the_reference(
     data = colour_images(20)
     before = plain(ours.generator)
     source = FeatureSource(ours.extractor, data, ctx.spec, steps * 8)
-    fedmd_cg.train_generator(ours.generator, ours.classifier, source, params_of(ctx), ctx)
+    run_stage(fedmd_cg.imitation(ours.generator, ours.classifier, source, params_of(ctx), ctx), ctx)
     expected = train_generator(theirs, data, params_of(ctx), ctx)
     assert len(expected) == steps
     assert watched["generator"] == mean_of(expected)

@@ -33,6 +33,7 @@ from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.losses import Divergence
+from fedcg.learning.training.stage import Nets
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, merged, quick_spec, teacher_pairs
 from tests.support.learning.stub_networks import FIRST, GEOMETRIC, PATTERN, SECOND, Answer, Identity, settled
@@ -62,11 +63,11 @@ def test_fedmd_cg_student_settles_where_the_divergence_from_student_to_teacher_i
     student = Pair(Answer(0.0, 0.0, 0.0), Identity())
     mean_log = PATTERN.repeat(600, 1)
 
-    def loss_of(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return crossed_loss(features, logits, mean_log[rows], [], student.classifier, Divergence()).mean()
+    def loss_of(nets: Nets, features: torch.Tensor, logits: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return crossed_loss(features, logits, mean, [], nets[Part.CLASSIFIER], Divergence()).mean()
 
     bank = Bank(torch.zeros(2400, 1), torch.zeros(2400, dtype=torch.int64))
-    train_student(student, bank, SETTINGS, context(quick_spec("fedcg")), loss_of)
+    train_student(student, bank, SETTINGS, context(quick_spec("fedcg")), loss_of, lambda rows: (mean_log[rows],))
     assert settled(student) == pytest.approx(GEOMETRIC, abs=0.02)
 
 

@@ -49,6 +49,10 @@ def test_a_bank_repeats_from_its_streams_and_follows_the_label_distribution() ->
     assert bank.noise.std().item() == pytest.approx(1.0, abs=0.05)
 
 
+def nothing_beside(rows: slice) -> tuple[torch.Tensor, ...]:
+    return ()
+
+
 SETTINGS = Distillation(iterations=600, batch=4, lr=0.02, weight_decay=0.0)
 
 
@@ -91,7 +95,12 @@ def test_both_networks_of_a_student_are_trained_and_its_batch_norm_sees_its_own_
     before = student.weights()
     bank = draw_bank(Streams(b"c"), 12, ctx.spec.network.noise_dim, uniform(3))
     after = train_student(
-        student, bank, Distillation(2, 6, 1e-2, 0.0), ctx, lambda rows, features, logits: logits.square().mean()
+        student,
+        bank,
+        Distillation(2, 6, 1e-2, 0.0),
+        ctx,
+        lambda nets, features, logits: logits.square().mean(),
+        nothing_beside,
     )
     for part, name in (
         (Part.GENERATOR, "body.0.weight"),
@@ -111,5 +120,6 @@ def test_a_student_that_explodes_is_not_returned() -> None:
             bank,
             Distillation(2, 4, 0.1, 0.0),
             context(quick_spec("fedcg")),
-            lambda rows, features, logits: logits.sum() * math.nan,
+            lambda nets, features, logits: logits.sum() * math.nan,
+            nothing_beside,
         )

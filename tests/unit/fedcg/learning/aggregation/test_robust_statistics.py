@@ -10,14 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.learning.aggregation import distillation, robust_statistics
+from fedcg.learning.aggregation import robust_statistics
 from fedcg.learning.aggregation.averaging import AverageAggregator, PartsAverage
-from fedcg.learning.aggregation.distillation import TaughtAverage
+from fedcg.learning.aggregation.distillation import Distillation, TaughtAverage, distillation
 from fedcg.learning.aggregation.robust_statistics import combine, combined
 from fedcg.learning.aggregation.row_store import DirectorySpill
 from fedcg.learning.method import Aggregate, Combination, DivergedError, ServerState, TaughtParams, Update
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.tasks import MemorySpill
+from fedcg.learning.training.stage import Nets, Tensors, run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, loaders, quick_spec
 
@@ -127,30 +128,36 @@ def test_the_average_in_a_methods_place_keeps_the_parts_that_no_update_holds() -
 
 @pytest.mark.parametrize(("flat_steps", "steps"), [(0, 40), (10, 20)])
 def test_a_distillation_whose_loss_is_flat_ends_early_where_that_is_asked_for(flat_steps: int, steps: int) -> None:
-    network, taken = torch.nn.Linear(1, 1), []
+    taken, progress = [], list[tuple[int, int]]()
 
-    def loss_at(rows: slice) -> torch.Tensor:
-        taken.append(rows)
-        return 0.0 * network.weight.sum() + 1.0  # as flat as can be: the second ten steps bring nothing
+    def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
+        taken.append(batch)
+        nothing: torch.Tensor = 0.0 * nets["student"](*batch).sum()
+        return nothing + 1.0  # as flat as can be: the second ten steps bring nothing
 
-    settings = distillation.Distillation(40, 2, 1e-3, 0.0, flat_steps)
-    distillation.distil([network], loss_at, 80, settings, context(quick_spec("fedcg")))
+    settings = Distillation(40, 2, 1e-3, 0.0, flat_steps)
+    ctx = replace(context(quick_spec("fedcg")), progress=lambda phase, step, of: progress.append((step, of)))
+    student = {"student": torch.nn.Linear(1, 1)}
+    run_stage(distillation(student, loss_of, lambda rows: (torch.ones(80, 1)[rows],), settings, ctx), ctx)
     assert len(taken) == steps
+    assert progress[-1] == (steps, steps)
 
 
 @pytest.mark.parametrize("flat_steps", [0, 7])
 def test_the_loss_of_a_distillation_is_watched_as_the_mean_of_the_steps_since_the_last_look(flat_steps: int) -> None:
-    network, losses, seen = torch.nn.Linear(1, 1), iter(range(44, 0, -1)), list[tuple[str, float]]()
+    losses, seen = torch.arange(44.0, 0.0, -1.0).repeat_interleave(2)[:, None], list[tuple[str, float]]()
 
-    def loss_at(rows: slice) -> torch.Tensor:
-        return 0.0 * network.weight.sum() + float(next(losses))
+    def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
+        nothing: torch.Tensor = 0.0 * nets["student"](*batch).sum()
+        return nothing + batch[0].mean()
 
     ctx = replace(
         context(quick_spec("fedcg")),
         watch_loss=lambda loss: seen.append(("loss", loss)),
         progress=lambda phase, step, steps: seen.append((phase, step)),
     )
-    distillation.distil([network], loss_at, 88, distillation.Distillation(44, 2, 1e-3, 0.0, flat_steps), ctx)
+    settings, student = Distillation(44, 2, 1e-3, 0.0, flat_steps), {"student": torch.nn.Linear(1, 1)}
+    run_stage(distillation(student, loss_of, lambda rows: (losses[rows],), settings, ctx), ctx)
     watched = [loss for name, loss in seen if name == "loss"]
     if not flat_steps:  # 44 // 20 = 2 steps between two looks: (44 + 43) / 2, (42 + 41) / 2, ...
         assert watched == [43.5 - 2 * look for look in range(22)]

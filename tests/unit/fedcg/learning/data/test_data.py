@@ -13,7 +13,7 @@ from fedcg.learning.data.image_folder import list_files, load_folder, normalise,
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry
 from fedcg.learning.spec import ImageForm
-from fedcg.learning.training.training_loop import index_blocks
+from fedcg.learning.training.batches import index_blocks
 
 GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
 COLOUR = ImageForm(mode="RGB", height=16, width=12, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))

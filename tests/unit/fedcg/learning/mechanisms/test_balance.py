@@ -24,7 +24,8 @@ from fedcg.learning.methods import fedcg
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
-from fedcg.learning.training.training_loop import FeatureSource
+from fedcg.learning.training.batches import FeatureSource
+from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import bright_images, context, quick_spec, same_parts
 from tests.support.learning.stub_networks import GivenFeatures
@@ -135,8 +136,8 @@ def test_the_generator_asks_for_all_labels_alike_where_they_are_to_stay_secret(
     spec, generator = quick_spec("fedcg"), Asked()
     ctx = RoundContext(spec, 2, 1, 4, context(spec).streams, privacy=privacy)
     source = cast("FeatureSource", GivenFeatures(torch.zeros(40, 2)))  # all of class 0
-    train = fedcg.train_gan if privacy.dp_sgd is None else fedcg.train_gan_privately
-    train(generator, Sum(), source, fedcg.FedcgParams.model_validate({**spec.params, "epochs": 8}), ctx)
+    params = fedcg.FedcgParams.model_validate({**spec.params, "epochs": 8})
+    run_stage(fedcg.adversarial(generator, Sum(), source, params, ctx), ctx)
     counts = torch.bincount(torch.tensor(generator.labels), minlength=3)
     assert {label for label in range(3) if counts[label]} == classes
     if len(classes) == 3:

@@ -23,8 +23,9 @@ from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
-from fedcg.learning.training.private_training import train_classifier_privately
-from fedcg.learning.training.training_loop import FeatureSource, PenaltyMaker, no_penalty
+from fedcg.learning.training.batches import FeatureSource
+from fedcg.learning.training.classification import Penalty, dropped, train_classifier
+from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import GREY, bright_images, context, plan, plan_of, quick_spec, same_parts
 from tests.support.learning.stub_networks import GivenFeatures
@@ -53,14 +54,14 @@ def private_round(
     return protected_round(method, state, data, aggregate, private_context(spec, privacy, root))
 
 
-def penalty_for(name: str, nets: dict[Part, nn.Module], ctx: RoundContext) -> PenaltyMaker:
+def penalty_for(name: str, nets: dict[Part, nn.Module], ctx: RoundContext) -> Penalty | None:
     if name == "fedcg":
         return fedcg.feature_penalty(nets[Part.GENERATOR], 0.7, ctx)
     if name == "fedgen":
         return fedgen.replay_penalty(nets, fedgen.FedgenParams(replay=0.5), ctx)
     if name == "fedprox":
         return fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
-    return no_penalty
+    return None
 
 
 @pytest.mark.parametrize("split", ["lenet5", "lenet5_relu"])
@@ -69,7 +70,8 @@ def test_two_images_step_as_a_loop_over_single_ones(name: str, split: str) -> No
     """w - lr * (sum_i g_i * min(1, clip / |g_i|) / 2 + gradient of a penalty on weights); |g_i| over extractor and classifier."""
     clip, lr = 0.5, 0.3
     spec = private_spec(name, split, steps=1, batch_size=2, optimiser="sgd", lr=lr, weight_decay=0.0)
-    data, ctx = bright_images(2, 3), private_context(spec)
+    data = bright_images(2, 3)
+    ctx = private_context(spec, PrivacySettings.model_construct(dp_sgd=without_noise(clip)))
     parts = initial_parts(spec, b"cohort")
 
     def fresh() -> dict[Part, nn.Module]:
@@ -84,9 +86,7 @@ def test_two_images_step_as_a_loop_over_single_ones(name: str, split: str) -> No
                 for weight in [*ours[part].parameters(), *theirs[part].parameters()]:
                     weight.add_(0.01)
     params = TrainingParams(steps=1, batch_size=2, optimiser="sgd", lr=lr, weight_decay=0.0)
-    train_classifier_privately(
-        ours[Part.EXTRACTOR], ours[Part.CLASSIFIER], data, params, ctx, without_noise(clip), anchor
-    )
+    train_classifier(ours[Part.EXTRACTOR], ours[Part.CLASSIFIER], data, params, ctx, anchor)
     stream = ctx.streams.generator("classify", "noise")
     noise = torch.randn(2, 8, generator=stream)
     total = [torch.zeros_like(weight) for weight in weights]
@@ -157,7 +157,8 @@ def test_the_generator_learns_of_the_images_through_the_private_discriminator_al
         )
         source = cast("FeatureSource", GivenFeatures(features, labels))
         params = fedcg.FedcgParams.model_validate({**spec.params, "epochs": 3})
-        fedcg.train_gan_privately(generator, judge, source, params, private_context(spec, privacy))
+        ctx = private_context(spec, privacy)
+        run_stage(fedcg.adversarial(generator, judge, source, params, ctx), ctx)
         return torch.cat([weight.detach().flatten() for weight in generator.parameters()])
 
     shape = (24, 16, 1, 1)
@@ -261,10 +262,11 @@ def test_generator_and_discriminator_get_noisy_gradients_too(name: str) -> None:
         source = cast("FeatureSource", GivenFeatures(features, torch.arange(24) % 3))
         ctx = private_context(spec, privacy)
         if name == "fedcg":
-            fedcg.train_gan(generator, other, source, fedcg.FedcgParams.model_validate(spec.params), ctx)
+            gan = fedcg.FedcgParams.model_validate(spec.params)
+            run_stage(fedcg.adversarial(generator, other, source, gan, ctx), ctx)
         else:
             params = fedmd_cg.FedmdCgParams.model_validate(spec.params)
-            fedmd_cg.train_generator(generator, other, source, params, ctx)
+            run_stage(fedmd_cg.imitation(generator, other, source, params, ctx), ctx)
         nets = (generator, other) if name == "fedcg" else (generator,)
         return [torch.cat([weight.detach().flatten() for weight in net.parameters()]) for net in nets]
 
@@ -292,8 +294,6 @@ def test_steps_with_noise_of_their_own_run_in_f32_and_without_graphs() -> None:
 
 
 def test_dropout_hides_a_share_of_the_features_from_the_classifier() -> None:
-    from fedcg.learning.training.training_loop import dropped
-
     features = torch.ones(100, 100)
     kept = dropped(features, 0.3)
     assert float((kept == 0).double().mean()) == pytest.approx(0.3, abs=0.02)

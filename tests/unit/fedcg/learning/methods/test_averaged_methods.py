@@ -22,7 +22,7 @@ from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import ImageForm, NetworkChoice, ParameterValue
-from fedcg.learning.training.training_loop import no_penalty, with_downloaded_classifier
+from fedcg.learning.training.classification import with_downloaded_classifier
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
     aggregator_of,
@@ -35,7 +35,7 @@ from tests.support.learning.learning_cases import (
     quick_spec,
     same,
 )
-from tests.support.learning.stub_networks import FIRST, SECOND, Scale, block_of
+from tests.support.learning.stub_networks import FIRST, SECOND, Scale, drawn, on_labels
 
 STILL = 1e-30  # a learning rate at which nothing moves, so that a student's start shows
 SHARING = [name for name in method_names() if get_method(name).shared_up - {Part.STATISTICS}]
@@ -128,9 +128,10 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
     extractor, classifier = nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)
     nets = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier}
     ctx = context(quick_spec("fedprox"))
-    some = block_of([0, 1])
-    penalty = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)(some)
-    assert penalty is not None
+    term = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
+    penalty = on_labels(term, [0, 1], extractor=extractor, classifier=classifier)
+    assert term is not None
+    assert not term.of_rows
     nothing = torch.zeros(2, 2)
     assert penalty(slice(0, 2), nothing, nothing).item() == 0.0
     with torch.no_grad():
@@ -142,16 +143,17 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
     for net, slope in ((extractor, 0.4), (classifier, -0.8)):
         assert net.weight.grad is not None
         assert torch.allclose(net.weight.grad, torch.tensor(slope))
-    assert fedprox.proximal(nets, fedprox.FedproxParams(mu=0.0), ctx)(some) is None
+    assert fedprox.proximal(nets, fedprox.FedproxParams(mu=0.0), ctx) is None
 
 
 def test_the_auxiliary_loss_is_the_cross_entropy_through_the_classifier_as_it_came_down() -> None:
     # Logits are the features times the weight: of (1, 0) with weight 2, (2, 0), so class 0 has the loss log(1 + e^-2).
     classifier, ctx = Scale(2.0), replace(context(quick_spec("fedsplit")), round=2)
-    block, features = block_of([0, 1]), torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
-    penalty = with_downloaded_classifier(no_penalty, classifier, 0.5, ctx)(block)
-    assert penalty is not None
-    assert penalty.of_rows
+    features = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    term = with_downloaded_classifier(None, classifier, 0.5, ctx)
+    penalty = on_labels(term, [0, 1], classifier=classifier)
+    assert term is not None
+    assert term.of_rows
     with torch.no_grad():
         classifier.weight.fill_(9.0)  # it is trained meanwhile
     value = penalty(slice(0, 2), features, features)
@@ -167,11 +169,11 @@ def test_the_auxiliary_loss_stands_beside_a_methods_own_penalty() -> None:
     nets = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: Scale(2.0)}
     ctx = replace(context(quick_spec("fedprox")), round=2)
     own = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
-    both = with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)(block_of([0, 1]))
+    term = with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)
+    both = on_labels(term, [0, 1], extractor=extractor, classifier=nets[Part.CLASSIFIER])
     with torch.no_grad():
         extractor.weight.add_(0.5)  # 0.8 / 2 * 6 * 0.25 = 0.6
     features = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    assert both is not None
     assert both(slice(0, 2), features, features).item() == pytest.approx(0.6 + 0.5 * math.log(1 + math.exp(-2)))
 
 
@@ -181,7 +183,7 @@ def test_a_penalty_on_weights_beside_the_auxiliary_loss_can_not_be_had_with_dp_s
     ctx = replace(context(quick_spec("fedprox")), round=2, privacy=private)
     own = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
     with pytest.raises(PrivacyError, match="aux"):
-        with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)(block_of([0, 1]))
+        with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)
 
 
 @pytest.mark.parametrize("name", ["fedsplit", "fedavg", "fedcg"])
@@ -338,7 +340,7 @@ def test_fedgens_generator_is_judged_by_the_weighted_sum_of_the_clients_logits_a
     # Classifiers "times 1" with a quarter of the data and "times 5" with the rest: logits = (1/4 + 15/4) features = 4 features.
     # Features (ln 3 / 4, 0) and (0, 0), both of label 0: logits (ln 3, 0) cost ln 4/3, (0, 0) cost ln 2.
     # Diversity: |feature difference| = (ln 3 / 4 + 0) / 2, |noise difference| = 1: 1 / (ln 3 / 8 + 1e-5).
-    jury = fedgen.Jury([Scale(1.0), Scale(5.0)], [0.25, 0.75])
+    jury = [(0.25, Scale(1.0)), (0.75, Scale(5.0))]
     generator = Answer((math.log(3.0) / 4.0, 0.0), (0.0, 0.0))
     noise, labels = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
     expected = (math.log(4.0 / 3.0) + math.log(2.0)) / 2.0
@@ -372,11 +374,11 @@ def test_fedgens_generator_learns_what_the_clients_classifiers_recognise() -> No
 def test_fedgens_generator_is_not_asked_for_a_label_that_nobody_has(
     monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...] | None, asked: set[int]
 ) -> None:
-    drawn: list[Bank] = []
+    banks: list[Bank] = []
 
     def noted(streams: Streams, rows: int, noise_dim: int, probabilities: torch.Tensor) -> Bank:
-        drawn.append(draw_bank(streams, rows, noise_dim, probabilities))
-        return drawn[-1]
+        banks.append(draw_bank(streams, rows, noise_dim, probabilities))
+        return banks[-1]
 
     monkeypatch.setattr(fedgen, "draw_bank", noted)
     spec = quick_spec("fedgen", server_iterations=20)
@@ -386,22 +388,19 @@ def test_fedgens_generator_is_not_asked_for_a_label_that_nobody_has(
         "b": Update("b", {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4, counts),
     }
     merged(aggregator_of(spec), updates, ())
-    assert set(drawn[0].labels.tolist()) == asked
+    assert set(banks[0].labels.tolist()) == asked
 
 
 def test_fedgens_clients_replay_classes_that_they_lack_when_labels_are_drawn_from_all() -> None:
     # Of 400 rows, all of label 1, about a third each become 0, 1 and 2.
     spec = quick_spec("fedgen")
     nets = {Part.GENERATOR: Answer(*[(0.0, math.log(3.0))] * 400), Part.CLASSIFIER: Scale(1.0)}
-    some = block_of([1] * 400)
-    drawn = fedgen.replay_penalty(nets, fedgen.FedgenParams(replay_labels="uniform"), context(spec))(some)
-    assert drawn is not None
-    labels = drawn.rows[1]
+    uniform = fedgen.replay_penalty(nets, fedgen.FedgenParams(replay_labels="uniform"), context(spec))
+    _, labels = drawn(uniform, [1] * 400)
     counts = torch.bincount(labels, minlength=spec.class_count)
     assert all(counts > 400 / spec.class_count * 0.7)
-    kept = fedgen.replay_penalty(nets, fedgen.FedgenParams(), context(spec))(some)
-    assert kept is not None
-    assert torch.equal(kept.rows[1], some.labels)
+    _, kept = drawn(fedgen.replay_penalty(nets, fedgen.FedgenParams(), context(spec)), [1] * 400)
+    assert kept.tolist() == [1] * 400
 
 
 def test_a_spec_of_fedgen_keeps_its_digest_unless_labels_are_drawn_from_all() -> None:
@@ -414,9 +413,7 @@ def test_fedgens_clients_learn_from_generated_features_of_their_own_labels() -> 
     params, ctx = fedgen.FedgenParams(replay=0.5), context(quick_spec("fedgen"))
     classifier = Scale(1.0)
     nets = {Part.GENERATOR: Answer((0.0, math.log(3.0)), (0.0, math.log(3.0))), Part.CLASSIFIER: classifier}
-    some = block_of([1, 0])
-    penalty = fedgen.replay_penalty(nets, params, ctx)(some)
-    assert penalty is not None
+    penalty = on_labels(fedgen.replay_penalty(nets, params, ctx), [1, 0], classifier=classifier)
     nothing = torch.zeros(1, 2)
     of_label_1 = penalty(slice(0, 1), nothing, nothing)
     assert of_label_1.item() == pytest.approx(0.5 * math.log(4.0 / 3.0))
@@ -424,4 +421,4 @@ def test_fedgens_clients_learn_from_generated_features_of_their_own_labels() -> 
     of_label_1.backward()
     assert classifier.weight.grad is not None
     assert nets[Part.GENERATOR].rows.grad is None
-    assert fedgen.replay_penalty(nets, params.model_copy(update={"replay": 0.0}), ctx)(some) is None
+    assert fedgen.replay_penalty(nets, params.model_copy(update={"replay": 0.0}), ctx) is None

@@ -17,11 +17,9 @@ from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec, NetworkChoice
+from fedcg.learning.training.batches import FeatureSource, extract_features
 from fedcg.learning.training.losses import paired_labels
-from fedcg.learning.training.training_loop import (
-    FeatureSource,
-    extract_features,
-)
+from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
     bright_images,
@@ -30,7 +28,7 @@ from tests.support.learning.learning_cases import (
     plan,
     quick_spec,
 )
-from tests.support.learning.stub_networks import Answer, GivenFeatures, block_of
+from tests.support.learning.stub_networks import Answer, GivenFeatures, on_labels
 
 
 def test_gamma_rises_from_zero_on_a_logistic_ramp() -> None:
@@ -51,8 +49,7 @@ def test_generated_rows_come_in_pairs_of_one_label() -> None:
 
 
 def test_the_feature_penalty_of_fedcg_is_gamma_times_the_mean_square() -> None:
-    penalty = fedcg.feature_penalty(Answer(0.0, 2.0), 0.5, context(quick_spec("fedcg")))(block_of([0, 1]))
-    assert penalty is not None
+    penalty = on_labels(fedcg.feature_penalty(Answer(0.0, 2.0), 0.5, context(quick_spec("fedcg"))), [0, 1])
     features = torch.tensor([[1.0, 2.0], [3.0, 2.0]], requires_grad=True)
     value = penalty(slice(0, 2), features, torch.zeros(2, 3))
     assert value.item() == pytest.approx(0.5 * (1 + 9) / 4)
@@ -79,7 +76,8 @@ def test_the_two_gan_networks_pull_in_opposite_directions() -> None:
         judge.line.weight.zero_()
         judge.line.bias.zero_()
     params = fedcg.FedcgParams.model_validate({**spec.params, "epochs": 10, "weight_decay": 0.0})
-    fedcg.train_gan(generator, judge, cast("FeatureSource", GivenFeatures(real)), params, ctx)
+    source = cast("FeatureSource", GivenFeatures(real))
+    run_stage(fedcg.adversarial(generator, judge, source, params, ctx), ctx)
     made = generator.value.detach()
     zeros = torch.zeros(1, dtype=torch.int64)
     assert judge(real[:1], zeros).item() > judge(made.unsqueeze(0), zeros).item()

@@ -13,9 +13,8 @@ from fedcg.learning.method import Aggregate
 from fedcg.learning.methods import fedcg, fedmd_cg
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.spec import ParameterValue
-from fedcg.learning.training.training_loop import (
-    FeatureSource,
-)
+from fedcg.learning.training.batches import FeatureSource
+from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
     bright_images,
@@ -24,7 +23,7 @@ from tests.support.learning.learning_cases import (
     quick_spec,
     same,
 )
-from tests.support.learning.stub_networks import PATTERN, Answer, GivenFeatures, Scale, block_of
+from tests.support.learning.stub_networks import PATTERN, Answer, GivenFeatures, Scale, on_labels
 
 
 def test_fedmd_cg_replays_the_label_distribution_that_came_down() -> None:
@@ -49,12 +48,11 @@ class Echo(nn.Module):
 def test_each_image_is_compared_with_a_generated_feature_of_its_own_label() -> None:
     labels = [2, 0, 1, 2, 2]
     features = Echo()(torch.zeros(5, 1), torch.tensor(labels))
-    of_fedcg = fedcg.feature_penalty(Echo(), 1.0, context(quick_spec("fedcg")))(block_of(labels))
+    of_fedcg = fedcg.feature_penalty(Echo(), 1.0, context(quick_spec("fedcg")))
     params = fedmd_cg.FedmdCgParams(lambda1=0.0, lambda3=0.0)
     ctx, only_class_1 = context(quick_spec("fedmd_cg"), 3), torch.tensor([0.0, 1.0, 0.0])
-    of_fedmd_cg = fedmd_cg.global_penalty(Echo(), Scale(), only_class_1, params, ctx)(block_of(labels))
-    for penalty in (of_fedcg, of_fedmd_cg):
-        assert penalty is not None
+    of_fedmd_cg = fedmd_cg.global_penalty(Echo(), only_class_1, params, ctx)
+    for penalty in (on_labels(one, labels, classifier=Scale()) for one in (of_fedcg, of_fedmd_cg)):
         for rows in (slice(0, 3), slice(3, 5)):
             assert penalty(rows, features[rows], torch.zeros(rows.stop - rows.start, 3)).item() == 0.0
 
@@ -85,9 +83,8 @@ def test_each_global_penalty_of_fedmd_cg_has_its_hand_worked_value(
     # round 3 of 4: the ramp is 1/2
     spec = quick_spec("fedmd_cg")
     params = fedmd_cg.FedmdCgParams(lambda1=weights[0], lambda2=weights[1], lambda3=weights[2])
-    make = fedmd_cg.global_penalty(Answer(0.0, 0.0), Scale(), torch.tensor([0.5, 0.5]), params, context(spec, 3))
-    penalty = make(block_of([0, 1]))
-    assert penalty is not None
+    term = fedmd_cg.global_penalty(Answer(0.0, 0.0), torch.tensor([0.5, 0.5]), params, context(spec, 3))
+    penalty = on_labels(term, [0, 1], classifier=Scale())
     real = torch.tensor([[LN3, 0.0], [LN3, 0.0]])
     assert penalty(slice(0, 2), real, real).item() == pytest.approx(0.5 * expected, abs=1e-6)
 
@@ -96,10 +93,8 @@ def test_the_generated_branch_of_equation_2_is_a_detached_teacher() -> None:
     params = fedmd_cg.FedmdCgParams(lambda1=0.0, lambda2=0.0)
     classifier = Scale()
     spec = quick_spec("fedmd_cg")
-    penalty = fedmd_cg.global_penalty(Answer(1.0, 0.0), classifier, torch.tensor([0.5, 0.5]), params, context(spec, 3))(
-        block_of([0, 1])
-    )
-    assert penalty is not None
+    term = fedmd_cg.global_penalty(Answer(1.0, 0.0), torch.tensor([0.5, 0.5]), params, context(spec, 3))
+    penalty = on_labels(term, [0, 1], classifier=classifier)
     penalty(slice(0, 2), torch.zeros(2, 2), torch.zeros(2, 2, requires_grad=True)).backward()
     # The replayed rows share its pass, so there may be a gradient, but of zero.
     assert classifier.weight.grad is None or classifier.weight.grad.item() == 0.0
@@ -109,7 +104,7 @@ def train(generator: nn.Module, source: GivenFeatures, **params: ParameterValue)
     """Train a generator on eq. 9, whose weights are 0 where they are not given."""
     values = {"weight_decay": 0.0, "lambda4": 0.0, "lambda5": 0.0, "lambda6": 0.0, **params}
     chosen, ctx = fedmd_cg.FedmdCgParams.model_validate(values), context(quick_spec("fedmd_cg"))
-    fedmd_cg.train_generator(generator, Scale(), cast("FeatureSource", source), chosen, ctx)
+    run_stage(fedmd_cg.imitation(generator, Scale(), cast("FeatureSource", source), chosen, ctx), ctx)
 
 
 def test_equation_5_trains_the_generator_by_the_divergence_from_generated_to_real() -> None:
@@ -145,9 +140,8 @@ def test_the_replayed_classes_follow_the_published_label_distribution() -> None:
     # a probability of 3/4: ln(4/3), where class 0 would cost ln 4.
     params = fedmd_cg.FedmdCgParams(lambda2=0.0, lambda3=0.0)
     spec = quick_spec("fedmd_cg")
-    make = fedmd_cg.global_penalty(Answer(0.0, LN3), Scale(), torch.tensor([0.0, 1.0]), params, context(spec, 3))
-    penalty = make(block_of([0, 0]))
-    assert penalty is not None
+    term = fedmd_cg.global_penalty(Answer(0.0, LN3), torch.tensor([0.0, 1.0]), params, context(spec, 3))
+    penalty = on_labels(term, [0, 0], classifier=Scale())
     logits = torch.zeros(2, 2)
     assert penalty(slice(0, 2), logits, logits).item() == pytest.approx(0.5 * math.log(4 / 3), abs=1e-6)
 

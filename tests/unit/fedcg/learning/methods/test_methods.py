@@ -17,14 +17,8 @@ from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.simulation.simulation import update_of
 from fedcg.learning.spec import ParameterValue
-from fedcg.learning.training.training_loop import (
-    Block,
-    Penalty,
-    extract_features,
-    index_blocks,
-    steps_of,
-    train_classifier,
-)
+from fedcg.learning.training.batches import extract_features, index_blocks, steps_of
+from fedcg.learning.training.classification import Penalty, train_classifier
 from fedcg.wire.parts import Part
 from tests.support.installed import importable, register
 from tests.support.learning.learning_cases import (
@@ -246,10 +240,7 @@ def test_a_penalty_is_minimised_beside_the_cross_entropy() -> None:
     for weight in (0.0, 10.0):
         parts = initial_parts(spec, b"cohort")
         extractor, classifier = (load_part(spec, part, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
-
-        def shrink(_: Block, weight: float = weight) -> Penalty:
-            return Penalty(lambda features, logits: weight * features.square().mean())
-
+        shrink = Penalty(lambda nets, features, logits, weight=weight: weight * features.square().mean())
         train_classifier(extractor, classifier, data, TrainingParams.model_validate(spec.params), ctx, shrink)
         sizes.append(float(extract_features(extractor, data.images, spec).square().mean()))
     assert sizes[1] < 0.5 * sizes[0]

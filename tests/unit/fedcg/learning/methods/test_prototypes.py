@@ -20,10 +20,10 @@ from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.training.evaluation import evaluate
-from fedcg.learning.training.training_loop import Block
 from fedcg.wire.artifacts.tensors import beyond
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import bright_images, context, local_round_of, plan, quick_spec
+from tests.support.learning.stub_networks import on_labels
 
 
 class Brightness(nn.Module):
@@ -70,8 +70,7 @@ def test_a_client_keeps_others_prototypes_of_classes_it_has_no_images_of() -> No
 
 def test_features_are_pulled_to_their_classs_prototype_alone_and_not_where_there_is_none() -> None:
     known = {HELD: torch.tensor([1, 0]), PROTOTYPES: torch.tensor([[1.0, 3.0], [5.0, 5.0]])}
-    penalty = towards(known, 0.5, "cpu")(Block(torch.zeros(2, 1, 1, 1), torch.tensor([0, 1])))
-    assert penalty is not None
+    penalty = on_labels(towards(known, 0.5, "cpu"), [0, 1])
     features = torch.tensor([[2.0, 5.0], [0.0, 0.0]])
     # row 0: ((2 - 1)² + (5 - 3)²) / 2 = 2.5; row 1: no prototype; 0.5 * (2.5 + 0) / 2
     assert penalty(slice(None), features, features).item() == pytest.approx(0.625)

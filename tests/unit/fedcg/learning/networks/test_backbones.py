@@ -15,7 +15,7 @@ from torch import nn
 from coordinator.updates.validation import Expected, max_update_bytes, validate_update
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate
+from fedcg.learning.method import Aggregate, TrainingParams
 from fedcg.learning.networks import NETWORKS, FeatureRange, build_part, feature_shape, load_part, weights_of
 from fedcg.learning.networks.assembly import allocated, skeleton, split_of
 from fedcg.learning.networks.backbones import backbone_split
@@ -30,8 +30,9 @@ from fedcg.learning.networks.torchvision_import import vision
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
 from fedcg.learning.split_names import BACKBONES, BUILT_IN, check_name
-from fedcg.learning.training import training_loop as loops
-from fedcg.learning.training.training_loop import extract_features, image_blocks, images_at_once
+from fedcg.learning.training import batches
+from fedcg.learning.training.batches import extract_features, images_at_once
+from fedcg.learning.training.classification import classification
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack, unpack
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import Part, Report
@@ -304,7 +305,7 @@ def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_smal
 ) -> None:
     # 2048 * 32 * 32 / (224 * 224) = 41.8
     assert [images_at_once(plan_for("resnet18", side).image) for side in (16, 32, 64, 224)] == [2048, 2048, 512, 41]
-    monkeypatch.setattr(loops, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(batches, "BLOCK_ROWS", 4)
     spec = complete_spec(plan_for("lenet5", 64, "L"))
     data = ImageSet(torch.zeros(5, 1, 64, 64, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64), CLASSES)
     seen: list[int] = []
@@ -312,5 +313,6 @@ def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_smal
     extractor.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     assert len(extract_features(extractor, data.images, spec)) == 5
     assert seen == [1] * 5
-    blocks = image_blocks(data, spec, 2, 4, context(spec).streams)
-    assert [len(block.labels) for block in blocks] == [2, 2, 2, 2]
+    params = TrainingParams(steps=4, batch_size=2)
+    stage = classification(extractor, build_part(spec, Part.CLASSIFIER), data, params, context(spec))
+    assert [len(labels) for _, labels in stage.batches.blocks] == [2, 2, 2, 2]

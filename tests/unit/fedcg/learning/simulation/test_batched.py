@@ -19,11 +19,10 @@ from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
-from fedcg.learning.training import cuda_graph
+from fedcg.learning.training import batches, cuda_graph
 from fedcg.learning.training import stacked_training as batched_loops
-from fedcg.learning.training import training_loop as loops
+from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.stacked_training import Learner, train_classifiers
-from fedcg.learning.training.training_loop import train_classifier
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
     GREY,
@@ -96,7 +95,7 @@ def test_only_chains_of_known_layers_are_stacked() -> None:
 def test_clients_of_different_sizes_train_as_one_after_the_other(
     split: str, optimiser: str, crop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loops, "BLOCK_ROWS", 16)  # several blocks, and several chunks of stacked batches
+    monkeypatch.setattr(batches, "BLOCK_ROWS", 16)  # several blocks, and several chunks of stacked batches
     monkeypatch.setattr(batched_loops, "BLOCK_ROWS", 48)
     spec = spec_of(split, crop=crop, optimiser=optimiser, lr=0.01 if optimiser == "adam" else 0.1)
     params = TrainingParams.model_validate(spec.params)
@@ -165,7 +164,7 @@ def test_a_simulation_with_batched_clients_is_the_simulation_without(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart = run(method, batched=False)
-    monkeypatch.setattr("fedcg.learning.methods._averaging.train_task", None)  # nobody trains alone
+    monkeypatch.setattr("fedcg.learning.methods._averaging.train_classifier", None)  # nobody trains alone
     together = run(method, batched=True)
     mine, other = parts_of(together), parts_of(apart)
     assert mine.keys() == other.keys()

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import build_part
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.learning.training.augmentation import Augmentation, Augmenter
-from fedcg.learning.training.training_loop import FeatureSource, extract_features, image_blocks, index_blocks
+from fedcg.learning.training.batches import FeatureSource, extract_features, image_tensors, index_blocks
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import bright_images, plan, quick_spec
 
@@ -86,13 +87,19 @@ def test_crops_and_mirrors_do_not_shift_each_others_draws() -> None:
 def test_without_crops_blocks_are_made_of_the_streams_of_order_and_flips_alone(*, flip: bool) -> None:
     data, spec = bright_images(40, 1), quick_spec("local", augment_flip=flip)
     order, mirror = STREAMS.generator("order"), STREAMS.generator("flip")
-    blocks = list(image_blocks(data, spec, 8, 12, STREAMS))
-    for block, index in zip(blocks, index_blocks(40, 8, 12, order), strict=True):
+    blocks = image_blocks(data, spec, 12)
+    for (prepared, _), index in zip(blocks, index_blocks(40, 8, 12, order), strict=True):
         images = data.images[index]
         if flip:
             chosen = torch.rand(len(index), generator=mirror) < 0.5
             images = torch.where(chosen.view(-1, 1, 1, 1), images.flip(-1), images)
-        assert torch.equal(block.images, normalise(images, spec.image))
+        assert torch.equal(prepared, normalise(images, spec.image))
+
+
+def image_blocks(data: ImageSet, spec: FederationSpec, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Blocks of prepared images and labels of so many batches of 8."""
+    order, of_images = STREAMS.generator("order"), image_tensors(data, spec, Augmenter(spec, STREAMS))
+    return [of_images(index) for index in index_blocks(len(data), 8, steps, order)]
 
 
 def expected_rows(spec: FederationSpec, index: torch.Tensor) -> torch.Tensor:
@@ -101,12 +108,12 @@ def expected_rows(spec: FederationSpec, index: torch.Tensor) -> torch.Tensor:
 
 def test_blocks_of_cropped_images_show_the_same_images_in_the_same_order() -> None:
     data, spec = bright_images(40, 1), quick_spec("local", augment_flip=True, augment_crop=2)
-    (cropped,), (plain,) = (
-        image_blocks(data, one, 8, 5, STREAMS) for one in (spec, quick_spec("local", augment_flip=True))
+    ((cropped, labels),), ((_, others),) = (
+        image_blocks(data, one, 5) for one in (spec, quick_spec("local", augment_flip=True))
     )
-    assert torch.equal(cropped.labels, plain.labels)
+    assert torch.equal(labels, others)
     (index,) = index_blocks(40, 8, 5, STREAMS.generator("order"))
-    assert torch.equal(cropped.images, normalise(expected_rows(spec, index), spec.image))
+    assert torch.equal(cropped, normalise(expected_rows(spec, index), spec.image))
 
 
 def test_features_of_crops_are_computed_as_they_are_drawn_however_many_are_asked_for() -> None:

@@ -20,19 +20,19 @@ from fedcg.learning.networks.image_networks import WIDTHS, Widths
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.training import encrypting_translation
 from fedcg.learning.training.encrypting_translation import (
+    TRANSLATION_LOSSES,
     Encrypt,
     ImagePool,
-    TranslationLosses,
     TranslationNetworks,
     TranslationParams,
-    _Training,
     discriminator_objective,
     generator_objective,
     rate_factor,
-    train_translation,
-    translation_blocks,
+    translation,
 )
+from fedcg.learning.training.stage import Batches, Tensors, run_stage
 from tests.support.learning.image_translation import DIGITS, digit_images, networks_of
 from tests.support.learning.learning_cases import CLASSES, bright_images
 
@@ -66,12 +66,25 @@ def quick(**changed: object) -> TranslationParams:
     return TranslationParams.model_validate({"steps": 2, "batch_size": 8, **changed})
 
 
+def learn(
+    nets: TranslationNetworks, data: ImageSet, encrypt: Encrypt, params: TranslationParams, ctx: RoundContext
+) -> dict[str, float]:
+    """Train in place; the mean losses by name."""
+    losses = run_stage(translation(nets, data, encrypt, params, ctx), ctx)
+    return dict(zip(TRANSLATION_LOSSES, losses, strict=True))
+
+
+def blocks(data: ImageSet, params: TranslationParams, ctx: RoundContext) -> list[Tensors]:
+    """What a round goes over."""
+    return list(translation(networks_of(TINY, SIZE, len(CLASSES)), data, SCRAMBLE, params, ctx).batches.blocks)
+
+
 def trained(
     data: ImageSet | None = None, ctx: RoundContext | None = None, **changed: object
-) -> tuple[TranslationNetworks, TranslationLosses]:
+) -> tuple[TranslationNetworks, dict[str, float]]:
     """Tiny networks, the same ones in every call, after a quick round."""
     nets = networks_of(TINY, SIZE, len(CLASSES))
-    losses = train_translation(nets, data or bright_images(24, 0), SCRAMBLE, quick(**changed), ctx or context())
+    losses = learn(nets, data or bright_images(24, 0), SCRAMBLE, quick(**changed), ctx or context())
     return nets, losses
 
 
@@ -126,7 +139,7 @@ def test_the_autoencoders_loss_is_a_mean_of_squares_over_the_pooled_images() -> 
     nets = networks_of(TINY, SIZE, len(CLASSES))
     for name in PARTS:
         getattr(nets, name).train()
-    ((images, encrypted, labels),) = translation_blocks(data, SCRAMBLE, params, context())
+    ((images, encrypted, labels),) = blocks(data, params, context())
     with torch.no_grad():
         made = nets.generator(images)
         # The generator's step runs the extractor too; its batch statistics, not its running ones, are in use here.
@@ -137,10 +150,10 @@ def test_the_autoencoders_loss_is_a_mean_of_squares_over_the_pooled_images() -> 
         forged = F.softplus(-nets.discriminator(made)).mean().item()
         judged = F.softplus(-nets.discriminator(encrypted)).mean() + F.softplus(nets.discriminator(made)).mean()
     _, losses = trained(data, steps=1, lr=1e-12)  # the classifier's loss is taken after the extractor's step
-    assert losses.restoration == pytest.approx(expected, rel=1e-5)
-    assert losses.classification == pytest.approx(cross_entropy, rel=1e-5)
-    assert losses.generator == pytest.approx(forged + distance + 2 * cross_entropy, rel=1e-5)
-    assert losses.discriminator == pytest.approx(judged.item(), rel=1e-5)
+    assert losses["restoration"] == pytest.approx(expected, rel=1e-5)
+    assert losses["classification"] == pytest.approx(cross_entropy, rel=1e-5)
+    assert losses["generator"] == pytest.approx(forged + distance + 2 * cross_entropy, rel=1e-5)
+    assert losses["discriminator"] == pytest.approx(judged.item(), rel=1e-5)
 
 
 def test_each_network_is_moved_by_its_own_loss_alone() -> None:
@@ -156,7 +169,7 @@ def test_each_network_is_moved_by_its_own_loss_alone() -> None:
     assert not same(third.generator, fourth.generator)
     # The encrypted images reach the generator through eq. 8 alone where D has no weight, and D always.
     nets = networks_of(TINY, SIZE, len(CLASSES))
-    train_translation(nets, data, lambda images: 255 - images, quick(**NO_TERMS), context())
+    learn(nets, data, lambda images: 255 - images, quick(**NO_TERMS), context())
     assert [name for name in PARTS if not same(getattr(first, name), getattr(nets, name))] == ["discriminator"]
 
 
@@ -174,13 +187,13 @@ def test_learning_rates_are_constant_at_first_and_then_fall_on_a_line() -> None:
 
 def test_optimisers_are_adam_for_the_gan_and_sgd_with_momentum_for_the_rest() -> None:
     nets = networks_of(TINY, SIZE, len(CLASSES))
-    optimisers = _Training(nets, TranslationParams(), context(50))._optimisers
+    trained = translation(nets, bright_images(24, 0), SCRAMBLE, TranslationParams(), context(50)).trained
     for name in ("generator", "discriminator"):
-        group = optimisers[name].param_groups[0]
+        group = trained[name].optimiser.param_groups[0]
         assert (group["betas"], group["weight_decay"]) == ((0.5, 0.999), 0.0)
         assert group["lr"] == pytest.approx(2e-4 / 31)
     for name in ("extractor", "classifier"):
-        group = optimisers[name].param_groups[0]
+        group = trained[name].optimiser.param_groups[0]
         assert (group["momentum"], group["weight_decay"]) == (0.9, 0.001)
         assert group["lr"] == pytest.approx(0.01 / 31)
 
@@ -235,20 +248,23 @@ class OneAnswer(ImagePool):
         return self.answer
 
 
-def test_extractor_classifier_and_discriminator_are_trained_on_pooled_images_and_their_labels() -> None:
+def test_extractor_classifier_and_discriminator_are_trained_on_pooled_images_and_their_labels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nets, twins = (networks_of(TINY, SIZE, len(CLASSES)) for _ in range(2))
     images, encrypted, pooled = (normalise(bright_images(6, seed).images, GREY) for seed in (1, 2, 3))
     labels, pooled_labels = torch.zeros(6, dtype=torch.int64), torch.full((6,), 2)
-    training = _Training(nets, quick(lr=1e-12), context())
-    training._pool = OneAnswer(pooled, pooled_labels)
-    _, restoration, classification, judged = training.step(images, encrypted, labels)
+    monkeypatch.setattr(encrypting_translation, "ImagePool", lambda size, stream: OneAnswer(pooled, pooled_labels))
+    stage = translation(nets, bright_images(6, 1), SCRAMBLE, quick(lr=1e-12), context())
+    one_batch = replace(stage, batches=Batches([(images, encrypted, labels)], 1, None))
+    _, restoration, classification, judged = run_stage(one_batch, context())
     with torch.no_grad():
         features = twins.extractor(pooled)
-        assert restoration.item() == pytest.approx(F.mse_loss(twins.extractor.restore(features), pooled).item())
+        assert restoration == pytest.approx(F.mse_loss(twins.extractor.restore(features), pooled).item())
         right = twins.classifier(features).log_softmax(1)[:, 2]
-        assert classification.item() == pytest.approx(-right.mean().item(), rel=1e-5)
+        assert classification == pytest.approx(-right.mean().item(), rel=1e-5)
         real, fake = twins.discriminator(encrypted), twins.discriminator(pooled)
-        assert judged.item() == pytest.approx(discriminator_objective(real, fake, "logarithm").item())
+        assert judged == pytest.approx(discriminator_objective(real, fake, "logarithm").item())
 
 
 def test_a_round_has_a_pool_of_the_size_that_is_asked_for() -> None:
@@ -264,7 +280,7 @@ def test_without_a_pool_what_comes_is_given_back() -> None:
 
 def test_what_is_encrypted_is_the_augmented_image() -> None:
     ctx, data = context(flip=True), bright_images(24, 0)
-    ((images, encrypted, _),) = translation_blocks(data, SCRAMBLE, quick(steps=3), ctx)
+    ((images, encrypted, _),) = blocks(data, quick(steps=3), ctx)
     pixels = ((images + 1) * 127.5).round().to(torch.uint8)
     assert torch.equal(normalise(SCRAMBLE(pixels), GREY), encrypted)
     plain = {image.numpy().tobytes() for image in data.images}
@@ -320,7 +336,7 @@ def test_the_digits_are_learned_in_their_encrypted_form() -> None:
     accuracy, distance = figures()
     assert accuracy < 0.25
     params = TranslationParams(epochs=8, batch_size=16, gan_lr=1e-3)
-    train_translation(nets, train, SCRAMBLE, params, context(classes=DIGITS))
+    learn(nets, train, SCRAMBLE, params, context(classes=DIGITS))
     learned, nearer = figures()
     assert learned > 0.5
     assert nearer < distance - 0.1

@@ -1,0 +1,324 @@
+"""A training stage is a value: networks, optimisers, batches, and a pure step; `run_stage` runs every stage of every method.
+
+A method says what is particular to it. What any training needs is here, each once: the order and cutting of batches is `batches`'; precision
+is how networks are handed to a step; memory that is short cuts a batch into pieces; DP-SGD takes the place of an optimiser; a CUDA
+graph replays a whole step; moving averages follow a step; checkpoints, progress and divergence belong to the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fedcg.learning.mechanisms.dp_sgd import PrivateSteps, private_steps
+from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
+from fedcg.learning.method import RoundContext, unwatched
+from fedcg.learning.networks.layers.layer_randomness import seeded_layers
+from fedcg.learning.round_checkpoint import Kept, Restorable, stage_blocks
+from fedcg.learning.training.cuda_graph import graphed
+from fedcg.learning.training.losses import LossMeter
+from fedcg.learning.training.precision import in_precision
+
+LOOKS = 20
+"""So often a watched loss is looked at while a stage runs."""
+
+Tensors = tuple[torch.Tensor, ...]
+LossOf = Callable[[], torch.Tensor]
+Nets = Mapping[str, nn.Module]
+
+
+class AfterStep(Protocol):
+    """What is called after each step, the networks being as it left them."""
+
+    def __call__(self) -> None:
+        """A step is done."""
+
+
+@dataclass(frozen=True)
+class Descent:
+    """What one optimiser goes down within a step: the sum of two losses, each computed when it is asked for.
+
+    Attributes:
+        of: the optimiser, by its name in `Stage.trained`.
+        rows: a mean over the batch whose row j depends on row j of the batch alone: with DP-SGD the rows' gradients are clipped.
+        rest: a loss that depends on no image: with DP-SGD its gradient is added after the noise.
+    """
+
+    of: str
+    rows: LossOf | None = None
+    rest: LossOf | None = None
+
+
+Descents = Generator[Descent, torch.Tensor | None, Sequence[torch.Tensor] | None]
+Step = Callable[[Nets, Tensors], Descents]
+"""(networks by name, one batch's tensors) -> descents one after the other. Each is answered with its loss (None where it has none: an
+empty batch); the losses that the stage tells are returned, or None. It refers to no tensor but through its arguments."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Some networks and the optimiser of their weights.
+
+    Attributes:
+        sees_images: its descents have losses of images, which DP-SGD clips; the others' depend on none.
+    """
+
+    networks: tuple[str, ...]
+    optimiser: torch.optim.Optimizer
+    sees_images: bool = True
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a stage.
+
+    Attributes:
+        blocks: consecutive batches that were prepared together, tensors of [R, ...] each; a function of the round's streams alone.
+        steps: how many batches there are in all.
+        size: rows of a batch; None: a block is one batch, whose tensors may differ in their rows (DP-SGD).
+        expected_rows: with DP-SGD, images of a batch in the mean.
+        check_every: steps after which losses are looked at, and after the last one; None: at the end of each block.
+    """
+
+    blocks: Iterable[Tensors]
+    steps: int
+    size: int | None
+    expected_rows: float = 0.0
+    check_every: int | None = None
+
+    def cut(self, block: Tensors) -> list[slice]:
+        """The batches of a block."""
+        if self.size is None:
+            return [slice(None)]
+        rows = len(block[0])
+        return [slice(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training.
+
+    Attributes:
+        name: of its streams, its checkpoint and its progress; a round has one of that name.
+        losses: what each loss that a step returns is called where it diverges.
+        networks: all that its steps use, by name; trained ones are put in train mode, the others in eval mode.
+        trained: by name.
+        batches: what it goes over.
+        step: see `Step`.
+        exact: networks that stay in float32 (spectral norm).
+        kept: what else its steps change, for checkpoints.
+        after: called after each step; one with a state that is not `Restorable` leaves the stage without checkpoints.
+        is_pure: a step branches on no value and draws from torch's default generators alone. Others get no CUDA graph and no pieces.
+        until: asked with the first loss's mean since the last check, and the least mean before, whether the stage ends there.
+    """
+
+    name: str
+    losses: tuple[str, ...]
+    networks: Mapping[str, nn.Module]
+    trained: Mapping[str, Trained]
+    batches: Batches
+    step: Step
+    exact: frozenset[str] = frozenset()
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    after: tuple[AfterStep, ...] = ()
+    is_pure: bool = True
+    until: Callable[[float, float], bool] = lambda mean, least: False
+
+    def modules_of(self, name: str) -> list[nn.Module]:
+        """The networks that an optimiser trains."""
+        return [self.networks[network] for network in self.trained[name].networks]
+
+
+def run_stage(stage: Stage, ctx: RoundContext) -> tuple[float, ...]:
+    """Run a stage; its networks are trained in place.
+
+    Returns:
+        The mean of each loss over the last block.
+
+    Raises:
+        DivergedError: a loss is not finite or exploded.
+    """
+    in_training = {name for one in stage.trained.values() for name in one.networks}
+    for name, network in stage.networks.items():
+        network.train(name in in_training)
+    meters = [LossMeter(what, ctx.device) for what in stage.losses]
+    with seeded_layers(ctx, stage.name), closing(_Descending(stage, ctx)) as descending:
+        _go_over(stage, ctx, meters, descending)
+    return tuple(meter.latest for meter in meters)
+
+
+def _go_over(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], descending: _Descending) -> None:
+    kept = descending.kept | {f"{what} loss": meter for what, meter in zip(stage.losses, meters, strict=True)}
+    for number, follow in enumerate(stage.after):
+        if isinstance(follow, Restorable):
+            kept[f"after {number}"] = follow
+        else:  # a state of its own would be lost
+            ctx = replace(ctx, checkpoint=None)
+    take, every, steps, done = descending.step(), stage.batches.check_every, stage.batches.steps, 0
+    for block, is_new in stage_blocks(ctx, stage.name, stage.batches.blocks, **kept):
+        batches = stage.batches.cut(block)
+        if not is_new:
+            done += len(batches)
+            continue
+        for rows in batches:
+            losses = take(*(tensor[rows] for tensor in block))
+            done += 1
+            for meter, loss in zip(meters, losses, strict=bool(losses.numel())):
+                meter.add(loss)
+            for follow in stage.after:
+                follow()
+            is_due = rows is batches[-1] if every is None else done % every == 0 or done == steps
+            if _told(stage, ctx, meters, done, is_due=is_due):
+                return
+
+
+def _told(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], done: int, *, is_due: bool) -> bool:
+    """Look at the losses where it is time, and tell how far the stage is; whether it ends here."""
+    steps, ends = stage.batches.steps, False
+    if ctx.watch_loss is not unwatched and (done % max(1, steps // LOOKS) == 0 or done == steps):
+        ctx.watch_loss(meters[0].look())
+    if is_due:
+        least = meters[0].least
+        means = [meter.check() for meter in meters]
+        ends = stage.until(means[0], least)
+    ctx.progress(stage.name, done, done if ends else steps)
+    return ends
+
+
+class _Descending:
+    """How the steps of a stage are taken in this round."""
+
+    def __init__(self, stage: Stage, ctx: RoundContext) -> None:
+        self._stage, self._ctx, self._around = stage, ctx, ExitStack()
+        self._networks = {
+            name: network if name in stage.exact else in_precision(network, ctx)
+            for name, network in stage.networks.items()
+        }
+        self._weights = {
+            name: [weight for network in stage.modules_of(name) for weight in network.parameters()]
+            for name in stage.trained
+        }
+        self._optimisers = {name: one.optimiser for name, one in stage.trained.items()}
+        self._private: dict[str, PrivateSteps] = {}
+        if (settings := ctx.privacy.dp_sgd) is None:
+            for name, optimiser in self._optimisers.items():
+                purpose = (stage.name, name) if len(stage.trained) > 1 else (stage.name,)
+                self._optimisers[name] = with_gradient_noise(optimiser, ctx, *purpose)
+            return
+        for name, one in stage.trained.items():
+            if one.sees_images:
+                seed = ctx.streams.at("privacy").seed(stage.name, *((name,) if self._private else ()))
+                rows = stage.batches.expected_rows
+                steps = private_steps(stage.modules_of(name), one.optimiser, settings, rows, seed)
+                self._private[name] = self._around.enter_context(steps)
+
+    def close(self) -> None:
+        """Leave the networks as they were found, but for their weights."""
+        self._around.close()
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        """All that the steps change, for checkpoints."""
+        optimisers: dict[str, Kept] = {name + " optimiser": one for name, one in self._optimisers.items()}
+        noise: dict[str, Kept] = {name + " noise": one.noise for name, one in self._private.items()}
+        trained: dict[str, Kept] = {
+            network: self._stage.networks[network] for one in self._stage.trained.values() for network in one.networks
+        }
+        return {**trained, **optimisers, **noise, **self._stage.kept}
+
+    def step(self) -> Callable[..., torch.Tensor]:
+        """A step on a batch's tensors: the losses that it tells, [number of losses], or none."""
+        stage, ctx = self._stage, self._ctx
+        if self._private or not stage.is_pure:
+            return self._whole
+        modules = [network for name in stage.trained for network in stage.modules_of(name)]
+        return graphed(
+            self._in_pieces, modules, list(self._optimisers.values()), stage.batches.steps if ctx.graphs else 0
+        )
+
+    def _in_pieces(self, *batch: torch.Tensor) -> torch.Tensor:
+        """A batch as pieces, whose gradients add up to its own: a mean over rows is the mean of the pieces' by their sizes.
+
+        Batch norm then sees pieces, and dropout draws for each.
+        """
+        size = len(batch[0])
+        cut = pieces(size, self._ctx.most_rows)
+        if len(cut) == 1:
+            return self._whole(*batch)
+        shares = [(rows.stop - rows.start) / size for rows in cut]
+        told = self._descend([tuple(tensor[rows] for tensor in batch) for rows in cut], shares)
+        return torch.stack([share * losses for share, losses in zip(shares, told, strict=True)]).sum(0)
+
+    def _whole(self, *batch: torch.Tensor) -> torch.Tensor:
+        return self._descend([batch], [1.0])[0]
+
+    def _descend(self, parts: Sequence[Tensors], shares: Sequence[float]) -> list[torch.Tensor]:
+        """Take one step on a batch in parts, all of which go down one optimiser after the other together."""
+        steps = [self._stage.step(self._networks, part) for part in parts]
+        asked, told = _next(steps, [None] * len(steps))
+        while asked:
+            name = asked[0].of
+            private = self._private.get(name)
+            if private is not None:
+                answers = [_privately(private, asked[0], len(parts[0][0]))]
+            else:
+                self._optimisers[name].zero_grad()
+                answers = [self._backward(one, share) for one, share in zip(asked, shares, strict=True)]
+                self._optimisers[name].step()
+            asked, told = _next(steps, answers)
+        return told
+
+    def _backward(self, descent: Descent, share: float) -> torch.Tensor:
+        loss = _sum(descent)
+        (loss if share == 1.0 else loss * share).backward(inputs=self._weights[descent.of])
+        return loss.detach()
+
+
+def _next(
+    steps: Sequence[Descents], answers: Sequence[torch.Tensor | None]
+) -> tuple[list[Descent], list[torch.Tensor]]:
+    """The next descent of each part of a batch, or the losses that each told at its end."""
+    asked, told = [], []
+    for step, answer in zip(steps, answers, strict=True):
+        try:
+            asked.append(step.send(answer))
+        except StopIteration as end:  # noqa: PERF203 - how a generator returns
+            losses = end.value or ()
+            told.append(torch.stack([loss.detach() for loss in losses]) if losses else torch.empty(0))
+    return asked, told
+
+
+def _sum(descent: Descent) -> torch.Tensor:
+    losses = [loss() for loss in (descent.rows, descent.rest) if loss is not None]
+    return losses[0] if len(losses) == 1 else losses[0] + losses[1]
+
+
+def _privately(private: PrivateSteps, descent: Descent, images: int) -> torch.Tensor | None:
+    """A step of DP-SGD; the sum of its losses, or None where it had none."""
+    found: list[torch.Tensor] = []
+
+    def seen(loss_of: LossOf) -> LossOf:
+        def run() -> torch.Tensor:
+            loss = loss_of()
+            found.append(loss.detach())
+            return loss
+
+        return run
+
+    rows, rest = descent.rows, descent.rest
+    private.step(images, rows and seen(rows), rest and seen(rest))
+    return torch.stack(found).sum() if found else None
+
+
+def pieces(rows: int, most_rows: int | None) -> list[slice]:
+    """A batch cut into near-equal pieces of at most `most_rows` rows; none has one row alone, which batch norm can't take."""
+    count = 1 if most_rows is None else min(math.ceil(rows / most_rows), max(1, rows // 2))
+    edges = [rows * at // count for at in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
