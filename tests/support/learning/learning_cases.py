@@ -30,6 +30,7 @@ QUICK: dict[str, dict[str, ParameterValue]] = {
     "fedmd_cg": {"server_iterations": 6, "server_batch": 4},
     "feddf": {"server_iterations": 6, "server_batch": 4},
     "fedgen": {"server_iterations": 6, "server_batch": 4},
+    "fedgh": {"server_steps": 6},
 }
 
 
