@@ -7,16 +7,19 @@ date, the lists as they were when the folder was written or last changed, and th
 from __future__ import annotations
 
 import stat
+from datetime import datetime, timezone
 from pathlib import Path
 
+from cryptography import x509
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.broker.lists import Lists
 from coordinator.config import Port
 from coordinator.errors import BrokerError
 from coordinator.paths import BROKER_NAME, CRL_NAME, Home
-from coordinator.pki.authority import CA_NAME, credential_of, issue, server_credential
+from coordinator.pki.authority import CA_NAME, check_end, credential_of, issue, server_credential
 from fedcg.files import READABLE, replace_durably
+from fedcg.wire.clocks import clock_time
 from fedcg.wire.messages.topics import LISTS_READER
 
 ACL_NAME = "acl"
@@ -77,3 +80,25 @@ def read_address(folder: Path) -> Address:
     if address.version != 1:
         raise BrokerError(f"{path} has version {address.version}, and this program reads version 1: update it")
     return address
+
+
+def check_dates(folder: Path) -> None:
+    """Check that neither the authority's end nor the revocation list's date makes Mosquitto refuse everybody.
+
+    Raises:
+        HomeError: the authority has ended.
+        BrokerError: the list is dated in the future, and the clock is right as far as the authority's dates show.
+    """
+    now, path = datetime.now(timezone.utc), credential_of(folder, CA_NAME).certificate
+    try:
+        authority = x509.load_pem_x509_certificate(path.read_bytes())
+        path = folder / CRL_NAME
+        dated = x509.load_pem_x509_crl(path.read_bytes()).last_update_utc
+    except (OSError, ValueError) as error:
+        raise BrokerError(f"{path} is damaged, or can't be read; run `fedcg deploy mosquitto` again") from error
+    check_end(credential_of(folder, CA_NAME).certificate, authority, now)
+    if authority.not_valid_before_utc <= now < dated:
+        raise BrokerError(
+            f"{path} is dated {clock_time(dated)}, and this machine's clock shows {clock_time(now)}: Mosquitto would refuse "
+            "everybody. If the clock is right, run `fedcg deploy mosquitto` again, and copy the folder"
+        )

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from coordinator.broker.broker_folder import read_address, write_folder, write_lists
+from coordinator.broker.broker_folder import check_dates, read_address, write_folder, write_lists
 from coordinator.broker.lists import Applied, parse_lists
 from coordinator.broker.mosquitto import write_config
 from coordinator.config import LOOPBACK_HOSTS
@@ -114,6 +114,7 @@ def run_mosquitto(directory: Path, report: Report) -> int:
         if is_home:
             _bring_up_to_date(home)
         address = read_address(folder)
+        check_dates(folder)
         report(f"broker: mosquitto ({mosquitto.binary})")
         return _supervise(folder, mosquitto, address.port, lambda: report(f"ready on {address.host}:{address.port}"))
 

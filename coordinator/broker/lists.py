@@ -99,6 +99,6 @@ def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:
         )
     if revocations.last_update_utc < x509.load_pem_x509_crl(applied).last_update_utc:
         raise BrokerError(
-            "the lists are older than those in use; were the coordinator's clock or its directory set back?"
+            "the lists are older than those in use. If this is in the log again and again, run `fedcg deploy mosquitto` again"
         )
     return lists

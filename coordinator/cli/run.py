@@ -35,7 +35,7 @@ from coordinator.messaging.flood_limits import LineLimit
 from coordinator.page.site import add_page
 from coordinator.page.webhook import watching
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, check_pki, credential_of, server_credential
+from coordinator.pki.authority import CA_NAME, check_pki, credential_of, renew_clients, server_credential
 from coordinator.pki.server_tls import server_context
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.rounds.records import FederationRecord
@@ -92,6 +92,7 @@ def run_coordinator(
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
         _opened(home, config, accepts_loss=accepts_loss) as (store, events),
     ):
+        renew_clients(home)
         local_token(home, ApiTokens(store.api))
         there = ", ".join(record.id for record in store.shown_federations()) or "no federation yet"
         print_line(f"coordinator of {there} on {config.api.url}")

@@ -22,13 +22,15 @@ from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import HomeError
 from coordinator.paths import CRL_NAME, Home, damaged
 from fedcg.files import READABLE, replace_durably, write_durably
+from fedcg.wire.clocks import SET_CLOCK, clock_time
+from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.server_role import AUTHORITY_NAME, ServerRole
 
 CA_NAME = "ca"
-CA_DAYS = 3650
+CA_LIFE = timedelta(days=3650)
 LEAF_DAYS = 825
 LEAF_LIFE = timedelta(days=LEAF_DAYS)
-RENEW_SERVER_BEFORE = timedelta(days=60)
+RENEW_BEFORE = timedelta(days=60)
 CLOCK_SLACK = timedelta(hours=1)
 """Devices without a battery-backed clock start with a date in the past; a fresh certificate must already be valid for them."""
 
@@ -72,7 +74,7 @@ def create_ca(directory: Path, *, now: datetime | None = None) -> Credential:
         decipher_only=False,
     )
     certificate = (
-        _builder(subject, subject, key.public_key(), _start(now), timedelta(days=CA_DAYS))
+        _builder(subject, subject, key.public_key(), _start(now), CA_LIFE)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())
@@ -116,7 +118,7 @@ def issue(
 
 
 def server_credential(directory: Path, role: str, host: str) -> Credential:
-    """A server's certificate: issued, and issued anew when it runs out or does not name exactly what clients may call it.
+    """A server's certificate, issued anew when it runs out, is not valid yet, or does not name exactly what clients may call it.
 
     This machine's own names are in it only when clients are on this machine: otherwise any program there could answer for the server.
 
@@ -134,10 +136,21 @@ def server_credential(directory: Path, role: str, host: str) -> Credential:
         except HomeError as error:
             log.warning("%s. Or do nothing: a new pair is issued now", error)
             return issue(directory, role, server=True, sans=names)
-        left = certificate.not_valid_after_utc - datetime.now(timezone.utc)
-        if left > RENEW_SERVER_BEFORE and _names(certificate) == set(names):
+        if _is_lasting(certificate) and _names(certificate) == set(names):
             return credential
     return issue(directory, role, server=True, sans=names)
+
+
+def renew_clients(home: Home) -> None:
+    """Renew the certificates of the coordinator and of observers that run out or are not valid yet; each for the key that it has."""
+    authority, _ = _load_ca(home.pki)
+    for name in (COORDINATOR, *observers_of(home)):
+        certificate, key = _load(credential_of(home.pki, name), authority)
+        if not _is_lasting(certificate):
+            renewed = certify(home.pki, name, key.public_key(), LEAF_LIFE)
+            path = credential_of(home.pki, name).certificate
+            replace_durably(path, renewed.public_bytes(serialization.Encoding.PEM), READABLE)
+            log.info("%s is renewed; it is valid until %s", path, clock_time(renewed.not_valid_after_utc))
 
 
 def certify(
@@ -159,7 +172,7 @@ def certify(
         sans: addresses and host names of a server; None for the certificate of a client.
         now: start of validity; default the current time.
     """
-    ca_certificate, ca_key = _load_ca(directory)
+    ca_certificate, ca_key = _load_ca(directory, now)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     purpose = ExtendedKeyUsageOID.CLIENT_AUTH if sans is None else ExtendedKeyUsageOID.SERVER_AUTH
     names = [x509.DNSName(common_name)] if sans is None else [_general_name(name) for name in sans]
@@ -179,20 +192,24 @@ def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], 
     """Replace the revocation list `crl.pem` of the authority in one step.
 
     Every list is newer than the one before by at least a second: OpenSSL prefers the newer of two that it has read. It
-    never runs out before the authority does, because a broker with an expired list refuses everybody.
+    never runs out before the authority does, because a broker with an expired list refuses everybody. So does one whose list has
+    a date in the future: lists are dated by the clock less the authority's life. While the authority lives, no wrong clock makes
+    such a date later than the authority's first day.
 
     Args:
         directory: holds the authority.
         serials: (serial number, time of revocation) of every revoked certificate.
         now: for tests; default the current time.
     """
-    ca_certificate, ca_key = _load_ca(directory)
+    now = now or datetime.now(timezone.utc)
+    ca_certificate, ca_key = _load_ca(directory, now)
     path = directory / CRL_NAME
-    start, number = _start(now).replace(microsecond=0), 1
+    start, number = now.replace(microsecond=0) - CA_LIFE, 1
     if path.exists():
         earlier = _load_revocations(path, ca_certificate)
         number = earlier.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number + 1
-        start = max(start, earlier.last_update_utc + timedelta(seconds=1))
+        if earlier.last_update_utc < now:
+            start = max(start, earlier.last_update_utc + timedelta(seconds=1))
     builder = (
         x509.CertificateRevocationListBuilder()
         .issuer_name(ca_certificate.subject)
@@ -240,17 +257,38 @@ def _general_name(name: str) -> x509.GeneralName:
     return x509.IPAddress(address)
 
 
+def _is_lasting(certificate: x509.Certificate) -> bool:
+    now = datetime.now(timezone.utc)
+    return certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc - RENEW_BEFORE
+
+
 def _names(certificate: x509.Certificate) -> set[str]:
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     found = {str(address) for address in names.get_values_for_type(x509.IPAddress)}
     return found | set(names.get_values_for_type(x509.DNSName))
 
 
-def _load_ca(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def check_end(path: Path, authority: x509.Certificate, now: datetime | None = None) -> None:
+    """Check that an authority has not ended.
+
+    Raises:
+        HomeError: it has; with its end, the time of this machine's clock, and what to do.
+    """
+    now, end = now or datetime.now(timezone.utc), authority.not_valid_after_utc
+    if now > end:
+        raise HomeError(
+            f"the authority in {path} ended at {clock_time(end)}, and this machine's clock shows {clock_time(now)}: {SET_CLOCK}. "
+            "If the clock is right, make a new directory (`fedcg coordinator init`) and enrol every device again"
+        )
+
+
+def _load_ca(directory: Path, now: datetime | None = None) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     credential = credential_of(directory, CA_NAME)
     if not credential.key.exists():
         raise FileNotFoundError(f"{credential.key} is missing: there is no certificate authority in {directory}")
-    return _load(credential)
+    certificate, key = _load(credential)
+    check_end(credential.certificate, certificate, now)
+    return certificate, key
 
 
 def _load(
@@ -274,7 +312,7 @@ def check_pki(directory: Path) -> None:
     """Check the authority in `directory`, its list, and every pair but those of servers, which are issued anew when needed.
 
     Raises:
-        HomeError: one is damaged; names it, and says how to go on.
+        HomeError: one is damaged, or the authority has ended; names it, and says how to go on.
     """
     authority, _ = _load_ca(directory)
     for path in sorted(directory.glob("*.pem")):

@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from coordinator.broker.access_lists import PENDING_NAME, PENDING_S, publish_access, silence
 from coordinator.members.revocation import evict, revoke
+from coordinator.pki.authority import write_revocations
 from coordinator.rounds.records import DeviceState
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
@@ -120,6 +122,16 @@ def test_a_live_session_is_cut_off_and_stays_so_after_the_broker_is_killed(
     else:
         assert bad.links == [True, False]
         assert is_refused(plant, "a")
+
+
+def test_a_start_with_a_clock_a_day_fast_locks_nobody_out_afterwards(plant: Plant) -> None:
+    write_revocations(plant.home.pki, (), now=datetime.now(timezone.utc) + timedelta(days=1))
+    with changing_members(plant.home):
+        assert publish_access(plant.home)
+    plant.connect("coordinator")
+    plant.connect("b")
+    plant.command("device", "revoke", "a", "--reason", "stolen")
+    assert is_refused(plant, "a")
 
 
 def test_a_device_that_is_added_works_at_once_and_one_that_is_replaced_is_out(plant: Plant) -> None:

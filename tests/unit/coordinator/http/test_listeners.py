@@ -7,7 +7,7 @@ import ssl
 import threading
 from asyncio.sslproto import _SSLProtocolTransport
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -59,6 +59,17 @@ def test_a_revoked_certificate_fails_in_the_handshake_as_soon_as_the_list_names_
     assert [site.ready(name) for name in ("a", "b")] == [204, 204]
     serial = load_certificate(site.pki.tls("a").cert.read_bytes()).serial_number
     write_revocations(site.pki.directory, [(serial, datetime.now(timezone.utc))])
+    with pytest.raises(REFUSED):
+        site.ready("a")
+    assert site.ready("b") == 204
+
+
+def test_a_list_made_after_its_file_was_deleted_is_honoured_by_the_running_listener(site: Site) -> None:
+    assert site.ready("a") == 204
+    (site.pki.directory / CRL_NAME).unlink()
+    serial = load_certificate(site.pki.tls("a").cert.read_bytes()).serial_number
+    now = datetime.now(timezone.utc)
+    write_revocations(site.pki.directory, [(serial, now)], now=now + timedelta(seconds=2))
     with pytest.raises(REFUSED):
         site.ready("a")
     assert site.ready("b") == 204
