@@ -9,7 +9,8 @@ import pytest
 from coordinator.facts.current_round import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
-from coordinator.rounds.records import FederationStatus
+from coordinator.rounds.records import FederationStatus, ParticipantState, UpdateRecord
+from fedcg.wire.messages.messages import Outcome
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.world import MakeWorld, World
 from tests.support.page.crowds import add_crowd
@@ -66,3 +67,20 @@ def test_too_few_devices_have_a_remedy_that_lowers_what_asks_for_more(
         known = Known(made.world.store, lambda record: made.world.spec, made.world.root, services)
         (problem,) = (each for each in open_problems(known) if each.kind == "too few devices")
         assert f"`fedcg federation set tiny {lower}`" in problem.remedy
+
+
+def test_a_rejected_update_and_a_declined_round_are_different_problems_with_remedies_of_their_own(
+    make_world: MakeWorld,
+) -> None:
+    store = (world := make_world(clients=("a", "b"))).store
+    store.open_attempt(("tiny", 1, 1), "0" * 64, frozenset({"a", "b"}), 1.0, 2.0)
+    store.answer(("tiny", 1, 1), "a", ParticipantState.ACCEPTED, "")
+    store.answer(("tiny", 1, 1), "b", ParticipantState.DECLINED, "no_data")
+    store.end_update(UpdateRecord("tiny", 1, 1, "a", "1" * 64, 1, Outcome.REJECTED, "it holds NaN", None, 1.0, 2.0))
+    found = {each.device: each for each in open_problems(known_of(world)) if each.device}
+    assert (found["a"].kind, found["a"].what) == (
+        "update rejected",
+        "its update was rejected in round 1 of tiny: it holds NaN",
+    )
+    assert "`fedcg device revoke`" in found["a"].remedy
+    assert (found["b"].kind, found["b"].what) == ("no data", "declined round 1 of tiny: no data")

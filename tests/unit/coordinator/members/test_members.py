@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from coordinator.facts.known import Known
+from coordinator.facts.problems import open_problems
 from coordinator.pki.authority import create_ca, issue, write_revocations
-from coordinator.rounds.records import DeviceState, ParticipantState
+from coordinator.rounds.records import CertificateRecord, DeviceState, FederationStatus, ParticipantState, TokenRecord
 from coordinator.rounds.round_engine import Phase
+from coordinator.storage.membership_store import Admitted
 from fedcg.wire.messages.messages import Invite
+from fedcg.wire.messages.signing import SigningKey
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
@@ -42,6 +46,10 @@ def waiting_for_c(world: World, running: RunningService) -> None:
     wait_until(lambda: running.service.state.round == 2 and running.service.state.outstanding == {"c"}, "c is missing")
 
 
+def known_of(world: World) -> Known:
+    return Known(world.store, lambda record: world.spec, world.root)
+
+
 def revoke(world: World, device: str) -> None:
     assert world.store.register.end_membership(device, DeviceState.REVOKED, "stolen", time.time())
 
@@ -55,6 +63,29 @@ def test_an_open_round_does_not_wait_for_a_revoked_device(world: World) -> None:
         assert world.events("distilling")[-1]["clients"] == ["a", "b"]
     stored = {person.client: person.state for person in world.store.participants(KEY)}
     assert stored["c"] is ParticipantState.DECLINED
+
+
+def test_a_device_that_another_box_replaces_in_a_round_is_dropped_from_it_and_did_neither_decline_nor_fail(
+    world: World,
+) -> None:
+    token = TokenRecord("t", "0" * 64, "c", replaces=True, created_at=1.0, expires_at=2.0)
+    now = time.time()
+    certificate = CertificateRecord("1f", "c", now, now + 86_400, None, "")
+    with RunningService(world) as running:
+        waiting_for_c(world, running)
+        world.store.register.add_token(token)
+        world.store.register.admit(
+            Admitted("t", "", SigningKey.generate().public.hex, certificate, replaces=True), time.time()
+        )
+        world.wait_event("departed")
+        world.wait_event("finished")
+    world.store.set_status(FEDERATION, FederationStatus.RUNNING, "")
+    (problem,) = (each for each in open_problems(known_of(world)) if each.device == "c")
+    assert (problem.kind, problem.what) == (
+        "dropped from the round",
+        f"takes no more part in round 2 of {FEDERATION}: another box replaces it",
+    )
+    assert problem.remedy.startswith("Nothing is broken")
 
 
 def test_a_revoked_devices_messages_are_refused_and_it_is_not_invited_any_more(world: World) -> None:
