@@ -11,7 +11,8 @@ EdgeError
 ├── CohortError          text that is not a cohort code
 ├── EnrolError           this box could not be enrolled, its keys not used, its certificate not renewed, or it could not leave
 │   ├── NotAcceptedError     the coordinator was not reached, is not the right one, or refuses this box
-│   └── LateAnswerError      the coordinator did not answer in time
+│   ├── LateAnswerError      the coordinator did not answer in time
+│   └── ClockError           this box's clock and the coordinator's differ too much for a certificate
 ├── NoAnswerError        the coordinator does not answer this device; names the step that messages reached
 ├── NotRunningError      no agent runs that a command could reach over the control socket
 ├── OwnerRequestError    the running agent does not carry out an owner's request
@@ -97,6 +98,10 @@ class LateAnswerError(EnrolError):
     """The coordinator did not answer in time."""
 
     exit_code = TIMED_OUT
+
+
+class ClockError(EnrolError):
+    """This box's clock and the coordinator's differ too much for a certificate; nothing was asked for."""
 
 
 class NoAnswerError(EdgeError):

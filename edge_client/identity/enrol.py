@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey, check_issued
-from edge_client.identity.enrolment_client import ask, fetch_authority, trusting
+from edge_client.identity.enrolment_client import ask, check_clock, fetch_authority, trusting
 from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably, with_check
 from fedcg.provision.agent_config import CONFIG_NAME, DATA, render_agent_config
-from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference
+from fedcg.wire.clocks import SET_CLOCK
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.enrolment_messages import (
     ENROL_PATH,
@@ -85,9 +85,7 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
     folder = Folder(out)
     _check_folder(folder)
     authority, ahead_s = fetch_authority(place, token.authority)
-    if ahead_s is not None and abs(ahead_s) > MOST_CLOCK_OFF_S:
-        problem = f"{clock_difference(ahead_s)}. The token was not used. {SET_CLOCK.capitalize()}, then enrol again"
-        raise EnrolError(problem)
+    check_clock(ahead_s, f"The token was not used. {SET_CLOCK.capitalize()}, then enrol again")
     tls_key, signing_key = _keys(folder)
     public = signing_key.public.hex
     proof = signing_key.sign(enrolment_statement(token.id, name, tls_key.digest, public)).hex()

@@ -14,8 +14,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import BaseModel, ValidationError
 
-from edge_client.errors import EnrolError, LateAnswerError, NotAcceptedError
-from fedcg.wire.clocks import explain_dates
+from edge_client.errors import ClockError, EnrolError, LateAnswerError, NotAcceptedError
+from fedcg.wire.clocks import MOST_CLOCK_OFF_S, clock_difference, explain_dates
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.enrolment_messages import (
     AUTHORITY_PATH,
@@ -58,6 +58,16 @@ def fetch_authority(url: str, digest: str) -> tuple[x509.Certificate, float | No
     with suppress(ValueError):
         return authority, time.time() - parsedate_to_datetime(date or "").timestamp()
     return authority, None
+
+
+def check_clock(ahead_s: float | None, advice: str) -> None:
+    """Check that a certificate of the coordinator would be valid here, by the difference of the clocks.
+
+    Raises:
+        ClockError: it would not; with both times and the advice.
+    """
+    if ahead_s is not None and abs(ahead_s) > MOST_CLOCK_OFF_S:
+        raise ClockError(f"{clock_difference(ahead_s)}. {advice}")
 
 
 def trusting(authority: x509.Certificate) -> ssl.SSLContext:

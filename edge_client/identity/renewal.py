@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from edge_client.config import AgentConfig, TlsSection
-from edge_client.errors import EnrolError
+from edge_client.errors import ClockError, EnrolError
 from edge_client.identity.credentials import (
     RENEW_AT,
     TlsKey,
@@ -25,9 +25,16 @@ from edge_client.identity.credentials import (
     replace_pair,
     settle_pair,
 )
-from edge_client.identity.enrolment_client import ask, trusting
+from edge_client.identity.enrolment_client import ask, check_clock, fetch_authority, trusting
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.enrolment_messages import RENEW_PATH, RenewAnswer, RenewRequest, renewal_statement
+from fedcg.wire.clocks import SET_CLOCK
+from fedcg.wire.messages.enrolment_messages import (
+    RENEW_PATH,
+    RenewAnswer,
+    RenewRequest,
+    certificate_key_digest,
+    renewal_statement,
+)
 from fedcg.wire.messages.signing import SigningKey
 
 LOOK_AGAIN = timedelta(hours=6)
@@ -48,7 +55,7 @@ def renew(config: AgentConfig, signing: SigningKey, clock: Callable[[], datetime
         The certificate that is in place now.
 
     Raises:
-        EnrolError: its message names the next step; the current pair stays.
+        EnrolError: its message names the next step; the current pair stays. A `ClockError` where the clocks differ too much.
         OSError: there is no place for a new pair.
     """
     if config.tls is None or config.enrolment.url is None:
@@ -59,7 +66,9 @@ def renew(config: AgentConfig, signing: SigningKey, clock: Callable[[], datetime
         settle_pair(config.tls.cert, config.tls.key)
         if clock is not None and not is_due(current := read_certificate(config.tls.cert), clock()):
             return current
-        authority = read_certificate(config.tls.ca)
+        authority, url = read_certificate(config.tls.ca), config.enrolment.url.rstrip("/")
+        _, ahead_s = fetch_authority(url, certificate_key_digest(authority))
+        check_clock(ahead_s, f"{SET_CLOCK.capitalize()}; the agent then renews by itself when it is time")
         context = trusting(authority)
         try:
             context.load_cert_chain(config.tls.cert, config.tls.key)
@@ -71,7 +80,7 @@ def renew(config: AgentConfig, signing: SigningKey, clock: Callable[[], datetime
             request=key.request(config.device),
             proof=signing.sign(renewal_statement(config.device, key.digest)).hex(),
         )
-        answer = ask(config.enrolment.url.rstrip("/"), RENEW_PATH, request, RenewAnswer, context)
+        answer = ask(url, RENEW_PATH, request, RenewAnswer, context)
         certificate = check_issued(answer.certificate, authority, config.device, key)
         replace_pair(config.tls.cert, config.tls.key, certificate.public_bytes(Encoding.PEM), key.pem())
     return certificate
@@ -110,6 +119,7 @@ class Renewer:
         self._clock = clock
         self._stopping = threading.Event()
         self._serial: int | None = None
+        self._is_clock_named = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -129,6 +139,7 @@ class Renewer:
         while not self._stopping.wait(pause_s):
             try:
                 pause_s = self._look(tls).total_seconds()
+                self._is_clock_named = False
             except (EnrolError, OSError) as error:
                 pause_s = self._failed(tls, error).total_seconds()
             pause_s *= 0.9 + 0.2 * random.random()  # devices that were enrolled together don't renew together for ever
@@ -148,7 +159,9 @@ class Renewer:
         return max(timedelta(seconds=1), min(LOOK_AGAIN, due_at - self._clock()))
 
     def _failed(self, tls: TlsSection, error: Exception) -> timedelta:
-        self._events.write("renewal_failed", detail=str(error))
+        was_named, self._is_clock_named = self._is_clock_named, isinstance(error, ClockError)
+        if not (was_named and self._is_clock_named):
+            self._events.write("renewal_failed", detail=str(error))
         try:
             return min(TRY_AGAIN, life_of(read_certificate(tls.cert)) / TRIES_PER_LIFE)
         except (EnrolError, OSError):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
@@ -18,6 +19,7 @@ from coordinator.rounds.records import DeviceState
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import EnrolError
+from edge_client.identity import enrolment_client, renewal
 from edge_client.identity.credentials import TlsKey, is_due, read_checked, replace_pair, settle_pair
 from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import ask, trusting
@@ -256,6 +258,39 @@ def test_a_renewal_that_fails_is_written_down_and_tried_again(home: Home, tmp_pa
         wait_until(lambda: any(event["event"] == "renewal_failed" for event in read_events(path)), "it is written down")
     assert not told.is_set()
     assert fits(config)
+
+
+def test_a_clock_that_is_far_off_renews_nothing_and_is_named_once_until_it_is_right(
+    desk: Desk, device: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, told, off_s, looks = tmp_path / "events.jsonl", threading.Event(), 40 * 86_400.0, 0
+
+    def shown() -> float:
+        nonlocal looks
+        looks += 1
+        return datetime.now(timezone.utc).timestamp() + off_s
+
+    monkeypatch.setattr(enrolment_client, "time", SimpleNamespace(time=shown))
+    monkeypatch.setattr(renewal, "TRY_AGAIN", timedelta(milliseconds=20))
+    events = EventLog(path, lambda: 0.0)
+    with Renewer(device, load_keys(device).signing, events, told.set, clock=lambda: days_ahead(29)).running():
+        wait_until(lambda: looks >= 4, "it compared the clocks again and again")
+        (failed,) = (event for event in read_events(path) if event["event"] == "renewal_failed")
+        assert "ahead of the coordinator's" in str(failed["detail"])
+        assert "timedatectl set-ntp true" in str(failed["detail"])
+        assert len(desk.store.register.certificates("line-4")) == 1
+        off_s = 0.0
+        assert told.wait(20)
+
+
+def test_a_renewal_by_hand_with_a_clock_that_is_far_off_is_refused_with_both_times(
+    desk: Desk, device: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind = SimpleNamespace(time=lambda: datetime.now(timezone.utc).timestamp() - 10_800)
+    monkeypatch.setattr(enrolment_client, "time", behind)
+    with pytest.raises(EnrolError, match=r"clock is \d:\d\d:\d\d behind the coordinator's.*timedatectl"):
+        renew(device, load_keys(device).signing)
+    assert len(desk.store.register.certificates("line-4")) == 1
 
 
 def test_the_doctor_tells_when_the_certificate_ends_and_when_its_renewal_is_overdue(device: AgentConfig) -> None:
