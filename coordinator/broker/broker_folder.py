@@ -89,14 +89,13 @@ def check_dates(folder: Path) -> None:
         HomeError: the authority has ended.
         BrokerError: the list is dated in the future, and the clock is right as far as the authority's dates show.
     """
-    now, path = datetime.now(timezone.utc), credential_of(folder, CA_NAME).certificate
+    now, ca, path = datetime.now(timezone.utc), credential_of(folder, CA_NAME).certificate, folder / CRL_NAME
     try:
-        authority = x509.load_pem_x509_certificate(path.read_bytes())
-        path = folder / CRL_NAME
+        authority = x509.load_pem_x509_certificate(ca.read_bytes())
         dated = x509.load_pem_x509_crl(path.read_bytes()).last_update_utc
     except (OSError, ValueError) as error:
-        raise BrokerError(f"{path} is damaged, or can't be read; run `fedcg deploy mosquitto` again") from error
-    check_end(credential_of(folder, CA_NAME).certificate, authority, now)
+        raise BrokerError(f"{ca} or {path} can't be used; run `fedcg deploy mosquitto` again: {error}") from error
+    check_end(ca, authority, now)
     if authority.not_valid_before_utc <= now < dated:
         raise BrokerError(
             f"{path} is dated {clock_time(dated)}, and this machine's clock shows {clock_time(now)}: Mosquitto would refuse "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from coordinator.facts.known import Known
-from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantRecord, ParticipantState
+from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantState
 from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.service import Service
 from coordinator.sums.board import Phase as SumPhase
@@ -82,10 +82,13 @@ REMEDIES |= {
     for reason in DeclineReason
     if reason.value not in REMEDIES and (reason.passes or reason is DeclineReason.NO_TIME)
 }
-REJECTED_REMEDY = "Look at the box: its log and the coordinator's name what was wrong with the update. `fedcg device revoke` when the box is not yours any more."
-DROPPED_REMEDY = (
-    "Nothing is broken. A new box in its place takes part from the next attempt on; a silenced device from ten minutes on: see in its log "
-    "what it sent."
+REJECTED = (
+    "update rejected",
+    "Look at the box: its log and the coordinator's name what was wrong with the update. `fedcg device revoke` when the box is not yours any more.",
+)
+DROPPED = (
+    "dropped from the round",
+    "Nothing is broken. A new box in its place takes part from the next attempt on; a silenced device ten minutes later: see its log.",
 )
 SUM_REMEDIES = {
     SumPhase.KEYS: "At least four devices have to accept a round and announce keys: start those that are offline; sum_refused in the event log names others.",
@@ -235,23 +238,17 @@ def _of_clients(
         rejected = {each.client for each in known.store.updates(key) if each.outcome is Outcome.REJECTED}
         for person in known.store.participants(key):
             if person.state is ParticipantState.DECLINED:
-                kind, what, remedy = _of_declined(person, is_rejected=person.client in rejected)
-                what = f"{what} round {last.round} of {record.id}: {person.reason.replace('_', ' ')}"
+                verb, (kind, remedy) = "declined", REMEDIES.get(person.reason, DROPPED)
+                if person.client in rejected:
+                    verb, (kind, remedy) = "its update was rejected in", REJECTED
+                elif person.reason not in REMEDIES:
+                    verb = "takes no more part in"
+                what = f"{verb} round {last.round} of {record.id}: {person.reason.replace('_', ' ')}"
                 remedy = remedy.format(federation=record.id)
                 yield Problem(kind, f"{person.client} in {record.id}", what, remedy, device=person.client)
     if service is None:
         return
     yield from _of_sessions(known, record, state, service)
-
-
-def _of_declined(person: ParticipantRecord, *, is_rejected: bool) -> tuple[str, str, str]:
-    """Title, verb and remedy of a client that does not deliver: rejected, declined by itself, or dropped by the coordinator."""
-    if is_rejected:
-        return "update rejected", "its update was rejected in", REJECTED_REMEDY
-    if person.reason in REMEDIES:
-        kind, remedy = REMEDIES[person.reason]
-        return kind, "declined", remedy
-    return "dropped from the round", "takes no more part in", DROPPED_REMEDY
 
 
 def _of_sessions(known: Known, record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:

@@ -145,12 +145,12 @@ def renew_clients(home: Home) -> None:
     """Renew the certificates of the coordinator and of observers that run out or are not valid yet; each for the key that it has."""
     authority, _ = _load_ca(home.pki)
     for name in (COORDINATOR, *observers_of(home)):
-        certificate, key = _load(credential_of(home.pki, name), authority)
+        own = credential_of(home.pki, name)
+        certificate, key = _load(own, authority)
         if not _is_lasting(certificate):
             renewed = certify(home.pki, name, key.public_key(), LEAF_LIFE)
-            path = credential_of(home.pki, name).certificate
-            replace_durably(path, renewed.public_bytes(serialization.Encoding.PEM), READABLE)
-            log.info("%s is renewed; it is valid until %s", path, clock_time(renewed.not_valid_after_utc))
+            replace_durably(own.certificate, renewed.public_bytes(serialization.Encoding.PEM), READABLE)
+            log.info("%s is renewed; it is valid until %s", own.certificate, clock_time(renewed.not_valid_after_utc))
 
 
 def certify(

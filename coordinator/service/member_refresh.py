@@ -27,7 +27,6 @@ from coordinator.updates.receiver import Receiver
 REFRESH_S = 2.0
 FAREWELL_S = 3.0
 """Time from a device's leave to the end of its access at the broker: its confirmation needs time to arrive."""
-GONE = "the device is no member any more"
 RunInBackground = Callable[[Callable[[], object]], None]
 
 log = logging.getLogger(__name__)
@@ -93,8 +92,7 @@ class MemberRefresh:
         for device in sorted(departed):
             self._context.events.write("departed", client=device)
             self._cohorts.forget(device)
-            is_replaced = self._message_checks.knows(device)
-            self._departed(device, "another box replaces it" if is_replaced else GONE)
+            self._departed(device)
         if departed:
             self.tell_revoked()
 
@@ -107,7 +105,7 @@ class MemberRefresh:
         """After a restart: devices that departed while the coordinator was down hold up no round."""
         for device in sorted(self._round_driver.state.outstanding):
             if not self._message_checks.knows(device):
-                self._departed(device, GONE)
+                self._departed(device)
 
     def leaves(self, device: str) -> None:
         """End the membership of a device that leaves: durable first, then confirmed; its access at the broker ends a little later."""
@@ -161,7 +159,9 @@ class MemberRefresh:
         """Make the broker apply the current access list; waits for the lock of the members."""
         return self._context.publish_access(self._silenced)
 
-    def _departed(self, device: str, reason: str) -> None:
+    def _departed(self, device: str, reason: str = "") -> None:
+        is_replaced = self._message_checks.knows(device)
+        reason = reason or ("another box replaces it" if is_replaced else "the device is no member any more")
         state = self._round_driver.state
         self._receiver.forget(device)
         self._liveness.note_gone(device, reason, time.monotonic())
