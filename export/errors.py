@@ -33,8 +33,8 @@ class InputError(ExportError):
         reason: what is wrong with it.
     """
 
-    def __init__(self, file: str, reason: str) -> None:
-        super().__init__(f"{file}: {reason}")
+    def __init__(self, file: str, reason: str, exit_code: int | None = None) -> None:
+        super().__init__(f"{file}: {reason}", exit_code=exit_code)
         self.file = file
         self.reason = reason
 

@@ -6,10 +6,14 @@ ignored. A model does the same inside (`export.build.preprocess_graph`). Needs n
 
 from __future__ import annotations
 
+import errno
 import io
+import stat
 import struct
 import warnings
 import zlib
+from collections.abc import Collection
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +22,8 @@ from PIL import Image, UnidentifiedImageError
 from fedcg.image_form import ImageForm
 
 MAX_PIXELS = 50_000_000
+MAX_FILE_BYTES = 256 << 20  # an image at the limit of pixels has 200 MB where nothing compresses it
+_NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 # Raster formats with a decoder inside Pillow. Others are refused before they are parsed: EPS, for one, starts Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 
@@ -30,6 +36,32 @@ class ImageError(Exception):
 
 class TooManyPixelsError(ImageError):
     """An image over the pixel limit."""
+
+
+def is_named_as_image(path: Path, suffixes: Collection[str]) -> bool:
+    """Whether a name ends as an image's and is not hidden, as those of macOS's `._` files are."""
+    return path.suffix.lower() in suffixes and not path.name.startswith(".")
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of an image file. Nothing but a regular file is opened: a FIFO never ends, and neither does a link to /dev/zero.
+
+    Raises:
+        ImageError: no file, a link to none, not a regular file, or one over 256 MiB.
+        OSError: it can't be read.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        if error.errno not in _NOTHING_THERE:
+            raise
+        raise ImageError("a link to a file that is not there" if path.is_symlink() else "no such file") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise ImageError("not a regular file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise ImageError(f"{found.st_size} bytes is over the limit of {MAX_FILE_BYTES >> 20} MiB")
+    with path.open("rb") as file:
+        return file.read(found.st_size)
 
 
 def decode_image(content: bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, *, resize: bool = True) -> Pixels:

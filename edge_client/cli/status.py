@@ -40,6 +40,7 @@ from fedcg.wire.parts import PrivacySpent
 
 Status = dict[str, EventValue]
 LISTED = 20
+LEFT_OUT_ADVICE = "repair or remove them; training leaves them out"
 WAITS = "waits until another federation's training on this device is done"
 ENDS_OF_TRAINING = frozenset(
     {"agent_started", "committed", "round_failed", "trainer_died", "finalised", "finalise_failed"}
@@ -181,8 +182,8 @@ def _images(store: PrivateStore, generation: Generation | None) -> Status:
     """Images of the round that was trained last, by class, and those that were left out; their reasons name them."""
     count, reasons = store.left_out()
     more = f" and {count - LISTED} more" if count > LISTED else ""
-    named = "; ".join(list(reasons.values())[:LISTED])
-    found: Status = {"images": None, "images_left_out": f"{count}: {named}{more}" if count else None}
+    named = f"{count}: {'; '.join(list(reasons.values())[:LISTED])}{more}; {LEFT_OUT_ADVICE}"
+    found: Status = {"images": None, "images_left_out": named if count else None}
     spec = None if generation is None else store.spec(generation.spec)
     if generation is not None and spec is not None:
         labels = Counter(file.label for file in store.generations.snapshot(generation).files)

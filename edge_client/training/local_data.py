@@ -16,13 +16,8 @@ from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.learning.data.formats import is_array_source, stamp
-from fedcg.learning.data.image_folder import (
-    LocalImages,
-    list_files,
-    load_folder,
-    read_images,
-    split_source,
-)
+from fedcg.learning.data.image_files import list_files
+from fedcg.learning.data.image_folder import LocalImages, load_folder, read_images, split_source
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, defence_label, defence_of
 from fedcg.learning.defences.scrambling import Scrambling
 from fedcg.learning.errors import DataError
@@ -255,8 +250,16 @@ class LocalData:
         if not self._root.is_dir() or is_array_source(self._root):
             return (spec.digest, stamp(self._root))
         paths = [path for path, _ in list_files(self._root, spec.classes)]
-        stats = ((self._root / path).stat() for path in paths)
-        return (spec.digest, *zip(paths, ((one.st_size, one.st_mtime_ns) for one in stats), strict=True))
+        return (spec.digest, *((path, _stamp_of(self._root / path)) for path in paths))
+
+
+def _stamp_of(path: Path) -> tuple[int, int] | None:
+    """Size and time of an image; None for one that reading leaves out, such as a link to nothing."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _key(spec: FederationSpec, snapshot: Snapshot) -> str:

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from export.errors import InputError
 from export.model.preprocess import load_image
 from export.model.runtime import Guess, Model
+from fedcg.imaging import is_named_as_image
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 BAR_FROM = 50  # a bar for fewer images only flickers
@@ -46,7 +47,7 @@ def expand(arguments: Sequence[str]) -> list[Path]:
 def _expand_one(argument: str) -> list[Path]:
     path = Path(argument)
     if path.is_dir():
-        found = (one for one in path.rglob("*") if one.suffix.lower() in IMAGE_SUFFIXES and one.is_file())
+        found = (one for one in path.rglob("*") if is_named_as_image(one, IMAGE_SUFFIXES) and not one.is_dir())
         return sorted(found) or [path]
     if path.exists():
         return [path]

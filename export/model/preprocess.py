@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from export.errors import InputError
+from fedcg.errors import NOT_FOUND
 from fedcg.image_form import ImageForm
-from fedcg.imaging import MAX_PIXELS, ImageError, Pixels, decode_image
+from fedcg.imaging import MAX_PIXELS, ImageError, Pixels, decode_image, read_file
 
 
 def load_image(source: Path | bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, *, resize: bool = True) -> Pixels:
@@ -35,12 +36,14 @@ def load_image(source: Path | bytes, form: ImageForm, max_pixels: int = MAX_PIXE
 
 
 def _read(path: Path) -> bytes:
-    if not path.exists():
-        raise InputError(str(path), "no such file")
-    if not path.is_file():
-        raise InputError(str(path), "a folder without images" if path.is_dir() else "not a file")
+    if not path.exists() and not path.is_symlink():
+        raise InputError(str(path), "no such file", exit_code=NOT_FOUND)
+    if path.is_dir():
+        raise InputError(str(path), "a folder without images")
     try:
-        return path.read_bytes()
+        return read_file(path)
+    except ImageError as error:
+        raise InputError(str(path), str(error)) from error
     except OSError as error:
         raise InputError(str(path), error.strerror or str(error)) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections import Counter
@@ -10,16 +9,16 @@ from datetime import datetime
 from pathlib import Path
 
 from edge_client.cli.doctor.findings import Result, spec_of
+from edge_client.cli.status import LEFT_OUT_ADVICE
 from edge_client.config import AgentConfig
-from fedcg.learning.data.decoding import decode_image
+from fedcg.learning.data.decoding import decode_image, read_image
 from fedcg.learning.data.formats import dataset_name, is_array_source
+from fedcg.learning.data.image_files import class_folders, images_in, loose_images
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 
 DAMAGED_LISTED = 20
 DECODE_S = 10.0  # about 5,000 photographs; more are a sample
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-SPLITS = ("train", "val", "test")
 LOOSE = "lie in the folder itself, which names no class,"
 SORTED_IN = "move each image into a folder named as its class, e.g. good/ and crack/"
 _ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
@@ -47,25 +46,35 @@ def _by_class(files: list[Path], classes: tuple[str, ...]) -> tuple[str, str, li
     return named, unknown[0] if unknown else "", sorted(name for name in counts if counts[name] == 1)
 
 
-def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
+def _found(root: Path, classes: tuple[str, ...]) -> tuple[list[Path], list[Path], list[str]]:
+    """Images in folders of classes, images in none, and which folders can't be read."""
+    files: list[Path] = []
     unreadable: list[str] = []
+    try:
+        folders, loose = class_folders(root, classes), loose_images(root, classes)
+    except DataError as error:
+        return [], [], [str(error)]
+    for folder in folders:
+        try:
+            files += images_in(folder)
+        except DataError as error:  # noqa: PERF203 - a handful of folders
+            unreadable.append(str(error))
+    return files, loose, unreadable
+
+
+def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
     damaged: list[str] = []
-    walked = os.walk(root, onerror=lambda error: unreadable.append(f"{error.filename}: {error.strerror}"))
-    files = [Path(folder) / name for folder, _, names in walked for name in names]
-    files = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    files, loose, unreadable = _found(root, classes)
     if not files and not unreadable:
-        return "failed", f"{root} holds no images", f"expected {expected}"
-    unsorted = {root, *(root / name for name in SPLITS if name not in classes)}
-    loose = [path for path in files if path.parent in unsorted]
-    files = [path for path in files if path.parent not in unsorted]
-    if not files and not unreadable:
+        if not loose:
+            return "failed", f"{root} holds no images", f"expected {expected}"
         return "failed", f"{root}: all {len(loose)} images {LOOSE[:-1]}", SORTED_IN
     by_class, unknown, single = _by_class(files, classes)
     random.Random(0).shuffle(files)  # folders that there is no time for are then no classes
     opened, stop_at = 0, time.monotonic() + DECODE_S
     for path in files:
         try:
-            decode_image(path.read_bytes(), _ANY_FORM, str(path))
+            decode_image(read_image(path), _ANY_FORM, str(path))
             opened += 1
         except OSError as error:
             unreadable.append(f"{path}: {error.strerror}")
@@ -86,10 +95,10 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
         )
     if damaged:
         more = f"; and {len(damaged) - DAMAGED_LISTED} more" if len(damaged) > DAMAGED_LISTED else ""
-        detail = f"{detail}; {len(damaged)} can't be decoded: {'; '.join(sorted(damaged)[:DAMAGED_LISTED])}{more}"
+        detail = f"{detail}; {len(damaged)} can't be used: {'; '.join(sorted(damaged)[:DAMAGED_LISTED])}{more}"
         if not opened:
             return "failed", detail, "correct `root` under [data], or repair the images: there is none to train on"
-        return "warning", detail, "repair or remove them; training leaves them out"
+        return "warning", detail, LEFT_OUT_ADVICE
     return _distributed(files, loose, single, detail)
 
 

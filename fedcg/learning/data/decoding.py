@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from fedcg import imaging
@@ -20,6 +22,19 @@ def decode_image(content: bytes, form: ImageForm, name: str) -> Pixels:
         return _channels_first(imaging.decode_image(content, form))
     except ImageError as error:
         raise DataError(f"{name}: {error}") from error
+
+
+def read_image(path: Path) -> bytes:
+    """The bytes of an image file.
+
+    Raises:
+        DataError: `fedcg.imaging.read_file` opens no such file; names it.
+        OSError: it can't be read.
+    """
+    try:
+        return imaging.read_file(path)
+    except ImageError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def fit_pixels(pixels: Pixels, form: ImageForm) -> Pixels:

@@ -15,15 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedcg.learning.data.decoding import decode_image, fit_pixels
+from fedcg.learning.data.decoding import decode_image, fit_pixels, read_image
 from fedcg.learning.data.entry_point_datasets import own_dataset
 from fedcg.learning.data.formats import ArrayData, dataset_name, read_arrays
+from fedcg.learning.data.image_files import SPLITS, list_files, split_folders
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import ImageForm
 
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-SPLITS = ("train", "val", "test")
 # Shares of the images that a source does not split itself, by the splits that it has.
 _SHARES = {
     frozenset[str](): {"train": 0.8, "val": 0.1, "test": 0.1},
@@ -46,37 +45,6 @@ class LocalImages:
     images: ImageSet
     entries: list[FileEntry]
     skipped: tuple[SkippedImage, ...] = ()
-
-
-def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
-    """Relative path and label of every image under `root/class/*` or `root/{train,val,test}/class/*`, sorted by path.
-
-    Raises:
-        DataError: no folder, one that can't be read, a class folder that the spec does not name, or no image at all.
-    """
-    if not root.is_dir():
-        raise DataError(f"{root}: no such folder")
-    splits = [root / name for name in SPLITS if (root / name).is_dir() and name not in classes]
-    labels = {name: index for index, name in enumerate(classes)}
-    found: list[tuple[str, int]] = []
-    for base in splits or [root]:
-        for folder in sorted(path for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")):
-            if folder.name not in labels:
-                raise DataError(
-                    f"{folder}: the spec has no class {folder.name!r}; its classes are {', '.join(classes)}. Rename the folder to "
-                    "one of them, have the operator list the class in a new federation, or move the folder elsewhere"
-                )
-            try:
-                listed = sorted(folder.iterdir())
-            except OSError as error:
-                raise DataError(f"{folder}: {error.strerror or error}") from error
-            files = (path for path in listed if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."))
-            found += [(path.relative_to(root).as_posix(), labels[folder.name]) for path in files]
-    if not found:
-        loose = any(path.suffix.lower() in IMAGE_SUFFIXES for path in root.iterdir())
-        where = "its images lie in the folder itself, which names no class" if loose else "no images"
-        raise DataError(f"{root}: {where}; expected {root}/CLASS/*.png or .jpg with CLASS one of {', '.join(classes)}")
-    return sorted(found)
 
 
 def given_split(path: str, classes: Sequence[str]) -> str | None:
@@ -132,7 +100,7 @@ def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: S
     skipped: list[SkippedImage] = []
     for path, label in listed:
         try:
-            content = (root / path).read_bytes()
+            content = read_image(root / path)
             pixels[len(entries)] = decode_image(content, form, str(root / path))
         except OSError as error:
             raise DataError(f"{root / path}: {error.strerror or error}") from error
@@ -213,7 +181,7 @@ def split_source(root: Path, entries: Sequence[FileEntry], classes: Sequence[str
     named = {entry.path: given_split(entry.path, classes) for entry in entries}
     there = set(named.values()) - {None}
     if root.is_dir():
-        there |= {name for name in SPLITS if (root / name).is_dir()} - set(classes)
+        there |= {folder.name for folder in split_folders(root, classes)}
     given = frozenset({"val", "test"} & there) if "train" in there else frozenset[str]()
     where = {path: split for path, split in named.items() if split is not None and split in given}
     divided = split_by_hash([entry for entry in entries if entry.path not in where], _SHARES[given])

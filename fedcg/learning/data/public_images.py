@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcg.learning.data.decoding import decode_image, fit_pixels
+from fedcg.imaging import is_named_as_image
+from fedcg.learning.data.decoding import decode_image, fit_pixels, read_image
 from fedcg.learning.data.formats import read_arrays
 from fedcg.learning.data.formats.npz import read_unlabelled
-from fedcg.learning.data.image_folder import IMAGE_SUFFIXES
+from fedcg.learning.data.image_files import IMAGE_SUFFIXES
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.spec import ImageForm
@@ -97,15 +98,11 @@ def _fitted(images: NDArray[np.uint8], row: int, form: ImageForm) -> NDArray[np.
 def _files(root: Path, form: ImageForm) -> Sequence[_Decoder]:
     if not root.is_dir():
         raise DataError(f"{root}: no such folder of public images, and no .npz")
-    paths = sorted(
-        path
-        for path in root.rglob("*")
-        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
-    )
+    paths = sorted(path for path in root.rglob("*") if is_named_as_image(path, IMAGE_SUFFIXES) and not path.is_dir())
     if not paths:
         raise DataError(f"{root}: no public images; expected {', '.join(sorted(IMAGE_SUFFIXES))} files in it")
     return [(str(path), partial(_decoded, path, form)) for path in paths]
 
 
 def _decoded(path: Path, form: ImageForm) -> NDArray[np.uint8]:
-    return decode_image(path.read_bytes(), form, str(path))
+    return decode_image(read_image(path), form, str(path))

@@ -83,7 +83,7 @@ def test_every_image_is_opened_and_a_damaged_one_is_named(tmp_path: Path) -> Non
     (config.data.root / "good" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     found = data_finding(config)
     assert (found.state, found.advice) == ("warning", "repair or remove them; training leaves them out")
-    assert f"1 can't be decoded: {config.data.root / 'good' / '1.png'}" in found.detail
+    assert f"1 can't be used: {config.data.root / 'good' / '1.png'}" in found.detail
 
 
 def test_images_of_which_none_can_be_decoded_are_a_failure(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_images_of_which_none_can_be_decoded_are_a_failure(tmp_path: Path) -> No
     found = doctor(config)["data"]
     assert (found["state"], "`root` under [data]" in found["advice"]) == ("failed", True)
     assert "6 images in" in found["detail"]
-    assert ", 0 of them opened; 6 can't be decoded: " in found["detail"]
+    assert ", 0 of them opened; 6 can't be used: " in found["detail"]
 
 
 def doctor(config: Path) -> dict[str, dict[str, str]]:
@@ -171,15 +171,15 @@ def test_images_in_the_folder_itself_are_named_as_such_and_not_as_a_class_of_its
     tmp_path: Path, place: str
 ) -> None:
     config = box_config(tmp_path)
-    draw(config.data.root)
-    (config.data.root / place).mkdir(exist_ok=True)
-    (config.data.root / "good" / "1.png").rename(config.data.root / place / "1.png")
+    folders = config.data.root / place
+    draw(folders)
+    (folders / "good" / "1.png").rename(folders / "1.png")
     found = data_finding(config)
     assert found.state == "warning"
     assert "(crack 3, good 2)" in found.detail
     assert "1 more lie in the folder itself, which names no class" in found.detail
     for name in ("good", "crack"):
-        shutil.rmtree(config.data.root / name)
+        shutil.rmtree(folders / name)
     found = data_finding(config)
     assert (found.state, "all 1 images lie in the folder itself" in found.detail) == ("failed", True)
     assert config.data.root.name not in found.detail.replace(str(config.data.root), "")

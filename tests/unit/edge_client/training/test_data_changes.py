@@ -57,7 +57,7 @@ def test_damaged_images_are_left_out_and_listed_with_their_reasons_until_they_ar
     assert "damaged image" in told
     found = data_finding(site)
     assert found.state == "warning"
-    assert "2 can't be decoded: " in found.detail
+    assert "2 can't be used: " in found.detail
     assert all(str(path) in found.detail for path in damaged)
     assert all(path.name not in site.events_path.read_text() for path in damaged), "names stay out of the event log"
     for path, content in zip(damaged, whole, strict=True):

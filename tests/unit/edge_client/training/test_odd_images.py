@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from edge_client.cli.doctor.checks import examine
+from edge_client.cli.status import read_status
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
 from edge_client.training.trainer_handle import Committed, Failed
+from fedcg.imaging import MAX_FILE_BYTES
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.training_site import Site, real_spec
@@ -81,3 +86,45 @@ def test_a_box_that_keeps_its_label_counts_declines_before_it_trains_what_can_no
         assert refusal[0] is DeclineReason.REPORT_NOT_ALLOWED
         assert "label_counts" in refusal[1]
     assert check_spec(spec, PolicySection(allow_report=DEFAULT_ALLOW_REPORT | {ReportField.LABEL_COUNTS})) is None
+
+
+@pytest.mark.timeout(60)
+def test_what_is_named_as_an_image_and_is_no_file_is_left_out_and_named_by_agent_and_doctor_alike(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path, real_spec())
+    folder = site.root / "data" / "train" / CLASSES[0]
+    (folder / "gone.png").symlink_to("no-such-file")
+    (folder / "self.png").symlink_to("self.png")
+    os.mkfifo(folder / "fifo.png")
+    (folder / "zero.png").symlink_to("/dev/zero")
+    (folder / "folder.png").mkdir()
+    with (folder / "huge.png").open("wb") as huge:
+        huge.truncate(MAX_FILE_BYTES + 1)
+    (folder / ".hidden.png").write_bytes(b"no image")  # as macOS leaves beside every file
+    reasons = {
+        "gone.png": "a link to a file that is not there",
+        "self.png": "a link to a file that is not there",
+        "fifo.png": "not a regular file",
+        "zero.png": "not a regular file",
+        "folder.png": "not a regular file",
+        "huge.png": f"{MAX_FILE_BYTES + 1} bytes is over the limit of 256 MiB",
+    }
+    trainer = site.trainer()
+    for number in (1, 2):
+        assert trainer.do(site.round(number)) == Committed(RoundAttempt(number, 1))
+    assert [event["count"] for event in site.events("images_skipped")] == [6]
+    told = str(read_status(site.config)["images_left_out"])
+    finding = {one.check: one for one in examine(site.config, datetime.now(timezone.utc))}["data"]
+    assert told.startswith("6: ")
+    assert told.endswith("repair or remove them; training leaves them out")
+    assert (finding.state, finding.advice) == ("warning", "repair or remove them; training leaves them out")
+    assert "6 can't be used" in finding.detail
+    for name, reason in reasons.items():
+        assert f"{folder / name}: {reason}" in told
+        assert f"{folder / name}: {reason}" in finding.detail
+    images = len([*(site.root / "data").glob("*/*/*")])
+    assert finding.detail.startswith(f"{images - 1} images in ")
+    (folder / "gone.png").unlink()
+    assert site.trainer().do(site.round(3)) == Committed(RoundAttempt(3, 1))
+    assert str(read_status(site.config)["images_left_out"]).startswith("5: ")

@@ -93,6 +93,27 @@ def test_bad_files_are_named_on_stderr_and_the_others_still_done(
     assert f"{text}: not an image" in done.stderr
 
 
+def test_what_is_no_regular_file_in_a_folder_is_named_the_others_are_classified_and_hidden_files_are_none(
+    slots_root: Path, images: TestImages, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "1.png").write_bytes(images.files[1].read_bytes())
+    (folder / "gone.png").symlink_to("no-such-file")
+    (folder / "zero.png").symlink_to("/dev/zero")
+    os.mkfifo(folder / "fifo.png")
+    (folder / "._1.png").write_bytes(b"of macOS")
+    done = run_fedcg("infer", "--model", slots_root, "--json", folder)
+    document = json.loads(done.stdout)["data"]
+    assert done.exit_code == 2
+    assert [one["file"] for one in document["results"]] == [str(folder / "1.png")]
+    assert {Path(one["file"]).name: one["error"] for one in document["errors"]} == {
+        "gone.png": "a link to a file that is not there",
+        "zero.png": "not a regular file",
+        "fifo.png": "not a regular file",
+    }
+
+
 def test_an_image_over_the_pixel_limit_is_refused_and_no_empty_table_printed(
     slots_root: Path, images: TestImages
 ) -> None:
