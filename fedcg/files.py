@@ -136,4 +136,8 @@ def advice_for(error: OSError, place: Path) -> str:
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"Let the user with id {os.geteuid()} read and write {error.filename or place} (chown, chmod)"
+    if error.errno == errno.EROFS:
+        return (
+            f"Mount the disk of {place} writable; `dmesg` tells whether Linux made it read-only because it is damaged"
+        )
     return f"Free space on, or repair, {place}"

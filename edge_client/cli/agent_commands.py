@@ -156,10 +156,11 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
     status = read_status(read_config(config))
     following = "fedcg agent logs --follow" if status["running"] else "fedcg agent run"
-    following = "fedcg agent approve" if status["waits_for_approval"] else following
+    following = "fedcg agent approve" if status.get("waits_for_approval") else following
     revoked = "ask the coordinator's operator for a token, then fedcg enrol"
-    following = revoked if status["revoked"] else f"{following} --config {config}"
-    return status, f"{status_table(status)}\nNext: {following}", NOT_CONNECTED if status["revoked"] else 0
+    is_revoked = bool(status.get("revoked"))
+    following = revoked if is_revoked else f"{following} --config {config}"
+    return status, f"{status_table(status)}\nNext: {following}", NOT_CONNECTED if is_revoked else 0
 
 
 def doctor_command(

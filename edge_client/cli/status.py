@@ -57,36 +57,46 @@ _SHOWN = {  # one field of these events is shown unchanged
 
 
 def read_status(config: AgentConfig) -> Status:
-    """The state of a device's store.
+    """The state of a device's store; a damaged file is named, and what does not come from it is there.
 
     Raises:
-        StoreFormatError: there is no private store at the configured place.
+        StoreFormatError: there is no private store at the configured place, or it is another device's.
     """
     if not (config.store / "format.json").exists():
         raise StoreFormatError(
             f"{config.store} holds no private store yet; `fedcg agent run` makes one", exit_code=NOT_FOUND
         )
-    store = open_store(config)
+    root, store = config.store, PrivateStore(config.store)
     status: Status = {
         "device": config.device,
         "federation": config.federation,
-        "running": is_locked(config.store / "lock"),
-        "training_process": is_locked(config.store / "trainer.lock"),
-        "private_parts_start": private_start(config, store),
+        "running": is_locked(root / "lock"),
+        "training_process": is_locked(root / "trainer.lock"),
         "certificate_until": _certificate_end(config),
-        "revoked": REVOKED_ADVICE if is_revoked(config) else None,
-        **_state(store),
-        **_latest(config.store / "events.jsonl"),
-        **_owner(config.store),
-        **_live(config.store),
-        "model": "",
     }
+    generation, problems = _newest(store)
+    for read in (
+        lambda: _checked(config),
+        lambda: {"private_parts_start": private_start(config, store)},
+        lambda: {"revoked": REVOKED_ADVICE if is_revoked(config) else None},
+        lambda: _trained(store, generation),
+        lambda: _images(store, generation),
+        lambda: _receipts(store, generation),
+        lambda: _latest(root / "events.jsonl"),
+        lambda: _pause(root),
+        lambda: _consent(root),
+        lambda: _traffic(root),
+        lambda: _live(root),
+        lambda: _model(root),
+    ):
+        try:
+            status |= read()
+        except DamagedFileError as error:  # noqa: PERF203 - what does not come from that file is shown
+            problems.append(str(error))
     # The file lags behind a running agent.
-    status["bytes_today"] = status.pop("agent_bytes_today", status["bytes_today"])
-    with contextlib.suppress(ExportError):
-        current = Slots(config.store / "models").current()
-        status |= {"model": str(current), "model_accuracy": read_manifest(current).verification.accuracy_onnx}
-    return status
+    if (today := status.pop("agent_bytes_today", None)) is not None:
+        status["bytes_today"] = today
+    return status | {"problem": "; ".join(problems) or None}
 
 
 def status_table(status: Status) -> str:
@@ -110,24 +120,37 @@ def _in_words(name: str, value: EventValue) -> str:
 def is_revoked(config: AgentConfig) -> bool:
     """Whether the coordinator has told this device that it is revoked."""
     try:
-        return Revocation(config.store, load_keys(config).signing.public.hex).holds
+        key = load_keys(config).signing.public.hex
     except EdgeError:
         return False  # without a key there is no device that could be
+    return Revocation(config.store, key).holds
 
 
-def _owner(root: Path) -> Status:
-    """What the device's owner decided, and the bytes of the day."""
-    pause, kept, traffic = PauseFile(root).read(), Consent(root).read(), TrafficCounter(root, time.time).today()
-    if pause is not None and pause.is_over(time.time()):
-        pause = None
+def _pause(root: Path) -> Status:
+    pause = PauseFile(root).read()
+    if pause is None or pause.is_over(time.time()):
+        return {"paused": None}
+    return {"paused": f"until {'resumed' if pause.until is None else moment(pause.until)} {pause.reason}".strip()}
+
+
+def _consent(root: Path) -> Status:
+    kept = Consent(root).read()
     return {
-        "paused": None
-        if pause is None
-        else f"until {'resumed' if pause.until is None else moment(pause.until)} {pause.reason}".strip(),
         "waits_for_approval": [f"{digest[:12]}: {one.detail}" for digest, one in kept.waiting.items()] or None,
         "approved": [digest[:12] for digest in kept.approved] or None,
-        "bytes_today": {"up": traffic.up, "down": traffic.down},
     }
+
+
+def _traffic(root: Path) -> Status:
+    traffic = TrafficCounter(root, time.time).today()
+    return {"bytes_today": {"up": traffic.up, "down": traffic.down}}
+
+
+def _model(root: Path) -> Status:
+    with contextlib.suppress(ExportError):
+        current = Slots(root / "models").current()
+        return {"model": str(current), "model_accuracy": read_manifest(current).verification.accuracy_onnx}
+    return {"model": ""}
 
 
 def _live(root: Path) -> Status:
@@ -150,15 +173,21 @@ def _certificate_end(config: AgentConfig) -> str | None:
     return f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
 
 
-def _state(store: PrivateStore) -> Status:
+def _checked(config: AgentConfig) -> Status:
+    """Nothing; a store of another device or format is refused."""
+    open_store(config)
+    return {}
+
+
+def _newest(store: PrivateStore) -> tuple[Generation | None, list[str]]:
     try:
         generation, problems = store.generations.current()
     except StoreDamagedError as error:
-        return {"problem": str(error)}
-    outbox = store.outbox(generation)
-    deliveries = store.deliveries()
-    last = deliveries[-1] if deliveries else None
-    odd = [each for each in deliveries if each.outcome == Outcome.ACCEPTED.value and each.reason]
+        return None, [str(error)]
+    return generation, list(problems)
+
+
+def _trained(store: PrivateStore, generation: Generation | None) -> Status:
     return {
         "privacy_spent": _spent(store),
         "round": None if generation is None else generation.round_attempt.round,
@@ -166,7 +195,15 @@ def _state(store: PrivateStore) -> Status:
         "spec": None if generation is None else generation.spec,
         "backbone": None if generation is None else generation.backbone or None,
         "best_round": None if generation is None else generation.scores.get("best.round"),
-        **_images(store, generation),
+    }
+
+
+def _receipts(store: PrivateStore, generation: Generation | None) -> Status:
+    outbox = store.outbox(generation)
+    deliveries = store.deliveries()
+    last = deliveries[-1] if deliveries else None
+    odd = [each for each in deliveries if each.outcome == Outcome.ACCEPTED.value and each.reason]
+    return {
         "update_waiting": None if outbox is None else outbox.artifact,
         "last_receipt": None
         if last is None
@@ -174,7 +211,6 @@ def _state(store: PrivateStore) -> Status:
         "odd_updates": f"{len(odd)} of the last {len(deliveries)}; round {odd[-1].round}.{odd[-1].attempt}: {odd[-1].reason}"
         if odd
         else None,
-        "problem": "; ".join(problems) or None,
     }
 
 
@@ -243,9 +279,9 @@ def is_locked(path: Path) -> bool:
     """Whether a process holds a lock file of a private store."""
     if not path.exists():
         return False
-    with path.open("r+") as file:
+    with path.open() as file:  # for reading: the store may be read-only
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
     return False

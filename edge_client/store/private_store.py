@@ -23,6 +23,7 @@ events.jsonl    see `fedcg.event_log`
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -40,7 +41,7 @@ from edge_client.store.data_snapshot import Snapshot
 from edge_client.store.generations import Generation, Generations, OutboxEntry
 from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE
 from edge_client.store.small_files import damage_of, damaged, read_json, write_json
-from fedcg.files import SECRET_BYTES, checked_secret, file_sha256, replace_durably, secret_in
+from fedcg.files import SECRET_BYTES, advice_for, checked_secret, file_sha256, replace_durably, secret_in
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
@@ -163,9 +164,12 @@ class PrivateStore:
 
         Raises:
             StoreLockedError: another process holds it for longer than `wait_s`.
+            StoreError: this user can't write there, or the disk is read-only.
         """
         deadline = time.monotonic() + wait_s
-        with (self.root / name).open("a+") as file:
+        with _writing_to(self.root):
+            opened = (self.root / name).open("a+")
+        with opened as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -368,7 +372,21 @@ class PrivateStore:
 
 def open_store(config: AgentConfig) -> PrivateStore:
     """The private store of a device; raises as `PrivateStore.open` does."""
-    return PrivateStore.open(config.store, config.federation, config.device)
+    with _writing_to(config.store):
+        return PrivateStore.open(config.store, config.federation, config.device)
+
+
+@contextmanager
+def _writing_to(root: Path) -> Iterator[None]:
+    """An error that only a person can mend becomes one that names the store."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise StoreError(
+            f"the private store {root} can't be written ({error.strerror}). {advice_for(error, root)}, or set another `store`"
+        ) from error
 
 
 def _secret(path: Path) -> bytes | None:

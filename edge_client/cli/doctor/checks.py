@@ -26,7 +26,7 @@ from edge_client.cli.doctor.findings import Result, existing_place
 from edge_client.cli.doctor.training_check import check_predictions, check_training
 from edge_client.cli.status import is_locked, is_revoked, read_status
 from edge_client.config import AgentConfig
-from edge_client.errors import EdgeError, EnrolError
+from edge_client.errors import EdgeError, EnrolError, StoreError
 from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import life_of, read_certificate
 from edge_client.identity.enrolment_client import fetch_authority
@@ -36,6 +36,7 @@ from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, open_s
 from edge_client.store.revocation import REVOKED_ADVICE
 from edge_client.transfer.https_client import check_ready, tls_of
 from fedcg.errors import in_words
+from fedcg.files import advice_for
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
 from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference, clock_time
 from fedcg.wire.errors import TransportError, WireError
@@ -63,7 +64,14 @@ ENROL_AGAIN = "enrol the device again, or copy its bundle again"
 
 def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = None) -> tuple[Finding, ...]:
     """All checks of a device, or some of them, in the order in which to repair what they find."""
-    coordinator, ahead_s = _coordinator(config, now) if only is None else (("ok", "", ""), None)
+    ahead_s: float | None = None
+
+    def coordinator(config: AgentConfig, now: datetime) -> Result:
+        nonlocal ahead_s
+        result, ahead_s = _coordinator(config, now)
+        return result
+
+    asked = _result(coordinator, config, now) if only is None else ("ok", "", "")
     checks: dict[str, Callable[[AgentConfig, datetime], Result]] = {
         "clock": _clock if only is not None else lambda config, now: _clocks(config, now, ahead_s),
         "paths": _paths,
@@ -73,7 +81,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "certificate": _certificate,
         "broker": _broker,
         "authority": _authority,
-        "coordinator": lambda config, now: coordinator,
+        "coordinator": lambda config, now: asked,
         "carrier": _carrier,
         "store": _store,
         "data": check_data,
@@ -85,7 +93,17 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "privacy": _privacy,
     }
     chosen = checks if only is None else {name: checks[name] for name in only}
-    return tuple(Finding(name, *map(in_words, check(config, now))) for name, check in chosen.items())
+    return tuple(Finding(name, *map(in_words, _result(check, config, now))) for name, check in chosen.items())
+
+
+def _result(check: Callable[[AgentConfig, datetime], Result], config: AgentConfig, now: datetime) -> Result:
+    """What a check finds; one that can't be made is a finding too, and the others are made."""
+    try:
+        return check(config, now)
+    except EdgeError as error:
+        return "failed", str(error), error.next_step
+    except OSError as error:
+        return "failed", f"{error.filename or config.store}: {error.strerror or error}", advice_for(error, config.store)
 
 
 def findings_of(config: AgentConfig) -> tuple[DoctorFinding, ...]:
@@ -139,11 +157,10 @@ def _paths(config: AgentConfig, now: datetime) -> Result:
             return "failed", f"{name}: {folder} is no folder", f"correct `{name}` in agent.toml, or make the folder"
         if folder is not None and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
             detail = f"{name}: the user with id {os.geteuid()} can't write to {folder}"
-            return (
-                "failed",
-                detail,
-                f"let the agent's user write there (chown, chmod), or correct `{name}` in agent.toml",
-            )
+            advice = f"let the agent's user write there (chown, chmod), or correct `{name}` in agent.toml"
+            if os.statvfs(folder).f_flag & os.ST_RDONLY:
+                detail, advice = f"{detail}, which is on a read-only disk", f"mount it writable, {advice}"
+            return "failed", detail, advice
     lock = config.eligibility.lock_file
     if lock is not None and lock.exists() and not (lock.is_file() and os.access(lock, os.R_OK, effective_ids=True)):
         detail = (
@@ -278,6 +295,8 @@ def _coordinator(config: AgentConfig, now: datetime) -> tuple[Result, float | No
             with store.locked():
                 transport = MqttTransport(mqtt_config(config, keys))
                 ahead_s = converse(config, keys, store, transport, Purpose.GREET, ANSWER_TIMEOUT_S)
+    except StoreError as error:
+        return ("warning", f"not checked: {error}", ""), None
     except (EdgeError, WireError, OSError) as error:
         advice = f"ask the operator: `fedcg federation show {config.federation}`, `fedcg device show {config.device}`, and that the broker has read its access list"
         return ("failed", str(error), advice), None

@@ -102,6 +102,23 @@ def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device
     assert done["private_parts_start"] == "cohort secret"
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["left_out.json", "delivered.json", "traffic.json", "format.json", "pause.json", "consent.json", "revoked.json"],
+)
+def test_status_names_a_damaged_file_and_shows_all_that_does_not_come_from_it(device: Path, name: str) -> None:
+    store = opened(load_config(device, {}))
+    store.generations.commit(toy_generation(toy_spec(), RoundAttempt(3, 2)))
+    (store.root / name).write_bytes(b"{")
+    shown = run("status", "--config", str(device))
+    assert shown.exit_code == 0, shown.stderr
+    assert f"{store.root / name} is damaged" in shown.stdout
+    assert "fedcg agent run" in shown.stdout
+    values = data_of(run("status", "--config", str(device), "--json").stdout)
+    assert (values["round"], values["attempt"], values["running"]) == (3, 2, False)
+    assert f"{store.root / name} is damaged" in values["problem"]
+
+
 @pytest.mark.broker
 def test_the_doctor_finds_nothing_to_repair_on_a_sound_device_but_that_no_coordinator_answers(
     device: Path, mosquitto: StartMosquitto, monkeypatch: pytest.MonkeyPatch

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -14,10 +19,10 @@ import pytest
 from PIL import Image
 
 from edge_client.cli.doctor.checks import Finding, examine
-from edge_client.config import AgentConfig
+from edge_client.config import AgentConfig, load_config
 from edge_client.errors import NoAnswerError
 from edge_client.session.state import Purpose
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import data_of, run_fedcg
@@ -200,6 +205,66 @@ def test_a_class_folder_or_image_that_cannot_be_read_is_named(open_folder: Path,
     assert found.state == "failed"
     assert f"e.g. {config.data.root / what}: Permission denied" in found.detail
     assert "chown, chmod" in found.advice
+
+
+READ_ONLY = """
+mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" || exit 99
+shift
+"$@" agent status --config agent.toml --json >status.json; echo $? >status.code
+"$@" doctor --config agent.toml --json >doctor.json; echo $? >doctor.code
+"$@" agent diagnose --config agent.toml --out support.zip; echo $? >diagnose.code
+"$@" agent run --config agent.toml 2>run.txt; echo $? >run.code
+"""
+NAMESPACE = ("unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-user",)), "sh", "-c")
+
+
+@pytest.mark.slow
+def test_a_read_only_store_is_named_by_the_doctor_and_the_agent_and_status_and_diagnose_need_no_more(
+    tmp_path: Path,
+) -> None:
+    probe = subprocess.run((*NAMESPACE, "mount --bind /tmp /opt"), capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"no mount namespace can be made: {probe.stderr.decode()}")
+    fedcg = Path(sys.executable).with_name("fedcg")
+    with socket.create_server(("127.0.0.1", 0)) as broker:
+        config = write_device(tmp_path, port=broker.getsockname()[1])
+        draw(tmp_path / "data")
+        store = open_store(load_config(config, {}))
+        with store.locked(), store.locked("trainer.lock"):
+            pass
+        done = subprocess.run((*NAMESPACE, READ_ONLY, "sh", store.root, fedcg), cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    codes = {name: int((tmp_path / f"{name}.code").read_text()) for name in ("status", "doctor", "diagnose", "run")}
+    assert codes == {"status": 0, "doctor": 1, "diagnose": 0, "run": 2}
+    assert json.loads((tmp_path / "status.json").read_text())["data"]["running"] is False
+    found = {one["check"]: one for one in data_of((tmp_path / "doctor.json").read_text())["findings"]}
+    assert set(found) == set(checks_of(config))
+    assert {name for name, one in found.items() if one["state"] == "failed"} == {"paths"}
+    assert f"can't write to {store.root}, which is on a read-only disk" in found["paths"]["detail"]
+    assert "mount it writable" in found["paths"]["advice"]
+    assert found["coordinator"]["detail"].startswith("not checked: ")
+    ended = (tmp_path / "run.txt").read_text()
+    assert f"the private store {store.root} can't be written (Read-only file system)" in ended
+    assert f"Mount the disk of {store.root} writable" in ended
+
+
+def test_a_check_that_the_system_breaks_off_is_a_finding_and_the_others_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Finding:
+        raise OSError(errno.EIO, "Input/output error", "/srv/disk")
+
+    monkeypatch.setattr("edge_client.cli.doctor.checks._disk", broken)
+    monkeypatch.setattr("edge_client.cli.doctor.checks.is_revoked", broken)
+    found = {one.check: one for one in examine(box_config(tmp_path), datetime.now(timezone.utc))}
+    for name in ("disk", "coordinator"):
+        assert (found[name].state, found[name].detail) == ("failed", "/srv/disk: Input/output error")
+        assert "repair" in found[name].advice
+    assert "data" in found
+
+
+def checks_of(config: Path) -> list[str]:
+    return [one.check for one in examine(load_config(config, {}), datetime.now(timezone.utc))]
 
 
 def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
