@@ -76,7 +76,7 @@ def read_status(config: AgentConfig) -> Status:
     }
     generation, problems = _newest(store)
     for read in (
-        lambda: _checked(config),
+        lambda: {"store": str(open_store(config).root)},
         lambda: {"private_parts_start": private_start(config, store)},
         lambda: {"revoked": REVOKED_ADVICE if is_revoked(config) else None},
         lambda: _trained(store, generation),
@@ -171,12 +171,6 @@ def _certificate_end(config: AgentConfig) -> str | None:
     except EnrolError:
         return None
     return f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-
-
-def _checked(config: AgentConfig) -> Status:
-    """Nothing; a store of another device or format is refused."""
-    open_store(config)
-    return {}
 
 
 def _newest(store: PrivateStore) -> tuple[Generation | None, list[str]]:

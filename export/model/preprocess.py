@@ -42,10 +42,8 @@ def _read(path: Path) -> bytes:
         raise InputError(str(path), "a folder without images")
     try:
         return read_file(path)
-    except ImageError as error:
-        raise InputError(str(path), str(error)) from error
-    except OSError as error:
-        raise InputError(str(path), error.strerror or str(error)) from error
+    except (ImageError, OSError) as error:
+        raise InputError(str(path), getattr(error, "strerror", None) or str(error)) from error
 
 
 def normalise(images: Pixels, form: ImageForm) -> npt.NDArray[np.float32]:

@@ -64,14 +64,7 @@ ENROL_AGAIN = "enrol the device again, or copy its bundle again"
 
 def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = None) -> tuple[Finding, ...]:
     """All checks of a device, or some of them, in the order in which to repair what they find."""
-    ahead_s: float | None = None
-
-    def coordinator(config: AgentConfig, now: datetime) -> Result:
-        nonlocal ahead_s
-        result, ahead_s = _coordinator(config, now)
-        return result
-
-    asked = _result(coordinator, config, now) if only is None else ("ok", "", "")
+    coordinator, ahead_s = _coordinator(config, now) if only is None else (("ok", "", ""), None)
     checks: dict[str, Callable[[AgentConfig, datetime], Result]] = {
         "clock": _clock if only is not None else lambda config, now: _clocks(config, now, ahead_s),
         "paths": _paths,
@@ -81,7 +74,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "certificate": _certificate,
         "broker": _broker,
         "authority": _authority,
-        "coordinator": lambda config, now: asked,
+        "coordinator": lambda config, now: coordinator,
         "carrier": _carrier,
         "store": _store,
         "data": check_data,
@@ -100,8 +93,6 @@ def _result(check: Callable[[AgentConfig, datetime], Result], config: AgentConfi
     """What a check finds; one that can't be made is a finding too, and the others are made."""
     try:
         return check(config, now)
-    except EdgeError as error:
-        return "failed", str(error), error.next_step
     except OSError as error:
         return "failed", f"{error.filename or config.store}: {error.strerror or error}", advice_for(error, config.store)
 
@@ -281,14 +272,14 @@ def _coordinator(config: AgentConfig, now: datetime) -> tuple[Result, float | No
 
     Beside it the seconds by which this box's clock is ahead of the coordinator's, where it answered.
     """
-    if is_revoked(config):
-        return ("failed", "it has revoked this device", REVOKED_ADVICE), None
-    if _broker(config, now)[0] == "failed":
-        return ("warning", "not checked: the broker is not reached", ""), None
-    is_made = (config.store / "format.json").exists()
-    if is_made and is_locked(config.store / "lock"):
-        return _running(config), None
     try:
+        if is_revoked(config):
+            return ("failed", "it has revoked this device", REVOKED_ADVICE), None
+        if _broker(config, now)[0] == "failed":
+            return ("warning", "not checked: the broker is not reached", ""), None
+        is_made = (config.store / "format.json").exists()
+        if is_made and is_locked(config.store / "lock"):
+            return _running(config), None
         # A store that no agent has made yet is not made here: it would belong to the user that runs this command.
         with TemporaryDirectory() as empty:
             store, keys = open_store(config) if is_made else PrivateStore(Path(empty)), load_keys(config)

@@ -13,7 +13,7 @@ from edge_client.cli.status import LEFT_OUT_ADVICE
 from edge_client.config import AgentConfig
 from fedcg.learning.data.decoding import decode_image, read_image
 from fedcg.learning.data.formats import dataset_name, is_array_source
-from fedcg.learning.data.image_files import class_folders, images_in, loose_images
+from fedcg.learning.data.image_files import find_images
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 
@@ -46,25 +46,10 @@ def _by_class(files: list[Path], classes: tuple[str, ...]) -> tuple[str, str, li
     return named, unknown[0] if unknown else "", sorted(name for name in counts if counts[name] == 1)
 
 
-def _found(root: Path, classes: tuple[str, ...]) -> tuple[list[Path], list[Path], list[str]]:
-    """Images in folders of classes, images in none, and which folders can't be read."""
-    files: list[Path] = []
-    unreadable: list[str] = []
-    try:
-        folders, loose = class_folders(root, classes), loose_images(root, classes)
-    except DataError as error:
-        return [], [], [str(error)]
-    for folder in folders:
-        try:
-            files += images_in(folder)
-        except DataError as error:  # noqa: PERF203 - a handful of folders
-            unreadable.append(str(error))
-    return files, loose, unreadable
-
-
 def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
     damaged: list[str] = []
-    files, loose, unreadable = _found(root, classes)
+    unreadable: list[str] = []
+    files, loose = find_images(root, classes, unreadable.append)
     if not files and not unreadable:
         if not loose:
             return "failed", f"{root} holds no images", f"expected {expected}"

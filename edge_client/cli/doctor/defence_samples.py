@@ -22,7 +22,7 @@ from edge_client.training.local_data import defence_place
 from edge_client.training.trainer_child import plan_here
 from fedcg.files import SECRET_BYTES, replace_durably
 from fedcg.learning.data.formats import dataset_name, is_array_source
-from fedcg.learning.data.image_files import class_folders, list_files
+from fedcg.learning.data.image_files import find_images, list_files
 from fedcg.learning.data.image_folder import read_images
 from fedcg.learning.defences.defence import DefencePlace, defence_label, defence_of
 from fedcg.learning.defences.sample_pictures import SHOWN
@@ -118,7 +118,7 @@ def _classes(root: Path) -> tuple[str, ...]:
     """The class folders of a device that has no spec yet."""
     if not root.is_dir() or is_array_source(root):
         raise DataError(f"{root}: its classes are named by the federation's spec: start the agent first")
-    return tuple(sorted({folder.name for folder in class_folders(root)}))
+    return tuple(sorted({path.parent.name for path in find_images(root)[0]}))
 
 
 def _few_images(root: Path, classes: Sequence[str], form: ImageForm) -> ImageSet:

@@ -18,7 +18,7 @@ import torch
 from fedcg.learning.data.decoding import decode_image, fit_pixels, read_image
 from fedcg.learning.data.entry_point_datasets import own_dataset
 from fedcg.learning.data.formats import ArrayData, dataset_name, read_arrays
-from fedcg.learning.data.image_files import SPLITS, list_files, split_folders
+from fedcg.learning.data.image_files import SPLITS, list_files
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import ImageForm
@@ -181,7 +181,7 @@ def split_source(root: Path, entries: Sequence[FileEntry], classes: Sequence[str
     named = {entry.path: given_split(entry.path, classes) for entry in entries}
     there = set(named.values()) - {None}
     if root.is_dir():
-        there |= {folder.name for folder in split_folders(root, classes)}
+        there |= {name for name in SPLITS if (root / name).is_dir()} - set(classes)
     given = frozenset({"val", "test"} & there) if "train" in there else frozenset[str]()
     where = {path: split for path, split in named.items() if split is not None and split in given}
     divided = split_by_hash([entry for entry in entries if entry.path not in where], _SHARES[given])

@@ -257,9 +257,9 @@ def test_a_check_that_the_system_breaks_off_is_a_finding_and_the_others_are_made
     monkeypatch.setattr("edge_client.cli.doctor.checks._disk", broken)
     monkeypatch.setattr("edge_client.cli.doctor.checks.is_revoked", broken)
     found = {one.check: one for one in examine(box_config(tmp_path), datetime.now(timezone.utc))}
-    for name in ("disk", "coordinator"):
-        assert (found[name].state, found[name].detail) == ("failed", "/srv/disk: Input/output error")
-        assert "repair" in found[name].advice
+    assert (found["disk"].state, found["disk"].detail) == ("failed", "/srv/disk: Input/output error")
+    assert "repair" in found["disk"].advice
+    assert (found["coordinator"].state, "/srv/disk" in found["coordinator"].detail) == ("failed", True)
     assert "data" in found
 
 
