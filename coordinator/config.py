@@ -8,11 +8,11 @@ from pathlib import Path
 from string import Template
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, IPvAnyAddress, PlainSerializer, model_validator
+from pydantic import Field, IPvAnyAddress, PlainSerializer, model_validator
 from typing_extensions import Self
 
 from coordinator.errors import ConfigError
-from fedcg.config_file import read_toml
+from fedcg.config_file import Settings, read_toml
 from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.messages import MAX_CHUNK_BYTES
 from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, LinkLimits, limits_for
@@ -45,11 +45,7 @@ EXAMPLES: dict[tuple[str, str], object] = {
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class BrokerSettings(_Section):
+class BrokerSettings(Settings):
     """The address of the broker, its protocol, and the limits of the link.
 
     Attributes:
@@ -71,7 +67,7 @@ class BrokerSettings(_Section):
         return limits_for(self.preset, self.chunk_bytes, self.window_chunks, self.window_bytes)
 
 
-class ApiSettings(_Section):
+class ApiSettings(Settings):
     """The address of the HTTP interface.
 
     Attributes:
@@ -102,7 +98,7 @@ class ApiSettings(_Section):
         return f"{'http' if self.certificate is None else 'https'}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
-class ConnectionSettings(_Section):
+class ConnectionSettings(Settings):
     """How many TCP connections may be open at once; see `fedcg.listening.Caps`.
 
     Attributes:
@@ -116,7 +112,7 @@ class ConnectionSettings(_Section):
     per_device: Annotated[int, Field(ge=2, le=64)] = 8
 
 
-class ListenerSettings(_Section):
+class ListenerSettings(Settings):
     """An HTTPS listener for devices; off without a port.
 
     Attributes:
@@ -154,7 +150,7 @@ class EnrolmentSettings(ListenerSettings):
     certificate_days: Annotated[float, Field(gt=0, le=825)] = 30.0
 
 
-class AggregationSettings(_Section):
+class AggregationSettings(Settings):
     """The settings of the aggregation worker.
 
     Attributes:
@@ -175,7 +171,7 @@ class AggregationSettings(_Section):
 Action = Literal["warn", "down-weight", "quarantine"]
 
 
-class FigurePolicy(_Section):
+class FigurePolicy(Settings):
     """From where on a figure of an update is odd, and what is done then.
 
     Attributes:
@@ -189,7 +185,7 @@ class FigurePolicy(_Section):
     action: Action
 
 
-class RobustnessSettings(_Section):
+class RobustnessSettings(Settings):
     """How much one device may weigh in a merge; a large number switches a bound off.
 
     Attributes:
@@ -205,7 +201,7 @@ class RobustnessSettings(_Section):
 
     weight_medians: Annotated[float, Field(ge=1, le=1e9)] = 3.0
     max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    examples: dict[str, Annotated[int, Field(ge=1, le=1 << 40)]] = {}
+    examples: dict[str, Annotated[int, Field(ge=1, le=1 << 40)]] = Field(default_factory=dict)
     clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 2.5
     norm: FigurePolicy = FigurePolicy(bound=3.0, action="quarantine")
     direction: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
@@ -215,7 +211,7 @@ class RobustnessSettings(_Section):
     below_quorum: Literal["warn", "down-weight", "fail"] = "down-weight"
 
 
-class StorageSettings(_Section):
+class StorageSettings(Settings):
     """Where the state is stored, and how long artifacts stay.
 
     Attributes:
@@ -238,7 +234,7 @@ class StorageSettings(_Section):
     audit_days: Annotated[int, Field(ge=1, le=36_500)] = 365
 
 
-class RoundSettings(_Section):
+class RoundSettings(Settings):
     """How long rounds wait before they open.
 
     Attributes:
@@ -252,7 +248,7 @@ class RoundSettings(_Section):
     retry_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
-class TensorboardSettings(_Section):
+class TensorboardSettings(Settings):
     """Curves for TensorBoard.
 
     Attributes:
@@ -262,7 +258,7 @@ class TensorboardSettings(_Section):
     directory: Annotated[str, Field(min_length=1)] | None = None
 
 
-class PageSettings(_Section):
+class PageSettings(Settings):
     """The page for people.
 
     Attributes:
@@ -272,7 +268,7 @@ class PageSettings(_Section):
     webhook: Annotated[str | None, Field(pattern=r"^https?://[^\s]{1,500}$", description="https://HOST/PATH")] = None
 
 
-class CoordinatorConfig(_Section):
+class CoordinatorConfig(Settings):
     """coordinator.toml."""
 
     broker: BrokerSettings = BrokerSettings()

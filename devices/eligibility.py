@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from devices.telemetry import LOW_DISK_BYTES, Telemetry
+from fedcg.config_file import Settings
 
 COOLS_BY_C = 5.0
 """A box that was too hot goes on once it is so much cooler."""
@@ -28,7 +29,7 @@ def _check_span(span: str) -> str:
     return span
 
 
-class EligibilitySettings(BaseModel):
+class EligibilitySettings(Settings):
     """When this box may train; without settings only heat, hardware throttling and a full disk keep it from training.
 
     Attributes:
@@ -43,15 +44,13 @@ class EligibilitySettings(BaseModel):
             `max_requests_per_s` requests.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     max_temperature_c: Annotated[float, Field(ge=20, le=120)] | None = None
     min_free_memory_mb: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     min_free_disk_mb: Annotated[int, Field(ge=0, le=1 << 24)] = LOW_DISK_BYTES // MB
     power_modes: tuple[str, ...] = ()
-    on_mains: Annotated[bool, Field(strict=True)] = False
+    on_mains: bool = False
     quiet_hours: tuple[Annotated[str, AfterValidator(_check_span)], ...] = ()
-    unmetered: Annotated[bool, Field(strict=True)] = False
+    unmetered: bool = False
     metered_interfaces: tuple[str, ...] = ("wwan*", "ppp*")
     lock_file: Path | None = None
     stop_file: Path | None = None

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from audit.attacks.catalogue import ATTACKS
 from audit.errors import GateFormError
@@ -18,7 +18,7 @@ from audit.report.conditions import parse_gate
 from audit.run.packages import EXTRA, missing_packages
 from devices.eligibility import EligibilitySettings
 from edge_client.errors import ConfigError
-from fedcg.config_file import nearest, read_toml, section_of
+from fedcg.config_file import Settings, from_text, nearest, read_toml, section_of
 from fedcg.learning.defences.defence import check_defence
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.spec import METHOD_PATTERN, ParameterValue
@@ -30,27 +30,16 @@ from fedcg.wire.transport.mqtt_config import is_loopback
 from fedcg.worker_process import STALL_S
 
 ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
-LISTS = {
-    ("audit", "attacks"),
-    ("policy", "federations"),
-    ("policy", "methods"),
-    *(("eligibility", name) for name in ("power_modes", "quiet_hours", "metered_interfaces")),
-}
-"""Settings that are lists in the file, and words with commas between them in the environment; those of [policy] that begin with `allow_` are, too."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class BrokerSection(_Section):
+class BrokerSection(Settings):
     """The address of the MQTT broker; without TLS only on this machine and only with `insecure`."""
 
     host: Annotated[str, Field(min_length=1, description="host name or address of the broker")]
     port: Annotated[int, Field(ge=1, le=65535, description="usually 8883")] = 8883
     protocol: Annotated[Literal["auto", "5", "3.1.1"], Field(description="MQTT version")] = "auto"
     keepalive_s: Annotated[int, Field(ge=5, le=3600)] = 30
-    insecure: Annotated[bool, Field(strict=True, description="no TLS; loopback only")] = False
+    insecure: Annotated[bool, Field(description="no TLS; loopback only")] = False
     preset: Annotated[PresetName, Field(description="limits of mosquitto, aws-iot, azure-event-grid or emqx")] = (
         DEFAULT_PRESET
     )
@@ -74,7 +63,7 @@ class BrokerSection(_Section):
         return self
 
 
-class TlsSection(_Section):
+class TlsSection(Settings):
     """Files of the mutual TLS connection."""
 
     ca: Path
@@ -82,20 +71,20 @@ class TlsSection(_Section):
     key: Path
 
 
-class KeysSection(_Section):
+class KeysSection(Settings):
     """Ed25519 keys of the signed envelopes: this device's own, and the coordinator's public one."""
 
     signing: Path = Path("signing.key")
     coordinator: Path = Path("coordinator.pub")
 
 
-class EnrolmentSection(_Section):
+class EnrolmentSection(Settings):
     """Where the agent renews its certificate; without a URL a person brings a new one."""
 
     url: Annotated[str | None, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator")] = None
 
 
-class DataSection(_Section):
+class DataSection(Settings):
     """This device's images: `class/*.png|jpg`, `train/` and `test/` of such, IDX or CIFAR files, an `.npz`, or `dataset:NAME`.
 
     docs/data.md has every form. `common_test` is for demos.
@@ -109,7 +98,7 @@ class DataSection(_Section):
     root: Path
     common_test: Path | None = None
     defence: Annotated[str | None, Field(description="a data defence: antigan, ats, etc")] = None
-    defence_params: dict[str, ParameterValue] = {}
+    defence_params: dict[str, ParameterValue] = Field(default_factory=dict)
     defence_stem: Path | None = None
 
     @model_validator(mode="after")
@@ -118,7 +107,7 @@ class DataSection(_Section):
         return self
 
 
-class PolicySection(_Section):
+class PolicySection(Settings):
     """The data that may ever leave this device, and the largest cost of a round, for every spec.
 
     The published settings need 20 epochs or 20 steps a round; ResNet-18 with its generator downloads 57 MB. A spec beyond it waits
@@ -152,7 +141,7 @@ class PolicySection(_Section):
 AUTO = "auto"
 
 
-class TrainingSection(_Section):
+class TrainingSection(Settings):
     """Where training runs, and how often a local-only shadow is trained beside it for comparison."""
 
     shadow_every: Annotated[
@@ -194,7 +183,7 @@ class TrainingSection(_Section):
     ] = 60.0
 
 
-class AuditSection(_Section):
+class AuditSection(Settings):
     """Whether this device attacks its own update before it sends it, and the gate that keeps an update back.
 
     Attributes:
@@ -248,7 +237,7 @@ class AuditSection(_Section):
         return self
 
 
-class ExportSection(_Section):
+class ExportSection(Settings):
     """How the personal model becomes an ONNX model.
 
     Attributes:
@@ -258,13 +247,13 @@ class ExportSection(_Section):
         gate_points: points of accuracy on this device's test images that a new model may lose against the one in use.
     """
 
-    enabled: Annotated[bool, Field(strict=True)] = True
-    each_best: Annotated[bool, Field(strict=True)] = True
-    variants: Annotated[bool, Field(strict=True)] = True
+    enabled: bool = True
+    each_best: bool = True
+    variants: bool = True
     gate_points: Annotated[float, Field(ge=0, le=100)] = 1.0
 
 
-class AgentConfig(_Section):
+class AgentConfig(Settings):
     """Everything in `agent.toml`."""
 
     federation: Identifier
@@ -384,8 +373,6 @@ def _apply_environment(
         for step in setting[:-1]:
             table = table.setdefault(step, {})
         if isinstance(table, dict):
-            is_list = setting[-1].startswith("allow_") or setting in LISTS
-            words = [word.strip() for word in text.split(",") if word.strip()]
-            table[setting[-1]] = words if is_list else {"true": True, "false": False}.get(text, text)
+            table[setting[-1]] = from_text(section_of(AgentConfig, setting[:-1]), setting[-1], text)
             origins[setting] = f"${name}"
     return origins, problems

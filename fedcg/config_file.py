@@ -7,10 +7,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
 from fedcg.errors import NOT_FOUND, FedcgError
 from fedcg.text_output import LIST, TABLE, wrong_value
@@ -27,6 +29,25 @@ _TABLE = re.compile(r"^\s*\[\s*([A-Za-z0-9_.-]+)\s*\]")
 _KEY = re.compile(r"^\s*\"?([A-Za-z0-9_-]+)\"?\s*=")
 _OF_A_UNION = re.compile(r"[\[(]|^(constrained|function)-")
 """What pydantic adds to the place of a problem where a value may be of several kinds."""
+
+
+def _exact(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        strict = {"strict": True} if schema.get("type") in ("int", "float", "bool") else {}
+        return {name: _exact(value) for name, value in schema.items()} | strict
+    return [_exact(value) for value in schema] if isinstance(schema, list) else schema
+
+
+class Settings(BaseModel):
+    """Base of all that people set: a number is no text and no `true`, and what is on or off takes `true` or `false` alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Pydantic's own schema, strict with numbers and with true and false; files hold paths and tuples in other forms."""
+        schema: CoreSchema = _exact(handler(source))
+        return schema
 
 
 def listed(source: str, problems: Iterable[str]) -> str:
@@ -165,12 +186,28 @@ def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -
 
 def _bounds(model: type[BaseModel], name: str) -> str:
     """From where to where a number goes; empty where it has not both ends."""
-    field = model.model_json_schema().get("properties", {}).get(name, {})
-    for kind in (field, *field.get("anyOf", ())):
+    for kind in _kinds(model, name):
         least = kind.get("minimum", kind.get("exclusiveMinimum"))
         if least is not None and "maximum" in kind:
             return f"{'' if 'minimum' in kind else 'above '}{least:.15g} to {kind['maximum']:.15g}"
     return ""
+
+
+@cache
+def _kinds(model: type[BaseModel], name: str) -> tuple[dict[str, Any], ...]:
+    field = model.model_json_schema().get("properties", {}).get(name, {})
+    return (field, *field.get("anyOf", ()))
+
+
+def from_text(model: type[BaseModel], name: str, text: str) -> object:
+    """What a text stands for in a field: words with commas between them, a number, true or false; else the text itself."""
+    kinds = {kind.get("type") for kind in _kinds(model, name)}
+    if "array" in kinds:
+        return [word.strip() for word in text.split(",") if word.strip()]
+    try:
+        return json.loads(text) if kinds & {"integer", "number", "boolean"} else text
+    except ValueError:
+        return text
 
 
 def section_of(model: type[BaseModel], location: Iterable[str]) -> type[BaseModel]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+
+from fedcg.config_file import Settings
 
 _Side = Annotated[int, Field(ge=4, le=1024, description="pixels; every image is resized")]
 
 
-class ImageForm(BaseModel):
+class ImageForm(Settings):
     """How an image becomes a tensor: decoded, converted to `mode`, resized to height x width, scaled to [0, 1], normalised."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     mode: Annotated[Literal["L", "RGB"], Field(description="L is grey, RGB is colour")]
     height: _Side

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import anyio.to_thread
 from fastapi import APIRouter, Body, Depends, Header, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute, in_turn
@@ -31,6 +31,7 @@ from coordinator.operations.views import (
     token_view,
 )
 from coordinator.rounds.records import DeviceRecord, FederationRecord
+from fedcg.config_file import Settings
 from fedcg.learning.spec import RoundPolicy
 
 EXAMPLE_PLAN = {
@@ -42,8 +43,8 @@ EXAMPLE_PLAN = {
 }
 
 
-class _Content(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+class _Content(Settings):
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class NewFederation(_Content):
@@ -56,7 +57,7 @@ class NewFederation(_Content):
     """
 
     plan: Annotated[OperatorPlan, Field(examples=[EXAMPLE_PLAN])]
-    start: Annotated[bool, Field(strict=True)] = True
+    start: bool = True
     continued_from: Annotated[str, Field(max_length=63)] | None = None
 
 

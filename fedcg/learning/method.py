@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from fedcg.config_file import Settings
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
@@ -57,10 +58,8 @@ def check_finite(parts: Mapping[Part, Weights], what: str) -> None:
                 raise DivergedError(f"{what}: {part.value}/{name} is not finite; the state before still stands")
 
 
-class TrainingParams(BaseModel):
+class TrainingParams(Settings):
     """Parameters that every method has; each method's own params extend these. Unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     epochs: int = Field(default=20, ge=1, description="local epochs a round")
     steps: int = Field(default=0, ge=0, description="local steps a round; 0 counts by epochs instead")

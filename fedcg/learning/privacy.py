@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Self
 
+from fedcg.config_file import Settings
 from fedcg.learning.errors import PrivacyError
 from fedcg.text_output import wrong_value
 
@@ -20,11 +21,7 @@ _Scale = Annotated[float, Field(ge=0, le=1e9)]
 _Bound = Annotated[float, Field(gt=0, le=1e9)]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class DpSgdSettings(_Frozen):
+class DpSgdSettings(Settings):
     """DP-SGD (Abadi et al., 2016) in place of the ordinary local steps; what its ε covers is said in `mechanisms.dp_sgd`.
 
     Attributes:
@@ -42,7 +39,7 @@ class DpSgdSettings(_Frozen):
     ] = None
 
 
-class PrivacySettings(_Frozen):
+class PrivacySettings(Settings):
     """Every mechanism of one device; what is off has its default.
 
     Attributes:

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, WrapValidator, field_validator
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, WrapValidator, field_validator
 
+from fedcg.config_file import Settings
 from fedcg.image_form import ImageForm as ImageForm
 from fedcg.wire.parts import (
     DEFAULT_AGGREGATE_CODEC,
@@ -69,8 +70,8 @@ def check_crop(pixels: int, side: int) -> int:
     return pixels
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)  # it is JSON, which has neither
+class _Frozen(Settings):
+    model_config = ConfigDict(allow_inf_nan=False)  # it is JSON, which has neither
 
 
 # Fields that came later, and what a spec without them means.
@@ -196,7 +197,7 @@ class FederationSpec(_Frozen):
     params: dict[str, ParameterValue]
     rounds: _Rounds
     seed: _Seed
-    augment_flip: Annotated[bool, Field(strict=True)] = False
+    augment_flip: bool = False
     augment_crop: CropPixels = 0
     upload: tuple[Part, ...]
     report: tuple[ReportField, ...]
@@ -289,7 +290,6 @@ class RoundPolicy(_Frozen):
     require_cohort: Annotated[
         bool,
         Field(
-            strict=True,
             description="devices without the cohort secret of most others are not invited; with `fedprobe` always so",
         ),
     ] = False
@@ -332,11 +332,9 @@ class FederationPlan(RoundPolicy):
     image: ImageForm
     network: NetworkChoice = NetworkChoice()
     method: Annotated[_MethodName, Field(description="`fedcg method list`")]
-    params: Annotated[dict[str, ParameterValue], Field(description="of the method: `fedcg method show NAME`")] = {}
+    params: dict[str, ParameterValue] = Field({}, description="of the method: `fedcg method show NAME`")
     seed: Annotated[_Seed, Field(description="initial weights of the shared parts follow from it")] = 0
-    augment_flip: Annotated[bool, Field(strict=True, description="mirror half of the training images at random")] = (
-        False
-    )
+    augment_flip: Annotated[bool, Field(description="mirror half of the training images at random")] = False
     augment_crop: Annotated[CropPixels, Field(description="random windows of images padded by so many pixels")] = 0
     codec: Annotated[UpdateCodec, Field(description="how updates are coded")] = DEFAULT_UPDATE_CODEC
     aggregate_codec: Annotated[AggregateCodec, Field(description="how aggregates are coded")] = DEFAULT_AGGREGATE_CODEC

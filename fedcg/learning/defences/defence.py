@@ -14,9 +14,9 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from fedcg.config_file import nearest, problems_of
+from fedcg.config_file import Settings, nearest, problems_of
 from fedcg.files import replace_durably
 
 if TYPE_CHECKING:
@@ -33,10 +33,8 @@ Size = tuple[int, int, int]
 """Channels, height and width of an image."""
 
 
-class DefenceParams(BaseModel):
-    """Base of a defence's parameters; an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class DefenceParams(Settings):
+    """Base of a defence's parameters."""
 
 
 @dataclass(frozen=True)

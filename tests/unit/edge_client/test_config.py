@@ -196,6 +196,23 @@ def test_problems_of_audit_and_privacy_name_section_line_and_remedy(tmp_path: Pa
     assert "leave gradient_noise out" in both["privacy"]
 
 
+def test_true_is_no_number_and_a_number_in_the_environment_is_one(tmp_path: Path) -> None:
+    text = GOOD.replace("port = 8884", "port = true") + "[policy]\nmax_epochs = true\nmax_upload_mb_per_day = true\n"
+    found = problems(tmp_path, text, {"FEDCG_AGENT_TRAINING_THREADS": "true", "FEDCG_AGENT_TRAINING_STALL_S": '"5"'})
+    fields = (
+        "broker.port",
+        "policy.max_epochs",
+        "policy.max_upload_mb_per_day",
+        "training.threads",
+        "training.stall_s",
+    )
+    assert {name: "must be a" in found[name] for name in fields} == dict.fromkeys(fields, True)
+    given = {"FEDCG_AGENT_TRAINING_STALL_S": "5", "FEDCG_AGENT_ELIGIBILITY_ON_MAINS": "true", "FEDCG_AGENT_DEVICE": "7"}
+    config = load(tmp_path, GOOD, {**given, "FEDCG_AGENT_POLICY_MAX_UPLOAD_MB_PER_DAY": "9"})
+    read = (config.training.stall_s, config.eligibility.on_mains, config.device, config.policy.max_upload_mb_per_day)
+    assert read == (5.0, True, "7", 9)
+
+
 def test_an_empty_list_in_the_environment_allows_nothing(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD, {"FEDCG_AGENT_POLICY_ALLOW_UPLOAD": ""}).policy.allow_upload == frozenset()
 

@@ -166,6 +166,27 @@ def test_a_problem_between_settings_names_the_line_of_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("command", ["plan", "create"])
+def test_true_and_text_are_no_numbers_in_a_plan_and_its_parameters(tmp_path: Path, command: str) -> None:
+    home, plan = tmp_path / "home", tmp_path / "plan.toml"
+    run_fedcg("coordinator", "init", "--dir", str(home))
+    text = re.sub(r"(?m)^rounds = .*", "rounds = true", _run("plan", "--example").stdout)
+    plan.write_text(text + 'steps = true\nlr = true\nepochs = "5"\n')
+    lines = plan.read_text().splitlines()
+    words = [str(plan), *(["--dir", str(home)] if command == "create" else [])]
+    result = _run(command, *words)
+    assert result.exit_code == 2
+    for line, field, kind in (
+        ("rounds = true", "rounds", "whole number"),
+        ("steps = true", "params.steps", "whole number"),
+        ("lr = true", "params.lr", "number"),
+        ('epochs = "5"', "params.epochs", "whole number"),
+    ):
+        assert f"line {lines.index(line) + 1}: {field}: must be a {kind}" in result.stderr, result.stderr
+    plan.write_text(plan.read_text().replace("rounds = true", "rounds = 5"))
+    assert "params.steps: must be a whole number" in _run(command, *words).stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "create"])
 def test_a_parameter_that_the_method_does_not_have_is_reported_in_words(tmp_path: Path, command: str) -> None:
     home, plan = tmp_path / "home", tmp_path / "plan.toml"
     run_fedcg("coordinator", "init", "--dir", str(home))

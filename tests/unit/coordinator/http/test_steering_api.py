@@ -146,6 +146,9 @@ def test_all_errors_of_a_plan_and_of_a_policy_come_at_once(operator: httpx.Clien
         assert (refused.status_code, "require_cohort: must be true or false" in refused.text) == (422, True), (
             refused.text
         )
+    for field, number in (("min_cohort", True), ("deadline_s", True), ("min_cohort", "3"), ("rounds", 5.5)):
+        refused = operator.patch(f"{CASTING}/policy", json={field: number})
+        assert (refused.status_code, f"{field}: must be a" in refused.text) == (422, True), refused.text
     assert operator.post("/api/v1/federations", json={"plan": PLAN, "start": "1"}).status_code == 422
     flipped = operator.post("/api/v1/federations", json={"plan": {**PLAN, "augment_flip": "1"}, "start": False})
     assert (flipped.status_code, "must be true or false" in flipped.text) == (422, True)
