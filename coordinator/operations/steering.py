@@ -154,15 +154,7 @@ class Steering:
             SteeringError: a field or a value that can't be; names all of them. Fewer clients than the method's sums take.
         """
         record = federation_of(self._store, federation)
-        policy = _changed(record, changes)
-        if "min_clients" in changes and (problem := too_few_for_sums(self._spec(record), policy.min_clients)):
-            raise SteeringError(problem)
-        state = self._store.round_state(federation)
-        least = state.round if state.phase in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED) else state.round - 1
-        if policy.rounds < least:
-            raise SteeringError(
-                f"rounds = {policy.rounds}: {federation} is in round {least} already; stop it to end it earlier"
-            )
+        policy = self._changed(record, changes)
         self._store.set_policy(federation, policy.model_dump_json())
         self._events.write("policy_changed", federation=federation, changed=sorted(changes))
         return self._followed(federation)
@@ -179,7 +171,7 @@ class Steering:
         if not record.status.is_ended:
             return self.change_policy(federation, {"rounds": record.operator_policy.rounds + rounds})
         closed = self._store.aggregates(federation)[-1].round
-        policy = _changed(record, {"rounds": closed + rounds})
+        policy = self._changed(record, {"rounds": closed + rounds})
         self._store.set_policy(federation, policy.model_dump_json())
         return self._change(record, FederationStatus.RUNNING)
 
@@ -198,6 +190,34 @@ class Steering:
             SteeringError: it is no member any more, or (NotFoundError) never was.
         """
         return self._device(device, None, "")
+
+    def _changed(self, record: FederationRecord, changes: Mapping[str, Any]) -> RoundPolicy:
+        """The policy of a federation with other values, checked as a plan with them would be, and against its rounds."""
+        fixed = [
+            name for name in changes if name in FederationPlan.model_fields and name not in RoundPolicy.model_fields
+        ]
+        problems = [
+            f"{name}: is fixed when a federation is opened; `fedcg federation continue` opens one" for name in fixed
+        ]
+        wanted = {name: value for name, value in changes.items() if name not in fixed}
+        try:
+            policy = RoundPolicy.model_validate({**record.operator_policy.model_dump(), **wanted})
+        except ValidationError as error:
+            problems += [line.removeprefix("(file): ") for line in problems_of(RoundPolicy, error)]
+            wrong = {one["loc"][0] for one in error.errors()}
+            right = {name: value for name, value in wanted.items() if name not in wrong}
+            policy = record.operator_policy.model_copy(update=right)
+        if "min_clients" in changes and (problem := too_few_for_sums(self._spec(record), policy.min_clients)):
+            problems.append(f"min_clients: {problem}")
+        state = self._store.round_state(record.id)
+        least = state.round if state.phase in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED) else state.round - 1
+        if policy.rounds < least:
+            problems.append(
+                f"rounds = {policy.rounds}: {record.id} is in round {least} already; stop it to end it earlier"
+            )
+        if problems:
+            raise SteeringError(listed(f"policy of {record.id}", problems))
+        return policy
 
     def _require_life(self, record: FederationRecord) -> None:
         if record.status is FederationStatus.CREATED:
@@ -247,19 +267,3 @@ def bounded_reason(reason: str) -> str:
     if len(reason) > MAX_REASON:
         raise SteeringError(f"the reason has {len(reason)} characters; write at most {MAX_REASON}")
     return log_text(reason)
-
-
-def _changed(record: FederationRecord, changes: Mapping[str, Any]) -> RoundPolicy:
-    """The policy of a federation with other values, checked as a plan with them would be."""
-    fixed = [name for name in changes if name in FederationPlan.model_fields and name not in RoundPolicy.model_fields]
-    problems = [
-        f"{name}: is fixed when a federation is opened; `fedcg federation continue` opens one" for name in fixed
-    ]
-    wanted = {name: value for name, value in changes.items() if name not in fixed}
-    try:
-        policy = RoundPolicy.model_validate({**record.operator_policy.model_dump(), **wanted})
-    except ValidationError as error:
-        problems += [line.removeprefix("(file): ") for line in problems_of(RoundPolicy, error)]
-    if problems:
-        raise SteeringError(listed(f"policy of {record.id}", problems))
-    return policy

@@ -208,6 +208,10 @@ def test_rounds_that_are_under_way_cannot_be_taken_back(made: Federations) -> No
         until_over(made, "tiny")
         with pytest.raises(SteeringError, match="rounds = 1: tiny is in round 2 already; stop it"):
             made.steering.change_policy("tiny", {"rounds": 1})
+        with pytest.raises(SteeringError) as refused:  # beside what is wrong by itself
+            made.steering.change_policy("tiny", {"rounds": 1, "min_clients": 0, "late": "never"})
+        for part in ("tiny: 3 problems", "min_clients: must be", "late: must be", "rounds = 1: tiny is in round 2"):
+            assert part in str(refused.value)
 
 
 def test_what_does_not_exist_is_named_with_what_does(made: Federations) -> None:
