@@ -280,6 +280,13 @@ class AgentConfig(Settings):
         Path | None, Field(description="readings for Prometheus: the folder of the node exporter's textfile collector")
     ] = None
 
+    @field_validator("store")
+    @classmethod
+    def _store_has_a_folder(cls, store: Path) -> Path:
+        if store == Path():
+            raise ValueError('it names no folder of its own: set a new one, such as "store"')
+        return store
+
     @property
     def privacy_obstacle(self) -> str:
         """Why this device can't train with its mechanisms, with the remedy; empty where it can."""

@@ -51,7 +51,7 @@ def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_
     keys = load_keys(config)
     if config.tls is not None:
         settle(config.tls)
-    store = open_store(config)
+    store = open_store(config, make=True)
     store.take_over()
     with store.locked("lock", wait_s=STORE_WAIT_S):
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):

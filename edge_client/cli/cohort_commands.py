@@ -60,9 +60,9 @@ def join_command(
 
     Example: fedcg cohort join --code-file -
     """
-    from edge_client.store.cohort_secret import join, mark_in
+    from edge_client.store.cohort_secret import join, mark_in, secret_of
 
-    code = _code(code_file)
+    secret_of(code := _code(code_file))  # a wrong one makes no store
     store, federation = _store_of(config)
     joined = join(store, code)
     mark = mark_in(store, federation)
@@ -81,7 +81,7 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     """
     from edge_client.store.cohort_secret import mark_in
 
-    store, federation = _store_of(config)
+    store, federation = _store_of(config, make=False)
     mark = mark_in(store, federation)
     values = {"mark": mark, "roster": sorted(store.roster())}
     if mark is None:
@@ -124,13 +124,12 @@ def roster_command(
     from edge_client.store.cohort_secret import roster_of
 
     text = _text_of(file, "FILE", 1 << 20)
-    store, _ = _store_of(config)
     settings = read_config(config)
     roster = roster_of(text)
     own = load_keys(settings).signing.public
     if roster.get(settings.device) != own:
         raise BadInputError(f"{file} lacks this device's own card: {settings.device} {own.hex}")
-    store.save_roster(roster)
+    _store_of(config)[0].save_roster(roster)
     return {"devices": sorted(roster)}, f"{len(roster)} devices: {', '.join(sorted(roster))}"
 
 
@@ -152,8 +151,8 @@ def _text_of(path: str, option: str, most: int) -> str:
         raise BadInputError(f"{option} {path} can't be read: {error}") from error
 
 
-def _store_of(config: Path) -> tuple[PrivateStore, str]:
+def _store_of(config: Path, *, make: bool = True) -> tuple[PrivateStore, str]:
     from edge_client.store.private_store import open_store
 
     settings = read_config(config)
-    return open_store(settings), settings.federation
+    return open_store(settings, make=make), settings.federation

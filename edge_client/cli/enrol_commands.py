@@ -135,8 +135,10 @@ def leave_command(
         confirm(_leaving(settings.device, settings.federation, settings.store if erase else None))
     left = leave(settings, erase=erase, notify=not without_coordinator, timeout_s=timeout_s)
     values = {"device": settings.device, "confirmed": left.confirmed, "erased": [str(path) for path in left.erased]}
+    values["kept"] = [str(path) for path in left.kept]
     outcome = "the coordinator confirmed" if left.confirmed else "the coordinator was not informed"
     gone = "".join(f"\n  erased {path}" for path in left.erased)
+    gone += "".join(f"\n  left {path}: this program did not make it" for path in left.kept)
     following = "Next: a new token brings it back: on the coordinator, fedcg token create"
     return values, f"{settings.device} has left {settings.federation}; {outcome}.{gone}\n{following}"
 

@@ -22,7 +22,6 @@ from datetime import datetime, timezone
 from importlib.metadata import distributions
 from io import BytesIO
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from edge_client.cli.doctor.checks import examine
@@ -57,17 +56,18 @@ def support_file(config: AgentConfig, newest_events: int, *, with_class_names: b
         newest_events: how many events of the log go into it.
         with_class_names: leave names of classes as they are.
     """
+    store = _store(config)
     members: dict[str, object] = {
         "about.json": _about(),
         "configuration.json": config.model_dump(mode="json"),
         "status.json": _status(config),
         "doctor.json": [asdict(finding) for finding in examine(config, datetime.now(timezone.utc))],
-        "files.json": dict(_sizes(config.store)),
+        "files.json": dict(_sizes(store)),
     }
     logs = chain.from_iterable(read_events(config.store / name) for name in ("events.old.jsonl", "events.jsonl"))
     events = deque(logs, maxlen=newest_events)
     secrets, searched = tuple(_secrets(config)), json.dumps([members, *events], default=str, ensure_ascii=False)
-    names = PrivateNames(config, _store(config), searched, with_class_names=with_class_names)
+    names = PrivateNames(config, store, searched, with_class_names=with_class_names)
 
     def written(member: str, value: object, indent: int | None = 1) -> str:
         hide = str if member in VERBATIM else names.hidden_in
@@ -117,11 +117,12 @@ def _status(config: AgentConfig) -> object:
         return {"problem": str(error)}
 
 
-def _sizes(root: Path) -> Iterator[tuple[str, int]]:
-    files = (path for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink())
+def _sizes(store: PrivateStore) -> Iterator[tuple[str, int]]:
+    found = chain.from_iterable((path, *sorted(path.rglob("*"))) for path in store.own())
+    files = (path for path in found if path.is_file() and not path.is_symlink())
     for _, path in zip(range(MOST_FILES), files, strict=False):
         with suppress(OSError):  # deleted meanwhile
-            yield str(path.relative_to(root)), path.stat().st_size
+            yield str(path.relative_to(store.root)), path.stat().st_size
 
 
 def _store(config: AgentConfig) -> PrivateStore:

@@ -124,8 +124,8 @@ def life_of(certificate: x509.Certificate) -> timedelta:
 
 def replace_pair(certificate: Path, key: Path, new_certificate: bytes, new_key: bytes) -> None:
     """Replace certificate and key; killed at any point, `settle_pair` makes the old or the new pair whole."""
-    replace_durably(_pending(certificate), with_check(new_certificate))
-    replace_durably(_pending(key), with_check(new_key))
+    replace_durably(pending(certificate), with_check(new_certificate))
+    replace_durably(pending(key), with_check(new_key))
     settle_pair(certificate, key)
 
 
@@ -135,7 +135,7 @@ def settle_pair(certificate: Path, key: Path) -> None:
     The new certificate is written first and renamed last. So a new certificate that fits a key on disk is kept, with that
     key; one that fits none had no key yet and is deleted.
     """
-    new_certificate, new_key = _pending(certificate), _pending(key)
+    new_certificate, new_key = pending(certificate), pending(key)
     if not new_certificate.exists():
         new_key.unlink(missing_ok=True)
         return
@@ -149,7 +149,8 @@ def settle_pair(certificate: Path, key: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def _pending(path: Path) -> Path:
+def pending(path: Path) -> Path:
+    """Where the next certificate or key lies until it takes the place of `path`."""
     return path.with_name(f"{path.name}.next")
 
 

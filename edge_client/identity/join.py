@@ -65,9 +65,8 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
     if config.tls is not None:
         values |= {("tls", name): str(path.absolute()) for name, path in config.tls}
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    pinned = open_store(config).pinned_key(enrolled)
     store = PrivateStore.open(out / STORE, federation, config.device)
-    is_made = (config.store / "format.json").exists()
-    pinned = (open_store(config) if is_made else PrivateStore(config.store)).pinned_key(enrolled)
     if pinned.key != enrolled:  # the key that counts now, not one that was replaced, and perhaps stolen
         store.save_pinned_key(enrolled, pinned)
     written = out / CONFIG_NAME

@@ -6,10 +6,12 @@ import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, LateAnswerError, NoAnswerError, StoreFormatError
 from edge_client.identity.conversation import converse
+from edge_client.identity.credentials import pending
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.state import Purpose
@@ -26,10 +28,12 @@ class Departure:
     Attributes:
         confirmed: whether the coordinator confirmed that the device is no member any more.
         erased: the paths that were removed from this device.
+        kept: what lies in the store's folder, was not made by this program, and stays.
     """
 
     confirmed: bool
-    erased: tuple[Path, ...]
+    erased: tuple[Path, ...] = ()
+    kept: tuple[Path, ...] = ()
 
 
 def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -> Departure:
@@ -47,18 +51,19 @@ def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -
         EdgeError: keys or store can't be used.
         WireError: the TLS files can't be used.
     """
-    if not (config.store / "format.json").exists() and not notify:
+    store = open_store(config)
+    if not store.is_made and not notify:
         raise StoreFormatError(
             f"{config.store} holds no private store: there is nothing to leave behind", exit_code=NOT_FOUND
         )
     if erase:
         _check_images_are_elsewhere(config)
-    store = open_store(config)
-    with store.locked("lock"), store.locked("trainer.lock"):
-        if notify:
-            _leave_coordinator(config, store, timeout_s)
-        erased = _erase(config, store) if erase else ()
-    return Departure(notify, erased)
+    with TemporaryDirectory() as empty:
+        used = store if store.is_made else PrivateStore(Path(empty))  # none is made only to leave
+        with used.locked("lock"), used.locked("trainer.lock"):
+            if notify:
+                _leave_coordinator(config, used, timeout_s)
+            return Departure(notify, *(_erase(config, store) if erase else ()))
 
 
 def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:
@@ -80,21 +85,24 @@ def _check_images_are_elsewhere(config: AgentConfig) -> None:
         raise EnrolError(f"the images in {data} lie in the private store {root}: move them first, nothing was erased")
 
 
-def _erase(config: AgentConfig, store: PrivateStore) -> tuple[Path, ...]:
-    """Remove keys and certificates first, then the private store, its format.json last; the images are not touched."""
+def _erase(config: AgentConfig, store: PrivateStore) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Remove keys and certificates first, then what the program made in the private store; images and other files are not touched."""
     files = [config.keys.signing, config.keys.coordinator]
     if config.tls is not None:
-        files += [config.tls.key, config.tls.cert, config.tls.ca]
-        files += [*config.tls.cert.parent.glob("*.next"), config.tls.cert.with_name(".renewal.lock")]
+        pair = (config.tls.key, config.tls.cert)
+        files += [*pair, config.tls.ca, *map(pending, pair), config.tls.cert.with_name(".renewal.lock")]
     erased = [path for path in files if path.exists()]
     for path in erased:
         path.unlink()
         fsync_path(path.parent)
-    for path in sorted(store.root.iterdir(), key=lambda path: path.name == "format.json"):
+    if not store.is_made:
+        return tuple(erased), ()
+    for path in store.own():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+    kept = tuple(sorted(store.root.iterdir()))
     with contextlib.suppress(OSError):  # a service's state directory belongs to the system; it is emptied, not removed
         store.root.rmdir()
-    return (*erased, store.root)
+    return (*erased, store.root), kept

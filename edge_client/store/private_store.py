@@ -26,11 +26,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,12 @@ FORMAT_FILE = "format.json"
 STORE_FORMAT = 2
 _FOLDERS = ("secrets", "specs", "generations", "generations/[0-9]*")
 _PRIVATE_FILES = ("secrets/*.key", "specs/*.json", "generations/[0-9]*/*", "*.json", CHECKPOINT_FILE)
+_OWN = re.compile(
+    r"secrets|specs|artifacts|generations|models|audit|defence|CURRENT|lock|trainer\.lock|control\.sock|checkpoint\.bin|signing\.pub|"
+    r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|"
+    r"roster|consent|pause|traffic|revoked)\.json|\.[a-zA-Z.]+\.\w{8}\.new"
+)
+"""Names of everything that the program makes in the folder; the last are files that a power cut left half written."""
 RECEIPTS_KEPT = 64
 LEFT_OUT_KEPT = 200
 AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
@@ -82,28 +90,33 @@ class PrivateStore:
         self.root = root
         self.generations = Generations(root)
         self.checkpoint = CheckpointFile(root)
-        self.artifacts = ArtifactStore(root / "artifacts")
         self.partials = Partials(root / "artifacts" / ".partial", PARTIAL_FILES, PARTIAL_BYTES)
 
     @staticmethod
-    def open(root: Path, federation: str, device: str) -> PrivateStore:
-        """Open the store at `root`, making it when there is none yet.
+    def open(root: Path, federation: str, device: str, *, make: bool = True) -> PrivateStore:
+        """Open the store at `root`.
+
+        Args:
+            root: of the store.
+            federation: whose it is.
+            device: whose it is.
+            make: make it when there is none yet; without this, one that is not there reads as an empty one.
 
         Raises:
             StoreError: it can't be made.
             StoreFormatError: it is another device's or federation's, has another format, or is not a private store.
         """
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if make:
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
             raise StoreError(f"the folder {root} can't be made ({error.strerror}): set another `store`") from error
         path, owner = root / FORMAT_FILE, {"federation": federation, "device": device}
         found = read_json(path)
         if not found:
-            if (root / "CURRENT").exists() or (root / "generations").exists():
-                raise StoreFormatError(
-                    f"{root} holds private state but no format.json; restore that file from a backup"
-                )
+            _check_empty(root)
+            if not make:
+                return PrivateStore(root)
             root.chmod(0o700)
             found = {**owner, "format": STORE_FORMAT}
             write_json(path, found)
@@ -120,6 +133,21 @@ class PrivateStore:
         for name in ("secrets", "specs", "artifacts", "generations", "models"):
             (root / name).mkdir(mode=0o700, exist_ok=True)
         return PrivateStore(root)
+
+    @cached_property
+    def artifacts(self) -> ArtifactStore:
+        """The downloads; their folder is made with the first use."""
+        return ArtifactStore(self.root / "artifacts")
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the store is there."""
+        return (self.root / FORMAT_FILE).exists()
+
+    def own(self) -> tuple[Path, ...]:
+        """The files and folders in its folder that are the store's, the one that marks it last."""
+        kept = (path for path in self.root.glob("*") if _OWN.fullmatch(path.name))
+        return tuple(sorted(kept, key=lambda path: (path.name == FORMAT_FILE, path.name)))
 
     def take_over(self) -> None:
         """Check the secrets, and that this user alone can read what is private.
@@ -370,10 +398,10 @@ class PrivateStore:
         self.artifacts.delete_all(set(self.artifacts.ids()) - kept)
 
 
-def open_store(config: AgentConfig) -> PrivateStore:
-    """The private store of a device; raises as `PrivateStore.open` does."""
+def open_store(config: AgentConfig, *, make: bool = False) -> PrivateStore:
+    """The private store of a device; as `PrivateStore.open`, but made only on demand."""
     with _writing_to(config.store):
-        return PrivateStore.open(config.store, config.federation, config.device)
+        return PrivateStore.open(config.store, config.federation, config.device, make=make)
 
 
 @contextmanager
@@ -387,6 +415,25 @@ def _writing_to(root: Path) -> Iterator[None]:
         raise StoreError(
             f"the private store {root} can't be written ({error.strerror}). {advice_for(error, root)}, or set another `store`"
         ) from error
+
+
+def _check_empty(root: Path) -> None:
+    """A store is made in a folder of its own, where at most its secrets lie already: what it holds is erased with it."""
+    try:
+        found = {str(path.relative_to(root)) for path in (*root.iterdir(), *root.glob("secrets/*"))}
+        found -= {"secrets", "secrets/device.key", "secrets/cohort.key"}
+        names = sorted(name for name in found if not name.startswith(f".{FORMAT_FILE}."))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise unreadable(root, error) from error
+    if {"CURRENT", "generations"}.intersection(names):
+        raise StoreFormatError(f"{root} holds private state but no format.json; restore that file from a backup")
+    if names:
+        raise StoreFormatError(
+            f"store = {root} is no private store, and holds {names[0]}{' and more' if len(names) > 1 else ''}: set `store` in "
+            "agent.toml to a folder that is new or empty"
+        )
 
 
 def _secret(path: Path) -> bytes | None:

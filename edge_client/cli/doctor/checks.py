@@ -320,10 +320,10 @@ def _carrier(config: AgentConfig, now: datetime) -> Result:
 
 def _store(config: AgentConfig, now: datetime) -> Result:
     """Every file of the private store passes its check."""
-    if not (config.store / "format.json").exists():
-        return "ok", "none yet", ""
     try:
         store = open_store(config)
+        if not store.is_made:
+            return "ok", "none yet", ""
         store.take_over()
         problems = (*store.generations.current()[1], *store.damage())
     except EdgeError as error:

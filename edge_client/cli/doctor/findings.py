@@ -39,8 +39,6 @@ def existing_place(place: Path) -> Path:
 
 def spec_of(config: AgentConfig) -> FederationSpec | None:
     """The federation's spec, where this device has one."""
-    if not (config.store / "format.json").exists():
-        return None
     with contextlib.suppress(EdgeError, OSError):
         return known_spec(open_store(config))
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -15,7 +16,8 @@ from edge_client.identity.enrol import enrol
 from edge_client.identity.leave import leave
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
-from fedcg.errors import NOT_FOUND
+from fedcg.config_file import set_values
+from fedcg.errors import BAD_INPUT, NOT_FOUND
 from fedcg.wire.messages.messages import Leave, Left, decode
 from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
@@ -183,3 +185,69 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
     again = run_fedcg("agent", *arguments, "--yes")
     assert again.exit_code == NOT_FOUND
     assert "nothing to leave behind" in again.output
+
+
+def test_files_that_this_program_did_not_make_stay_and_are_named(enrolled: AgentConfig, tmp_path: Path) -> None:
+    strangers = {"notes.txt", "notes.json", "photos/cat.png"}
+    (enrolled.store / "photos").mkdir()
+    for name in strangers:
+        (enrolled.store / name).write_text("the owner's")
+    (tmp_path / "box" / "tls" / "plans.next").write_text("the owner's")
+    config = str(tmp_path / "box" / "agent.toml")
+    done = run_fedcg("agent", "leave", "--config", config, "--erase", "--without-coordinator", "--yes")
+    assert done.exit_code == 0, done.output
+    assert files_of(enrolled.store) == strangers
+    assert files_of(tmp_path / "box" / "tls") == {"plans.next"}
+    for name in ("notes.json", "notes.txt", "photos"):
+        assert f"left {enrolled.store / name}: this program did not make it" in done.stdout
+
+
+def test_no_command_that_fails_or_only_reads_makes_a_store(enrolled: AgentConfig, tmp_path: Path) -> None:
+    config = str(tmp_path / "box" / "agent.toml")
+    leaving = ("agent", "leave", "--config", config, "--yes", "--erase")
+    assert run_fedcg(*leaving, "--without-coordinator").exit_code == 0
+    (tmp_path / "empty").touch()
+    for words in (
+        ("agent", "leave", "--config", config, "--yes"),
+        leaving,
+        ("agent", "run", "--config", config),
+        ("agent", "approve", "--config", config, "--yes"),
+        ("agent", "status", "--config", config),
+        ("cohort", "status", "--config", config),
+        ("cohort", "join", "--config", config, "--code-file", tmp_path / "empty"),
+        ("cohort", "roster", "--config", config, tmp_path / "empty"),
+    ):
+        assert run_fedcg(*words).exit_code > 0, words
+        assert not enrolled.store.exists(), words
+    assert run_fedcg("agent", "diagnose", "--config", config, "--out", tmp_path / "a.zip").exit_code == 0
+    run_fedcg("doctor", "--config", config)
+    assert not enrolled.store.exists()
+
+
+def test_a_box_that_never_ran_leaves_without_a_store(enrolled: AgentConfig) -> None:
+    shutil.rmtree(enrolled.store)
+    with pytest.raises(EnrolError, match="did not confirm"):
+        leave(enrolled, erase=True, notify=True, timeout_s=0.5)
+    assert enrolled.keys.signing.exists()
+    assert not enrolled.store.exists()
+
+
+@pytest.mark.parametrize("place", ["", ".", "tls"])
+def test_a_store_is_only_made_in_a_folder_of_its_own(enrolled: AgentConfig, tmp_path: Path, place: str) -> None:
+    shutil.rmtree(enrolled.store)
+    config, before = tmp_path / "box" / "agent.toml", files_of(tmp_path / "box")
+    config.write_text(set_values(config.read_text(), {("", "store"): place}))
+    refused = run_fedcg("agent", "run", "--config", config)
+    assert (refused.exit_code, "store" in refused.stderr, "new" in refused.stderr) == (BAD_INPUT, True, True)
+    examined = run_fedcg("doctor", "--config", config)
+    assert examined.exit_code > 0
+    assert "store" in examined.output
+    assert run_fedcg("agent", "leave", "--erase", "--yes", "--without-coordinator", "--config", config).exit_code > 0
+    assert files_of(tmp_path / "box") == before
+
+
+def test_a_store_whose_making_was_cut_off_is_made(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / ".format.json.abcd1234.new").touch()
+    store = PrivateStore.open(tmp_path / "store", FEDERATION, "line-4")
+    assert (store.is_made, len(store.own())) == (True, 7)
