@@ -31,7 +31,7 @@ def describe_end(outcome: Mapping[str, object], *, succeeded: bool) -> str:
     """
     if not succeeded:
         return "finished, but no personal model could be chosen or exported"
-    accuracy = outcome.get("accuracy_personal")
+    accuracy = outcome.get("accuracy_onnx" if outcome.get("model_dir") else "accuracy_personal")  # of what is named
     model = f"model {Path(str(outcome['model_dir'])).name}" if outcome.get("model_dir") else "no exported model"
     return f"finished; {model}" + (f", accuracy {accuracy:.1%}" if isinstance(accuracy, float) else "")
 

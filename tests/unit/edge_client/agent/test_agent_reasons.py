@@ -153,7 +153,11 @@ class _Chooser(FakeTrainer):
 @pytest.mark.parametrize(
     ("outcome", "told"),
     [
-        ({"model_dir": "/srv/models/0003", "accuracy_personal": 0.912}, "finished; model 0003, accuracy 91.2%"),
+        (
+            {"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": 0.912},  # the gate kept 0003
+            "finished; model 0003, accuracy 91.2%",
+        ),
+        ({"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": None}, "finished; model 0003"),
         ({"accuracy_personal": 0.5}, "finished; no exported model, accuracy 50.0%"),
     ],
 )
