@@ -129,8 +129,9 @@ def is_revoked(config: AgentConfig) -> bool:
 def _pause(root: Path) -> Status:
     pause = PauseFile(root).read()
     if pause is None or pause.is_over(time.time()):
-        return {"paused": None}
-    return {"paused": f"until {'resumed' if pause.until is None else moment(pause.until)} {pause.reason}".strip()}
+        return {"paused": None, "pause_reason": None}
+    until = "resumed" if pause.until is None else moment(pause.until)
+    return {"paused": f"until {until}", "pause_reason": pause.reason or None}
 
 
 def _consent(root: Path) -> Status:

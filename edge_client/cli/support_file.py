@@ -1,7 +1,7 @@
 """The content of `fedcg agent diagnose`: what support needs to know of a device, and nothing private.
 
 Chosen by name: the configuration (paths of keys, never their content), status, the doctor's findings, the newest events, versions and the
-sizes of the store's files. Then content of secret files and values of secret environment variables are replaced in every text, and names of
+sizes of the store's files. Texts about images, and the owner's own words, are left out. Then content of secret files and values of secret environment variables are replaced in every text, and names of
 images, folders and, unless asked for, classes in every text that may hold one (`PrivateNames`). Keys and fields of ours stay.
 """
 
@@ -30,7 +30,7 @@ from edge_client.cli.status import read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import StoreError
 from edge_client.store.private_store import PrivateStore, open_store
-from fedcg.event_log import read_events
+from fedcg.event_log import EventValue, read_events
 from fedcg.files import SECRET_BYTES
 
 MOST_FILES = 10_000
@@ -45,6 +45,22 @@ NAMING = "data"
 """The one check of the doctor that names images and classes."""
 CODED = frozenset({"declined", "refused", "round_failed", "paused", "approval_needed"})
 """Events whose `reason` is one of a closed list."""
+DETAILED = frozenset(
+    {
+        "link_problem",
+        "agent_error",
+        "renewal_failed",
+        "carrier",
+        "revoked",
+        "refused",
+        "approval_needed",
+        "audited",
+        "paused",
+    }
+)
+"""Events whose `detail` goes in. That of any other one may be about images, also of a folder that was set earlier."""
+OWNERS = frozenset({"pause_reason", "last_declined", "images_left_out"})
+"""Fields of the status that hold such texts, or words of the owner."""
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
@@ -65,7 +81,7 @@ def support_file(config: AgentConfig, newest_events: int, *, with_class_names: b
         "files.json": dict(_sizes(store)),
     }
     logs = chain.from_iterable(read_events(config.store / name) for name in ("events.old.jsonl", "events.jsonl"))
-    events = deque(logs, maxlen=newest_events)
+    events = [_without_private_text(one) for one in deque(logs, maxlen=newest_events)]
     secrets, searched = tuple(_secrets(config)), json.dumps([members, *events], default=str, ensure_ascii=False)
     names = PrivateNames(config, store, searched, with_class_names=with_class_names)
 
@@ -82,6 +98,12 @@ def support_file(config: AgentConfig, newest_events: int, *, with_class_names: b
                 name, text.encode("utf-8", "backslashreplace")
             )  # bytes that are no text, as JSON escapes them
     return packed.getvalue(), tuple(texts)
+
+
+def _without_private_text(event: Mapping[str, EventValue]) -> dict[str, EventValue]:
+    name = str(event.get("event"))
+    dropped = {"reason"} if name == "agent_paused" else set() if name in DETAILED else {"detail"}
+    return {key: value for key, value in event.items() if key not in dropped}
 
 
 def _cleaned(value: Any, hide: Callable[[str], str], secrets: tuple[str, ...]) -> Any:
@@ -112,7 +134,7 @@ def _about() -> dict[str, Any]:
 
 def _status(config: AgentConfig) -> object:
     try:
-        return read_status(config)
+        return {name: value for name, value in read_status(config).items() if name not in OWNERS}
     except StoreError as error:
         return {"problem": str(error)}
 

@@ -98,7 +98,7 @@ def test_a_paused_device_declines_with_the_reason_and_the_page_shows_it(stack: S
     answer = _agent(stack, PAUSED, "pause", "--for", "2h", "--reason", "maintenance of line 4")
     assert answer["paused"] is True
     before = _agent(stack, PAUSED, "status")
-    assert "maintenance of line 4" in before["paused"]
+    assert "maintenance of line 4" in before["pause_reason"]
     wait_for(lambda: _agent(stack, PAUSED, "status")["agent_trainer"] == "gone", "its training process is released")
     stack.command("federation", "resume", "--dir", str(stack.home))
     stack.wait_event("coordinator", lambda event: event["event"] == "stalled", "the federation stalls")

@@ -173,7 +173,7 @@ def test_status_shows_the_owners_decisions_and_what_the_agent_does(device: Path,
     PauseFile(store).write(Pause(since=time.time(), until=4e9, reason="maintenance"))
     TrafficCounter(store, time.time).sent(12)
     status = data_of(run(device, "status", "--json").stdout)
-    assert status["paused"] == "until 2096-10-02 07:06:40 UTC maintenance"
+    assert (status["paused"], status["pause_reason"]) == ("until 2096-10-02 07:06:40 UTC", "maintenance")
     assert status["waits_for_approval"] == [f"{STATISTICS.digest[:12]}: statistics are not listed"]
     assert status["bytes_today"] == {"up": 12, "down": 0}
     assert status["agent_now"] == "waits for a round"
@@ -350,9 +350,7 @@ def test_no_name_in_any_form_stays_and_the_words_of_the_program_do(tmp_path: Pat
             for text in (f"{write(f'{data}/{path}')}: cut", f"agent: {write(path)}: cut", f"can't read {write(name)}"):
                 events.write("agent_error", detail=text)
         for label in ("Mrs Ada's mole", "Mrs Ada", "\u00c4rger & Co", "ok", "k"):
-            events.write(
-                "round_failed", reason="no_data", detail=f"{write(f'{data}/{label}')}: no class {write(label)}."
-            )
+            events.write("agent_error", detail=f"{write(f'{data}/{label}')}: no class {write(label)}.")
     events.write("round_failed", reason="hot", detail=f"{data}/Gone Person: no class 'Gone Person'; classes ok, k")
     for length in (3, 8):
         events.write("agent_error", detail=log_text(f"{'.' * 190}'Anna Schmidt, geb. 1970.jpg'", 190 + length))
@@ -363,9 +361,9 @@ def test_no_name_in_any_form_stays_and_the_words_of_the_program_do(tmp_path: Pat
         assert PRIVATE.findall(text) == [], text
     lines = [json.loads(line) for line in texts["events.jsonl"].splitlines()]
     assert {one["event"] for one in lines} == {"agent_error", "round_failed"}
-    assert {one["reason"] for one in lines if "reason" in one} == {"no_data", "hot"}
+    assert {one["reason"] for one in lines if "reason" in one} == {"hot"}
     assert lines[0]["detail"] == f"{data}/class-5/[image]: cut"
-    declines = [one["detail"] for one in lines if one["event"] == "round_failed"]
+    declines = [one["detail"] for one in lines if ": no class " in one.get("detail", "")]
     found = [one for one in declines if re.search(r"class .?(ok|k)\b", one)]
     assert (found, len([one for one in declines if re.search(r"class .?class-[1-7]", one)])) == ([], 30)
     checks = {one["check"]: one["state"] for one in json.loads(texts["doctor.json"])}
@@ -373,6 +371,29 @@ def test_no_name_in_any_form_stays_and_the_words_of_the_program_do(tmp_path: Pat
     assert "artifacts travel over the broker" in texts["doctor.json"]
     assert json.loads(texts["configuration.json"])["broker"]["host"] == "127.0.0.1"
     assert json.loads(texts["configuration.json"])["store"] == str(root / "store")
+
+
+def test_the_support_file_has_neither_folders_of_an_earlier_root_nor_the_owners_words(device: Path) -> None:
+    """The folder is gone or another one is set, so its names can't be known any more."""
+    events = EventLog(device.parent / "store" / "events.jsonl", time.time).unwatched()
+    private = "/srv/earlier/train/Zeppelin \u00dcberlingen: the spec has no class 'Zeppelin \u00dcberlingen'"
+    at: dict[str, int] = {"round": 3, "attempt": 1}
+    for name in ("declined", "round_failed", "finalise_failed", "export_failed", "defence_warning", "method_warning"):
+        events.write(name, **at, reason="no_data", detail=private)
+    pause = Pause(since=time.time(), until=4e9, reason="Zeppelin visits")
+    PauseFile(device.parent / "store").write(pause)
+    events.write("agent_paused", until=pause.until, reason=pause.reason)
+    events.write("declined", **at, reason="paused", detail=pause.reason)
+    events.write("link_problem", detail="no connection to the broker")
+    PrivateStore(device.parent / "store").save_left_out({"a": private})
+    assert private in data_of(run(device, "status", "--json").stdout)["images_left_out"]
+    assert run(device, "diagnose", "--out", device.parent / "a.zip", "--with-class-names").exit_code == 0
+    texts = members(device.parent / "a.zip")
+    assert re.findall("Zeppelin|berlingen|earlier", "".join(texts.values())) == []
+    assert "until 2096" in texts["status.json"]
+    lines = [json.loads(line) for line in texts["events.jsonl"].splitlines()]
+    assert (lines[0]["event"], lines[0]["reason"], lines[0]["round"]) == ("declined", "no_data", 3)
+    assert (lines[-2]["reason"], lines[-1]["detail"]) == ("paused", "no connection to the broker")
 
 
 def test_diagnose_works_before_the_first_run_and_refuses_a_file_that_is_no_zip(tmp_path: Path) -> None:
