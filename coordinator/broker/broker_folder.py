@@ -17,9 +17,9 @@ from coordinator.broker.lists import Lists
 from coordinator.config import Port
 from coordinator.errors import BrokerError
 from coordinator.paths import BROKER_NAME, CRL_NAME, Home
-from coordinator.pki.authority import CA_NAME, check_end, credential_of, issue, server_credential
+from coordinator.pki.authority import CA_NAME, credential_of, issue, server_credential
 from fedcg.files import READABLE, replace_durably
-from fedcg.wire.clocks import clock_time
+from fedcg.wire.clocks import SET_CLOCK, clock_time
 from fedcg.wire.messages.topics import LISTS_READER
 
 ACL_NAME = "acl"
@@ -83,21 +83,19 @@ def read_address(folder: Path) -> Address:
 
 
 def check_dates(folder: Path) -> None:
-    """Check that neither the authority's end nor the revocation list's date makes Mosquitto refuse everybody.
+    """Check that the dates of the revocation list do not make Mosquitto refuse everybody.
 
     Raises:
-        HomeError: the authority has ended.
-        BrokerError: the list is dated in the future, and the clock is right as far as the authority's dates show.
+        BrokerError: they do, by this machine's clock.
     """
-    now, ca, path = datetime.now(timezone.utc), credential_of(folder, CA_NAME).certificate, folder / CRL_NAME
+    path, now = folder / CRL_NAME, datetime.now(timezone.utc)
     try:
-        authority = x509.load_pem_x509_certificate(ca.read_bytes())
-        dated = x509.load_pem_x509_crl(path.read_bytes()).last_update_utc
+        revocations = x509.load_pem_x509_crl(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise BrokerError(f"{ca} or {path} can't be used; run `fedcg deploy mosquitto` again: {error}") from error
-    check_end(ca, authority, now)
-    if authority.not_valid_before_utc <= now < dated:
+        raise BrokerError(f"{path} can't be used: {error}; run `fedcg deploy mosquitto` again") from error
+    begin, end = revocations.last_update_utc, revocations.next_update_utc or now
+    if not begin <= now <= end:
         raise BrokerError(
-            f"{path} is dated {clock_time(dated)}, and this machine's clock shows {clock_time(now)}: Mosquitto would refuse "
-            "everybody. If the clock is right, run `fedcg deploy mosquitto` again, and copy the folder"
+            f"{path} is valid from {clock_time(begin)} to {clock_time(end)}, and this machine's clock shows {clock_time(now)}: Mosquitto "
+            f"would refuse everybody. {SET_CLOCK.capitalize()}; if it is right, run `fedcg deploy mosquitto` again, and copy the folder"
         )

@@ -82,14 +82,8 @@ REMEDIES |= {
     for reason in DeclineReason
     if reason.value not in REMEDIES and (reason.passes or reason is DeclineReason.NO_TIME)
 }
-REJECTED = (
-    "update rejected",
-    "Look at the box: its log and the coordinator's name what was wrong with the update. `fedcg device revoke` when the box is not yours any more.",
-)
-DROPPED = (
-    "dropped from the round",
-    "Nothing is broken. A new box in its place takes part from the next attempt on; a silenced device ten minutes later: see its log.",
-)
+REJECTED = "update rejected", "Look at the box and at its log. `fedcg device revoke` if it is not yours any more."
+DROPPED = "dropped", "Nothing is broken. A new box takes part next time; a silenced one in ten minutes: see its log."
 SUM_REMEDIES = {
     SumPhase.KEYS: "At least four devices have to accept a round and announce keys: start those that are offline; sum_refused in the event log names others.",
     SumPhase.SHARES: "Give every device a file with all devices' lines (`fedcg cohort card`, `fedcg cohort roster FILE`); see `refused` in its event log.",
@@ -238,11 +232,8 @@ def _of_clients(
         rejected = {each.client for each in known.store.updates(key) if each.outcome is Outcome.REJECTED}
         for person in known.store.participants(key):
             if person.state is ParticipantState.DECLINED:
-                verb, (kind, remedy) = "declined", REMEDIES.get(person.reason, DROPPED)
-                if person.client in rejected:
-                    verb, (kind, remedy) = "its update was rejected in", REJECTED
-                elif person.reason not in REMEDIES:
-                    verb = "takes no more part in"
+                kind, remedy = REMEDIES.get(person.reason, REJECTED if person.client in rejected else DROPPED)
+                verb = "declined" if person.reason in REMEDIES else f"{kind} in"
                 what = f"{verb} round {last.round} of {record.id}: {person.reason.replace('_', ' ')}"
                 remedy = remedy.format(federation=record.id)
                 yield Problem(kind, f"{person.client} in {record.id}", what, remedy, device=person.client)

@@ -258,8 +258,9 @@ def _general_name(name: str) -> x509.GeneralName:
 
 
 def _is_lasting(certificate: x509.Certificate) -> bool:
-    now = datetime.now(timezone.utc)
-    return certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc - RENEW_BEFORE
+    return (
+        certificate.not_valid_before_utc <= datetime.now(timezone.utc) < certificate.not_valid_after_utc - RENEW_BEFORE
+    )
 
 
 def _names(certificate: x509.Certificate) -> set[str]:
@@ -268,26 +269,17 @@ def _names(certificate: x509.Certificate) -> set[str]:
     return found | set(names.get_values_for_type(x509.DNSName))
 
 
-def check_end(path: Path, authority: x509.Certificate, now: datetime | None = None) -> None:
-    """Check that an authority has not ended.
-
-    Raises:
-        HomeError: it has; with its end, the time of this machine's clock, and what to do.
-    """
-    now, end = now or datetime.now(timezone.utc), authority.not_valid_after_utc
-    if now > end:
-        raise HomeError(
-            f"the authority in {path} ended at {clock_time(end)}, and this machine's clock shows {clock_time(now)}: {SET_CLOCK}. "
-            "If the clock is right, make a new directory (`fedcg coordinator init`) and enrol every device again"
-        )
-
-
 def _load_ca(directory: Path, now: datetime | None = None) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     credential = credential_of(directory, CA_NAME)
     if not credential.key.exists():
         raise FileNotFoundError(f"{credential.key} is missing: there is no certificate authority in {directory}")
     certificate, key = _load(credential)
-    check_end(credential.certificate, certificate, now)
+    now, end = now or datetime.now(timezone.utc), certificate.not_valid_after_utc
+    if now > end:
+        raise HomeError(
+            f"the authority in {credential.certificate} ended at {clock_time(end)}, and this machine's clock shows {clock_time(now)}: "
+            f"{SET_CLOCK}. If the clock is right, make a new directory (`fedcg coordinator init`) and enrol every device again"
+        )
     return certificate, key
 
 

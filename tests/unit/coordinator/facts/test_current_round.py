@@ -80,7 +80,7 @@ def test_a_rejected_update_and_a_declined_round_are_different_problems_with_reme
     found = {each.device: each for each in open_problems(known_of(world)) if each.device}
     assert (found["a"].kind, found["a"].what) == (
         "update rejected",
-        "its update was rejected in round 1 of tiny: it holds NaN",
+        "update rejected in round 1 of tiny: it holds NaN",
     )
     assert "`fedcg device revoke`" in found["a"].remedy
     assert (found["b"].kind, found["b"].what) == ("no data", "declined round 1 of tiny: no data")

@@ -82,8 +82,8 @@ def test_a_device_that_another_box_replaces_in_a_round_is_dropped_from_it_and_di
     world.store.set_status(FEDERATION, FederationStatus.RUNNING, "")
     (problem,) = (each for each in open_problems(known_of(world)) if each.device == "c")
     assert (problem.kind, problem.what) == (
-        "dropped from the round",
-        f"takes no more part in round 2 of {FEDERATION}: another box replaces it",
+        "dropped",
+        f"dropped in round 2 of {FEDERATION}: another box replaces it",
     )
     assert problem.remedy.startswith("Nothing is broken")
 
