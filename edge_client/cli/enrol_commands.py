@@ -38,8 +38,8 @@ def enrol_command(
 ) -> Result:
     """Make this box a device of a federation, in one step; its keys are made here and never leave it.
 
-    Exit codes: 0 enrolled; 1 failed; 2 bad input, or a wrong clock; 3 no answer in time; 4 refused, or not connected; 6 --out holds a device or other things.
-    Run again after a lost answer, it goes on.
+    Exit codes: 0 enrolled; 1 failed; 2 bad input, or a wrong clock; 3 no answer in time; 4 refused, or not connected; 6 --out holds a device or other things;
+    7 --data is not there. Run again after a lost answer, it goes on.
 
     Example: fedcg enrol --token - --device line-4 --data /data/images --out /etc/fedcg/casting
     """
@@ -70,7 +70,7 @@ def join_command(
 ) -> Result:
     """Take part in a second federation with this device's identity; each federation has an agent of its own.
 
-    Exit codes: 0 written; 1 failed; 2 bad input; 6 the folder is not empty. The training processes take turns on this device.
+    Exit codes: 0 written; 1 failed; 2 bad input; 6 the folder is not empty; 7 --data or agent.toml is not there. The training processes take turns on this device.
 
     Example: fedcg agent join --federation welding --data /data/welding --out /etc/fedcg/welding
     """

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, WrapValidator, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo, WrapValidator, field_validator
 
 from fedcg.config_file import Settings
 from fedcg.image_form import ImageForm as ImageForm
@@ -52,7 +53,16 @@ _Clients = Annotated[int, Field(ge=1, le=100_000)]
 """More devices than one coordinator serves."""
 CropPixels = Annotated[int, Field(ge=0, le=64)]
 _FederationId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-_Classes = Annotated[tuple[Annotated[str, Field(max_length=255)], ...], Field(min_length=2, max_length=10_000)]
+
+
+def _folder_name(name: str) -> str:
+    if name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f\x7f-\x9f]", name):
+        raise ValueError(f"{name!r} can't be a folder's name: use letters, digits, dashes and spaces")
+    return name
+
+
+_ClassName = Annotated[str, Field(max_length=255), AfterValidator(_folder_name)]
+_Classes = Annotated[tuple[_ClassName, ...], Field(min_length=2, max_length=10_000)]
 METHOD_PATTERN = r"^[a-z][a-z0-9_]{0,62}$"
 _MethodName = Annotated[str, Field(pattern=METHOD_PATTERN)]
 _Rounds = Annotated[int, Field(ge=1, le=100_000)]

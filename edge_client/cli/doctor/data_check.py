@@ -12,7 +12,7 @@ from edge_client.cli.doctor.findings import Result, spec_of
 from edge_client.cli.status import LEFT_OUT_ADVICE
 from edge_client.config import AgentConfig
 from fedcg.learning.data.decoding import decode_image, read_image
-from fedcg.learning.data.formats import dataset_name, is_array_source
+from fedcg.learning.data.formats import dataset_name, installed_dataset, is_array_source
 from fedcg.learning.data.image_files import find_images
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
@@ -28,7 +28,11 @@ def check_data(config: AgentConfig, now: datetime) -> Result:
     """The images of this device can be read."""
     root = config.data.root
     expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
-    if dataset_name(root) is not None:
+    if (name := dataset_name(root)) is not None:
+        try:
+            installed_dataset(name)
+        except DataError as error:
+            return "failed", str(error), "correct `root` under [data], or install the package that has the data set"
         return "ok", f"{root.name}: a data set of this device, read when a round begins", ""
     if root.exists() and is_array_source(root):
         return "ok", str(root), ""

@@ -6,7 +6,6 @@ The device's own configuration names it, so importing it is that device's choice
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from PIL import Image
 
 from fedcg.learning.data.formats.arrays import ArrayData, LabelledImages, checked_shape
 from fedcg.learning.data.formats.detect import DATASET_PREFIX as PREFIX
+from fedcg.learning.data.formats.detect import installed_dataset
 from fedcg.learning.errors import DataError
-
-GROUP = "fedcg.datasets"
 
 
 def own_dataset(name: str, classes: Sequence[str]) -> ArrayData:
@@ -32,11 +30,7 @@ def own_dataset(name: str, classes: Sequence[str]) -> ArrayData:
     Raises:
         DataError: no such entry point, or images and labels of another kind.
     """
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
-        there = ", ".join(sorted(found)) or "none is installed"
-        raise DataError(f"{PREFIX}{name}: no entry point of that name in the group `{GROUP}` ({there})")
-    given = found[name].load()()
+    given = installed_dataset(name).load()()
     parts = given if isinstance(given, Mapping) else {"train": given}
     if "train" not in parts or not set(parts) <= {"train", "val", "test"}:
         raise DataError(

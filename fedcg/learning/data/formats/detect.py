@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from fedcg.learning.data.formats.arrays import ArrayData
@@ -10,7 +11,8 @@ from fedcg.learning.data.formats.idx import is_idx_name, read_idx_folder
 from fedcg.learning.data.formats.npz import read_npz
 from fedcg.learning.errors import DataError
 
-DATASET_PREFIX = "dataset:"  # before the name of an entry point of the group `fedcg.datasets`
+DATASET_GROUP = "fedcg.datasets"
+DATASET_PREFIX = "dataset:"  # before the name of an entry point of the group
 
 
 def read_arrays(root: Path) -> ArrayData | None:
@@ -34,6 +36,19 @@ def read_arrays(root: Path) -> ArrayData | None:
 def dataset_name(root: Path) -> str | None:
     """NAME, where a source is `dataset:NAME`; the path before it, which a configuration file's folder adds, is ignored."""
     return root.name.removeprefix(DATASET_PREFIX) if root.name.startswith(DATASET_PREFIX) else None
+
+
+def installed_dataset(name: str) -> EntryPoint:
+    """The entry point of `dataset:NAME`; nothing of it is imported.
+
+    Raises:
+        DataError: there is none; names those there are.
+    """
+    found = {point.name: point for point in entry_points(group=DATASET_GROUP)}
+    if name not in found:
+        there = ", ".join(sorted(found)) or "none is installed"
+        raise DataError(f"{DATASET_PREFIX}{name}: no entry point of that name in the group `{DATASET_GROUP}` ({there})")
+    return found[name]
 
 
 def is_array_source(root: Path) -> bool:

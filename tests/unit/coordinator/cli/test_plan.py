@@ -186,6 +186,17 @@ def test_true_and_text_are_no_numbers_in_a_plan_and_its_parameters(tmp_path: Pat
     assert "params.steps: must be a whole number" in _run(command, *words).stderr
 
 
+def test_a_class_that_can_be_no_folder_is_refused_with_its_line(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    classes = r'classes = ["../x", "", ".", "..", "a/b", "a\\b", "a\tb", "no crack", "Käse"]'
+    plan.write_text(re.sub(r"(?m)^classes = .*", lambda _: classes, _run("plan", "--example").stdout))
+    line = plan.read_text().splitlines().index(classes) + 1
+    result = _run("plan", str(plan))
+    assert (result.exit_code, "plan.toml: 7 problems" in result.stderr) == (2, True), result.stderr
+    for at, name in enumerate(("../x", "", ".", "..", "a/b", "a\\b", "a\tb")):
+        assert f"line {line}: classes.{at}: {name!r} can't be a folder's name" in result.stderr, result.stderr
+
+
 @pytest.mark.parametrize("command", ["plan", "create"])
 def test_a_parameter_that_the_method_does_not_have_is_reported_in_words(tmp_path: Path, command: str) -> None:
     home, plan = tmp_path / "home", tmp_path / "plan.toml"

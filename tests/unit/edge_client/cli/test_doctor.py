@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,20 @@ def test_every_image_is_opened_and_a_damaged_one_is_named(tmp_path: Path) -> Non
     found = data_finding(config)
     assert (found.state, found.advice) == ("warning", "repair or remove them; training leaves them out")
     assert f"1 can't be used: {config.data.root / 'good' / '1.png'}" in found.detail
+
+
+def test_a_data_set_that_is_not_installed_is_a_failure_with_the_names_of_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = [EntryPoint(name, "box.images:make", "fedcg.datasets") for name in ("mine", "other")]
+    monkeypatch.setattr("fedcg.learning.data.formats.detect.entry_points", lambda group: installed)
+    config = box_config(tmp_path)
+    sources = {name: config.data.model_copy(update={"root": tmp_path / f"dataset:{name}"}) for name in ("nix", "mine")}
+    told = {name: data_finding(config.model_copy(update={"data": data})) for name, data in sources.items()}
+    assert (told["nix"].state, told["mine"].state) == ("failed", "ok")
+    assert told["nix"].detail.startswith("dataset:nix: no entry point of that name")
+    assert "(mine, other)" in told["nix"].detail
+    assert "`root` under [data]" in told["nix"].advice
 
 
 def test_images_of_which_none_can_be_decoded_are_a_failure(tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(des
     refused = enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "imgaes")
     assert refused.exit_code == NOT_FOUND
     assert "imgaes: there is no such file or folder. The token was not used" in refused.stderr
+    assert refused.exit_code == NOT_FOUND
+    for words in (("enrol",), ("agent", "join")):
+        told = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run_fedcg(*words, "--help").stdout).split())
+        assert re.search(rf"Exit codes: .*; {NOT_FOUND} --data (or agent.toml )?is not there", told), told
     assert not (tmp_path / "box").exists()
     (tmp_path / "images").mkdir()
     assert enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "images").exit_code == 0

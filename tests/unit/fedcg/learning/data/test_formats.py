@@ -306,7 +306,7 @@ class Point:
 
 def test_a_torch_dataset_of_ones_own_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = [Mine()]
-    monkeypatch.setattr("fedcg.learning.data.entry_point_datasets.entry_points", lambda group: [Point(given[-1])])
+    monkeypatch.setattr("fedcg.learning.data.formats.detect.entry_points", lambda group: [Point(given[-1])])
     found = read_images(tmp_path / "dataset:mine", ("cat", "dog"), GREY)
     assert found.images.labels.tolist() == [0, 1, 0, 1]
     assert found.images.images[3, 0].unique().tolist() == [3]
