@@ -220,11 +220,19 @@ async def in_turn(request: Request, create: Callable[[], Made]) -> Made:
 
 
 class ChangeRoute(APIRoute):
-    """A route whose changes are made once per key, and audited; reading passes through."""
+    """A route whose changes are made once per key, and audited; reading passes through.
+
+    FastAPI reads a body before it asks what a route depends on: so the route's `require` is asked here, before that.
+    """
 
     def get_route_handler(self) -> Handler:
         """The handler of a request."""
-        handler = super().get_route_handler()
+        read, needed = super().get_route_handler(), [one.dependency for one in self.dependencies if one.dependency]
+
+        async def handler(request: Request) -> Response:
+            for identified in needed:
+                await identified(request, None)
+            return await read(request)
 
         async def handle(request: Request) -> Response:
             if request.method in READING:

@@ -239,6 +239,23 @@ def test_a_role_allows_its_routes_and_no_more(api: Api, role: Role) -> None:
     )
 
 
+def test_a_body_that_cannot_be_read_is_refused_only_to_a_role_that_may_make_the_change(api: Api) -> None:
+    def answers(role: Role | None) -> list[int]:
+        with api.as_(role) as client:
+            client.headers["Content-Type"] = "application/json"
+            return [client.request(*change, content=b"not json").status_code for change in routes]
+
+    with api.as_(Role.VIEWER) as viewer:
+        paths = viewer.get("/openapi.json").json()["paths"]
+    routes = [(how, path) for path, methods in paths.items() for how in methods if how != "get" and "/api/v1" in path]
+    assert len(routes) > 12
+    assert answers(Role.VIEWER) == [403] * len(routes)
+    assert answers(None) == [401] * len(routes)
+    assert answers(Role.OPERATOR).count(422) >= 8
+    refused = [line["outcome"] for line in audited(api.home) if line["event"] == "outcome"]
+    assert refused.count(422) >= 8  # of one who may make it, it is a change that failed
+
+
 def test_a_change_by_the_page_s_cookie_alone_could_come_from_another_site_and_is_refused(api: Api) -> None:
     value = api.access.open_session(api.tokens.create("ann", Role.OPERATOR).record.id)
     with api.as_(None) as browser:
