@@ -278,6 +278,9 @@ def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with
         strict=True,
     ):
         assert line.startswith(start), error
+    code, error = failure("federation", "set", FEDERATION, "min_cohort=true", "deadline_s=true", "--dir", home.root)
+    assert (code, "policy of tiny: 2 problems" in error["message"]) == (2, True)
+    assert "min_cohort: must be a whole number" in error["message"]
     between = ("min_clients=2", "min_cohort=3", "deadline_s=1e99")
     code, error = failure("federation", "set", FEDERATION, *between, "--dir", home.root)
     assert "policy of tiny: 2 problems" in error["message"], error
