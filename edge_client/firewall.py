@@ -85,25 +85,29 @@ def _refusal(
             f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
         )
         return DeclineReason.UNKNOWN_METHOD, problem
-    if stranger := _unlisted(spec, policy):
-        return DeclineReason.NEEDS_APPROVAL, stranger
-    if forbidden := frozenset(spec.upload) - policy.allow_upload:
-        parts = "; ".join(f"{part.value} ({spec.meaning_of(part)})" for part in sorted(forbidden))
-        problem = f"the spec asks for what policy.allow_upload of this device does not list: {parts}"
-        return DeclineReason.UPLOAD_NOT_ALLOWED, problem
-    if kept := spec.required_report - policy.allow_report:
-        fields = ", ".join(sorted(name.value for name in kept))
-        problem = f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
-        return DeclineReason.REPORT_NOT_ALLOWED, problem
+    if asked := beyond_policy(spec, policy):
+        return asked[0][0], "; ".join(text for _, text in asked)
     own = network or spec.network
     check_name(own.split)
     if own.weights is not None:
         pinned_weights(own.weights)
-    if excess := _excess(spec, policy):
-        return DeclineReason.NEEDS_APPROVAL, excess
     if not all(spec.layouts.get(part) for part in spec.upload):
         return DeclineReason.SPEC_REFUSED, "the spec asks for a part without saying which tensors it has"
     return None
+
+
+def beyond_policy(spec: FederationSpec, policy: PolicySection) -> tuple[tuple[DeclineReason, str], ...]:
+    """Everything that a spec asks for beyond a policy, in words, with the reason to decline it; an approval admits all of it."""
+    found = [(DeclineReason.NEEDS_APPROVAL, text) for text in unlisted(spec, policy).values()]
+    if forbidden := frozenset(spec.upload) - policy.allow_upload:
+        parts = "; ".join(f"{part.value} ({spec.meaning_of(part)})" for part in sorted(forbidden))
+        problem = f"the spec asks for what policy.allow_upload of this device does not list: {parts}"
+        found.append((DeclineReason.UPLOAD_NOT_ALLOWED, problem))
+    if kept := spec.required_report - policy.allow_report:
+        fields = ", ".join(sorted(name.value for name in kept))
+        problem = f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
+        found.append((DeclineReason.REPORT_NOT_ALLOWED, problem))
+    return *found, *((DeclineReason.NEEDS_APPROVAL, text) for text in excesses(spec, policy).values())
 
 
 def widened(policy: PolicySection, spec: FederationSpec) -> PolicySection:
@@ -123,24 +127,24 @@ def widened(policy: PolicySection, spec: FederationSpec) -> PolicySection:
     )
 
 
-def _unlisted(spec: FederationSpec, policy: PolicySection) -> str:
-    """The federation or method that this device's policy does not list, in words, or nothing."""
-    for name, value, listed in (
-        ("federations", spec.federation, policy.federations),
-        ("methods", spec.method, policy.methods),
-    ):
-        if listed and value not in listed:
-            return f"policy.{name} of this device does not list {value}"
-    return ""
+def unlisted(spec: FederationSpec, policy: PolicySection) -> dict[str, str]:
+    """Which of federation and method this device's policy does not list, with that in words."""
+    named = (("federations", spec.federation, policy.federations), ("methods", spec.method, policy.methods))
+    return {
+        value: f"policy.{name} of this device does not list {value}"
+        for name, value, listed in named
+        if listed and value not in listed
+    }
 
 
-def _excess(spec: FederationSpec, policy: PolicySection) -> str:
-    """The cost of a round that exceeds this device's policy, in words, or nothing. A method's own defaults are modest."""
+def excesses(spec: FederationSpec, policy: PolicySection) -> dict[str, str]:
+    """The parameters of a round's cost that exceed this device's policy, with that in words. A method's own defaults are modest."""
+    found: dict[str, str] = {}
     for name, bound in _BOUNDS.items():
         value, most = spec.params.get(name, 0), getattr(policy, bound)
         if isinstance(value, int | float) and value > most and not (name == "epochs" and spec.params.get("steps")):
-            return f"the spec asks for {name} = {value}; policy.{bound} of this device is {most}"
-    return ""
+            found[name] = f"the spec asks for {name} = {value}; policy.{bound} of this device is {most}"
+    return found
 
 
 def build_update(

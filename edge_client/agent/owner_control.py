@@ -34,10 +34,12 @@ from fedcg.event_log import EventLog
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import codecs_for
-from fedcg.wire.artifacts.tensors import data_bytes
+from fedcg.wire.artifacts.tensors import data_bytes, max_payload_bytes
 from fedcg.wire.messages.messages import DeclineReason
 
 MB = 1_000_000
+HEADER_BYTES, CLASS_BYTES, CODEC_BYTES = 4096, 128, 32
+"""Bounds on an update's header: facts and figures, numbers of a class in the report, the codec of a tensor beside its name."""
 WITHHELD = "withheld"  # outcome of an update that its owner forbade after it was made
 Refusal = tuple[DeclineReason, str]
 
@@ -142,7 +144,7 @@ class OwnerControl:
         return ""
 
     def _expected_update(self, digest: str) -> int:
-        """Bytes of an update under a spec, before compression; 0 while the spec is not at hand."""
+        """The largest size of an update under a spec; 0 while the spec is not at hand."""
         if self._update_bytes[0] != digest and (spec := self._store.spec(digest)) is not None:
             self._update_bytes = digest, update_bytes(spec)
         return self._update_bytes[1] if self._update_bytes[0] == digest else 0
@@ -230,12 +232,15 @@ def describe(state: SessionState, progress: Progress | None) -> str:
 
 
 def update_bytes(spec: FederationSpec) -> int:
-    """Bytes of all numbers of an update under a spec, as its codec stores them and before compression."""
-    return sum(part_bytes(spec).values())
+    """The largest size of an update that this device makes under a spec: numbers, names, header, and numbers that do not compress."""
+    layouts = {part: spec.layouts.get(part, ()) for part in spec.upload}
+    payload = max_payload_bytes(layouts, codecs_for(layouts, spec.codec, frozenset(spec.with_base)))
+    codecs = sum(len(part.value) + len(one.name) + CODEC_BYTES for part, some in layouts.items() for one in some)
+    return payload + payload // 128 + HEADER_BYTES + codecs + CLASS_BYTES * len(spec.classes)
 
 
 def part_bytes(spec: FederationSpec) -> dict[str, int]:
-    """The same by part."""
+    """Bytes of the numbers of each part of an update, as its codec stores them and before compression."""
     layouts = [{part: spec.layouts.get(part, ())} for part in spec.upload]
     codecs = [codecs_for(one, spec.codec, frozenset(spec.with_base)) for one in layouts]
     return {part.value: data_bytes(one, codec) for part, one, codec in zip(spec.upload, layouts, codecs, strict=True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -160,9 +161,10 @@ def _decide(settings: AgentConfig, digest: str, *, approve: bool) -> None:
 
 def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
     """What would leave the device under a spec, and what a round costs, in plain words."""
-    from edge_client.agent.owner_control import part_bytes
-    from edge_client.firewall import widened
+    from edge_client.agent.owner_control import part_bytes, update_bytes
+    from edge_client.firewall import beyond_policy, excesses, unlisted, widened
     from edge_client.store.private_store import open_store
+    from fedcg.event_log import read_events
     from fedcg.wire.parts import VOLUNTARY_REPORT
 
     spec = open_store(settings).spec(digest)
@@ -172,11 +174,18 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
         )
     policy, sizes = settings.policy, part_bytes(spec)
     reported = widened(policy, spec).allow_report & (frozenset(spec.report) | VOLUNTARY_REPORT)
-    new = "   (not in [policy])"
+    offers = [one for one in read_events(settings.store / "events.jsonl") if one.get("event") == "offer"]
+    about = [
+        ("Federation", spec.federation),
+        ("method", spec.method),
+        *(("rounds", one.get("rounds")) for one in offers[-1:]),
+    ]
+    new, strange = " (not in [policy])", unlisted(spec, policy)
+    named = (f"{name} {value}{new if value in strange else ''}" for name, value in about)
     lines = [
-        f"Federation {spec.federation}, method {spec.method}, {spec.rounds} rounds, spec {digest[:SHORT]}.",
-        f"Why it waits: {why}",
-        f"After each round this would leave {settings.device}, up to {_size(sum(sizes.values()))}:",
+        f"{', '.join(named)}, spec {digest[:SHORT]}.",
+        f"Why it waits: {'; '.join(text for _, text in beyond_policy(spec, policy)) or why}",
+        f"After each round this would leave {settings.device}, up to {_size(update_bytes(spec))}:",
         *(
             f"  {part.value:<16} {_size(sizes[part.value]):>9}  {spec.meaning_of(part)}"
             f"{'' if part in policy.allow_upload else new}"
@@ -188,17 +197,17 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
             for field in sorted(reported)
         ),
         f"  {'':<16} {'':>9}  versions of torch and fedcg-edge, model of the processor, threads, batch size, precision",
-        f"What a round asks of it: {_work(spec)}.",
+        f"What a round asks of it: {_work(spec, dict.fromkeys(excesses(spec, policy), new))}.",
     ]
     return "\n".join(lines)
 
 
-def _work(spec: FederationSpec) -> str:
+def _work(spec: FederationSpec, marks: Mapping[str, str]) -> str:
     named = {name: spec.params[name] for name in ("epochs", "steps", "batch_size") if spec.params.get(name)}
-    return (
-        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items()) or "the defaults of its method"
-    )
+    items = (f"{name.replace('_', ' ')} {value}{marks.get(name, '')}" for name, value in named.items())
+    return ", ".join(items) or "the defaults of its method"
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+    """Rounded up: what is shown is a bound."""
+    return f"{ceil(count / 1e5) / 10:.1f} MB" if count >= 1e6 else f"{ceil(count / 1e2) / 10:.1f} kB"

@@ -19,6 +19,7 @@ from edge_client.messaging.owner_requests import (
 )
 from edge_client.session.commands import ReleaseTrainer
 from edge_client.store.owner_record import Consent, DayTraffic, Pause, PauseFile
+from edge_client.store.private_store import open_store
 from edge_client.store.sent_record import SENT_FILE, sent_items
 from edge_client.store.small_files import write_json
 from fedcg.wire.artifacts.artifacts import artifact_id
@@ -228,7 +229,7 @@ def test_a_round_beyond_the_days_bytes_is_declined_until_midnight(
     make_world: MakeWorld, limit: str, used: dict[str, int], *, is_declined: bool
 ) -> None:
     world = make_world(policy=PolicySection.model_validate({limit: 1}))
-    world.config.store.mkdir(mode=0o700)
+    open_store(world.config, make=True)
     today = time.strftime("%Y-%m-%d", time.gmtime())
     counted = world.config.store / "traffic.json"
     write_json(counted, DayTraffic.model_validate({"day": today, **used}).model_dump())
@@ -261,7 +262,7 @@ def test_an_agent_does_not_start_on_damaged_decisions(make_world: MakeWorld, nam
 
 def test_an_agent_whose_socket_cannot_be_made_reports_that_and_trains(make_world: MakeWorld) -> None:
     world = make_world()
-    (world.config.store / "control.sock").mkdir(parents=True, mode=0o700)
+    (open_store(world.config, make=True).root / "control.sock").mkdir(mode=0o700)
     world.connect()
     open_round(world)
     world.coordinator.wait(Manifest)
