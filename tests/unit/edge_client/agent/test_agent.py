@@ -11,7 +11,7 @@ from edge_client.agent.control_socket import ask_agent
 from edge_client.config import PolicySection
 from edge_client.messaging.owner_requests import StatusRequest
 from edge_client.session.commands import TrainRound
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.store.revocation import Revocation
 from edge_client.training.trainer_handle import Failed, Noted
 from fedcg.errors import NOT_CONNECTED
@@ -124,7 +124,7 @@ def test_a_revoked_device_that_is_restarted_remembers_it_until_the_coordinator_w
     make_world: MakeWorld,
 ) -> None:
     world = make_world()
-    world.config.store.mkdir(parents=True)
+    open_store(world.config, make=True)
     standing = Revocation(world.config.store, world.coordinator.device_key.public.hex)
     standing.note(revoked=True)
     world.connect()
