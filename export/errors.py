@@ -17,6 +17,7 @@ ExportError
 from __future__ import annotations
 
 from fedcg.errors import BAD_INPUT, FedcgError
+from fedcg.event_log import log_text
 
 
 class ExportError(FedcgError):
@@ -34,7 +35,7 @@ class InputError(ExportError):
     """
 
     def __init__(self, file: str, reason: str, exit_code: int | None = None) -> None:
-        super().__init__(f"{file}: {reason}", exit_code=exit_code)
+        super().__init__(f"{log_text(file)}: {reason}", exit_code=exit_code)
         self.file = file
         self.reason = reason
 

@@ -67,7 +67,7 @@ _log = logging.getLogger(__name__)
 def log_text(text: str, most: int = MAX_TEXT) -> str:
     """A text as it enters a log: one line of printable characters, the others as escapes; at most so many.
 
-    Every log passes here: texts from elsewhere can't begin a line or steer a terminal.
+    Every log passes here, and every name that a command shows: texts from elsewhere can't begin a line or steer a terminal.
     """
     if len(text) > most:
         text = f"{text[: most - 1]}…"

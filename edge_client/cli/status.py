@@ -33,7 +33,7 @@ from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
 from fedcg.errors import NOT_FOUND
-from fedcg.event_log import EventValue, read_events
+from fedcg.event_log import EventValue, log_text, read_events
 from fedcg.text_output import moment, table
 from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import PrivacySpent
@@ -101,7 +101,8 @@ def read_status(config: AgentConfig) -> Status:
 
 def status_table(status: Status) -> str:
     """The state for people: a line for each field that has a value."""
-    rows = [(name.replace("_", " "), text) for name, value in status.items() if (text := _in_words(name, value))]
+    shown = {name.replace("_", " "): _in_words(name, value) for name, value in status.items()}
+    rows = [(name, log_text(text, len(text))) for name, text in shown.items() if text]
     return table(("about", "state"), rows, "")
 
 

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from export.errors import InputError
 from export.model.preprocess import load_image
 from export.model.runtime import Guess, Model
+from fedcg.event_log import log_text
 from fedcg.imaging import is_named_as_image
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
@@ -88,7 +89,9 @@ def classify_files(
 
 def table_lines(results: Sequence[Classified]) -> list[str]:
     """Results for a person: one line per file, columns aligned, never cut to a terminal's width."""
-    rows = [(one.file, *(f"{guess.label} {guess.probability:.3f}" for guess in one.guesses)) for one in results]
+    rows = [
+        (log_text(one.file), *(f"{guess.label} {guess.probability:.3f}" for guess in one.guesses)) for one in results
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -22,7 +22,7 @@ from devices.files import is_encrypted
 from devices.telemetry import LIVE_ROOT
 from edge_client.cli.doctor.data_check import check_data
 from edge_client.cli.doctor.findings import Finding as Finding
-from edge_client.cli.doctor.findings import Result, existing_place
+from edge_client.cli.doctor.findings import Result, existing_place, finding_of
 from edge_client.cli.doctor.training_check import check_predictions, check_training
 from edge_client.cli.status import is_locked, is_revoked, read_status
 from edge_client.config import AgentConfig
@@ -35,7 +35,6 @@ from edge_client.session.state import Purpose
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, open_store
 from edge_client.store.revocation import REVOKED_ADVICE
 from edge_client.transfer.https_client import check_ready, tls_of
-from fedcg.errors import in_words
 from fedcg.files import advice_for
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
 from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference, clock_time
@@ -86,7 +85,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "privacy": _privacy,
     }
     chosen = checks if only is None else {name: checks[name] for name in only}
-    return tuple(Finding(name, *map(in_words, _result(check, config, now))) for name, check in chosen.items())
+    return tuple(finding_of(name, _result(check, config, now)) for name, check in chosen.items())
 
 
 def _result(check: Callable[[AgentConfig, datetime], Result], config: AgentConfig, now: datetime) -> Result:

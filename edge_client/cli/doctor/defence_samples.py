@@ -14,7 +14,7 @@ import torch
 
 from devices.detect import detect
 from devices.errors import NotTrainableError
-from edge_client.cli.doctor.findings import Finding, Result
+from edge_client.cli.doctor.findings import Finding, Result, finding_of
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.store.private_store import PrivateStore, open_store
@@ -64,9 +64,9 @@ def make_samples(config: AgentConfig, path: Path) -> Finding:
     """
     try:
         with TemporaryDirectory() as scratch:
-            return Finding("samples", *_made(config, Path(scratch), path))
+            return finding_of("samples", _made(config, Path(scratch), path))
     except (EdgeError, LearningError, DivergedError, NotTrainableError, OSError) as error:
-        return Finding("samples", "failed", str(error), "correct it, or run this as the user of the agent")
+        return finding_of("samples", ("failed", str(error), "correct it, or run this as the user of the agent"))
 
 
 def _made(config: AgentConfig, scratch: Path, path: Path) -> Result:

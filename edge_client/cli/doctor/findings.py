@@ -10,6 +10,8 @@ from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.store.own_backbone import known_spec
 from edge_client.store.private_store import open_store
+from fedcg.errors import in_words
+from fedcg.event_log import log_text
 from fedcg.learning.spec import FederationSpec
 
 Result = tuple[str, str, str]  # state, detail and advice of a finding
@@ -28,6 +30,11 @@ class Finding:
     state: str
     detail: str
     advice: str = ""
+
+
+def finding_of(check: str, result: Result) -> Finding:
+    """What a check found, in one line: a name in it can't steer the terminal."""
+    return Finding(check, *(log_text(in_words(text), len(text)) for text in result))
 
 
 def existing_place(place: Path) -> Path:

@@ -106,6 +106,19 @@ def test_a_data_set_that_is_not_installed_is_a_failure_with_the_names_of_those_t
     assert "`root` under [data]" in told["nix"].advice
 
 
+def test_a_name_that_would_steer_the_terminal_is_escaped_by_doctor_and_status(tmp_path: Path) -> None:
+    config = write_device(tmp_path)
+    draw(tmp_path / "data")
+    bad = tmp_path / "data" / "good" / "\x1b[31m\nfailed \u202e\u2066.png"
+    bad.write_bytes(b"no image")
+    store = open_store(load_config(config, {}), make=True)
+    store.save_left_out({bad.name: f"{bad}: not an image"})
+    for words in (("doctor",), ("agent", "status")):
+        told = run_fedcg(*words, "--config", config).stdout
+        assert r"\x1b[31m\nfailed \u202e\u2066.png: not an image" in told
+        assert all(line.isprintable() for line in told.split("\n"))
+
+
 def test_images_of_which_none_can_be_decoded_are_a_failure(tmp_path: Path) -> None:
     config = write_device(tmp_path)
     draw(tmp_path / "data")

@@ -114,6 +114,15 @@ def test_what_is_no_regular_file_in_a_folder_is_named_the_others_are_classified_
     }
 
 
+def test_a_name_that_would_steer_the_terminal_is_escaped(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
+    for name, content in (("a", images.files[1].read_bytes()), ("b", b"no image")):
+        (tmp_path / f"{name}\x1b[31m\n\u202e.png").write_bytes(content)
+    done = run_fedcg("infer", "--model", slots_root, tmp_path)
+    assert r"a\x1b[31m\n\u202e.png" in done.stdout
+    assert r"b\x1b[31m\n\u202e.png: not an image" in done.stderr
+    assert all(line.isprintable() for line in done.output.split("\n"))
+
+
 def test_an_image_over_the_pixel_limit_is_refused_and_no_empty_table_printed(
     slots_root: Path, images: TestImages
 ) -> None:
