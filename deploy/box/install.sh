@@ -60,9 +60,17 @@ check_machine() {
   [ ! -e "$units/fedcg-coordinator.service" ] ||
     fail 2 "a coordinator is installed here and uses $prefix/venv too: upgrade by hand (deploy/README.md)"
   [ -z "$root" ] || say "--root: no user is made, no unit is stopped or started, daemon-reload is left out"
-  mkdir -p "$prefix" "$units" "$configs" "$stores"
+  # What is refused is refused before anything is made. After an interruption the settings of the installation are not in place yet.
+  [ "$action" = uninstall ] || [ -d "$undo" ] || (check_settings)
+  mkdir -p "$prefix" "$units" "$configs" "$stores" || fail 2 "the folders of the installation can't be made"
   exec 9>"$prefix/.lock"
   flock -n 9 || fail 2 "another install.sh is at work on $prefix"
+}
+
+check_settings() {
+  [ "$action" = install ] || [ -e "$prefix/venv" ] || fail 2 "nothing is installed in $prefix: install first"
+  choose_python
+  choose_source
 }
 
 choose_python() {
@@ -70,7 +78,7 @@ choose_python() {
   if [ -z "$python" ] && "$kept/bin/python" -c "" 2>/dev/null; then python=$kept/bin/python; fi
   python=${python:-python3}
   if grep -qs "include-system-site-packages = true" "$kept/pyvenv.cfg"; then site=--system-site-packages; fi
-  "$python" -c "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))" ||
+  [ "$("$python" -c "import sys, venv, ensurepip; print(sys.version_info >= (3, 10))")" = True ] ||
     fail 2 "$python is no Python from 3.10 on with venv: apt-get install python3-venv, or name another with --python"
 }
 
@@ -94,27 +102,35 @@ choose_source() {
     "$python" -c "import sys; sys.exit(sys.version_info[:2] != (3, 11))"; then
     flags+=(--constraint "$(realpath -- "$beside/constraints.txt")")
   fi
+  if [ -f "$wanted/pyproject.toml" ]; then
+    check_extras "$(sed -n '/^\[project.optional-dependencies]/,/^\[[^]]*]$/s/^\([a-z0-9-]*\) *=.*/\1/p' "$wanted/pyproject.toml")"
+  elif [[ $wanted == *.whl ]]; then
+    check_extras "$(extras_of_wheel "$wanted")"
+  fi
+}
+
+check_extras() { # those that are asked for, against those that there are
+  local known name
+  known=" $(echo "$1" | sort | xargs) "
+  for name in ${extra//,/ }; do
+    [[ $known == *" $name "* ]] || fail 2 "--extra $name: there is no such extra; there are$known"
+  done
 }
 
 unzip_metadata() { "$python" -c 'import sys, zipfile; z = zipfile.ZipFile(sys.argv[1]); print(*(z.read(n).decode() for n in z.namelist() if n.endswith(".dist-info/METADATA")))' "$1"; }
+extras_of_wheel() { unzip_metadata "$1" | sed -n 's/^Provides-Extra: //p'; }
 has_extra() { [[ ,$extra, == *,$1,* ]]; }
 has_onnxruntime() { "$1/bin/python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('onnxruntime') is None)"; }
 version_of() { "$1/bin/fedcg" --version | sed 's/.* //'; }
 
 # The wheel of the new version, whose metadata has its extras; setuptools puts its folders beside it and not into the sources.
 fetch_wheel() {
-  local work=$prefix/$slot/wheel known name
+  local work=$prefix/$slot/wheel
   mkdir "$work"
   printf '[build]\nbuild_base = %s/build\n[egg_info]\negg_base = %s\n' "$work" "$work" >"$work/setuptools.cfg"
   DIST_EXTRA_CONFIG=$work/setuptools.cfg "$prefix/$slot/bin/pip" wheel --disable-pip-version-check --no-deps --wheel-dir "$work" "${flags[@]}" "$wanted"
   wheel=$(echo "$work"/*.whl)
-  known=" $(unzip_metadata "$wheel" | sed -n 's/^Provides-Extra: //p' | sort | xargs) "
-  for name in ${extra//,/ }; do
-    if [[ $known != *" $name "* ]]; then
-      rm -rf "${prefix:?}/$slot"
-      step="" && fail 2 "--extra $name: there is no such extra; there are$known"
-    fi
-  done
+  (check_extras "$(extras_of_wheel "$wheel")") || { rm -rf "${prefix:?}/$slot" && step="" && exit 2; }
 }
 
 # The new version, in the one of two folders that is not in use; nothing else is touched, and agents go on meanwhile.
@@ -264,9 +280,7 @@ on_exit() {
 }
 
 put_in_place() {
-  [ "$action" = install ] || [ -e "$prefix/venv" ] || fail 2 "nothing is installed in $prefix: install first"
-  choose_python
-  choose_source
+  check_settings
   build
   add_user
   if [ -d "$prefix/venv" ] && [ ! -L "$prefix/venv" ]; then # made by hand

@@ -23,7 +23,7 @@ from edge_client.cli.record_commands import diagnose_command, ledger_command, lo
 from edge_client.cli.shared_options import ConfigOption, read_config
 from edge_client.cli.store_commands import backup_command, restore_command, store_app
 from fedcg.child_python import loading
-from fedcg.errors import FAILED, NOT_CONNECTED
+from fedcg.errors import FAILED, NOT_CONNECTED, NOT_FOUND
 from fedcg.json_output import AsJson, Result, print_data, prints
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 
@@ -179,7 +179,7 @@ def doctor_command(
 ) -> None:
     """Check clock, paths, disk, keys, certificate, broker, data and training on this device, and print what to do.
 
-    --hardware works without an agent.toml too. Exit codes: 0 nothing failed; 1 a check failed.
+    --hardware works without an agent.toml too. Exit codes: 0 nothing failed; 1 a check failed; 7 there is no agent.toml.
 
     Example: fedcg doctor --config /etc/fedcg/casting/agent.toml
     """
@@ -189,6 +189,7 @@ def doctor_command(
     from edge_client.errors import ConfigError
 
     logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # its warnings become a finding
+    code = FAILED
     try:
         settings = None if hardware and not config.exists() else load_config(config, os.environ)
         if hardware or settings is None:
@@ -199,6 +200,7 @@ def doctor_command(
             findings += (_samples(settings, samples),)
     except ConfigError as error:
         findings = (Finding("configuration", "failed", str(error), f"correct {config}"),)
+        code = NOT_FOUND if error.exit_code == NOT_FOUND else FAILED
     is_sound = all(finding.state != "failed" for finding in findings)
     if as_json:
         print_data({"sound": is_sound, "findings": [asdict(finding) for finding in findings]})
@@ -214,7 +216,7 @@ def doctor_command(
                 else "fedcg agent run"
             )
             _print(f"Next: {following} --config {config}")
-    raise typer.Exit(0 if is_sound else FAILED)
+    raise typer.Exit(0 if is_sound else code)
 
 
 def _hardware(settings: AgentConfig | None) -> tuple[Finding, ...]:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from export.errors import InputError
+from fedcg.errors import NOT_FOUND
 from fedcg.learning.defences.defence import defence_names, defence_of
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
@@ -28,6 +29,8 @@ def read_spec(path: Path) -> FederationSpec:
     Raises:
         InputError: cannot be read, or is not a spec.
     """
+    if not path.exists():
+        raise InputError(str(path), "no such file", exit_code=NOT_FOUND)
     try:
         return FederationSpec.parse(path.read_bytes())
     except OSError as error:
@@ -61,6 +64,8 @@ def read_weights(path: Path, slot: str | None = None) -> Mapping[Part, Weights]:
         InputError: cannot be read, has no extractor and classifier under that slot, or a model of it needs an input layer
             that only the agent has.
     """
+    if not path.exists():
+        raise InputError(str(path), "no such file", exit_code=NOT_FOUND)
     _check_defence(path)
     try:
         tensors = load_file(path)

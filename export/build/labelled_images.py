@@ -8,6 +8,7 @@ from pathlib import Path
 from export.errors import InputError
 from export.model.classify import expand
 from export.model.preprocess import load_image
+from fedcg.errors import NOT_FOUND
 from fedcg.image_form import ImageForm
 from fedcg.imaging import Pixels
 
@@ -23,7 +24,7 @@ def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], li
         InputError: no such folder, a folder that is no class, or no image.
     """
     if not folder.is_dir():
-        raise InputError(str(folder), "no such folder")
+        raise InputError(str(folder), "no such folder", exit_code=NOT_FOUND)
     root = folder / "test" if (folder / "test").is_dir() and "test" not in classes else folder
     unknown = sorted(one for one in root.iterdir() if one.is_dir() and one.name not in classes)
     if unknown:

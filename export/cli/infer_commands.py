@@ -116,7 +116,8 @@ def infer_command(
 ) -> None:
     """Classify images with an exported model: class names and probabilities, likeliest first.
 
-    An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2.
+    An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2, or 7 where files that were
+    named are missing and nothing else is wrong.
     Over HTTP: `fedcg infer serve --help`. Over MQTT: `fedcg infer serve-mqtt --help`.
 
     Example: fedcg infer --model /var/lib/fedcg/casting image.png --top 1
@@ -147,6 +148,7 @@ def infer_command(
     if failures:
         refused = _some("images were not classified", map(str, failures), len(results) + len(failures))
         refused.data = document
+        refused.exit_code = min(one.exit_code for one in failures)  # 2, or 7 where all are missing
         raise refused
     if as_json:
         print_data(document)
@@ -311,7 +313,7 @@ def verify_versions(
     version: Annotated[str | None, typer.Argument(help="One version; all when left out.")] = None,
     signed_by: SignedBy = None,
 ) -> Result:
-    """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not.
+    """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not, 7 when there is no such version.
 
     Example: fedcg model verify /var/lib/fedcg/casting/models
     """
@@ -326,6 +328,8 @@ def verify_versions(
         try:
             manifest, signature = slots.verify(name)
         except ExportError as error:
+            if error.exit_code == NOT_FOUND:
+                raise
             faults[name] = str(error)
             continue
         signatures[name] = signature

@@ -238,6 +238,8 @@ def test_a_store_that_was_used_since_an_upgrade_was_cut_is_not_replaced_by_its_c
         (("upgrade", "--source", "torch==2"), "no requirement such as fedcg-edge"),
         (("upgrade", "--extra", "edge;x"), "names with commas"),
         (("upgrade", "--python", "/bin/false"), "no Python from 3.10 on"),
+        (("upgrade", "--python", "/bin/true"), "no Python from 3.10 on"),
+        (("upgrade", "--extra", "serve,nix"), "--extra nix: there is no such extra; there are audit broker "),
     ],
 )
 def test_wrong_options_are_refused_with_the_next_step_and_change_nothing(
@@ -248,6 +250,20 @@ def test_wrong_options_are_refused_with_the_next_step_and_change_nothing(
     assert refused.returncode == 2
     assert said in refused.stderr
     assert content(box.root) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("install", "--extra", "nix"), "--extra nix: there is no such extra; there are audit broker "),
+        (("install", "--python", "/bin/true"), "/bin/true is no Python from 3.10 on"),
+        (("upgrade",), "install first"),
+    ],
+)
+def test_refused_options_make_no_folder(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    refused = Box(tmp_path / "root").run(*words)
+    assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr
+    assert not (tmp_path / "root").exists()
 
 
 @pytest.mark.slow

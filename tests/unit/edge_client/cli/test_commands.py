@@ -264,9 +264,14 @@ def test_auxiliary_images_that_are_not_there_are_named_before_the_first_round(de
     )
 
 
-def test_the_doctor_tells_of_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "code"), [(None, NOT_FOUND), ("federation = 1", FAILED)])
+def test_the_doctor_tells_of_a_configuration_that_cannot_be_read(
+    tmp_path: Path, content: str | None, code: int
+) -> None:
+    if content is not None:
+        (tmp_path / "nowhere.toml").write_text(content)
     result = doctor("--config", str(tmp_path / "nowhere.toml"), "--json")
-    assert result.exit_code == 1
+    assert result.exit_code == code
     assert data_of(result.stdout)["findings"][0]["check"] == "configuration"
 
 

@@ -114,6 +114,26 @@ def test_what_is_no_regular_file_in_a_folder_is_named_the_others_are_classified_
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (("model", "verify", "ROOT", "0009"), "no version '0009'"),
+        (("infer", "--model", "ROOT", "nix.png"), "nix.png: no such file"),
+        (("export", "--spec", "nix.json", "--weights", "nix", "--out", "out"), "nix.json: no such file"),
+        (("export", "--spec", "SPEC", "--weights", "nix.safetensors", "--out", "out"), "nix.safetensors"),
+        (("export", "--spec", "SPEC", "--weights", "nix", "--out", "out", "--images", "nix"), "nix: no such folder"),
+        (("model", "optimise", "ROOT", "--images", "nix"), "nix: no such folder"),
+    ],
+)
+def test_what_was_named_and_is_not_there_ends_a_command_with_code_7(
+    slots_root: Path, tmp_path: Path, words: tuple[str, ...], missing: str
+) -> None:
+    (tmp_path / "spec.json").write_bytes(make_spec().canonical())
+    places = {"ROOT": str(slots_root), "SPEC": str(tmp_path / "spec.json")}
+    done = run_fedcg(*(places.get(word, word) for word in words))
+    assert (done.exit_code, missing in done.stderr) == (NOT_FOUND, True), done.stderr
+
+
 def test_a_name_that_would_steer_the_terminal_is_escaped(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
     for name, content in (("a", images.files[1].read_bytes()), ("b", b"no image")):
         (tmp_path / f"{name}\x1b[31m\n\u202e.png").write_bytes(content)
