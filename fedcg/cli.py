@@ -20,6 +20,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from fedcg.errors import BAD_INPUT, FAILED, NEXT_STEPS, NOT_FOUND, BadInputError, FedcgError, in_words
+from fedcg.event_log import log_text
 from fedcg.json_output import print_error, print_failure
 from fedcg.text_output import plain
 
@@ -156,7 +157,8 @@ class _Fedcg(LazyGroup):
                 raise shown from error
             if as_json:
                 print_failure(shown)
-            Console(stderr=True, highlight=False).print(f"Error: {in_words(shown)}", markup=False, soft_wrap=True)
+            text = "\n".join(log_text(line, len(line)) for line in in_words(shown).split("\n"))
+            Console(stderr=True, highlight=False).print(f"Error: {text}", markup=False, soft_wrap=True)
             sys.exit(shown.exit_code if isinstance(shown, FedcgError) else FAILED)
 
 

@@ -35,6 +35,10 @@ def failing_command() -> None:
     raise ValueError("the disk is full [bold]")
 
 
+def steering_command() -> None:
+    raise BadInputError("a\x1b[31m\u202e.toml:\n  line 1")
+
+
 def refusing_command() -> None:
     """Refuse its input."""
     raise BadInputError("there is no such folder")
@@ -62,6 +66,7 @@ class _Entry(EntryPoint):
             "plain": plain_command,
             "failing": failing_command,
             "refusing": refusing_command,
+            "steering": steering_command,
             "stopping": stopping_command,
             "interrupted": interrupted_command,
             "lacking": lacking_command,
@@ -73,7 +78,7 @@ class _Entry(EntryPoint):
 
 @pytest.fixture(autouse=True)
 def _commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("group", "plain", "failing", "refusing", "stopping", "interrupted", "lacking", "absent")
+    names = ("group", "plain", "failing", "refusing", "steering", "stopping", "interrupted", "lacking", "absent")
     entries = [_Entry(name, "somewhere:command", "fedcg.commands") for name in names]
     monkeypatch.setattr(cli, "entry_points", lambda **_: entries)
 
@@ -125,6 +130,13 @@ def test_an_error_is_one_line_on_stderr_and_a_traceback_with_debug(
     monkeypatch.setattr(sys, "argv", ["fedcg", "--debug", "failing"])
     with pytest.raises(ValueError, match="the disk is full"):
         cli.main()
+
+
+def test_an_error_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(monkeypatch, "steering") == 2
+    assert capsys.readouterr().err == "Error: a\\x1b[31m\\u202e.toml:\n  line 1\n"
 
 
 def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
