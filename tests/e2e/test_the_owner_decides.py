@@ -81,7 +81,7 @@ def test_a_spec_beyond_the_policy_waits_until_its_owner_approves_exactly_it(stac
     assert "statistics" in _agent(stack, STRICT, "status")["waits_for_approval"][0]
     refused = run_fedcg("agent", "approve", "--config", stack.config(STRICT), typed="n\n")
     assert refused.exit_code == 2
-    shown = " ".join(refused.stdout.split())
+    shown = " ".join(refused.stderr.split())
     assert "numbers computed of the images" in shown
     assert "(not in [policy])" in shown
     assert "epochs 40" in shown
