@@ -257,7 +257,7 @@ def test_a_read_only_store_is_named_by_the_doctor_and_the_agent_and_status_and_d
     with socket.create_server(("127.0.0.1", 0)) as broker:
         config = write_device(tmp_path, port=broker.getsockname()[1])
         draw(tmp_path / "data")
-        store = open_store(load_config(config, {}))
+        store = open_store(load_config(config, {}), make=True)
         with store.locked(), store.locked("trainer.lock"):
             pass
         done = subprocess.run((*NAMESPACE, READ_ONLY, "sh", store.root, fedcg), cwd=tmp_path, check=False)
