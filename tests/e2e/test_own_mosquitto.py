@@ -131,11 +131,11 @@ def test_the_printed_commands_lead_to_rounds_over_a_broker_elsewhere_and_a_revok
 
     assert f"{DEVICE} is revoked" in (told := operator.run(revoke))
     assert "No broker has applied" not in told
-    assert f"user {DEVICE}" not in (config / "acl").read_text()
+    writes = [line for line in (config / "acl").read_text().splitlines() if line.startswith("topic write")]
+    assert not any(f"/devices/{DEVICE}/" in line for line in writes)  # it may read that it is revoked
     operator.end("broker")
     operator.start("broker", start)
     box = folder / "box" / "store" / "events.jsonl"
     wait_for(lambda: operator.has_event(box, '"event": "link_problem"'), "the box is refused by the broker's new start")
     wait_for(lambda: (config / "data" / "mosquitto.db").exists(), "sessions are kept on the broker's machine")
-    assert not operator.has_event(config / "acl", f"user {DEVICE}")
     assert not list((operator.home / "broker").glob("acl"))  # nothing runs from the coordinator's directory

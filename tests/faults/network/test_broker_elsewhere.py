@@ -189,8 +189,10 @@ def test_a_try_that_failed_is_repeated_while_the_link_stands(plant: Plant) -> No
 
 
 def section_of(plant: Plant, name: str) -> bool:
+    """Whether a device may write; one that is revoked may read that it is."""
     assert plant.folder is not None
-    return f"user {name}" in (plant.folder / "acl").read_text().splitlines()
+    lines = (plant.folder / "acl").read_text().splitlines()
+    return any(line.startswith("topic write") and f"/devices/{name}/" in line for line in lines)
 
 
 @pytest.mark.slow
