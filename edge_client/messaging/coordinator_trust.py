@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.key_chain import PinnedKey, open_key_chain
+from fedcg.wire.messages.messages import KeyChain
 from fedcg.wire.messages.ordering import BroadcastOrder
 from fedcg.wire.messages.signing import VerifyKey, read_envelope
 
@@ -27,7 +28,7 @@ class CoordinatorTrust:
         self.order = BroadcastOrder(store.seen())
         self._saved = (self.order.highest, store.pinned_key(enrolled))
         self._pinned = self._saved[1]
-        self._replaced: VerifyKey | None = None
+        self._replaced: frozenset[str] = frozenset()
 
     @property
     def key(self) -> VerifyKey:
@@ -41,18 +42,21 @@ class CoordinatorTrust:
             WireError: it is refused, with the reason.
         """
         before, self._pinned = self._pinned, open_key_chain(data, self._federation, self._pinned)
-        if before.key == self._pinned.key:
-            return None
-        self._replaced = before.key
-        return self._pinned
+        chain = read_envelope(data).message
+        assert isinstance(chain, KeyChain)
+        self._replaced = frozenset(link.old for link in chain.links)
+        return None if before.key == self._pinned.key else self._pinned
 
     def is_of_replaced_key(self, data: bytes) -> bool:
-        """Whether an envelope is signed by the key that the pinned one replaced: it counts no more, and is no forgery.
+        """Whether an envelope is signed by a key that the pinned one has replaced: it counts no more, and is no forgery.
 
         Raises:
             WireError: it is no envelope.
         """
-        return self._replaced is not None and read_envelope(data).is_signed_by(self._replaced)
+        envelope = read_envelope(data)
+        return not envelope.is_signed_by(self.key) and any(
+            envelope.is_signed_by(VerifyKey.from_hex(key)) for key in self._replaced
+        )
 
     def save(self) -> None:
         """Make changes durable.
