@@ -81,5 +81,6 @@ def print_failure(error: Exception) -> None:
 
 
 def _print(envelope: object) -> None:
-    sys.stdout.write(f"{json.dumps(envelope, ensure_ascii=False)}\n")
+    text = json.dumps(envelope, ensure_ascii=False)  # letters stay readable; signs that steer a terminal do not
+    sys.stdout.write("".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text) + "\n")
     sys.stdout.flush()

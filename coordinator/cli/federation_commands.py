@@ -246,8 +246,11 @@ def _assigned(changes: list[str]) -> dict[str, object]:
 
     if wrong := [word for word in changes or ["nothing to change"] if "=" not in word]:
         raise BadInputError(f"{', '.join(map(repr, wrong))}: write FIELD=VALUE, e.g. rounds=40")
-    pairs = (word.partition("=")[::2] for word in changes)
-    return {name.strip(): _value(text.strip()) for name, text in pairs}
+    pairs = [(name.strip(), text.strip()) for name, _, text in (word.partition("=") for word in changes)]
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BadInputError(f"{', '.join(twice)}: given more than once")
+    return {name: _value(text) for name, text in pairs}
 
 
 def _value(text: str) -> object:

@@ -142,6 +142,7 @@ health = APIRouter()
 router, admin = reading(Role.VIEWER), reading(Role.ADMIN)
 
 
+@health.head("/healthz", include_in_schema=False)
 @health.get("/healthz")
 async def healthz() -> HealthView:  # on no thread: it answers also when all are busy
     """Whether the process answers."""

@@ -86,24 +86,26 @@ class Steering:
         self._clock = clock
 
     def start(self, federation: str) -> FederationRecord:
-        """Start a federation that was created and not started.
+        """Start a federation that was created and not started. Repeating it changes nothing.
 
         Raises:
-            SteeringError: it was started already.
+            SteeringError: it is paused or over.
         """
         record = federation_of(self._store, federation)
+        if record.status is FederationStatus.RUNNING:
+            return record
         if record.status is not FederationStatus.CREATED:
             raise SteeringError(f"{federation} was started already; it is {record.status.value}")
         return self._change(record, FederationStatus.RUNNING)
 
     def pause(self, federation: str, reason: str = "") -> FederationRecord:
-        """Let the open attempt end as it would, and open no other one.
+        """Let the open attempt end as it would, and open no other one. Repeating it changes the reason, where one is given.
 
         Raises:
             SteeringError: it is not running.
         """
         record = federation_of(self._store, federation)
-        if record.status is FederationStatus.PAUSED:
+        if record.status is FederationStatus.PAUSED and not reason:
             return record
         self._require_life(record)
         return self._change(
@@ -122,15 +124,16 @@ class Steering:
         return self._change(record, FederationStatus.RUNNING, resume=True)
 
     def stop(self, federation: str, reason: str = "") -> FederationRecord:
-        """End a federation now: its devices keep the last aggregate; an open attempt fails.
+        """End a federation now: its devices keep the last aggregate; an open attempt fails. Repeating it changes the reason, where one is given.
 
         Raises:
             SteeringError: it was never started, or it is finished.
         """
         record = federation_of(self._store, federation)
-        if record.status is FederationStatus.STOPPED:
+        if record.status is not FederationStatus.STOPPED:
+            self._require_life(record)
+        elif not reason:
             return record
-        self._require_life(record)
         return self._change(record, FederationStatus.STOPPED, reason or NO_REASON)
 
     def archive(self, federation: str) -> FederationRecord:
@@ -223,9 +226,9 @@ class Steering:
         if record.status is FederationStatus.CREATED:
             raise SteeringError(f"{record.id} was not started yet; `fedcg federation start {record.id}` does")
         if record.status.is_ended:
-            raise SteeringError(
-                f"{record.id} was {record.status.value} ({record.status_reason}); `fedcg federation extend` gives it more rounds"
-            )
+            why = f" ({record.status_reason})" if record.status_reason else ""
+            more = "`fedcg federation extend` gives it more rounds"
+            raise SteeringError(f"{record.id} was {record.status.value}{why}; {more}")
 
         if self._is_finished(record.id):
             more = f"`fedcg federation extend {record.id} --rounds N` adds some"

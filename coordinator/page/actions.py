@@ -19,6 +19,7 @@ from coordinator.operations.operations import Operations
 from coordinator.operations.steering import Steering, bounded_reason
 from coordinator.page.pages import Asked, enrolment_values
 from coordinator.page.views import FormRoute, PageRoute, form_of, own_path, plain_page, see_other
+from fedcg.config_file import numbered
 
 HOURS = ("1", "24", "168")
 CHANGES: dict[str, Callable[[Steering, str, str, int], object]] = {
@@ -110,7 +111,7 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
         try:
             federation = _created(_operations(request), text, start=start)
         except PlanError as error:
-            problems = [line.strip() for line in str(error).split("\n") if line.strip()]
+            problems = [line for line in map(str.strip, numbered(text, str(error).split("\n  "))) if line]
             return view.render("new_federation.html", status=422, plan=text, start=start, problems=problems)
         view.changed()
         return see_other(f"/f/{federation}")

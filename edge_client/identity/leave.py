@@ -90,7 +90,9 @@ def _erase(config: AgentConfig, store: PrivateStore) -> tuple[tuple[Path, ...], 
     files = [config.keys.signing, config.keys.coordinator]
     if config.tls is not None:
         pair = (config.tls.key, config.tls.cert)
-        files += [*pair, config.tls.ca, *map(pending, pair), config.tls.cert.with_name(".renewal.lock")]
+        files += [*pair, *map(pending, pair), config.tls.cert.with_name(".renewal.lock")]
+        if config.tls.ca.parent == config.tls.cert.parent:  # elsewhere it is another's, such as the system's bundle
+            files.append(config.tls.ca)
     erased = [path for path in files if path.exists()]
     for path in erased:
         path.unlink()

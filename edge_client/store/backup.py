@@ -21,7 +21,7 @@ from edge_client.config import AgentConfig, load_config
 from edge_client.errors import BackupError
 from edge_client.store.checkpoint_file import CHECKPOINT_FILE
 from edge_client.store.private_store import PrivateStore
-from fedcg.errors import EXISTS
+from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import fsync_path, replace_durably, write_durably
 from fedcg.sealing.archive import add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
 from fedcg.sealing.sealed_file import Seal
@@ -50,21 +50,25 @@ def write_backup(
     """Write a backup of a device whose agent does not run; the caller holds the store's locks.
 
     Raises:
-        BackupError: the file exists, or a file of the identity can't be read.
+        BackupError: the file exists, or a file of the identity is missing: a restored box could not go on as this device.
         StoreError: the store has no whole generation: a backup of it would be worth nothing.
         OSError: the disk of the file is full.
     """
     if target.exists():
         raise BackupError(f"{target} exists already; name another file", exit_code=EXISTS)
+    identity = identity_files(config)
+    if missing := [str(path) for path in identity.values() if not path.exists()]:
+        raise BackupError(
+            f"{', '.join(missing)}: not there, so the backup would not be of this device", exit_code=NOT_FOUND
+        )
     generation, _ = store.generations.current()
     trained = 0 if generation is None else generation.round_attempt.round
     facts = BackupFacts(federation=config.federation, device=config.device, round=trained, made_at=time.time())
     with sealed_archive(target, _seal(passphrase)) as archive:
         add_bytes(archive, "backup.json", facts.model_dump_json().encode())
         add_bytes(archive, "agent.toml", config_path.read_bytes())
-        for name, path in identity_files(config).items():
-            if path.exists():
-                add_bytes(archive, f"identity/{name}", path.read_bytes())
+        for name, path in identity.items():
+            add_bytes(archive, f"identity/{name}", path.read_bytes())
         for path in sorted(store.root.rglob("*")):
             name = path.relative_to(store.root).as_posix()
             if path.is_file() and name not in _LEFT_OUT and ENTRY.fullmatch(f"store/{name}"):

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fedcg.learning.data.decoding import read_image
+
 Pixels = NDArray[np.uint8]
 
 
@@ -67,8 +69,13 @@ class FilePicture:
         return self.path
 
     def content(self) -> bytes:
-        """The file's bytes."""
-        return self.path.read_bytes()
+        """The file's bytes.
+
+        Raises:
+            DataError: not a regular file, or too large for an image.
+            OSError: it can't be read.
+        """
+        return read_image(self.path)
 
 
 @dataclass(frozen=True, eq=False)

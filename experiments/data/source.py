@@ -68,8 +68,10 @@ def _is_grey(picture: Picture | None) -> bool:
         return True
     if isinstance(picture, RowPicture):
         return picture.images.ndim == 3
+    if picture.file is None or not picture.file.is_file():  # whoever opens a FIFO waits for ever
+        return True
     try:
-        with Image.open(picture.file or "") as image:
+        with Image.open(picture.file) as image:
             return image.mode in _GREY_MODES
     except (OSError, SyntaxError, ValueError):
         return True

@@ -122,7 +122,9 @@ class SealedReader(io.RawIOBase):
                 if self._number == 0
                 else "it is damaged or truncated"
             )
-            raise self._seal.error(f"{self._name} can't be read: {why}; nothing was written") from error
+            refused = self._seal.error(f"{self._name} can't be read: {why}; nothing was written")
+            refused.next_step = "give the passphrase with which it was written, or take another copy"
+            raise refused from error
         self._number += 1
         self._frame = io.BytesIO(opened)
         return True

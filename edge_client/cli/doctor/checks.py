@@ -22,16 +22,18 @@ from devices.files import is_encrypted
 from devices.telemetry import LIVE_ROOT
 from edge_client.cli.doctor.data_check import check_data
 from edge_client.cli.doctor.findings import Finding as Finding
-from edge_client.cli.doctor.findings import Result, existing_place, finding_of
+from edge_client.cli.doctor.findings import Result, existing_place, finding_of, spec_of
 from edge_client.cli.doctor.training_check import check_predictions, check_training
 from edge_client.cli.status import is_locked, is_revoked, read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, EnrolError, StoreError
+from edge_client.firewall import check_spec
 from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import life_of, read_certificate
 from edge_client.identity.enrolment_client import fetch_authority
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.session.state import Purpose
+from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, open_store
 from edge_client.store.revocation import REVOKED_ADVICE
 from edge_client.transfer.https_client import check_ready, tls_of
@@ -78,6 +80,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "store": _store,
         "data": check_data,
         "defence": _defence,
+        "policy": _policy,
         "cohort secret": _cohort_secret,
         "training": check_training,
         "predictions": check_predictions,
@@ -350,6 +353,22 @@ def _defence(config: AgentConfig, now: datetime) -> Result:
         "ok",
         f"{label}; sample pictures will be in {samples} when the first round has begun; --samples FILE.png makes some now",
         "",
+    )
+
+
+def _policy(config: AgentConfig, now: datetime) -> Result:
+    if (spec := spec_of(config)) is None:
+        return "ok", "it waits for a federation's spec", ""
+    try:
+        refused = check_spec(spec, Consent(open_store(config).root).policy_for(config.policy, spec))
+    except EdgeError as error:
+        return "failed", str(error), "restore the file from a backup, or delete it: approvals are asked for again"
+    if refused is None:
+        return "ok", f"it allows what {spec.federation} asks for", ""
+    return (
+        "warning",
+        f"rounds of {spec.federation} are declined: {refused[1]}",
+        "`fedcg agent approve` shows all of it and asks",
     )
 
 

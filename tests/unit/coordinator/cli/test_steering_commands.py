@@ -15,6 +15,7 @@ import pytest
 from coordinator.cli.shared_options import store_of
 from coordinator.operations.create_federation import too_few_for_sums
 from coordinator.paths import Home
+from coordinator.rounds.records import FederationStatus
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.text_output import moment
 from fedcg.wire.parts import Part
@@ -129,6 +130,20 @@ def test_a_federation_that_is_created_while_a_coordinator_runs_is_at_work_withou
     assert ask(coordinator, "federation", "continue", plan, "second")["continued_from"] == "second"
     code, error = failure("federation", "create", plan, "--dir", coordinator.root)
     assert (code, "already" in error["message"]) == (EXISTS, True)
+
+
+def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason_takes_over(home: Home) -> None:
+    assert ask(home, "federation", "start")["status"] == "running"
+    for words in (("pause",), ("stop",)):
+        assert ask(home, "federation", *words, "--reason", "first")["reason"] == "first"
+        assert ask(home, "federation", *words, FEDERATION)["reason"] == "first"
+        assert ask(home, "federation", *words, FEDERATION, "--reason", "second")["reason"] == "second"
+    for _ in range(2):
+        assert ask(home, "federation", "archive", FEDERATION)["status"] == "archived"
+    with store_of(home.root) as (_, store):
+        store.set_status(FEDERATION, FederationStatus.ARCHIVED, "")
+    code, error = failure("federation", "resume", FEDERATION, "--dir", home.root)
+    assert (code, f"{FEDERATION} was archived; `fedcg" in error["message"]) == (BAD_INPUT, True)
 
 
 def test_a_federation_that_is_finished_is_shown_so_and_no_operator_stops_it_any_more(home: Home) -> None:
@@ -284,6 +299,9 @@ def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with
     between = ("min_clients=2", "min_cohort=3", "deadline_s=1e99")
     code, error = failure("federation", "set", FEDERATION, *between, "--dir", home.root)
     assert "policy of tiny: 2 problems" in error["message"], error
+    twice = ("min_clients=3", "rounds=9", "min_clients=2")
+    code, error = failure("federation", "set", FEDERATION, *twice, "--dir", home.root)
+    assert (code, error["message"]) == (BAD_INPUT, "min_clients: given more than once")
     code, error = failure("federation", "set", FEDERATION, "min_clients=2", "min_cohort=3", "--dir", home.root)
     assert (code, "min_clients = 2 is below min_cohort = 3" in error["message"]) == (2, True)
 

@@ -176,7 +176,10 @@ def test_a_created_federation_starts_when_it_is_started(made: Federations) -> No
         made.steering.start("second")
         start(made, "second")
         until_over(made, "second")
-        with pytest.raises(SteeringError, match="was started already"):
+        made.steering.start("second")  # again: it is left as it is
+        assert made.world.store.federation("second").status is FederationStatus.RUNNING
+        made.steering.archive("second")
+        with pytest.raises(SteeringError, match="was started already; it is archived"):
             made.steering.start("second")
 
 

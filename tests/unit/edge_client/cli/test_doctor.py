@@ -20,14 +20,15 @@ import pytest
 from PIL import Image
 
 from edge_client.cli.doctor.checks import Finding, examine
-from edge_client.config import AgentConfig, load_config
+from edge_client.config import AgentConfig, PolicySection, load_config
 from edge_client.errors import NoAnswerError
 from edge_client.session.state import Purpose
+from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import data_of, run_fedcg
-from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
 from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.conversations import box_config, talk
 from tests.support.edge.world import write_device
@@ -317,6 +318,25 @@ def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
     assert coordinator().detail == "the agent runs, without an answer: not authorized"
     events.write("agent_started")
     assert coordinator().state == "failed"
+
+
+def test_a_policy_that_refuses_what_the_federation_asks_for_is_a_finding_until_the_owner_approves(tmp_path: Path) -> None:
+    config = box_config(tmp_path)
+    store = PrivateStore.open(config.store, FEDERATION, "a")
+
+    def policy() -> Finding:
+        return examine(config, datetime.now(timezone.utc), ("policy",))[0]
+
+    assert policy().detail == "it waits for a federation's spec"
+    spec = tiny_spec()
+    store.save_spec(spec.canonical())
+    assert policy() == Finding("policy", "ok", f"it allows what {FEDERATION} asks for")
+    config = config.model_copy(update={"policy": PolicySection(methods=frozenset({"fedprox"}))})
+    assert (policy().state, f"does not list {spec.method}" in policy().detail) == ("warning", True)
+    Consent(store.root).approve(spec.digest, 0.0)
+    assert policy().state == "ok"
+    (store.root / "consent.json").write_text("{")
+    assert policy().state == "failed"
 
 
 def test_no_line_of_the_doctor_is_broken(tmp_path: Path) -> None:

@@ -202,6 +202,16 @@ def test_files_that_this_program_did_not_make_stay_and_are_named(enrolled: Agent
         assert f"left {enrolled.store / name}: this program did not make it" in done.stdout
 
 
+def test_the_certificates_of_the_system_stay(enrolled: AgentConfig, tmp_path: Path) -> None:
+    assert enrolled.tls is not None
+    bundle = enrolled.tls.ca.rename(tmp_path / "ca-certificates.crt")
+    file = tmp_path / "box" / "agent.toml"
+    file.write_text(file.read_text().replace("tls/ca.pem", str(bundle)))
+    leave(load_config(file, {}), erase=True, notify=False, timeout_s=1.0)
+    assert bundle.exists()
+    assert files_of(tmp_path / "box") == {"agent.toml"}
+
+
 def test_no_command_that_fails_or_only_reads_makes_a_store(enrolled: AgentConfig, tmp_path: Path) -> None:
     config = str(tmp_path / "box" / "agent.toml")
     leaving = ("agent", "leave", "--config", config, "--yes", "--erase")

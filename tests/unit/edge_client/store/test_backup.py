@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from edge_client.config import load_config
 from edge_client.store import backup
 from edge_client.store.private_store import PrivateStore, open_store
-from fedcg.errors import ALREADY_RUNNING, EXISTS
+from fedcg.errors import ALREADY_RUNNING, EXISTS, NOT_FOUND
 from fedcg.sealing import sealed_file
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.filled_store import contents, files_of, fill
@@ -36,6 +37,12 @@ def box(tmp_path: Path) -> Path:
 def run(*words: object, root: Path) -> tuple[int, str]:
     result = run_fedcg("agent", *words, "--passphrase-file", root / "passphrase")
     return result.exit_code, " ".join((result.output + result.stderr).split())
+
+
+def failure_of(*words: object, root: Path) -> str:
+    """The next step that a failing command names."""
+    result = run_fedcg("agent", *words, "--passphrase-file", root / "passphrase", "--json")
+    return str(json.loads(result.stdout)["error"]["next"])
 
 
 def made(box: Path) -> Path:
@@ -116,6 +123,14 @@ def test_a_truncated_or_altered_file_and_a_wrong_passphrase_write_nothing(box: P
     code, output = run("restore", file, "--config", new, root=tmp_path)
     assert (code, new.parent.exists()) == (1, False)
     assert "another passphrase was used" in output
+    assert "give the passphrase with which it was written" in failure_of("restore", file, "--config", new, root=tmp_path)
+
+
+def test_a_backup_without_a_key_of_the_box_is_refused(box: Path, tmp_path: Path) -> None:
+    box.with_name("signing.key").unlink()
+    code, output = run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path)
+    assert (code, "signing.key: not there" in output) == (NOT_FOUND, True)
+    assert not (tmp_path / "backup").exists()
 
 
 def test_a_backup_is_refused_while_the_agent_runs(box: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 import subprocess
@@ -155,14 +156,17 @@ def test_a_damaged_image_is_left_out_named_and_counted_and_in_the_demo_by_the_ag
     tree(tmp_path / "in", 60)
     for name in ("cat/003.png", "dog/040.png"):
         (tmp_path / "in" / name).write_bytes(b"not a picture")
+    (tmp_path / "in" / "cat" / "000.png").unlink()
+    os.mkfifo(tmp_path / "in" / "cat" / "000.png")  # whoever opens it waits for ever
     source = open_source(str(tmp_path / "in"))
+    assert source.image_form(8).mode == "RGB"
     cohort = cohort_of(source, validation="share")
     assert sorted(image.file for image in cohort.skipped) == [
-        str(tmp_path / "in" / n) for n in ("cat/003.png", "dog/040.png")
+        str(tmp_path / "in" / n) for n in ("cat/000.png", "cat/003.png", "dog/040.png")
     ]
-    assert all("not an image" in image.reason for image in cohort.skipped)
+    assert all(("not an image" in one.reason) or ("not a regular file" in one.reason) for one in cohort.skipped)
     sets = [part for one in cohort.clients.values() for part in (one.train, one.val, one.test)]
-    assert sum(map(len, sets)) + len(cohort.common) == 118
+    assert sum(map(len, sets)) + len(cohort.common) == 117
     prepared = prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
     for client in prepared.clients:
         mine = cohort.clients[client.id]

@@ -141,6 +141,9 @@ def test_a_name_that_would_steer_the_terminal_is_escaped(slots_root: Path, image
     assert r"a\x1b[31m\n\u202e.png" in done.stdout
     assert r"b\x1b[31m\n\u202e.png: not an image" in done.stderr
     assert all(line.isprintable() for line in done.output.split("\n"))
+    done = run_fedcg("infer", "--model", slots_root, tmp_path, "--json")
+    assert done.stdout.rstrip("\n").isprintable()
+    assert r"\u001b[31m\n\u202e.png" in done.stdout
 
 
 def test_an_image_over_the_pixel_limit_is_refused_and_no_empty_table_printed(
