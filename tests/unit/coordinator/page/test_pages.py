@@ -385,7 +385,8 @@ def test_a_plan_with_errors_comes_back_with_all_of_them_and_the_text(page: Serve
     assert status == 422
     for part in ("federation", "rounds", "there is no method", "# my own note", "line 1"):
         assert part in text
-    image = 'image = {mode = "L", height = 28, width = 28, mean = [0.5], std = [0.5]}'  # only the method refuses this one:
+    # Only the method refuses this one:
+    image = 'image = {mode = "L", height = 28, width = 28, mean = [0.5], std = [0.5]}'
     plan = f'federation = "x"\nrounds = 1\nclasses = ["a", "b"]\nmethod = "fedavg"\n{image}\n[params]\nbogus = 1\n'
     assert "line 7: params.bogus" in page.reader().post("/federations/new", form_of="/federations/new", plan=plan)[2]
     assert len(page.made.world.store.federations()) == 2

@@ -320,7 +320,9 @@ def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
     assert coordinator().state == "failed"
 
 
-def test_a_policy_that_refuses_what_the_federation_asks_for_is_a_finding_until_the_owner_approves(tmp_path: Path) -> None:
+def test_a_policy_that_refuses_what_the_federation_asks_for_is_a_finding_until_the_owner_approves(
+    tmp_path: Path,
+) -> None:
     config = box_config(tmp_path)
     store = PrivateStore.open(config.store, FEDERATION, "a")
 

@@ -123,7 +123,9 @@ def test_a_truncated_or_altered_file_and_a_wrong_passphrase_write_nothing(box: P
     code, output = run("restore", file, "--config", new, root=tmp_path)
     assert (code, new.parent.exists()) == (1, False)
     assert "another passphrase was used" in output
-    assert "give the passphrase with which it was written" in failure_of("restore", file, "--config", new, root=tmp_path)
+    assert "give the passphrase with which it was written" in failure_of(
+        "restore", file, "--config", new, root=tmp_path
+    )
 
 
 def test_a_backup_without_a_key_of_the_box_is_refused(box: Path, tmp_path: Path) -> None:
