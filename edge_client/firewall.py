@@ -128,10 +128,10 @@ def widened(policy: PolicySection, spec: FederationSpec) -> PolicySection:
 
 
 def unlisted(spec: FederationSpec, policy: PolicySection) -> dict[str, str]:
-    """Which of federation and method this device's policy does not list, with that in words."""
+    """Which lists of this device's policy, federations and methods, leave out the spec's, with that in words."""
     named = (("federations", spec.federation, policy.federations), ("methods", spec.method, policy.methods))
     return {
-        value: f"policy.{name} of this device does not list {value}"
+        name: f"policy.{name} of this device does not list {value}"
         for name, value, listed in named
         if listed and value not in listed
     }

@@ -113,7 +113,7 @@ def with_check(content: bytes) -> bytes:
 def checked(content: bytes) -> bytes | None:
     """What is behind a check, None where it is damaged; a file without one, as another program wrote it, is returned whole."""
     first, _, rest = content.partition(b"\n")
-    if not first.startswith(b"#") and b" sha256 " not in first:
+    if not first.startswith(b"# sha256") and b" sha256 " not in first and len(first) != len(with_check(b"")) - 1:
         return content
     return rest if content == with_check(rest) else None
 
@@ -125,6 +125,11 @@ def file_sha256(path: Path) -> str:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the error of a file may be over at the next start, such as that of a disk: nobody has to change the file or its owner."""
+    return isinstance(error, OSError) and not isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
 
 
 def advice_for(error: OSError, place: Path) -> str:

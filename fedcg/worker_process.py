@@ -213,12 +213,13 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def abandon(pool: ProcessPoolExecutor) -> None:
     """Kill a pool's processes and end it, whatever they were at; futures that are not done never will be.
 
-    The thread that sends them tasks may be in the middle of a large one. CPython before 3.11.7 waits for it for ever (gh-94777), since
-    nobody reads any more and this process holds the pipe's other end open.
+    The thread that sends them tasks may be in the middle of a large one. CPython before 3.11.7 and 3.12.1 waits for it for ever
+    (gh-94777), since nobody reads any more and this process holds the pipe's other end open; later ones close it themselves.
     """
     for process in list((pool._processes or {}).values()):  # noqa: SLF001 - Python 3.14 has `kill_workers`; ours is older
         process.kill()
-    if (queue := pool._call_queue) is not None:  # type: ignore[attr-defined]  # noqa: SLF001
+    waits_for_ever = sys.version_info < (3, 11, 7) or (3, 12) <= sys.version_info < (3, 12, 1)
+    if waits_for_ever and (queue := pool._call_queue) is not None:  # type: ignore[attr-defined]  # noqa: SLF001
         queue._reader.close()  # noqa: SLF001
     pool.shutdown(cancel_futures=True)
 

@@ -304,7 +304,8 @@ def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Serv
     remembered = sorted(item for item in dict(service.conditions.remembered).items() if item[0] in state.pace.expected)
     if refusing := [device for device, (_, _, has_key) in remembered if not has_key]:
         what = f"these devices accept a later message key than this coordinator has, and refuse all that it sends: {_named(refusing)}"
-        yield Problem("older message key", record.id, what, OLD_KEY_REMEDY, is_severe=True)
+        severe = 2 * len(refusing) >= len(state.pace.expected)  # fewer may also tell an untruth
+        yield Problem("older message key", record.id, what, OLD_KEY_REMEDY, is_severe=severe)
     ahead = {
         device: (epoch, trained)
         for device, (epoch, trained, _) in remembered

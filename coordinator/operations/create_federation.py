@@ -69,24 +69,25 @@ def example_plan() -> str:
     return files("coordinator.operations").joinpath("plan.toml.template").read_text(encoding="utf-8")
 
 
-def read_plan(path: Path, *, in_full: bool = False) -> FederationPlan:
+def read_plan(path: Path, *, in_full: bool = False, complete: Complete | None = None) -> FederationPlan:
     """Read an operator's plan.
 
     Args:
         path: the file.
         in_full: also complete it, as `create` does, and write nothing; takes seconds.
+        complete: how, where that or an error asks for it; None in a process.
 
     Raises:
         PlanError: not TOML, or values that are wrong; names every one, also what the method and the networks refuse.
     """
 
     def refused(values: dict[str, Any]) -> tuple[Mapping[Place, str], list[str]]:
-        return {}, numbered(path.read_text(encoding="utf-8"), _refused_in_full(values, even_right=in_full))
+        return {}, numbered(path.read_text(encoding="utf-8"), _refused_in_full(values, complete, even_right=in_full))
 
     return read_toml(path, OperatorPlan, PlanError, refused)
 
 
-def _refused_in_full(values: dict[str, Any], *, even_right: bool) -> list[str]:
+def _refused_in_full(values: dict[str, Any], complete: Complete | None, *, even_right: bool) -> list[str]:
     """What the method and the networks refuse of a plan; fields that are wrong are those of the example meanwhile."""
     wrong: set[Place] = set()
     try:
@@ -102,7 +103,8 @@ def _refused_in_full(values: dict[str, Any], *, even_right: bool) -> list[str]:
         if isinstance(values[table], dict):
             fits[table] = {name: value for name, value in values[table].items() if (table, name) not in wrong}
     try:
-        check_plan(OperatorPlan.model_validate({**tomllib.loads(example_plan()), "min_cohort": 1, **fits}))
+        checked = OperatorPlan.model_validate({**tomllib.loads(example_plan()), "min_cohort": 1, **fits})
+        check_plan(checked, complete)
     except ValidationError:  # what is left fits only with what is wrong
         return []
     except PlanError as error:
@@ -119,13 +121,13 @@ class _Request(BaseModel):
     start: tuple[str, str] | None = None
 
 
-def check_plan(plan: FederationPlan) -> None:
+def check_plan(plan: FederationPlan, complete: Complete | None = None) -> None:
     """Complete a plan, which is then known to be good, and write nothing.
 
     Raises:
         PlanError: the method or the networks refuse the plan.
     """
-    _completed(_Request(plan=plan))
+    _completed(_Request(plan=plan), complete)
 
 
 def too_few_for_sums(spec: FederationSpec, min_clients: int) -> str:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from coordinator.broker.access_lists import publish_access
@@ -114,7 +113,7 @@ class Operations:
             plan,
             start=start,
             continued_from=continued_from,
-            complete=partial(create_federation.in_a_process, stopping=self.stopping),
+            complete=self.complete,
             registering=self._registering(),
         )
         with changing_members(self.home):
@@ -130,6 +129,10 @@ class Operations:
             if self.stopping.is_set():
                 raise StoppingError(create_federation.STOPPING)
             yield
+
+    def complete(self, request: str) -> tuple[int, str]:
+        """Complete a plan in a process, which ends with this program."""
+        return create_federation.in_a_process(request, self.stopping)
 
     def revoke_device(self, device: str, reason: str = "") -> Revoked:
         """Cut a device off: certificates, keys and the session that it may have. Repeating it repeats the steps that failed.

@@ -102,9 +102,9 @@ class Steering:
         """Let the open attempt end as it would, and open no other one. Repeating it changes the reason, where one is given.
 
         Raises:
-            SteeringError: it is not running.
+            SteeringError: it is not running, or the reason is too long.
         """
-        record = federation_of(self._store, federation)
+        record, reason = federation_of(self._store, federation), bounded_reason(reason)
         if record.status is FederationStatus.PAUSED and not reason:
             return record
         self._require_life(record)
@@ -127,9 +127,9 @@ class Steering:
         """End a federation now: its devices keep the last aggregate; an open attempt fails. Repeating it changes the reason, where one is given.
 
         Raises:
-            SteeringError: it was never started, or it is finished.
+            SteeringError: it was never started, or it is finished, or the reason is too long.
         """
-        record = federation_of(self._store, federation)
+        record, reason = federation_of(self._store, federation), bounded_reason(reason)
         if record.status is not FederationStatus.STOPPED:
             self._require_life(record)
         elif not reason:
@@ -240,7 +240,7 @@ class Steering:
     def _change(
         self, record: FederationRecord, status: FederationStatus, reason: str = "", *, resume: bool = False
     ) -> FederationRecord:
-        self._store.set_status(record.id, status, bounded_reason(reason))
+        self._store.set_status(record.id, status, reason)
         self._events.write("steered", federation=record.id, status=status.value, reason=reason)
         return self._followed(record.id, resume=resume)
 
@@ -249,11 +249,11 @@ class Steering:
         return self._store.federation(federation)
 
     def _device(self, device: str, at: float | None, reason: str) -> DeviceRecord:
-        known = device_of(self._store, device)
+        known, reason = device_of(self._store, device), bounded_reason(reason)
         if known.state is not DeviceState.ENROLLED:
             raise SteeringError(f"{device} is not enrolled; it is {known.state.value}")
         if (known.disabled_at is None) != (at is None):
-            self._store.disable(device, at, bounded_reason(reason))
+            self._store.disable(device, at, reason)
             name = "device_enabled" if at is None else "device_disabled"
             self._events.write(name, client=device, reason=reason)
             for record in self._store.federations():

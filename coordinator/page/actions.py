@@ -16,7 +16,7 @@ from coordinator.http.changes import in_turn
 from coordinator.http.problems import ProblemError
 from coordinator.operations.create_federation import read_plan
 from coordinator.operations.operations import Operations
-from coordinator.operations.steering import Steering, bounded_reason
+from coordinator.operations.steering import Steering
 from coordinator.page.pages import Asked, enrolment_values
 from coordinator.page.views import FormRoute, PageRoute, form_of, own_path, plain_page, see_other
 from fedcg.config_file import numbered
@@ -91,7 +91,7 @@ def delete_token(token: str, view: Asked) -> Response:
 @router.post("/devices/{device}/{action}")
 def change_device(device: str, action: str, view: Asked, fields: Fields) -> Response:
     """Disable or enable a device."""
-    reason = bounded_reason(fields.get("reason", ""))
+    reason = fields.get("reason", "")
     if action == "disable":
         _operations(view.request).steer(lambda steering: steering.disable(device, reason))
     elif action == "enable":
@@ -123,7 +123,7 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
 def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
     """Start, pause, resume, stop, archive or extend a federation."""
     change, rounds = CHANGES.get(action), fields.get("rounds", "")
-    reason = bounded_reason(fields.get("reason", ""))
+    reason = fields.get("reason", "")
     if change is None:
         raise SteeringError(f"{action!r} is not a change of a federation: {', '.join(CHANGES)}")
     if action == "extend" and not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
@@ -140,7 +140,7 @@ def _created(operations: Operations, text: str, *, start: bool) -> str:
         path = Path(folder) / "plan.toml"
         path.write_text(text, encoding="utf-8")
         try:
-            plan = read_plan(path)
+            plan = read_plan(path, complete=operations.complete)
         except PlanError as error:
             raise PlanError(str(error).replace(str(path), "the plan")) from error
     return operations.create_federation(plan, start=start).id

@@ -111,7 +111,9 @@ def issue(
     if common_name == CA_NAME or "/" in common_name or common_name.startswith("."):
         raise ValueError(f"{common_name!r} can't be the name of a certificate")
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = certify(directory, common_name, key.public_key(), life, sans=sans if server else None, now=now)
+    certificate = certify(
+        directory, common_name, key.public_key(), life, sans=sans if server else None, now=now, from_first_day=server
+    )
     credential = credential_of(target or directory, common_name)
     _write(credential, certificate, key)
     return credential
@@ -148,7 +150,7 @@ def renew_clients(home: Home) -> None:
         own = credential_of(home.pki, name)
         certificate, key = _load(own, authority)
         if not _is_lasting(certificate):
-            renewed = certify(home.pki, name, key.public_key(), LEAF_LIFE)
+            renewed = certify(home.pki, name, key.public_key(), LEAF_LIFE, from_first_day=True)
             replace_durably(own.certificate, renewed.public_bytes(serialization.Encoding.PEM), READABLE)
             log.info("%s is renewed; it is valid until %s", own.certificate, clock_time(renewed.not_valid_after_utc))
 
@@ -161,6 +163,7 @@ def certify(
     *,
     sans: Sequence[str] | None = None,
     now: datetime | None = None,
+    from_first_day: bool = False,
 ) -> x509.Certificate:
     """A certificate for a key whose private half may be elsewhere; nothing is written.
 
@@ -171,6 +174,8 @@ def certify(
         life: how long it is valid.
         sans: addresses and host names of a server; None for the certificate of a client.
         now: start of validity; default the current time.
+        from_first_day: valid from the authority's first day on, so that no wrong clock makes a certificate that is not valid yet, or
+            that is over when the clock is right again.
     """
     ca_certificate, ca_key = _load_ca(directory, now)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
@@ -178,6 +183,9 @@ def certify(
     names = [x509.DNSName(common_name)] if sans is None else [_general_name(name) for name in sans]
     slack = min(CLOCK_SLACK, life / 10)
     start = (now or datetime.now(timezone.utc)) - slack
+    if from_first_day:
+        first = ca_certificate.not_valid_before_utc
+        slack, start = slack + max(start - first, timedelta(0)), first
     return (
         _builder(subject, ca_certificate.subject, key, start, life + slack)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

@@ -243,7 +243,7 @@ class Agent:
             self._heed_owner()
             if self._transport.is_refused and self._link.has_session:
                 self._link.end_session()
-                self._handle(SessionLost())
+                self._handle(SessionLost(refused=True))
             self._handle(self._transfer.keep_completed(self._state, self._clock()))
             self._handle(Sending() if self._transfer.is_sending else Tick())
             if self._link.has_session:

@@ -164,7 +164,7 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
     from edge_client.agent.owner_control import part_bytes, update_bytes
     from edge_client.firewall import beyond_policy, excesses, unlisted, widened
     from edge_client.store.private_store import open_store
-    from fedcg.event_log import read_events
+    from fedcg.event_log import log_text, read_events
     from fedcg.wire.parts import VOLUNTARY_REPORT
 
     spec = open_store(settings).spec(digest)
@@ -176,12 +176,12 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
     reported = widened(policy, spec).allow_report & (frozenset(spec.report) | VOLUNTARY_REPORT)
     offers = [one for one in read_events(settings.store / "events.jsonl") if one.get("event") == "offer"]
     about = [
-        ("Federation", spec.federation),
-        ("method", spec.method),
-        *(("rounds", one.get("rounds")) for one in offers[-1:]),
+        ("Federation", "federations", spec.federation),
+        ("method", "methods", spec.method),
+        *(("rounds", "", one.get("rounds")) for one in offers[-1:]),
     ]
     new, strange = " (not in [policy])", unlisted(spec, policy)
-    named = (f"{name} {value}{new if value in strange else ''}" for name, value in about)
+    named = (f"{name} {value}{new if listed in strange else ''}" for name, listed, value in about)
     lines = [
         f"{', '.join(named)}, spec {digest[:SHORT]}.",
         f"Why it waits: {'; '.join(text for _, text in beyond_policy(spec, policy)) or why}",
@@ -199,7 +199,7 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
         f"  {'':<16} {'':>9}  versions of torch and fedcg-edge, model of the processor, threads, batch size, precision",
         f"What a round asks of it: {_work(spec, dict.fromkeys(excesses(spec, policy), new))}.",
     ]
-    return "\n".join(lines)
+    return "\n".join(log_text(line, len(line)) for line in lines)  # values of a spec can't steer the terminal
 
 
 def _work(spec: FederationSpec, marks: Mapping[str, str]) -> str:

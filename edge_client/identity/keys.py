@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import read_checked
+from fedcg.errors import FAILED
+from fedcg.files import is_passing
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
@@ -32,7 +34,8 @@ def load_keys(config: AgentConfig) -> AgentKeys:
     except (OSError, ValueError, WireError) as error:
         raise EnrolError(
             f"the device's keys, {config.keys.signing} and {config.keys.coordinator}, can't be used: {error}. Enrol the device again "
-            "(`fedcg enrol`), or copy its bundle again"
+            "(`fedcg enrol`), or copy its bundle again",
+            exit_code=FAILED if is_passing(error) else None,
         ) from error
     return AgentKeys(signing, coordinator)
 

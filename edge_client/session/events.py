@@ -119,7 +119,9 @@ class ArtifactLost:
 
 @dataclass(frozen=True)
 class SessionLost:
-    """The session seems to be over: requested chunks have not come for a while, or the broker refuses what this device publishes."""
+    """The session seems to be over: requested chunks have not come for a while, or the broker refuses what this device publishes (`refused`)."""
+
+    refused: bool = False
 
 
 @dataclass(frozen=True)

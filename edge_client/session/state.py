@@ -19,6 +19,7 @@ from fedcg.wire.messages.messages import (
 
 HELLO_EVERY_S = 2.0
 LEAVE_EVERY_S = 2.0
+REFUSED_PUBLISH_S = 10.0  # until another hello after the broker refused a message: it may refuse that one again
 REFUSED_HELLO_S = 60.0  # until another hello after a refused one: a person has to update one side
 REVOKED_RETRY_S = (
     3600.0  # between two tries of a revoked device: its coordinator may be restored from an earlier backup

@@ -53,6 +53,7 @@ from edge_client.session.state import (
     GRANT_PATIENCE_S,
     MANIFEST_FIRST_S,
     REFUSED_HELLO_S,
+    REFUSED_PUBLISH_S,
     REVOKED_RETRY_S,
     TRAINER_BACKOFF_MAX_S,
     TRAINER_BACKOFF_S,
@@ -186,7 +187,8 @@ def _artifact_lost(state: SessionState, event: ArtifactLost, now: float) -> Step
 
 
 def _session_lost(state: SessionState, event: SessionLost, now: float) -> Step:
-    return replace(state, welcomed=False, hello_at=now) if state.welcomed else state, ()
+    hello_at = now + (REFUSED_PUBLISH_S if event.refused else 0.0)
+    return replace(state, welcomed=False, hello_at=hello_at) if state.welcomed else state, ()
 
 
 def _spec_checked(state: SessionState, event: SpecChecked, now: float) -> Step:

@@ -60,7 +60,7 @@ _PRIVATE_FILES = ("secrets/*.key", "specs/*.json", "generations/[0-9]*/*", "*.js
 _OWN = re.compile(
     r"secrets|specs|artifacts|generations|models|audit|defence|CURRENT|lock|trainer\.lock|control\.sock|checkpoint\.bin|signing\.pub|"
     r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|"
-    r"roster|consent|pause|traffic|revoked)\.json|\.[a-zA-Z.]+\.\w{8}\.new"
+    r"roster|consent|pause|traffic|revoked)\.json|\.[\w.]+\.\w{8}\.new"
 )
 """Names of everything that the program makes in the folder; the last are files that a power cut left half written."""
 RECEIPTS_KEPT = 64
@@ -171,9 +171,10 @@ class PrivateStore:
         """
         kept = (path for name in (SENT_FILE, LEDGER_FILE, "signing.pub") if (path := self.root / name).exists())
         specs = (path for path in self.root.glob("specs/*.json") if self.spec(path.stem) is None)
-        artifacts = (path for path in map(self.artifacts.path, self.artifacts.ids()) if file_sha256(path) != path.name)
+        artifacts = filter(_is_altered, map(self.artifacts.path, self.artifacts.ids()))
         again = (f"{path} is damaged: it is fetched again where it is needed" for path in (*specs, *artifacts))
-        return *filter(None, map(damage_of, (*sorted(self.root.glob("*.json")), *kept))), *again
+        small = sorted(path for path in self.root.glob("*.json") if _OWN.fullmatch(path.name))
+        return *filter(None, map(damage_of, (*small, *kept))), *again
 
     def open_to_others(self) -> tuple[Path, ...]:
         """Folders and private files that other users of the machine may read or change, the outermost first."""
@@ -418,10 +419,13 @@ def _writing_to(root: Path) -> Iterator[None]:
 
 
 def _check_empty(root: Path) -> None:
-    """A store is made in a folder of its own, where at most its secrets lie already: what it holds is erased with it."""
+    """A store is made in a folder of its own: what it holds is erased with it.
+
+    Its secrets may lie there already, models too (the unit that predicts makes their folder), and what a new disk has.
+    """
     try:
         found = {str(path.relative_to(root)) for path in (*root.iterdir(), *root.glob("secrets/*"))}
-        found -= {"secrets", "secrets/device.key", "secrets/cohort.key"}
+        found -= {"secrets", "secrets/device.key", "secrets/cohort.key", "models", "lost+found"}
         names = sorted(name for name in found if not name.startswith(f".{FORMAT_FILE}."))
     except FileNotFoundError:
         return
@@ -434,6 +438,13 @@ def _check_empty(root: Path) -> None:
             f"store = {root} is no private store, and holds {names[0]}{' and more' if len(names) > 1 else ''}: set `store` in "
             "agent.toml to a folder that is new or empty"
         )
+
+
+def _is_altered(artifact: Path) -> bool:
+    try:
+        return file_sha256(artifact) != artifact.name
+    except FileNotFoundError:  # a running agent has deleted it meanwhile
+        return False
 
 
 def _secret(path: Path) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from edge_client.store.small_files import read_json, write_json
@@ -24,13 +25,18 @@ class Revocation:
     def __init__(self, root: Path, key: str) -> None:
         self._path, self._key = root / REVOKED_FILE, key
 
-    @property
+    @cached_property
     def holds(self) -> bool:
-        """Whether this device is revoked, as far as it knows."""
+        """Whether this device is revoked, as far as it knows; read once.
+
+        Raises:
+            StoreError: the file is damaged.
+        """
         return read_json(self._path).get("key") == self._key
 
     def note(self, *, revoked: bool) -> None:
         """Keep a statement of the coordinator: this one, or a welcome, which is the end of it."""
+        self.holds = revoked
         if revoked:
             write_json(self._path, {"key": self._key})
         else:

@@ -45,7 +45,7 @@ SCRIPT_BYTES = (
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    made = Stack(tmp_path, rounds=4, enrol=True, params={"epochs": 2, "server_iterations": 60}, allow_report=REPORTED)
+    made = Stack(tmp_path, rounds=8, enrol=True, params={"epochs": 2, "server_iterations": 60}, allow_report=REPORTED)
     with made.up():
         for device in made.devices:
             made.enrol_device(device)

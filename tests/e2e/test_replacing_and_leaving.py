@@ -78,7 +78,7 @@ def test_a_box_that_is_revoked_while_it_runs_is_told_says_so_once_and_backs_off(
     stack.running["again"].terminate()
     assert stack.running.pop("again").wait(timeout=30) == 4
     log = stack.tail("site-3") + stack.tail("again")
-    assert log.count("[warning") <= 3, log  # that it is revoked, twice, and that the link is lost
+    assert log.count("[warning") <= 4, log  # that it is revoked, twice, that a publish is refused and the link lost
     assert log.count("[error") == 0, log
     assert log.count("the coordinator has revoked this device") == 2
 

@@ -323,7 +323,7 @@ class MqttTransport:
             return
         self._outgoing.acknowledged(message)
         if reason.is_failure and not self.is_refused:
-            _LOG.error("the broker at %s refused a publish on %s: %s", self._config.address, message.topic, reason)
+            _LOG.warning("the broker at %s refused a publish on %s: %s", self._config.address, message.topic, reason)
         self.is_refused = reason.is_failure
 
     def _connected(self, link: Any, _data: Any, _flags: Any, reason: ReasonCode, properties: Any) -> None:

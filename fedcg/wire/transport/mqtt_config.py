@@ -57,6 +57,8 @@ class TlsFiles:
             context.load_verify_locations(self.ca)
             files = f"{self.cert} or {self.key}"
             context.load_cert_chain(self.cert, self.key)
+        except PermissionError as error:
+            raise TransportError(f"this user may not read the TLS file {files}", exit_code=BAD_INPUT) from error
         except (ssl.SSLError, OSError) as error:
             raise TransportError(
                 f"the TLS file {files} is damaged, or the key is not the certificate's. Restore it from a backup, or enrol the device again",

@@ -145,7 +145,7 @@ def test_serving_over_mqtt_needs_no_other_extra(box: Box, model_root: Path) -> N
 
 @pytest.mark.slow
 def test_with_the_serve_extra_it_answers_over_http_without_torch_installed(tmp_path: Path, model_root: Path) -> None:
-    serving_box = _installed(tmp_path, "serve")
+    serving_box = _installed(tmp_path, "infer,serve")
     [file, *_] = write_images(tmp_path / "images").files
     wanted = data_of(serving_box.fedcg("infer", "--model", model_root, "--json", file).stdout)["results"][0]
     with serving(model_root, command=(str(serving_box.python.parent / "fedcg"),)) as server:

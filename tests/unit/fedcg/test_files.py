@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably, write_durably
+from fedcg.files import PRIVATE, READABLE, checked, file_sha256, replace_durably, with_check, write_durably
 
 PACKAGES = ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments")
 REWRITER = """
@@ -105,6 +105,17 @@ def test_a_new_file_never_replaces_one_that_is_there(tmp_path: Path) -> None:
         write_durably(path, b"other", is_new=True)
     assert path.read_bytes() == b"key"
     assert stat.S_IMODE(path.stat().st_mode) == PRIVATE
+
+
+def test_a_file_of_another_program_that_begins_with_a_comment_is_whole_and_a_damaged_check_is_none() -> None:
+    pem = b"-----BEGIN CERTIFICATE-----\nMII\n-----END CERTIFICATE-----\n"
+    for comment in (b"# Issuer: CN=Somebody\n", b"##\n## Bundle of CA Root Certificates\n", b""):
+        assert checked(comment + pem) == comment + pem
+    own = with_check(pem)
+    assert checked(own) == pem
+    for at in range(len(own)):
+        flipped = own[:at] + bytes([own[at] ^ 1]) + own[at + 1 :]
+        assert checked(flipped) is None, at
 
 
 def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         assert found() is None, "it will follow nothing: the key is its problem"
         problem = found("older message key")
         assert problem is not None
-        assert problem.is_severe
+        assert problem.is_severe, "of one device among many it would not be: it may also tell an untruth"
         assert "signing-N.key" in problem.remedy
         assert "nothing has to be done" not in problem.remedy
 

@@ -125,10 +125,10 @@ def test_a_revoked_device_that_is_restarted_remembers_it_until_the_coordinator_w
 ) -> None:
     world = make_world()
     open_store(world.config, make=True)
-    standing = Revocation(world.config.store, world.coordinator.device_key.public.hex)
-    standing.note(revoked=True)
+    about = world.config.store, world.coordinator.device_key.public.hex
+    Revocation(*about).note(revoked=True)
     world.connect()
-    wait_until(lambda: not standing.holds, "the welcome counts")
+    wait_until(lambda: not Revocation(*about).holds, "the welcome counts")
     assert len(world.events("revoked")) == 1
 
 

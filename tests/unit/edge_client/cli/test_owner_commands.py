@@ -101,6 +101,16 @@ def test_without_a_running_agent_the_command_ends_with_code_4(device: Path, comm
     assert "fedcg agent run" in refused.stderr
 
 
+def test_what_a_spec_says_of_its_work_cannot_repaint_what_the_owner_reads(device: Path) -> None:
+    spec = STATISTICS.model_copy(update={"params": {"epochs": "5\x1b[2A\x1b[2K"}, "seed": 9})
+    store = PrivateStore.open(device.parent / "store", FEDERATION, DEVICE)
+    store.save_spec(spec.canonical())
+    Consent(store.root).wait_for(spec.digest, DeclineReason.UPLOAD_NOT_ALLOWED, "statistics are not listed", 1e9)
+    shown = run(device, "approve", spec.digest, typed="n\n")
+    assert "epochs 5\\x1b[2A\\x1b[2K" in shown.stderr
+    assert "\x1b" not in shown.stderr
+
+
 def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) -> None:
     refused = run(device, "approve", typed="n\n")
     assert refused.exit_code == 2

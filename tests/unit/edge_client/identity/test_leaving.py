@@ -189,6 +189,7 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
 
 def test_files_that_this_program_did_not_make_stay_and_are_named(enrolled: AgentConfig, tmp_path: Path) -> None:
     strangers = {"notes.txt", "notes.json", "photos/cat.png"}
+    (enrolled.store / ".left_out.json.k2_x9a1b.new").write_text("half of it, when the power was cut")
     (enrolled.store / "photos").mkdir()
     for name in strangers:
         (enrolled.store / name).write_text("the owner's")
@@ -254,6 +255,12 @@ def test_a_store_is_only_made_in_a_folder_of_its_own(enrolled: AgentConfig, tmp_
     assert "store" in examined.output
     assert run_fedcg("agent", "leave", "--erase", "--yes", "--without-coordinator", "--config", config).exit_code > 0
     assert files_of(tmp_path / "box") == before
+
+
+def test_a_store_is_made_beside_the_folder_of_models_and_on_a_disk_of_its_own(tmp_path: Path) -> None:
+    for name in ("models", "lost+found", "secrets"):
+        (tmp_path / name).mkdir()
+    assert PrivateStore.open(tmp_path, "shapes", "line-4").is_made
 
 
 def test_a_store_whose_making_was_cut_off_is_made(tmp_path: Path) -> None:
