@@ -1,4 +1,4 @@
-"""`fedcg bench coordinator`: rounds of a whole coordinator with many sessions, its memory, and what watchers cost."""
+"""`fedcg bench coordinator`: rounds of a whole coordinator with many sessions, its memory, what watchers and masked sums cost."""
 
 from __future__ import annotations
 
@@ -26,14 +26,29 @@ def coordinator_command(
     out: Annotated[
         Path | None, typer.Option(help="A folder for coordinator.json and a plot of the memory, memory.png.")
     ] = None,
+    sum_devices: Annotated[
+        list[int] | None,
+        typer.Option(min=4, max=1000, help="Instead: masked sums of so many devices; again for more."),
+    ] = None,
+    lost: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.5, help="With --sum-devices: share of them that vanishes after it sent keys."),
+    ] = 0.1,
+    numbers: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="With --sum-devices: numbers of a device.")
+    ] = 12_800,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record.")] = False,
 ) -> None:
     """Lost updates, seconds from the last update to the next offer, and memory of a coordinator and a Mosquitto of its own.
 
     The sessions send a recorded update of the method fedcg, so no device trains; the aggregation worker merges all of them.
+    With --sum-devices: bytes and processor time of masked sums, each compared with the plain sum.
 
     Example: fedcg bench coordinator --sessions 50
     """
+    if sum_devices:
+        _measure_sums(sum_devices, lost, numbers, as_json=as_json)
+        return
     from coordinator.storage.store import Store
     from experiments.bench.coordinator.figures import as_record, cost_of_watchers, draw_memory, growth_mb, rounds_of
     from experiments.bench.coordinator.rounds import Setting, run_rounds
@@ -78,6 +93,21 @@ def coordinator_command(
         print_data(record)
     else:
         _print(record)
+
+
+def _measure_sums(devices: list[int], lost: float, numbers: int, *, as_json: bool) -> None:
+    from experiments.bench.coordinator.sums import measure_sum
+    from experiments.record import bench_record
+
+    found = [measure_sum(count, round(lost * count), numbers) for count in devices]
+    if as_json:
+        print_data({**bench_record("bench coordinator"), "sums": [asdict(one) for one in found]})
+        return
+    for one in found:
+        typer.echo(
+            f"{one.devices:>4} devices, {one.lost} lost: {one.numbers_bytes:,} bytes of numbers, {one.control_up:,} more up, {one.control_down:,} down, "
+            f"{one.device_ms:.1f} ms a device, {one.coordinator_ms:.1f} ms the coordinator"
+        )
 
 
 def _print(record: dict[str, Any]) -> None:

@@ -1,1 +1,0 @@
-"""What it costs to open a sum of several devices' numbers and nothing else."""
