@@ -26,7 +26,6 @@ from fedcg.child_python import spawning
 from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
-from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 
@@ -46,7 +45,6 @@ class Bench:
     def __init__(self, home: Home, root: Path, devices: Sequence[str]) -> None:
         self.home = home
         self.root = root
-        self.topics = Topics(FEDERATION)
         self.devices = tuple(devices)
         for name in devices:
             issue(home.pki, name)

@@ -1,4 +1,4 @@
-"""`fedcg bench transport`: transfers over what paho alone does in the same run, and a round of many sessions."""
+"""`fedcg bench transport`: throughput of updates into the coordinator's database, and a round of many sessions."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ def transport_command(
         list[int] | None, typer.Option(min=1, max=256, help="Chunks under way; may be given again.  [default: 16, 64]")
     ] = None,
     megabytes: Annotated[int, typer.Option(min=1, help="Small artifacts are repeated up to so much in all.")] = 20,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case, ours and paho's in turns.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case; the median counts.")] = 5,
     sessions: Annotated[
         int, typer.Option(min=0, max=1000, help="Instead: a round of so many sessions of the first size.")
     ] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds with --sessions.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Throughput of transfers (sha256, signatures, fsynced receipt) over paho to paho: same chunks, window, TLS, processes.
+    """Throughput of updates into the coordinator's database: sha256, signatures, mutual TLS, checks, fsynced receipt.
 
     With --sessions: seconds of whole rounds without training, from the opened attempt to the stored aggregate.
 
     Example: fedcg bench transport --size 65536
     """
-    from experiments.bench.transport.rounds import round_of
-    from experiments.bench.transport.transfers import LARGE, SMALL, filled, measure
-    from experiments.bench.transport.transfers import as_json as figures
+    from experiments.bench.transport.rounds import LARGE, SMALL, filled, measure, round_of
     from experiments.record import bench_record
     from fedcg.wire.transfer.broker_presets import limits_for
 
@@ -52,11 +50,10 @@ def transport_command(
         lines = [f"{sessions} sessions x {found.size} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
     else:
         cases = [filled(one, chunks, megabytes * 1_000_000) for one in sizes for chunks in window or [16, 64]]
-        measured = measure(cases, repeats, announce)
-        record |= {"repeats": repeats, "cases": figures(measured)}
+        measured = [measure(case, repeats, announce) for case in cases]
+        record |= {"repeats": repeats, "cases": [one.as_json() for one in measured]}
         lines = [
-            f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: "
-            f"{one.mb_per_s(one.ours_s):.1f} MB/s, paho alone {one.mb_per_s(one.paho_s):.1f} (ratio {one.ratio:.2f})"
+            f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: {one.mb_per_s:.1f} MB/s"
             for one in measured
         ]
     if as_json:

@@ -1,14 +1,18 @@
-"""Rounds without training, of the real coordinator with many sessions: what a round costs beside learning."""
+"""Rounds without training, of the real coordinator with many sessions: what a round costs beside learning.
+
+The throughput of transfers is that of such rounds, from the first manifest of a round to the last update that is checked and durable.
+"""
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,11 +44,45 @@ from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.messages import COORDINATOR, MAX_CHUNK_BYTES
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
-from fedcg.wire.transfer.broker_presets import LinkLimits
+from fedcg.wire.transfer.broker_presets import LinkLimits, limits_for
+from fedcg.wire.transfer.chunks import chunk_bytes_for
 from fedcg.wire.transport.mqtt import MqttTransport
+
+SMALL, LARGE = 250_000, 57_000_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: `count` artifacts of `size` bytes by each of `sessions`, one after the other.
+
+    Each session has at most `window` chunks under way. Artifacts smaller than a window come from as many sessions as fill it.
+    """
+
+    size: int
+    window: int
+    count: int
+    sessions: int = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each run of a case."""
+
+    case: Case
+    seconds: tuple[float, ...]
+
+    @property
+    def mb_per_s(self) -> float:
+        """10^6 bytes of artifacts in a second, in the median run."""
+        return self.case.size * self.case.count * self.case.sessions / statistics.median(self.seconds) / 1e6
+
+    def as_json(self) -> dict[str, Any]:
+        """The case and its figures."""
+        seconds = [round(one, 4) for one in self.seconds]
+        return {**asdict(self.case), "seconds": seconds, "mb_per_s": round(self.mb_per_s, 1)}
 
 
 @dataclass(frozen=True)
@@ -101,6 +139,24 @@ class NoWorker:
 
     def stop(self) -> None:
         """Nothing runs."""
+
+
+def filled(size: int, window: int, total: int) -> Case:
+    """The case of a size and a window, with the sessions that fill the window, repeated up to `total` bytes."""
+    chunks = -(-size // chunk_bytes_for(MAX_CHUNK_BYTES))
+    sessions = max(1, window // chunks)
+    return Case(size, window, max(1, total // (size * sessions)), sessions)
+
+
+def measure(case: Case, repeats: int, announce: Callable[[str], None]) -> Measured:
+    """Run a case several times.
+
+    Raises:
+        BrokerError: no Mosquitto here.
+    """
+    limits = limits_for(window_chunks=case.window, window_bytes=case.window * 128 * 1024)
+    runs = [round_of(case.sessions, case.size, case.count, limits, announce) for _ in range(repeats)]
+    return Measured(case, tuple(sum(run.transfer_s) for run in runs))
 
 
 def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, announce: Callable[[str], None]) -> Round:
