@@ -23,7 +23,6 @@ from coordinator.service.service import Service
 from coordinator.service.service_context import MakeWorker, ServiceContext
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
-from experiments.bench.transport.rounds import NoWorker
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore, Remote
@@ -32,6 +31,7 @@ from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.no_worker import NoWorker
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.waiting import wait_until
 

@@ -34,7 +34,6 @@ from edge_client.identity.keys import AgentKeys, mqtt_config
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.commands import TrainRound
 from edge_client.store.private_store import PrivateStore
-from experiments.bench.transport.rounds import NoWorker, classifier_spec, packed
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -48,6 +47,7 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.coordinator.carriers import carrying
+from tests.support.coordinator.no_worker import NoWorker, classifier_spec, packed
 from tests.support.edge.world import FakeTrainer, toy_generation
 from tests.support.waiting import wait_until
 

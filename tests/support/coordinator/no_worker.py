@@ -1,0 +1,90 @@
+"""An aggregation worker that learns nothing, and federations that share one tensor of any size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coordinator.aggregation.worker_messages import (
+    Assessed,
+    Job,
+    JobDone,
+    OpenedSum,
+    Updates,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
+from coordinator.updates.figures import Figures
+from coordinator.updates.robustness import Distances
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
+from fedcg.wire.parts import Part, ReportField, TensorLayout
+
+
+@dataclass
+class NoWorker:
+    """The aggregate of every round is the one it started from."""
+
+    settings: WorkerSettings
+    notify: Callable[[WorkerReady | Assessed | JobDone], None]
+    job: Job | None = None
+
+    def start(self) -> None:
+        self.notify(WorkerReady(0, 1, "cpu"))
+
+    def open(self, job: Job) -> None:
+        self.job = job
+
+    def add(self, client: str, artifact: str) -> None:
+        """No teacher pass."""
+
+    def assess(self, updates: Mapping[str, str]) -> None:
+        assert self.job is not None
+        self.notify(Assessed(self.job.round, self.job.attempt, dict.fromkeys(updates, Figures())))
+
+    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
+        assert self.job is not None
+        size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size
+        self.notify(JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
+
+    def follow(self, reply: Any) -> tuple[WorkerEvent, ...]:
+        return (reply,)
+
+    def tick(self) -> None:
+        """Nothing is to be started again."""
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+def classifier_spec(federation: str, size: int, rounds: int) -> FederationSpec:
+    """A federation that shares one tensor of `size` bytes."""
+    return FederationSpec(
+        federation=federation,
+        classes=("x", "y"),
+        image=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
+        network=NetworkChoice(),
+        method="fedcg",
+        params={},
+        rounds=rounds,
+        seed=1,
+        upload=(Part.CLASSIFIER,),
+        report=(ReportField.EXAMPLES,),
+        layouts={Part.CLASSIFIER: (TensorLayout(name="weight", dtype="float32", shape=(size // 4,)),)},
+    )
+
+
+def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
+    """An artifact of a federation of `classifier_spec` that zstd can't make smaller."""
+    count = spec.layouts[Part.CLASSIFIER][0].shape[0]
+    # Random bytes as weights, with moderate exponents, so that the norm stays in its bound.
+    words = np.frombuffer(random.Random(seed).randbytes(count * 4), dtype="<u4")
+    weights = ((words & 0x807FFFFF) | 0x3A000000).view("<f4").astype(np.float32)
+    head = ArtifactHeader(method=spec.method, federation=spec.federation, **header)
+    return pack(head, {Part.CLASSIFIER: {"weight": weights}})
