@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import tomllib
 import typer
 
-from experiments.bench.privacy.grids import GRIDS, Grid
 from experiments.errors import RunError
 from experiments.record import bench_record
 from experiments.simulation.recorded_updates import REAL
@@ -40,15 +41,60 @@ class Sizes:
     processes: int = 2
 
 
+@dataclass(frozen=True)
+class Grid:
+    """A table of runs, as `grids.toml` explains it; options are words of a command line."""
+
+    title: str
+    common: tuple[str, ...]
+    rows: Mapping[str, tuple[str, ...]]
+    columns: Mapping[str, tuple[str, ...]]
+    attacks: tuple[str, ...] = ()
+    rounds: int = 3
+    colluder: bool = False
+
+    def cells(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(row, column, options) of every run."""
+        for row, of_row in self.rows.items():
+            for column, of_column in self.columns.items():
+                yield row, column, (*self.common, *of_row, *of_column)
+
+
+def grids() -> dict[str, Grid]:
+    """All grids, by name."""
+    content = tomllib.loads(files(__package__).joinpath("grids.toml").read_text(encoding="utf-8"))
+    words = content.pop("words")
+
+    def options(text: str) -> tuple[str, ...]:
+        return tuple(shlex.split(text.format_map(words)))
+
+    def named(entry: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+        return {name: options(text) for name, text in entry.items()}
+
+    return {
+        name: Grid(
+            title=entry["title"],
+            common=options(entry["common"]),
+            rows=named(entry["rows"]),
+            columns=named(entry.get("columns", {"": ""})),
+            attacks=tuple(entry.get("attacks", ())),
+            rounds=entry.get("rounds", 3),
+            colluder=entry.get("colluder", False),
+        )
+        for name, entry in content.items()
+    }
+
+
 def chosen_grid(name: str, rows: Sequence[str]) -> Grid:
     """A grid, or only these rows of it.
 
     Raises:
         BadInputError: there is none, or it has no such row.
     """
-    if name not in GRIDS:
-        raise BadInputError(f"no grid {name!r}; there are {', '.join(GRIDS)}")
-    grid = GRIDS[name]
+    known = grids()
+    if name not in known:
+        raise BadInputError(f"no grid {name!r}; there are {', '.join(known)}")
+    grid = known[name]
     unknown = sorted(set(rows) - grid.rows.keys())
     if unknown:
         raise BadInputError(f"grid {name} has no row {', '.join(unknown)}; it has {', '.join(grid.rows)}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.privacy.grids import GRIDS
+from experiments.bench.privacy.cells import grids
 from experiments.bench.privacy.tables import _degradation, _parameter, draw_antigan, strongest, summary, table
 from experiments.settings.method_options import parse_networks
 from tests.support.commands import run_fedcg
@@ -92,7 +92,7 @@ def test_anti_gans_curves_are_drawn_from_the_columns_of_both_parameters(tmp_path
 
 
 def test_every_grid_has_runs_with_names_of_their_own_and_networks_that_a_simulation_takes() -> None:
-    for grid in GRIDS.values():
+    for grid in grids().values():
         cells = list(grid.cells())
         assert len({(row, column) for row, column, _ in cells}) == len(cells) > 1
         for _, _, options in cells:
