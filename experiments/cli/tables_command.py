@@ -13,9 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments.papers.catalogue import Preset, find_presets
-from experiments.papers.comparison import Comparison, compare
-from experiments.papers.missing import missing_runs
-from experiments.papers.orders import CRITERION
+from experiments.papers.comparison import CRITERION, Comparison, compare
+from experiments.papers.plan import missing_runs
 from experiments.papers.records import Folder, read_folder
 from experiments.papers.sheets import (
     Sheet,

@@ -139,7 +139,7 @@ class Preset:
     """One column of a published table.
 
     Attributes:
-        name: `paper:table:scenario`, with `@budget` for a reduced one, `@one+another` for both at once.
+        name: `paper:table:scenario`, with `@budget` for a reduced one.
         setting: published fields of the run's setting, without method, seed and parameters.
         changed: what a reduced budget puts over `setting`; `changed_params` likewise over a method's parameters, `changed_rows`
             over a row's setting.
@@ -259,7 +259,7 @@ def find_presets(name: str, *, with_stand_ins: bool = False) -> tuple[Preset, ..
     """The presets that a name means: one preset, or all of a group (`fedmd_cg:table1:cifar10`, `fedcg:table1`).
 
     Args:
-        name: a preset, the beginning of several up to a `:` or a `-`, either with `@budget` or `@one+another`.
+        name: a preset, the beginning of several up to a `:` or a `-`, either with `@budget`.
         with_stand_ins: our stand-ins are of the group too; otherwise only where the group has nothing else.
 
     Raises:
@@ -273,7 +273,7 @@ def find_presets(name: str, *, with_stand_ins: bool = False) -> tuple[Preset, ..
     if not found:
         near = [key for key in known if key.startswith(base.partition(":")[0] + ":")] or list(known)
         raise OptionError(f"no table {base!r}; there are {', '.join(near)}")
-    return tuple(_with_budget(preset, budget) for preset in found) if at else tuple(found)
+    return tuple(_with_budget(preset, budget) if at else preset for preset in found)
 
 
 @cache
@@ -286,8 +286,8 @@ def row_fields(name: str) -> frozenset[str]:
     if base not in presets():
         return frozenset()
     fields = {field for row in presets()[base].rows.values() for field in row.setting}
-    budgets = _budgets()[base.partition(":")[0]]
-    for reduced in (budgets[one] for one in budget.split("+") if one in budgets):
+    reduced = _budgets()[base.partition(":")[0]].get(budget)
+    if reduced is not None:
         fields |= {field for row in reduced.rows.values() for field in row}
         fields |= {f"params.{param}" for params in reduced.method.values() for param in params}
     return frozenset(fields)
@@ -299,19 +299,17 @@ def _is_in(name: str, group: str) -> bool:
 
 def _with_budget(preset: Preset, budget: str) -> Preset:
     budgets = _budgets()[preset.name.partition(":")[0]]
-    setting: _SettingValues = {}
-    params: dict[str, dict[str, ParameterValue]] = {}
-    rows: dict[str, _SettingValues] = {}
-    for one in budget.split("+"):
-        if one not in budgets:
-            raise OptionError(f"no budget {one!r} for {preset.name}; there are {', '.join(budgets)}")
-        scenarios = budgets[one].scenarios
-        if scenarios and preset.name.rpartition(":")[2] not in scenarios:
-            raise OptionError(f"the budget {one!r} is not one of {preset.name}; it is for {', '.join(scenarios)}")
-        setting |= budgets[one].setting
-        for method, values in budgets[one].method.items():
-            params[method] = {**params.get(method, {}), **values}
-        for row, fields in budgets[one].rows.items():
-            rows[row] = {**rows.get(row, {}), **fields}
-    name = f"{preset.base}@{budget}"
-    return replace(preset, name=name, changed=setting, changed_params=params, changed_rows=rows)
+    if budget not in budgets:
+        raise OptionError(f"no budget {budget!r} for {preset.name}; there are {', '.join(budgets)}")
+    reduced = budgets[budget]
+    if reduced.scenarios and preset.name.rpartition(":")[2] not in reduced.scenarios:
+        raise OptionError(
+            f"the budget {budget!r} is not one of {preset.name}; it is for {', '.join(reduced.scenarios)}"
+        )
+    return replace(
+        preset,
+        name=f"{preset.base}@{budget}",
+        changed=reduced.setting,
+        changed_params=reduced.method,
+        changed_rows=reduced.rows,
+    )

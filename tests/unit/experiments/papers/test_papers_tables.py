@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from experiments.papers.catalogue import Published, find_presets
-from experiments.papers.comparison import Comparison, compare
+from experiments.papers.comparison import Comparison, Judgement, compare, judge
 from experiments.papers.lines import Figure, Line, is_far
-from experiments.papers.missing import missing_runs
-from experiments.papers.orders import Judgement, judge
+from experiments.papers.plan import missing_runs
 from experiments.papers.records import RunRecord, read_folder
 from experiments.papers.sheets import (
     comparison_sheet,
