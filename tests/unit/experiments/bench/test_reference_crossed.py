@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from experiments.bench.learning.reference_fedcg import plain, plain_networks
-from experiments.bench.learning.reference_fedmd_cg import classify, distil_crossed, train_generator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, label_shares
 from fedcg.learning.aggregation.distillation import Distillation, Pair, draw_bank, load_pair
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
@@ -22,6 +21,7 @@ from fedcg.learning.training.losses import Divergence
 from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, merged, plan
+from tests.support.learning.reference_fedmd_cg import classify, distil_crossed, train_generator
 from tests.unit.experiments.bench.test_reference import (
     COLOUR,
     colour_images,
