@@ -137,7 +137,7 @@ def test_the_authors_code_is_a_budget_that_goes_with_a_shorter_one_and_leaves_a_
     assert (no_mse.setting.params["lambda2"], no_mse.setting.params["temperature"]) == (0.0, 10.0)
     (average,) = plan_runs("fedmd_cg:table1:cifar10-w10@code", methods=["fedavg"], seeds=[0], setting={"lr": 0.05})
     assert set(average.planned().reduced) == {"network"}
-    with pytest.raises(OptionError, match="no budget 'code.nonsense'"):
+    with pytest.raises(OptionError, match=r"no budget 'code\+nonsense'"):
         plan_runs("fedmd_cg:table1:cifar10-w10@code+nonsense")
 
 
