@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from export.model.runtime import Floats
-from export.serving.drift_watch import LONGEST, WINDOW, Verdict, Watch
+from export.serving.judge import LONGEST, WINDOW, Verdict, Watch
 
 Shares = npt.NDArray[np.float64]
 LOOK = 25

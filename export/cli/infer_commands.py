@@ -25,7 +25,7 @@ from fedcg.text_output import moment, seconds_of, table
 if TYPE_CHECKING:
     from export.model.manifest import Verification
     from export.model.signature import Accept
-    from export.serving.comparison import Stage
+    from export.serving.judge import Stage
 
 model_app = typer.Typer(
     help="Versions of the model on this box: list, check, choose, go back.", no_args_is_help=True, add_completion=False
@@ -68,7 +68,7 @@ def _accept(signed_by: str | None) -> Accept:
 
 
 def _stage(images: int, share: float, span: str) -> Stage | None:
-    from export.serving.comparison import Stage
+    from export.serving.judge import Stage
 
     lasts_s = seconds_of(span, "--shadow-for")
     return Stage(images, share, lasts_s) if images else None
@@ -225,7 +225,6 @@ def serve_mqtt_command(
 
     Example: fedcg infer serve-mqtt --model /var/lib/fedcg/casting/models --name line-4 --insecure --port 1883
     """
-    from export.serving.drift_watch import Watch
     from export.serving.live_model import ServedModel
     from export.serving.mqtt_server import INBOUND_FACTOR, MAX_IMAGES, MqttServer, Place
     from export.serving.request_bodies import Limits
@@ -243,13 +242,12 @@ def serve_mqtt_command(
     except (TransportError, ValueError) as error:
         raise ServingError(str(error)) from error
     server = MqttServer(
-        ServedModel(model, threads=threads, warm_up=(1,), accept=_accept(signed_by), stage=stage),
+        ServedModel(model, threads=threads, warm_up=(1,), accept=_accept(signed_by), stage=stage, watch=watch),
         place,
         lambda will: MqttTransport(config, will),
         Limits(max_bytes, max_pixels, MAX_IMAGES),
         queue,
         top,
-        Watch(watch),
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())

@@ -22,7 +22,6 @@ from export.errors import QueueFullError, RefusedError
 from export.model.classify import Classified
 from export.model.runtime import Floats, Model
 from export.serving.batcher import Batcher, Predict
-from export.serving.drift_watch import Watch
 from export.serving.live_model import ServedModel
 from export.serving.metrics import CONTENT_TYPE, Metrics
 from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, check_type, read_images
@@ -47,14 +46,10 @@ class Service:
         batcher: predicts; started and closed with the application.
         limits: of one request.
         metrics: counts.
-        watch: compares a new version with the one before it; None for no comparison.
     """
 
-    def __init__(
-        self, models: ServedModel, batcher: Batcher, limits: Limits, metrics: Metrics, watch: Watch | None = None
-    ) -> None:
+    def __init__(self, models: ServedModel, batcher: Batcher, limits: Limits, metrics: Metrics) -> None:
         self.models, self.batcher, self.limits, self.metrics = models, batcher, limits, metrics
-        self.watch = watch or Watch(0)
         self._bodies = Bodies(limits.max_bytes, limits.body_s)
         self.in_flight = 0
         self.is_draining = False
@@ -78,13 +73,8 @@ class Service:
         while True:
             await asyncio.sleep(POLL_S)
             try:
-                verdict = self.watch.verdict()
-                if verdict is not None and await asyncio.to_thread(self.models.take_back, verdict):
+                for verdict in await asyncio.to_thread(self.models.look):
                     self.metrics.rollbacks.labels(verdict.kind).inc()
-                rejected = await asyncio.to_thread(self.models.refresh)
-                if rejected is not None:
-                    self.metrics.rollbacks.labels(rejected.kind).inc()
-                    self.watch.accept(rejected.version)
             except Exception:
                 log.exception("looking for a new version failed; the one in service stays")
 
@@ -115,9 +105,8 @@ class Service:
             with self.batcher.place() as predict:
                 work = self._answer(predict, served, Body(content, content_type))
                 images, rows = await _unless_gone(request, work)
-        self.watch.answered(served.version, served.by_name(rows))
         # Not before the answer is on its way.
-        asyncio.get_running_loop().call_soon(self.models.offer, served, [pixels for _, pixels in images])
+        asyncio.get_running_loop().call_soon(self.models.answered, served, [pixels for _, pixels in images], rows)
         results = [Classified(name, served.top(row, top)) for (name, _), row in zip(images, rows, strict=True)]
         for one in results:
             self.metrics.classes.labels(one.guesses[0].label).inc()
@@ -132,7 +121,7 @@ class Service:
         except QueueFullError:
             raise
         except Exception:
-            self.watch.failed(served.version)
+            self.models.failed(served)
             raise
 
 

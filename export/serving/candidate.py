@@ -15,8 +15,7 @@ from datetime import datetime, timezone
 import numpy as np
 
 from export.model.runtime import Floats, Model
-from export.serving.comparison import Comparison, Pair, Progress, Stage, least_agreement
-from export.serving.drift_watch import Verdict
+from export.serving.judge import Comparison, Pair, Progress, Stage, Verdict, least_agreement
 from fedcg.imaging import Pixels
 
 PENDING = 2

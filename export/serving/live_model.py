@@ -21,16 +21,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from export.errors import ExportError, ModelError
 from export.model.providers import in_words
-from export.model.runtime import Model
+from export.model.runtime import Floats, Model
 from export.model.signature import Accept
 from export.model.versions import Slots, resolve
 from export.serving.candidate import Candidate, is_comparable
-from export.serving.comparison import Stage
-from export.serving.drift_watch import Verdict
+from export.serving.judge import Stage, Verdict, Watch
 from fedcg.files import READABLE, replace_durably
 from fedcg.imaging import Pixels
 
 RECORD_NAME = "SERVING"
+Stamp = tuple[tuple[str, int, int, int], ...]
+Look = tuple[Path, Stamp] | str
 log = logging.getLogger(__name__)
 
 
@@ -63,16 +64,11 @@ def note_serving(root: Path, version: str | None) -> None:
         log.warning("%s: %s; a restart may serve, or compare, another version than now", path, error)
 
 
-log = logging.getLogger(__name__)
-Stamp = tuple[tuple[str, int, int, int], ...]
-Look = tuple[Path, Stamp] | str
-
-
 class ServedModel:
     """The newest usable version under a directory.
 
-    `refresh` and `take_back` belong to one thread at a time. Others read `current`, `candidate` and `refused`, each of which changes
-    in one step, and call `offer`.
+    `look`, `refresh` and `take_back` belong to one thread at a time. Others read `current`, `candidate` and `refused`, each of which
+    changes in one step, and call `answered` and `failed`.
 
     Args:
         directory: a model, or the root of its versions.
@@ -81,6 +77,7 @@ class ServedModel:
         observe: gets "loaded" or "refused" for every version that was tried.
         accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
         stage: how a new version is compared before it takes the requests; None: it takes them at once.
+        watch: predictions by which a new version in service is compared with the one before it; 0 for never.
         clock: seconds of a steady clock.
     """
 
@@ -93,10 +90,11 @@ class ServedModel:
         observe: Callable[[str], None] = lambda _: None,
         accept: Accept | None = None,
         stage: Stage | None = None,
+        watch: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory, self._threads, self._warm_up, self._observe = directory, threads, warm_up, observe
-        self._accept, self._stage, self._clock = accept, stage, clock
+        self._accept, self._stage, self._watch, self._clock = accept, stage, Watch(watch), clock
         self._seen: Look | None = None
         self._served: Look | None = None  # what `_look` saw of the version in service
         self._began_s: float | None = None
@@ -110,6 +108,16 @@ class ServedModel:
         """Why the version that was chosen last is not the one in service; "" when it is."""
         self.taken_back = ""
         """Which version was taken out of service last because of what it did there, and why; "" when none was."""
+
+    def look(self) -> list[Verdict]:
+        """Take the version in service back where it does badly, then `refresh`; why versions were taken back now."""
+        verdict = self._watch.verdict()
+        taken = [verdict] if verdict is not None and self.take_back(verdict) else []
+        rejected = self.refresh()
+        if rejected is not None:
+            self._watch.accept(rejected.version)
+            taken.append(rejected)
+        return taken
 
     def refresh(self) -> Verdict | None:
         """Look whether another version was chosen or its files changed; if so load it, warm it up, and serve or compare it.
@@ -131,7 +139,7 @@ class ServedModel:
         if self.current is None and self._stage is not None:
             self._resume()
         try:
-            model = self._load()
+            model = self._loaded(self._directory)
         except (ExportError, OSError, MemoryError) as error:
             self._began_s = None
             self._refuse(str(error) or "not enough memory for it beside the one in service")
@@ -141,8 +149,16 @@ class ServedModel:
             return self._introduce(model)
         return None
 
-    def offer(self, served: Model, images: Sequence[Pixels]) -> None:
-        """Let the candidate, if there is one, predict images that `served` has answered; from any thread, returns at once."""
+    def failed(self, served: Model) -> None:
+        """Note a request that `served` failed at; from any thread."""
+        self._watch.failed(served.version)
+
+    def answered(self, served: Model, images: Sequence[Pixels], rows: Floats) -> None:
+        """Note what `served` answered, and let the candidate, if there is one, predict the same images.
+
+        From any thread; returns at once.
+        """
+        self._watch.answered(served.version, served.by_name(rows))
         candidate = self.candidate
         if candidate is not None:
             candidate.offer(served, images)
@@ -265,15 +281,12 @@ class ServedModel:
         except (ExportError, OSError, MemoryError) as error:
             log.warning("version %s, which answered before the restart, cannot be used: %s", name, error)
 
-    def _look(self) -> tuple[Path, Stamp] | str:
+    def _look(self) -> Look:
         """What would be loaded; changes when another version is chosen or a file of it is replaced."""
         try:
             return _stamped(resolve(self._directory))
         except (ExportError, OSError) as error:
             return str(error)
-
-    def _load(self) -> Model:
-        return self._loaded(self._directory)
 
     def _loaded(self, directory: Path) -> Model:
         model = Model.load(directory, threads=self._threads, accept=self._accept)

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 from export.errors import ExportError, QueueFullError, RefusedError
 from export.model.classify import Classified
-from export.serving.drift_watch import Watch
 from export.serving.live_model import ServedModel
 from export.serving.request_bodies import JSON_TYPE, Body, Limits, read_images
 from fedcg.wire.errors import TransportError
@@ -88,7 +87,6 @@ class MqttServer:
         limits: of one request.
         capacity: requests that may wait; further ones are refused.
         top: classes named per image.
-        watch: compares a new version with the one before it.
     """
 
     def __init__(
@@ -99,9 +97,8 @@ class MqttServer:
         limits: Limits,
         capacity: int,
         top: int,
-        watch: Watch,
     ) -> None:
-        self._models, self._place, self._limits, self._top, self._watch = models, place, limits, top, watch
+        self._models, self._place, self._limits, self._top = models, place, limits, top
         self._transport = connect(place.will())
         self._waiting: queue.Queue[tuple[str, bytes]] = queue.Queue(capacity)
         self._stopping = threading.Event()
@@ -156,12 +153,7 @@ class MqttServer:
         self._published = {}  # the status is published again after a reconnect
 
     def _look(self) -> None:
-        verdict = self._watch.verdict()
-        if verdict is not None:
-            self._models.take_back(verdict)
-        rejected = self._models.refresh()
-        if rejected is not None:
-            self._watch.accept(rejected.version)
+        self._models.look()
         served, candidate = self._models.current, self._models.candidate
         status: dict[str, object] = {"online": served is not None and not self._stopping.is_set()}
         status |= served.identity() if served is not None else {"reason": self._models.refused}
@@ -192,10 +184,9 @@ class MqttServer:
         try:
             rows = served.predict(pixels)
         except Exception:
-            self._watch.failed(served.version)
+            self._models.failed(served)
             raise
-        self._watch.answered(served.version, served.by_name(rows))
-        self._models.offer(served, pixels)
+        self._models.answered(served, pixels, rows)
         results = [Classified(name, served.top(row, self._top)) for (name, _), row in zip(images, rows, strict=True)]
         return {**served.identity(), "results": [one.as_json() for one in results]}
 

@@ -18,8 +18,7 @@ from export.errors import RefusedError, ServingError
 from export.model.signature import Accept
 from export.serving.app import Service, create_app
 from export.serving.batcher import Batcher
-from export.serving.comparison import Stage
-from export.serving.drift_watch import WINDOW, Watch
+from export.serving.judge import WINDOW, Stage
 from export.serving.live_model import ServedModel
 from export.serving.metrics import Metrics
 from export.serving.request_bodies import Limits
@@ -134,8 +133,9 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> int:
         observe=count,
         accept=settings.accept,
         stage=settings.stage,
+        watch=settings.watch,
     )
-    service = Service(models, batcher, limits, metrics, Watch(settings.watch))
+    service = Service(models, batcher, limits, metrics)
     # Those in between get an answer with the reason; of the address with most ends the oldest.
     room = 2 * _concurrency(settings)
     with _bound(settings, Connections(Caps(room, room))) as listener:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from export.model.runtime import Floats
-from export.serving.comparison import Comparison, Pair, Progress, Stage, least_agreement
-from export.serving.drift_watch import LONGEST, Verdict, apart
+from export.serving.judge import LONGEST, Comparison, Pair, Progress, Stage, Verdict, apart, least_agreement
 
 STAGE = Stage(images=40, limit_s=600.0)
 EVEN = [0, 1, 2, 3] * 10
@@ -154,7 +153,7 @@ def test_accuracies_that_are_low_or_unknown_ask_for_no_agreement() -> None:
 
 def test_it_drifts_when_it_is_much_less_sure() -> None:
     assert _compared(EVEN, EVEN, confidence=0.71).verdict(1.0) is None
-    reason = "its confidence is 69% on average where version 0001 has 90%"
+    reason = "its confidence is 69% on average where version 0001 had 90%"
     assert _verdict(_compared(EVEN, EVEN, confidence=0.69)) == ("drift", reason)
 
 

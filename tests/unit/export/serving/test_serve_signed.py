@@ -11,7 +11,7 @@ import pytest
 from export.model.manifest import read_manifest, write_manifest
 from export.model.signature import note_signer, required, sign_manifest
 from export.model.versions import Slots
-from export.serving.drift_watch import Verdict
+from export.serving.judge import Verdict
 from export.serving.live_model import ServedModel
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg

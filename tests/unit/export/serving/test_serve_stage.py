@@ -15,8 +15,7 @@ from export.model.manifest import read_manifest, write_manifest
 from export.model.runtime import Floats, Model
 from export.model.versions import Slots
 from export.serving.candidate import PENDING, Candidate
-from export.serving.comparison import Progress, Stage
-from export.serving.drift_watch import FAILURES, Verdict
+from export.serving.judge import FAILURES, Progress, Stage, Verdict
 from export.serving.live_model import RECORD_NAME, ServedModel
 from fedcg.imaging import Pixels
 from tests.support.learning.export_models import CLASSES, flip_bit, install_model, make_spec
@@ -82,7 +81,7 @@ def _compare(models: ServedModel, requests: int) -> None:
     assert candidate is not None
     assert served is not None
     for _ in range(requests):
-        models.offer(served, IMAGES)
+        models.answered(served, IMAGES, served.predict(IMAGES))
         _wait_for_progress(candidate, candidate.progress)
 
 

@@ -10,7 +10,7 @@ import pytest
 from export.errors import ExportError
 from export.model.runtime import Floats
 from export.model.versions import Slots
-from export.serving.drift_watch import FAILURES, Verdict, Watch
+from export.serving.judge import FAILURES, Verdict, Watch
 from export.serving.live_model import ServedModel
 from tests.support.learning.export_models import encoded, picture
 from tests.support.serving import PNG, Server, install_one_that_names_one_class, install_versions, serving
