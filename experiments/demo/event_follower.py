@@ -48,22 +48,11 @@ def whole(event: Event, name: str) -> int:
 
 
 @dataclass
-class RoundTimes:
-    """When an agent did what in one round (unix seconds); a repetition after a crash, or another attempt, starts anew."""
-
-    attempt: object = None
-    pid: object = None
-    started: float | None = None
-    committed: float | None = None
-    receipt: float | None = None
-
-
-@dataclass
 class AgentHistory:
     """The history of one agent, from its event log.
 
     Attributes:
-        rounds: times by round number; a later attempt of a round overwrites an earlier one.
+        committed, received: end of the local round and its receipt (unix seconds), by round; a later attempt overwrites an earlier one.
         verified: when each artifact was here, complete and checked, by its sha256.
         curve: the last `committed` event per round, with its accuracies.
         finalised: the `finalised` event, once there is one.
@@ -74,14 +63,12 @@ class AgentHistory:
     round: int = 0
     step: int = 0
     steps: int = 0
-    rounds: dict[int, RoundTimes] = field(default_factory=dict)
+    committed: dict[int, float] = field(default_factory=dict)
+    received: dict[int, float] = field(default_factory=dict)
     verified: dict[str, float] = field(default_factory=dict)
     curve: dict[int, Event] = field(default_factory=dict)
     finalised: Event | None = None
     problems: list[str] = field(default_factory=list)
-
-    def _times(self, event: Event) -> RoundTimes:
-        return self.rounds.setdefault(whole(event, "round"), RoundTimes())
 
     def take(self, events: Iterable[Event]) -> None:
         """Add events, oldest first."""
@@ -96,18 +83,13 @@ class AgentHistory:
             self.round = whole(event, "round")
         if name == "artifact_stored" and at is not None:
             self.verified.setdefault(str(event.get("artifact")), at)
-        elif name == "phase_started":
-            self.state, self.step, self.steps = str(event.get("phase")), 0, 0
-            times = self._times(event)
-            if times.attempt != event.get("attempt") or times.pid != event.get("pid"):
-                times.started, times.attempt, times.pid = at, event.get("attempt"), event.get("pid")
-        elif name == "progress":
+        elif name in ("phase_started", "progress"):
             self.state, self.step, self.steps = str(event.get("phase")), whole(event, "step"), whole(event, "steps")
-        elif name == "committed":
-            self._times(event).committed = at
-            self.curve[whole(event, "round")] = {**event, "generator_spread": event.get("spread")}
-        elif name == "receipt":
-            self._times(event).receipt = at
+        elif name == "committed" and at is not None:
+            self.committed[self.round] = at
+            self.curve[self.round] = {**event, "generator_spread": event.get("spread")}
+        elif name == "receipt" and at is not None:
+            self.received[whole(event, "round")] = at
             if event.get("outcome") not in ("accepted", "duplicate"):
                 self.problems.append(f"round {event.get('round')}: {event.get('outcome')} {event.get('reason') or ''}")
         elif name == "finalised":
@@ -133,9 +115,8 @@ class CoordinatorHistory:
     """The history of the coordinator, from its event log.
 
     Attributes:
-        base: the aggregate that each round started from, by round.
-        produced: the aggregate that each round ended with, by round.
-        available: unix seconds since when each aggregate could be fetched, by its sha256.
+        opened: when each round opened (unix seconds), and from which aggregate, by round; a later attempt overwrites an earlier one.
+        stored: when each round's aggregate was stored, and which one, by round.
         stalled: why the federation stalled, when it did.
     """
 
@@ -143,9 +124,8 @@ class CoordinatorHistory:
     state: str = "starting"
     step: int = 0
     steps: int = 0
-    base: dict[int, str] = field(default_factory=dict)
-    produced: dict[int, str] = field(default_factory=dict)
-    available: dict[str, float] = field(default_factory=dict)
+    opened: dict[int, tuple[float, str]] = field(default_factory=dict)
+    stored: dict[int, tuple[float, str]] = field(default_factory=dict)
     stalled: str | None = None
 
     def take(self, events: Iterable[Event]) -> None:
@@ -162,12 +142,10 @@ class CoordinatorHistory:
             self.step, self.steps = whole(event, "step"), whole(event, "steps")
         elif name == "attempt_opened" and at is not None:
             self.state, self.step, self.steps = "collecting", 0, 0
-            self.base[self.round] = str(event.get("aggregate"))
-            self.available.setdefault(self.base[self.round], at)
+            self.opened[self.round] = at, str(event.get("aggregate"))
         elif name == "aggregate_stored" and at is not None:
             self.state, self.step, self.steps = "stored", 0, 0
-            self.produced[self.round] = str(event.get("artifact"))
-            self.available.setdefault(self.produced[self.round], at)
+            self.stored[self.round] = at, str(event.get("artifact"))
         elif name == "stalled":
             self.stalled = str(event.get("reason"))
         elif name in ("distilling", "finished"):

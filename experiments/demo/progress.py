@@ -66,9 +66,9 @@ class Progress:
         """Show the state of the coordinator and of every agent."""
         if self._live is not None:
             self._live.update(self.render(agents, coordinator))
-        if coordinator.base:
+        if coordinator.opened:
             self.print_once("the first round is open")
-        for round_number in sorted(coordinator.produced):
+        for round_number in sorted(coordinator.stored):
             self.print_once(self._round_line(agents, round_number))
         for agent in agents:
             for problem in agent.problems:

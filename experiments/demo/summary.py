@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.data.partition_folders import Prepared
-from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Event, RoundTimes, number
+from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Event, number
 
 TABLE_WIDTH = 100
 OWN = ("accuracy_local", "accuracy_personal", "accuracy_onnx")
@@ -42,14 +42,15 @@ WireRecord = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where the time of a run went, along its critical path.
+    """Where the time of a run went: the spans between the moments at which the last agent was ready.
 
     Attributes:
-        startup: until the last agent began its first round.
-        train: for each round, the agent whose receipt came last: from its verified aggregate to its commit.
-        transport: for each round, aggregate stored -> last agent verified it, plus that agent's commit -> its receipt.
+        startup: until the first round opened.
+        train: for each round, last agent had the aggregate -> last local round was over.
+        transport: for each round, opened -> last agent had the aggregate, plus last local round was over -> last receipt; and the
+            final aggregate's way to the last agent.
         aggregate: for each round, last receipt -> aggregate stored.
-        export: last agent verified the final aggregate -> last model exported.
+        export: last agent had the final aggregate -> last model exported.
         rest: what is in none of these; above all the end of the processes, from the last export on.
     """
 
@@ -71,47 +72,36 @@ def process_began() -> float:
 
 
 def seconds(agents: Sequence[AgentHistory], coordinator: CoordinatorHistory, started: float, ended: float) -> Seconds:
-    """Split the time between `started` and `ended` (unix seconds) along the critical path of every round.
+    """Split the time between `started` and `ended` (unix seconds).
 
     Of a resumed run only the rounds that ended after `started` count.
     """
-    train = transport = aggregate = 0.0
-    for round_number, base in sorted(coordinator.base.items()):
-        last = _last_received(agents, round_number)
-        if last is None or last[1].committed is None or last[1].receipt is None or last[1].receipt < started:
-            continue
-        agent, times = last[0], last[1]
-        available, committed = max(started, coordinator.available[base]), max(started, last[1].committed)
-        verified = max((other.verified[base] for other in agents if base in other.verified), default=available)
-        transport += max(0.0, verified - available) + last[1].receipt - committed
-        train += committed - min(committed, max(started, agent.verified.get(base, 0.0), times.started or 0.0))
-        produced = coordinator.produced.get(round_number)
-        if produced is not None:
-            aggregate += max(0.0, coordinator.available[produced] - last[1].receipt)
-    final = coordinator.produced[max(coordinator.produced)] if coordinator.produced else ""
-    fetched = [agent.verified[final] for agent in agents if final in agent.verified]
-    if fetched:
-        transport += max(0.0, max(fetched) - coordinator.available[final])
-    exported = [number(agent.finalised, "t") or 0.0 for agent in agents if agent.finalised is not None]
-    exported = [at for at in exported if at >= started]
-    startup = max((_first_start(agent, started) for agent in agents), default=started) - started
-    export = max(0.0, max(exported) - max(fetched)) if exported and fetched else 0.0
+    train = transport = aggregate = export = 0.0
+    counted = [index for index in sorted(coordinator.opened) if _last(agents, "received", index) >= started]
+    for index in counted:
+        at, base = coordinator.opened[index]
+        opened = max(started, at)
+        verified = max(opened, _last(agents, "verified", base))
+        committed = max(verified, _last(agents, "committed", index))
+        received = max(committed, _last(agents, "received", index))
+        train += committed - verified
+        transport += verified - opened + received - committed
+        if index in coordinator.stored:
+            aggregate += max(0.0, coordinator.stored[index][0] - received)
+    if coordinator.stored:
+        at, final = coordinator.stored[max(coordinator.stored)]
+        verified = max(started, at, _last(agents, "verified", final))
+        transport += verified - max(started, at)
+        export = max(0.0, max(number(agent.finalised or {}, "t") or 0.0 for agent in agents) - verified)
+    startup = max(0.0, coordinator.opened[counted[0]][0] - started) if counted else 0.0
     parts = (startup, train, transport, aggregate, export)
     rest = max(0.0, ended - started - sum(parts))
     return Seconds(*(round(spent, 2) for spent in (ended - started, *parts, rest)))
 
 
-def _first_start(agent: AgentHistory, since: float) -> float:
-    """When an agent began to train for the first time after `since`; `since` when it never did."""
-    begun = [times.started for times in agent.rounds.values() if times.started is not None and times.started >= since]
-    return min(begun, default=since)
-
-
-def _last_received(agents: Sequence[AgentHistory], round_number: int) -> tuple[AgentHistory, RoundTimes] | None:
-    """The agent whose receipt came last in a round: the one the round waited for."""
-    known = [(agent, agent.rounds[round_number]) for agent in agents if round_number in agent.rounds]
-    received = [(agent, times) for agent, times in known if times.receipt is not None]
-    return max(received, key=lambda pair: pair[1].receipt or 0.0, default=None)
+def _last(agents: Sequence[AgentHistory], what: str, key: int | str) -> float:
+    """When the last agent was ready: of `verified`, `committed` or `received`; 0 where none was."""
+    return max((getattr(agent, what).get(key, 0.0) for agent in agents), default=0.0)
 
 
 def uplink_bytes_per_round(wire: WireRecord, client: str, rounds: int) -> int:

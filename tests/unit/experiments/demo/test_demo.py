@@ -77,25 +77,25 @@ def histories() -> tuple[list[AgentHistory], CoordinatorHistory]:
 
 
 def test_seconds_follow_the_critical_path_by_hand(histories: tuple[list[AgentHistory], CoordinatorHistory]) -> None:
-    # Round 1: available 102.5, last verified 105 (2.5); client-2's commit 109, receipt 109.25 (0.25); stored 112 (2.75).
-    # Round 2: available 112, verified 113 (1.0); commit 117, receipt 117.25 (0.25); stored 120 (2.75).
-    # Final: available 120, verified 121 (1.0); last export 126 (5.0). Train: 105.5..109 and 113.5..117.
+    # Round 1: opened 102.5, last verified 105 (2.5); last commit 109, receipt 109.25 (0.25); stored 112 (2.75).
+    # Round 2: opened 112.1, verified 113 (0.9); commit 117, receipt 117.25 (0.25); stored 120 (2.75).
+    # Final: stored 120, verified 121 (1.0); last export 126 (5.0). Train: 105..109 and 113..117.
     times = seconds(*histories, started=100.0, ended=130.0)
     assert times.total == 30.0
-    assert times.startup == 5.5
-    assert times.transport == pytest.approx(2.5 + 0.25 + 1.0 + 0.25 + 1.0)
-    assert times.train == pytest.approx(3.5 + 3.5)
+    assert times.startup == 2.5
+    assert times.transport == pytest.approx(2.5 + 0.25 + 0.9 + 0.25 + 1.0)
+    assert times.train == pytest.approx(4.0 + 4.0)
     assert times.aggregate == pytest.approx(2.75 + 2.75)
     assert times.export == pytest.approx(5.0)
-    assert times.rest == pytest.approx(30.0 - 5.5 - 5.0 - 7.0 - 5.5 - 5.0)
+    assert times.rest == pytest.approx(30.0 - 2.5 - 4.9 - 8.0 - 5.5 - 5.0)
 
 
 def test_of_a_resumed_run_only_the_later_rounds_count(histories: tuple[list[AgentHistory], CoordinatorHistory]) -> None:
-    # Resumed at 112.5: round 1 is over; round 2's aggregate was there before, so its transport counts from 112.5 on.
+    # Resumed at 112.5: round 1 is over; round 2 was open before, so its transport counts from 112.5 on.
     times = seconds(*histories, started=112.5, ended=130.0)
-    assert times.train == pytest.approx(3.5)
+    assert times.train == pytest.approx(4.0)
     assert times.transport == pytest.approx(0.5 + 0.25 + 1.0)
-    assert times.startup == pytest.approx(1.0)
+    assert times.startup == 0.0
 
 
 WIRE: dict[str, Any] = {
