@@ -277,7 +277,7 @@ class Demo:
     # Report
 
     def _draw(self) -> None:
-        from experiments.demo.plots import accuracy_over_rounds
+        from experiments.demo.summary import accuracy_over_rounds
 
         run, lines = self._run, curves(list(self._agents.values()))
         title = f"{run.setting.method}, {run.setting.data}, seed {run.setting.seed}"

@@ -399,8 +399,7 @@ def export_command(
 
     Example: fedcg export --spec spec.json --weights state.safetensors --out models
     """
-    from export.build.checkpoint import read_spec, read_weights
-    from export.build.install_model import package_personal
+    from export.build.install_model import package_personal, read_spec, read_weights
     from export.build.labelled_images import labelled_files
     from export.model.manifest import read_manifest
 

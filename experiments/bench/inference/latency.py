@@ -8,20 +8,26 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from PIL import Image
 
-from experiments.bench.inference.beside_training import beside_training
+from devices.detect import detect
+from devices.profile import plan_training
+from edge_client.training.turns import yield_cpu
 from experiments.bench.inference.load import Load, Serving, ask, serving
 from export.build.install_model import package_personal
 from export.build.variants import HeldOut, add_variants
 from export.model.runtime import Model
 from export.model.versions import Slots
+from fedcg.child_python import spawning
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks import build_part, weights_of
@@ -209,3 +215,68 @@ def _swap(server: Serving, slots: Slots, names: list[str], swaps: int, done: thr
                 time.sleep(0.02)
     finally:
         done.set()
+
+
+PRIORITIES: tuple[Literal["normal", "low", "idle"], ...] = ("normal", "low", "idle")
+ALONE = "one_caller"
+PAUSE_S = 0.02
+START_S = 120.0
+
+
+def beside_training(model: Path, image: bytes, requests: int, repeats: int) -> dict[str, object]:
+    """p50 and p99 of one caller that asks 50 times a second at most: alone, and beside training at each priority, in turn.
+
+    Args:
+        model: of the server, or the root of its versions.
+        image: the bytes of an image file.
+        requests: of a run.
+        repeats: runs of each; the median counts, and the ratio is that of the runs of one turn.
+    """
+    loads = {name: list[Load]() for name in (ALONE, *(f"beside_{priority}" for priority in PRIORITIES))}
+    with serving(model, "--threads", "1") as server:
+        for _ in range(repeats):
+            loads[ALONE].append(ask(server.port, image, 1, lambda done: done < requests, PAUSE_S))
+            for priority in PRIORITIES:
+                with _training(priority):
+                    loads[f"beside_{priority}"].append(
+                        ask(server.port, image, 1, lambda done: done < requests, PAUSE_S)
+                    )
+    return {name: _figures(runs, loads[ALONE]) for name, runs in loads.items()}
+
+
+def _figures(runs: list[Load], alone: list[Load]) -> dict[str, float]:
+    ratios = [run.percentile_ms(0.99) / base.percentile_ms(0.99) for run, base in zip(runs, alone, strict=True)]
+    return {
+        "p50_ms": round(statistics.median(run.percentile_ms(0.5) for run in runs), 2),
+        "p99_ms": round(statistics.median(run.percentile_ms(0.99) for run in runs), 2),
+        "p99_vs_alone": round(statistics.median(ratios), 2),
+        "failed": sum(run.failed for run in runs),
+    }
+
+
+@contextmanager
+def _training(priority: Literal["normal", "low", "idle"]) -> Iterator[None]:
+    """A process that trains, with the threads that an agent would take here, for as long as the context lasts."""
+    context = spawning()
+    begins = context.Event()
+    process = context.Process(
+        target=_train, args=(priority, plan_training(detect(), device="cpu").threads, begins), daemon=True
+    )
+    process.start()
+    try:
+        if not begins.wait(START_S):
+            raise TimeoutError(f"the training process did not begin within {START_S:g} s")
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _train(priority: Literal["normal", "low", "idle"], threads: int, begins: Event) -> None:
+    from experiments.bench.learning.box_round import BoxRound, measure
+    from fedcg.learning.spec import NetworkChoice
+
+    yield_cpu(priority)
+    network = NetworkChoice(split="lenet5_relu", generator="mlp")
+    endless = BoxRound("cpu", "fedcg", network, size=32, images=1000, batch=16, epochs=1_000_000, threads=threads)
+    measure(endless, lambda _: begins.set())  # the warm-up has as many epochs, and does not end either

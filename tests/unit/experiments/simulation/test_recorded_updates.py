@@ -20,9 +20,8 @@ from experiments.data.source import Source
 from experiments.settings.options import root_secret
 from experiments.simulation.batch import PlannedRun, RunSetting
 from experiments.simulation.checkpoints import Checkpoints
-from experiments.simulation.party_builder import party_of
+from experiments.simulation.party_builder import coding_of, party_of
 from experiments.simulation.single_run import Runs
-from experiments.simulation.wire_codec import coding_of
 from fedcg.learning.data.image_folder import read_images, split_source
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Update

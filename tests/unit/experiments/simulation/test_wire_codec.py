@@ -12,7 +12,7 @@ import torch
 from experiments.parallel.pool_runner import PoolRunner
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.checkpoints import Checkpoints
-from experiments.simulation.wire_codec import WireCoding, coding_of
+from experiments.simulation.party_builder import WireCoding, coding_of
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.simulation.party import Party
