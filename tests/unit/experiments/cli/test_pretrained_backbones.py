@@ -99,13 +99,6 @@ def test_weights_that_do_not_fit_end_the_command_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_demo_without_the_weights_starts_nothing(weights: Path, tmp_path: Path) -> None:
-    done = run_fedcg("demo", "--network", SPLIT, "--image-size", "64", "--freeze", "all", "--out", tmp_path / "out")
-    assert done.exit_code != 0
-    assert f"no weights of timm:{TIMM} are at hand" in said(f"{done.output} {done.exception}")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_random_start_needs_no_file(tmp_path: Path, weights: Path) -> None:
     done = run_fedcg(
         "simulate",

@@ -112,9 +112,3 @@ def test_without_a_bound_public_images_are_held_out_before_the_others_are_dealt(
 def test_public_images_that_nobody_left_over_are_asked_for_in_vain(digits: Source) -> None:
     with pytest.raises(SourceError, match="public images"):
         cohort_of(digits, most=5000, public=10)
-
-
-def test_the_same_seed_gives_the_same_cohort_and_another_seed_another(digits: Source) -> None:
-    one, again, other = cohort_of(digits), cohort_of(digits), cohort_of(digits, seed=1)
-    assert same(one.clients["client-2"].train, again.clients["client-2"].train)
-    assert one.clients["client-2"].train.label_counts() != other.clients["client-2"].train.label_counts()

@@ -11,7 +11,10 @@ from experiments.papers.plan import TableRun, plan_runs, printed_runs, table_bat
 from fedcg.learning.mechanisms.accountant import Spent
 from fedcg.learning.mechanisms.dp_sgd import private_step_count, sampling_rate
 from fedcg.learning.method import TrainingParams
+from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method, method_names
+
+NOISY = PrivacySettings(gradient_noise=0.1)
 
 
 def _published() -> list[TableRun]:
@@ -93,6 +96,7 @@ def test_a_published_table_is_planned_exactly_as_published() -> None:
     of = {(run.setting.method, run.setting.variant): run.setting for run in runs}
     assert {variant for method, variant in of if method == "fedprox"} == {"mu=0.001", "mu=0.01", "mu=0.1", "mu=1"}
     assert {variant: setting.params["mu"] for (_, variant), setting in of.items() if variant}["mu=0.1"] == 0.1
+    assert {method for method, _ in of} >= {"local", "fedavg", "fedprox", "feddf", "fedsplit", "fedgen", "fedcg"}
     fedcg = of["fedcg", ""]
     assert (fedcg.rounds, fedcg.local_epochs, fedcg.batch_size, fedcg.lr) == (100, 20, 16, 3e-4)
     assert (fedcg.normalise, fedcg.flip, fedcg.validation, fedcg.quick) == ("imagenet", True, "test-half", False)
@@ -144,8 +148,8 @@ def test_the_authors_code_is_a_budget_that_goes_with_a_shorter_one_and_leaves_a_
 def test_what_the_user_types_overrides_and_is_listed() -> None:
     (run,) = table_batch(
         "fedcg:table1:cifar10-4",
-        {"rounds": 12, "data": "/images/cifar10", "device": "cuda", "clients": 77},
-        frozenset({"rounds", "data", "device"}),
+        {"rounds": 12, "data": "/images/cifar10", "device": "cuda", "clients": 77, "privacy": NOISY},
+        frozenset({"rounds", "data", "device", "privacy"}),
         ["fedcg"],
         [0],
         {"": {"lr": 0.001}, "fedcg": {"server_iterations": 200}},
@@ -154,7 +158,9 @@ def test_what_the_user_types_overrides_and_is_listed() -> None:
         "rounds": (100, 12),
         "params.lr": (3e-4, 0.001),
         "params.server_iterations": (2000, 200),
+        "privacy": ("", "gradient_noise=0.1"),
     }
+    assert run.setting.privacy == NOISY
     assert (run.setting.rounds, run.setting.lr, run.setting.device) == (12, 0.001, "cuda")
     assert (run.setting.clients, run.setting.data) == (4, "/images/cifar10")
     assert run.setting.all_params()["lr"] == 0.001

@@ -17,6 +17,7 @@ from experiments.settings.method_options import parse_method_params, parse_netwo
 from experiments.simulation import tensorboard as event_files
 from experiments.simulation.batch import RunSetting, load_batch, plan_batch, planned_run, save_batch
 from experiments.simulation.simulation_curves import mean_curve
+from fedcg.learning.privacy import PrivacySettings
 from tests.support.commands import data_of, run_fedcg
 
 
@@ -102,6 +103,11 @@ def test_a_folder_remembers_every_call_and_takes_no_other_data_for_the_same(tmp_
 def test_a_name_of_a_run_is_a_file_name() -> None:
     assert RunSetting(paper="fedcg:table1:cifar10-4", method="fedavg").name == "fedcg-table1-cifar10-4-fedavg-seed0"
     assert RunSetting(codec="i8-delta", aggregate_codec="f16").name == "digits-fedcg-i8-delta-f16-seed0"
+    assert RunSetting(start="random").name == "digits-fedcg-random-start-seed0"
+    named = RunSetting(data="/home/somebody/photos", variant="short", seed=3)
+    assert named.name == "photos-fedcg-short-seed3"
+    assert "somebody" not in json.dumps(named.published())
+    assert RunSetting(data="torchvision:CIFAR10:/home/somebody").data_name == "torchvision:CIFAR10"
     with pytest.raises(ValidationError, match="variant"):
         RunSetting(variant="../elsewhere")
 
@@ -126,6 +132,20 @@ def test_a_setting_recorded_before_an_option_existed_is_the_same_with_its_defaul
     assert not setting.is_same({**recorded, "rounds": 4})
     assert not setting.is_same({**recorded, "unheard_of": 1})
     assert not setting.is_same(None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("start", "random"), ("defence", "ats"), ("privacy", PrivacySettings(prune=0.5))]
+)
+def test_an_option_at_its_default_is_in_no_record_and_another_value_is_another_setting(
+    field: str, value: object
+) -> None:
+    plain, other = RunSetting(), RunSetting.model_validate({field: value})
+    assert field not in plain.published()
+    assert RunSetting.model_validate(other.published()) == other
+    assert other.is_same(other.published())
+    assert not other.is_same(plain.published())
+    assert not plain.is_same(other.published())
 
 
 TINY = "--clients 2 --partition iid --images-per-client 40 --rounds 1 --local-epochs 1 --image-size 16 --workers 1"

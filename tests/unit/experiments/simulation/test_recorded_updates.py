@@ -244,15 +244,6 @@ def test_the_start_decides_where_private_parts_begin_and_the_shared_ones_are_pub
     assert json.loads((folder / "initial.json").read_text()) == {"format": 1, "start": start, "cohort_root": known}
 
 
-def test_a_setting_without_a_start_is_written_and_named_as_before() -> None:
-    assert "start" not in SMALL.published()
-    other = SMALL.model_copy(update={"start": "random"})
-    assert other.published() == {**SMALL.published(), "start": "random"}
-    assert (SMALL.name, other.name) == ("digits-fedcg-seed0", "digits-fedcg-random-start-seed0")
-    assert other.is_same(other.published())
-    assert not other.is_same(SMALL.published())
-
-
 def pixels(*sets: ImageSet) -> list[bytes]:
     return [image.numpy().tobytes() for images in sets for image in images.images]
 

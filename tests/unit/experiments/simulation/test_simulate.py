@@ -73,17 +73,6 @@ def test_a_small_simulation_gives_a_complete_record_that_is_the_same_again(metho
     assert (record["bytes"]["up"] == 0) == (method == "local")
 
 
-def test_a_record_is_one_file_without_paths_of_this_machine(tmp_path: Path) -> None:
-    simulated(SMALL, tmp_path)
-    (path,) = tmp_path.glob("*.json")
-    assert path.name == "digits-fedcg-seed0.json"
-    assert json.loads(path.read_text())["setting"]["data"] == "digits"
-    named = SMALL.model_copy(update={"data": "/home/somebody/photos", "variant": "short", "seed": 3})
-    assert named.name == "photos-fedcg-short-seed3"
-    assert "somebody" not in json.dumps(named.published())
-    assert RunSetting(data="torchvision:CIFAR10:/home/somebody").data_name == "torchvision:CIFAR10"
-
-
 def test_the_records_name_belongs_to_one_setting(tmp_path: Path) -> None:
     runs = Runs(tmp_path, simulate, ignore)
     planned = PlannedRun(setting=SMALL)

@@ -214,10 +214,3 @@ def layer_sources(folder: Path, key: str) -> list[torch.Tensor]:
     asked = {**SMALL, "method": "local", "defence": "etc", "defence_params": {"key": key}}
     Runs(folder, caught, lambda *_: None).run(PlannedRun(setting=RunSetting.model_validate(asked)))
     return [client.input_layer.source for client in caught.parties[0].datasets.values() if client.input_layer]
-
-
-def test_a_setting_without_a_defence_has_the_json_that_it_had() -> None:
-    plain = RunSetting.model_validate(SMALL)
-    assert {"defence", "defence_params"}.isdisjoint(plain.published())
-    assert plain.is_same(RunSetting.model_validate({**SMALL, "defence": None}).published())
-    assert not plain.is_same(RunSetting.model_validate({**SMALL, "defence": "ats"}).published())

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from opacus.accountants import RDPAccountant
 
-from experiments.simulation.batch import PlannedRun, RunSetting
-from fedcg.learning.privacy import PrivacySettings
 from tests.support.commands import data_of, run_fedcg
 
 SMALL = [
@@ -70,24 +66,11 @@ def test_a_run_out_of_budget_says_so(tmp_path: Path) -> None:
     assert "local rounds undone" in done.stderr
 
 
-def test_a_setting_without_mechanisms_has_the_bytes_of_before_and_reads_them() -> None:
-    plain = RunSetting()
-    assert "privacy" not in plain.published()
-    assert "privacy" not in json.loads(PlannedRun(setting=plain).model_dump_json())["setting"]
-    assert plain.name == "digits-fedcg-seed0"
-    guarded = RunSetting(privacy=PrivacySettings(prune=0.5))
-    assert guarded.is_same(guarded.published())
-    assert not guarded.is_same(plain.published())
-    assert not plain.is_same(guarded.published())
-    assert RunSetting.model_validate(guarded.published()) == guarded
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (["--mechanism", "dp_sgd.noise_multiplier=1"], "network.discriminator = mlp"),
         (["--method", "fedmd_cg", "--mechanism", "dp_sgd.noise_multiplier=1"], "can't cover fedmd_cg"),
-        (["--method", "fedavg", "--network", "cnn_bn", "--mechanism", "dp_sgd.noise_multiplier=1"], "network.split"),
         (["--mechanism", "noise=1"], "--mechanism noise: no such mechanism"),
         (["--mechanism", "update_clip"], "write KEY=VALUE"),
     ],
@@ -99,14 +82,3 @@ def test_what_cant_be_had_ends_the_command_before_anything_is_written(
     assert done.exit_code == 2
     assert reason in done.stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_published_table_can_be_run_with_mechanisms_and_the_record_says_so() -> None:
-    from experiments.papers.plan import table_batch
-
-    privacy = PrivacySettings(gradient_noise=0.1)
-    asked: dict[str, Any] = {"privacy": privacy, "data": "digits"}
-    batch = table_batch("fedcg:table1:cifar10-4", asked, frozenset(asked), ["fedavg"], [0], {})
-    (run,) = batch.runs
-    assert run.setting.privacy == privacy
-    assert run.reduced["privacy"] == ("", "gradient_noise=0.1")

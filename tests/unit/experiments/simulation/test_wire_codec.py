@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from experiments.parallel.pool_runner import PoolRunner
-from experiments.simulation.batch import RunSetting
-from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import WireCoding, coding_of
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
@@ -84,15 +82,6 @@ def test_processes_give_the_same_numbers() -> None:
     finally:
         runner.close()
     assert same_parts(many.aggregate.parts, simulate(one, schedule).aggregate.parts)
-
-
-def test_a_checkpoint_keeps_the_bytes_of_the_updates(tmp_path: Path) -> None:
-    done = simulate(coded("fedavg"), Schedule(rounds=2, shadow=False))
-    kept = Checkpoints(tmp_path, RunSetting())
-    kept.save(done, 1.0)
-    found = kept.newest()
-    assert found is not None
-    assert found[0].update_bytes == done.update_bytes != ()
 
 
 class Refusing:

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
-import sys
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
-from export.model.manifest import read_manifest, write_manifest
 from export.model.versions import Slots
-from tests.support.commands import run_fedcg
 from tests.support.learning.export_models import encoded, install_model, picture
 from tests.support.serving import PNG, Server, install_one_that_names_one_class, install_versions, serving
 from tests.support.stack import wait_for
 
-STAND_IN = """
-import sys, time
-from export.model.runtime import Model
-
-sound = Model.predict
-
-def predict(self, images):
-    if self.version == "0002" and any(image.any() for image in images):  # the images of the warm-up are black
-        {fault}
-    return sound(self, images)
-
-Model.predict = predict
-from fedcg.cli import main
-main()
-"""
 """The command with a version 0002 that does badly from its first real image on."""
-FAILING = 'raise RuntimeError("out of order")'
-SLOW = "time.sleep(0.1)"
 NEXT = cycle([encoded(picture(seed), "PNG") for seed in range(24)])
 ALL = ("--shadow-share", 1)
 
@@ -88,89 +67,26 @@ def test_a_good_version_serves_after_it_was_compared_and_the_stage_is_shown(tmp_
     assert int(found[1]) >= 30
 
 
-def test_a_version_whose_class_names_are_permuted_never_answers_until_a_person_chooses_it(tmp_path: Path) -> None:
-    root = tmp_path / "models"
-    install_versions(root, 1)
-    permuted = Path(shutil.copytree(root / "0001", root / "0002"))
-    manifest = read_manifest(permuted)
-    write_manifest(permuted, manifest.model_copy(update={"classes": (*manifest.classes[1:], manifest.classes[0])}))
-    with serving(root, "--shadow", 24, *ALL) as server:
-        image = next(NEXT)
-        right = server.ask("/predict", image, PNG).document["results"][0]["class"]
-        Slots(root).use("0002")
-        server.wait_for_metric('fedcg_serve_rollbacks_total{reason="incomparable"}', 1)
-        assert "so it can't be compared" in server.ask("/model").document["taken_back"]
-        answer = server.ask("/predict", image, PNG).document
-        assert (answer["version"], answer["results"][0]["class"]) == ("0001", right)
-        assert run_fedcg("model", "use", root, "0002").exit_code == 0
-        server.wait_for_version("0002")
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind", "told"),
-    [
-        (FAILING, "errors", "requests that version 0001 answered"),
-        pytest.param(SLOW, "latency", "times as long per image as version 0001", marks=pytest.mark.slow),
-        ("", "drift", "its predicted classes are"),
-    ],
-)
-def test_a_bad_version_is_taken_back_and_no_caller_has_its_answer(
-    tmp_path: Path, fault: str, kind: str, told: str
-) -> None:
+def test_a_bad_version_is_taken_back_and_no_caller_has_its_answer(tmp_path: Path) -> None:
     install_versions(tmp_path, 1)
-    program = STAND_IN.format(fault=fault or "pass")
-    with serving(tmp_path, "--shadow", 24, *ALL, command=(sys.executable, "-c", program)) as server:
-        if fault:
-            install_model(tmp_path, seed=1, round_number=2)
-        else:
-            install_one_that_names_one_class(tmp_path)
+    with serving(tmp_path, "--shadow", 24, *ALL) as server:
+        install_one_that_names_one_class(tmp_path)
         _wait_for_candidate(server, "0002")
-        rollbacks = f'fedcg_serve_rollbacks_total{{reason="{kind}"}}'
+        rollbacks = 'fedcg_serve_rollbacks_total{reason="drift"}'
 
         def is_taken_back() -> bool:
             answer = server.ask("/predict", next(NEXT), PNG)
             assert (answer.status, answer.document["version"]) == (200, "0001"), answer.text
             return server.metric(rollbacks) == 1
 
-        wait_for(is_taken_back, f"version 0002 is taken back for {kind}", 60)
+        wait_for(is_taken_back, "version 0002 is taken back", 60)
         assert Slots(tmp_path).current().name == "0001"
         told_by = server.ask("/model").document
         assert (told_by["version"], told_by["candidate"], told_by["refused"]) == ("0001", None, None)
-        assert told_by["taken_back"].startswith("version 0002: ")
-        assert told in told_by["taken_back"]
+        assert told_by["taken_back"].startswith("version 0002: its predicted classes are")
         code, errors = server.stop()
     assert code == 0
     assert "version 0002 is taken back to 0001: " in errors
-
-
-def test_a_version_that_was_taken_back_and_is_chosen_again_serves_at_once_and_is_not_judged_twice(
-    tmp_path: Path,
-) -> None:
-    install_versions(tmp_path, 1)
-    with serving(tmp_path, "--shadow", 24, *ALL, "--watch", 20) as server:
-        install_one_that_names_one_class(tmp_path)
-        _wait_for_candidate(server, "0002")
-        rollbacks = 'fedcg_serve_rollbacks_total{reason="drift"}'
-        wait_for(lambda: _ask_until(server, "0001") == ["0001"] and server.metric(rollbacks) == 1, "taken back", 60)
-        Slots(tmp_path).use("0002")
-        server.wait_for_version("0002")
-        for _ in range(24):
-            assert _ask_until(server, "0002") == ["0002"]
-        install_model(tmp_path, seed=1, round_number=3)
-        _wait_for_candidate(server, "0003")  # so the server has looked, and found nothing to take back
-        assert server.ask("/readyz").document["version"] == "0002"
-        assert server.metric(rollbacks) == 1
-
-
-@pytest.mark.slow
-def test_with_little_traffic_it_serves_when_the_time_is_up(tmp_path: Path) -> None:
-    install_versions(tmp_path, 1)
-    with serving(tmp_path, "--shadow", 1000, "--shadow-for", "3s") as server:
-        install_model(tmp_path, seed=1, round_number=2)
-        _wait_for_candidate(server, "0002")
-        server.wait_for_version("0002")
-        _, errors = server.stop()
-    assert "version 0002 takes all requests: 0 images compared, 0 requests failed" in errors
 
 
 @pytest.mark.slow
@@ -187,12 +103,3 @@ def test_a_server_that_is_killed_in_the_stage_goes_on_with_the_version_that_answ
     with serving(tmp_path) as server:
         assert server.ask("/readyz").document["version"] == "0002"
         assert _candidate(server) is None
-
-
-def test_a_shadow_of_0_images_serves_a_new_version_at_once(tmp_path: Path) -> None:
-    install_versions(tmp_path, 1)
-    with serving(tmp_path, "--shadow", 0) as server:
-        install_model(tmp_path, seed=1, round_number=2)
-        server.wait_for_version("0002")
-        _, errors = server.stop()
-    assert "compared" not in errors

@@ -55,10 +55,10 @@ def clock() -> Clock:
     return Clock()
 
 
-def _started(root: Path, clock: Clock, *, images: int = 6) -> ServedModel:
+def _started(root: Path, clock: Clock, *, watch: int = 0) -> ServedModel:
     """A server that has looked once."""
-    stage = Stage(images=images, share=1.0, limit_s=600.0)
-    models = ServedModel(root, threads=1, warm_up=(1,), stage=stage, clock=clock)
+    stage = Stage(images=6, share=1.0, limit_s=600.0)
+    models = ServedModel(root, threads=1, warm_up=(1,), stage=stage, watch=watch, clock=clock)
     models.refresh()
     return models
 
@@ -123,25 +123,46 @@ def test_nobody_is_answered_by_the_candidate_before_the_end_of_its_stage_is_on_d
     assert _states(models)[0] == "0001"
 
 
-def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chosen_again(
+def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chosen_again_and_is_not_judged_twice(
     root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = _started(root, clock)
+    models = _started(root, clock, watch=len(IMAGES))
+    assert models.current is not None
+    models.answered(models.current, IMAGES, models.current.predict(IMAGES))
+    assert models.look() == []  # enough to compare a later version with
     _choose(models, root, "0002")
     sound, bad = Model.predict, models.candidate
     assert bad is not None
     with monkeypatch.context() as patch:
         patch.setattr(Model, "predict", lambda self, images: (_fail if self is bad.model else sound)(self, images))
         _compare(models, FAILURES)
-    verdict = models.refresh()
-    assert verdict is not None
+    [verdict] = models.look()
     assert (verdict.version, verdict.kind) == ("0002", "errors")
     assert _states(models) == ("0001", None)
     assert Slots(root).current().name == "0001"
     assert models.taken_back == f"version 0002: {verdict.reason}"
-    assert models.refresh() is None
+    assert models.look() == []
     assert not (root / RECORD_NAME).exists()
     assert _choose(models, root, "0002") == ("0002", None)
+    for _ in range(FAILURES):
+        models.failed(models.current)
+    assert models.look() == []
+    assert _states(models) == ("0002", None)
+
+
+def test_a_version_that_does_badly_in_service_is_taken_back_by_a_look(root: Path, clock: Clock) -> None:
+    models = _started(root, clock, watch=len(IMAGES))
+    assert models.current is not None
+    models.answered(models.current, IMAGES, models.current.predict(IMAGES))
+    assert models.look() == []
+    _choose(models, root, "0002")
+    clock.now_s += 600
+    assert models.look() == []
+    assert _states(models) == ("0002", None)
+    for _ in range(FAILURES):
+        models.failed(models.current)
+    assert models.look() == [Verdict("0002", "errors", f"{FAILURES} of its first {FAILURES} requests failed")]
+    assert _states(models) == ("0001", None)
 
 
 def test_a_candidate_whose_values_are_not_numbers_counts_as_failing(
