@@ -52,7 +52,7 @@ def coordinator_command(
     from coordinator.storage.store import Store
     from experiments.bench.coordinator.figures import as_record, cost_of_watchers, draw_memory, growth_mb, rounds_of
     from experiments.bench.coordinator.rounds import Setting, run_rounds
-    from experiments.bench.coordinator.stage import new_home
+    from experiments.bench.transport.broker import new_home
     from experiments.record import bench_record
     from fedcg.files import READABLE, replace_durably
 

@@ -22,14 +22,19 @@ from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from experiments.bench.coordinator.stage import set_up
-from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, expect, process_of
+from experiments.bench.transport.broker import (
+    FEDERATION,
+    READY_S,
+    SECONDS_MAX,
+    expect,
+    process_of,
+    running_broker,
+)
 from experiments.demo.event_follower import Follower, whole
-from experiments.demo.processes import POLL_S, Child, children, fedcg
+from experiments.demo.processes import POLL_S, Child, fedcg
 from experiments.demo.run_folder import LOOPBACK
-from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.messages.messages import Outcome
 
-READY_S = 60.0
 OPENED, CLOSED = "attempt_opened", "aggregate_stored"
 
 
@@ -99,12 +104,8 @@ async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], Non
         BrokerError: no Mosquitto here, or the rounds do not end.
         ProcessError: the broker or the coordinator ended.
     """
-    if find_mosquitto() is None:
-        raise BrokerError("the bench needs a Mosquitto on this machine: run `make setup-broker`")
     run = Run()
-    async with children(home.root / "logs") as processes:
-        broker = await processes.start("broker", fedcg("broker", "run", "--dir", home.root), outlives_others=True)
-        await processes.line(broker, "ready", READY_S)
+    async with running_broker(home) as processes:
         announce(f"setting up {setting.sessions} sessions ...")
         stage = await asyncio.to_thread(set_up, home, setting.sessions, setting.all_rounds)
         coordinator = await processes.start("coordinator", fedcg("coordinator", "run", "--dir", home.root))

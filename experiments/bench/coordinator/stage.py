@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from coordinator.broker.access_lists import publish_access
-from coordinator.cli.opening import create_home
-from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.operations.open_federation import open_federation
 from coordinator.paths import Home
-from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from experiments.bench.coordinator.replay import Replay
-from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, device_name
-from experiments.bench.transport.peers import Party, run_devices
-from experiments.demo.run_folder import LOOPBACK, free_ports
+from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, device_name, device_processes
 from experiments.simulation.batch import RunSetting
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.tensors import PartArrays
 from fedcg.wire.parts import DEFAULT_AGGREGATE_CODEC, DEFAULT_UPDATE_CODEC, Report
 from fedcg.wire.transfer.broker_presets import limits_for
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 
 SERVER_ITERATIONS = 20
-PROCESSES = 2
-"""Of devices."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +35,9 @@ class Stage:
     names: tuple[str, ...]
     replay: Replay
 
-    def device_processes(self) -> list[Any]:
+    def device_processes(self) -> list[Callable[..., None]]:
         """What each process of devices runs, as arguments of `process_of`."""
-        with contextlib.closing(Store.of(self.home)) as store:
-            coordinator = load_signing_identity(self.home, store).key.public.hex
-        parties = [self._party(name) for name in self.names]
-        shares = [tuple(parties[first::PROCESSES]) for first in range(min(PROCESSES, len(parties)))]
-        return [partial(run_devices, share, coordinator, self.replay.update) for share in shares]
-
-    def _party(self, name: str) -> Party:
-        broker, bundle, limits = self.home.config().broker, self.devices / name, limits_for()
-        tls = TlsFiles(*(bundle / "tls" / file for file in ("ca.pem", "device.pem", "device.key")))
-        mqtt = MqttConfig(broker.host, broker.port, name, tls=tls, protocol="5", in_flight=limits.in_flight)
-        return Party(mqtt, FEDERATION, bundle / "signing.key", bundle / "artifacts", limits)
-
-
-def new_home(root: Path) -> Home:
-    """The home of a coordinator on free ports of this machine."""
-    broker_port, api_port = free_ports(2)
-    config = CoordinatorConfig(broker=BrokerSettings(port=broker_port, host=LOOPBACK), api=ApiSettings(port=api_port))
-    return create_home(root / "home", config)
+        return device_processes(self.home, self.devices, self.names, limits_for(), self.replay.update)
 
 
 def set_up(home: Home, sessions: int, rounds: int) -> Stage:

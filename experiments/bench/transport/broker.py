@@ -1,37 +1,33 @@
-"""The stage of the transport benches: a Mosquitto with the configuration that we generate, mutual TLS, and processes with a pipe."""
+"""What the benches with sessions share: a coordinator's home, devices with bundles, a Mosquitto by its command, processes with a pipe."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.broker.broker_folder import write_folder
-from coordinator.broker.lists import Lists
-from coordinator.broker.mosquitto import write_config
 from coordinator.cli.opening import create_home
-from coordinator.config import BrokerSettings, CoordinatorConfig
+from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, credential_of, issue
-from experiments.bench.transport.peers import Party
+from coordinator.pki.signing_keys import load_signing_identity
+from coordinator.storage.store import Store
+from experiments.bench.transport.peers import MakeUpdate, Party, run_devices
+from experiments.demo.processes import Children, children, fedcg
 from experiments.demo.run_folder import LOOPBACK, free_ports
 from fedcg.child_python import spawning
 from fedcg.find_mosquitto import find_mosquitto
-from fedcg.wire.messages.messages import COORDINATOR
-from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 
 FEDERATION = "bench"
 SECONDS_MAX = 300.0
-START_S = 20.0
+READY_S = 60.0
+PROCESSES = 2
+"""Of devices."""
 
 
 def device_name(number: int) -> str:
@@ -39,66 +35,53 @@ def device_name(number: int) -> str:
     return f"device-{number:04}"
 
 
-class Bench:
-    """A broker and a folder for one run."""
-
-    def __init__(self, home: Home, root: Path, devices: Sequence[str]) -> None:
-        self.home = home
-        self.root = root
-        self.devices = tuple(devices)
-        for name in devices:
-            issue(home.pki, name)
-            SigningKey.generate().save(root / f"{name}.key")
-
-    def public(self, name: str) -> str:
-        """The public key of a device."""
-        return SigningKey.load(self.root / f"{name}.key").public.hex
-
-    def mqtt(self, identity: str, limits: LinkLimits) -> MqttConfig:
-        """How an identity reaches the broker."""
-        own = credential_of(self.home.pki, identity)
-        tls = TlsFiles(credential_of(self.home.pki, CA_NAME).certificate, own.certificate, own.key)
-        broker = self.home.config().broker
-        return MqttConfig(broker.host, broker.port, identity, tls=tls, protocol="5", in_flight=limits.in_flight)
-
-    def party(self, identity: str, limits: LinkLimits) -> Party:
-        """A bench process of an identity."""
-        key = self.home.signing_key if identity == COORDINATOR else self.root / f"{identity}.key"
-        return Party(self.mqtt(identity, limits), FEDERATION, key, self.root / f"of-{identity}", limits)
-
-    @property
-    def coordinator_key(self) -> str:
-        """The coordinator's public key."""
-        return SigningKey.load(self.home.signing_key).public.hex
+def new_home(root: Path) -> Home:
+    """The home of a coordinator on free ports of this machine."""
+    broker_port, api_port = free_ports(2)
+    config = CoordinatorConfig(broker=BrokerSettings(port=broker_port, host=LOOPBACK), api=ApiSettings(port=api_port))
+    return create_home(root / "home", config)
 
 
-@contextmanager
-def bench(devices: Sequence[str]) -> Iterator[Bench]:
-    """A bench with a running Mosquitto.
+@asynccontextmanager
+async def running_broker(home: Home) -> AsyncIterator[Children]:
+    """The broker of a home, by its command, while the context lasts; further processes may be started beside it.
 
     Raises:
-        BrokerError: there is none on this machine, or it does not start.
+        BrokerError: no Mosquitto here.
+        ProcessError: it does not start.
     """
-    mosquitto = find_mosquitto()
-    if mosquitto is None:
+    if find_mosquitto() is None:
         raise BrokerError("the bench needs a Mosquitto on this machine: run `make setup-broker`")
-    with tempfile.TemporaryDirectory(prefix="fedcg-bench-") as name:
-        root = Path(name)
-        (port,) = free_ports(1)
-        home = create_home(root / "home", CoordinatorConfig(broker=BrokerSettings(port=port)))
-        made = Bench(home, root, devices)
-        revocations = home.revocations.read_text(encoding="ascii")
-        lists = Lists(federations=(FEDERATION,), devices=tuple(devices), observers=(), revocations=revocations)
-        write_folder(home, home.broker, lists)
-        command = [str(mosquitto.binary), "-c", str(write_config(home.broker))]
-        with (root / "mosquitto.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=mosquitto.environment())
-        try:
-            _wait_listening(process, port, root / "mosquitto.log")
-            yield made
-        finally:
-            process.kill()
-            process.wait()
+    async with children(home.root / "logs") as processes:
+        broker = await processes.start("broker", fedcg("broker", "run", "--dir", home.root), outlives_others=True)
+        await processes.line(broker, "ready", READY_S)
+        yield processes
+
+
+def device_processes(
+    home: Home, bundles: Path, names: Sequence[str], limits: LinkLimits, make_update: MakeUpdate
+) -> list[Callable[..., None]]:
+    """What each process of devices runs, as arguments of `process_of`.
+
+    Args:
+        home: of their coordinator.
+        bundles: folder with each device's bundle.
+        names: of the devices.
+        limits: how they use their links.
+        make_update: makes their updates.
+    """
+    with contextlib.closing(Store.of(home)) as store:
+        coordinator = load_signing_identity(home, store).key.public.hex
+    parties = [_party(home, bundles / name, name, limits) for name in names]
+    shares = [tuple(parties[first::PROCESSES]) for first in range(min(PROCESSES, len(parties)))]
+    return [partial(run_devices, share, coordinator, make_update) for share in shares]
+
+
+def _party(home: Home, bundle: Path, name: str, limits: LinkLimits) -> Party:
+    broker = home.config().broker
+    tls = TlsFiles(*(bundle / "tls" / file for file in ("ca.pem", "device.pem", "device.key")))
+    mqtt = MqttConfig(broker.host, broker.port, name, tls=tls, protocol="5", in_flight=limits.in_flight)
+    return Party(mqtt, FEDERATION, bundle / "signing.key", bundle / "artifacts", limits)
 
 
 @contextmanager
@@ -131,14 +114,3 @@ def expect(pipe: Any) -> Any:
         return pipe.recv()
     except EOFError as error:
         raise BrokerError("a process of the bench ended; its traceback is above") from error
-
-
-def _wait_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + START_S
-    pause = threading.Event()
-    while process.poll() is None and time.monotonic() < end:
-        with socket.socket() as probe:
-            if probe.connect_ex((LOOPBACK, port)) == 0:
-                return
-        pause.wait(0.01)
-    raise BrokerError(f"mosquitto did not start: {log.read_text(errors='replace')[-500:]}")

@@ -5,16 +5,18 @@ The throughput of transfers is that of such rounds, from the first manifest of a
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -29,27 +31,40 @@ from coordinator.aggregation.worker_messages import (
     WorkerReady,
     WorkerSettings,
 )
+from coordinator.broker.access_lists import publish_access
 from coordinator.errors import BrokerError
-from coordinator.pki.signing_keys import SigningIdentity
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home
+from coordinator.pki.authority import CA_NAME, credential_of
+from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.rounds.round_engine import Phase
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from coordinator.updates.figures import Figures
 from coordinator.updates.robustness import Distances
-from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, Bench, bench, device_name, expect, process_of
-from experiments.bench.transport.peers import run_devices
+from experiments.bench.transport.broker import (
+    FEDERATION,
+    SECONDS_MAX,
+    device_name,
+    device_processes,
+    expect,
+    new_home,
+    process_of,
+    running_broker,
+)
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
 from fedcg.wire.messages.messages import COORDINATOR, MAX_CHUNK_BYTES
-from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 from fedcg.wire.transfer.broker_presets import LinkLimits, limits_for
 from fedcg.wire.transfer.chunks import chunk_bytes_for
 from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 
 SMALL, LARGE = 250_000, 57_000_000
 
@@ -164,23 +179,45 @@ def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, announce
 
     Raises:
         BrokerError: no Mosquitto here, or the rounds do not end.
+        ProcessError: it does not start.
     """
-    names = [device_name(number) for number in range(sessions)]
-    with bench(names) as made:
-        announce(f"{sessions} sessions x {size} bytes, {rounds} rounds ...")
-        spec = classifier_spec(FEDERATION, size, rounds)
-        halves = [half for half in (names[0::2], names[1::2]) if half]
-        make = partial(_update, size, rounds)
-        runs = [
-            partial(run_devices, tuple(made.party(name, limits) for name in half), made.coordinator_key, make)
-            for half in halves
-        ]
-        with process_of(partial(_run_service, made, spec, limits)) as service, ExitStack() as stack:
+    announce(f"{sessions} sessions x {size} bytes, {rounds} rounds ...")
+    names = tuple(map(device_name, range(sessions)))
+    with TemporaryDirectory(prefix="fedcg-bench-") as folder:
+        home = new_home(Path(folder))
+        seconds, transfer_s = asyncio.run(_rounds(home, classifier_spec(FEDERATION, size, rounds), names, limits))
+    return Round(sessions, size, tuple(seconds), tuple(transfer_s))
+
+
+async def _rounds(
+    home: Home, spec: FederationSpec, names: tuple[str, ...], limits: LinkLimits
+) -> tuple[list[float], list[float]]:
+    async with running_broker(home):
+        bundles = await asyncio.to_thread(_set_up, home, spec, names)
+        make_update = partial(_update, spec)
+        with ExitStack() as stack:
+            service = stack.enter_context(process_of(partial(_run_service, home, spec, limits)))
+            runs = device_processes(home, bundles, names, limits, make_update)
             devices = [stack.enter_context(process_of(run)) for run in runs]
-            seconds, transfer_s = expect(service)
+            found: tuple[list[float], list[float]] = await asyncio.to_thread(expect, service)
             for pipe in (*devices, service):
                 pipe.send("end")
-        return Round(sessions, size, tuple(seconds), tuple(transfer_s))
+    return found
+
+
+def _set_up(home: Home, spec: FederationSpec, names: tuple[str, ...]) -> Path:
+    """Open the federation and enrol the devices, while the broker runs; gives the folder of their bundles."""
+    artifacts, bundles = ArtifactStore(home.artifacts), home.root.parent / "devices"
+    base = packed(spec, "base", kind="aggregate", round=0, attempt=0, client=COORDINATOR)
+    record = FederationRecord(
+        FEDERATION, spec.method, artifacts.put(spec.canonical()), spec.rounds, len(names), 1, SECONDS_MAX, 1, 1.0
+    )
+    initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
+    with closing(Store.of(home)) as store, changing_members(home):
+        store.add_federation(record, initial)
+        enrol(home, store, names, bundles, time.time())
+        publish_access(home)
+    return bundles
 
 
 def classifier_spec(federation: str, size: int, rounds: int) -> FederationSpec:
@@ -200,12 +237,9 @@ def classifier_spec(federation: str, size: int, rounds: int) -> FederationSpec:
     )
 
 
-def _update(size: int, rounds: int, device: str, round_number: int, attempt: int, base: Path) -> bytes:
-    spec, where = classifier_spec(FEDERATION, size, rounds), {"round": round_number, "attempt": attempt}
-    report = Report(examples=10)
-    return packed(
-        spec, f"{device} {round_number}", kind="update", client=device, base=base.name, report=report, **where
-    )
+def _update(spec: FederationSpec, device: str, round_number: int, attempt: int, base: Path) -> bytes:
+    where = {"round": round_number, "attempt": attempt, "base": base.name}
+    return packed(spec, f"{device} {round_number}", kind="update", client=device, report=Report(examples=10), **where)
 
 
 def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
@@ -218,27 +252,19 @@ def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
     return pack(head, {Part.CLASSIFIER: {"weight": weights}})
 
 
-def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
+def _run_service(home: Home, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
     """The coordinator's process: serve until all rounds are over, and send how long each took."""
-    home = made.home
-    store = Store.of(home)
-    artifacts = ArtifactStore(home.artifacts)
-    base = packed(spec, "base", kind="aggregate", round=0, attempt=0, client=COORDINATOR)
-    clients = len(made.devices)
-    record = FederationRecord(
-        FEDERATION, spec.method, artifacts.put(spec.canonical()), spec.rounds, clients, 1, SECONDS_MAX, 1, 1.0
-    )
-    initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
-    store.add_federation(record, initial)
-    for name in made.devices:
-        store.add_device(name, made.public(name), 1.0)
+    store, broker = Store.of(home), home.config().broker
+    own = credential_of(home.pki, COORDINATOR)
+    tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
+    mqtt = MqttConfig(broker.host, broker.port, COORDINATOR, tls=tls, protocol="5", in_flight=limits.in_flight)
     context = ServiceContext(
         federation=store.federation(FEDERATION),
         spec=spec,
         store=store,
-        artifacts=artifacts,
-        connect=lambda will: MqttTransport(made.mqtt(COORDINATOR, limits), will),
-        signing_identity=lambda: SigningIdentity(SigningKey.load(home.signing_key)),
+        artifacts=ArtifactStore(home.artifacts),
+        connect=lambda will: MqttTransport(mqtt, will),
+        signing_identity=lambda: load_signing_identity(home, store),
         worker=WorkerSettings(1, "cpu", home.secret(), home.artifacts, home.spill),
         events=EventLog(home.events_file, time.time),
         limits=limits,
