@@ -30,7 +30,7 @@ from experiments.settings.cli_options import (
 from experiments.settings.method_options import parse_method_params, parse_networks, parse_seeds
 from experiments.settings.options import parse_params
 from experiments.simulation.batch import Batch, RunSetting, load_batch, plan_batch, save_batch
-from experiments.simulation.run_slots import Lanes, default_workers, open_lanes, open_ray_lanes
+from experiments.simulation.lanes import Lanes, default_workers, open_lanes, open_ray_lanes
 from fedcg.config_file import problems_in_words
 from fedcg.json_output import print_data
 from fedcg.learning.defences.defence import DefencePlace, defence_of

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from experiments.demo.summary import percent
 from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun, has_record
-from experiments.simulation.run_slots import Lanes
+from experiments.simulation.lanes import Lanes
 from experiments.simulation.simulation_curves import draw_curves, write_tables
 from experiments.simulation.simulation_record import label_of
 from experiments.simulation.single_run import FailedRun, Runs, write_failures

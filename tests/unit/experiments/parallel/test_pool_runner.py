@@ -17,7 +17,7 @@ from experiments.parallel import pool_runner
 from experiments.parallel.pool_runner import PoolRunner
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.checkpoints import Checkpoints
-from experiments.simulation.run_slots import default_workers
+from experiments.simulation.lanes import default_workers
 from fedcg.learning.method import ClientState
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method

@@ -19,7 +19,7 @@ from experiments.parallel import ray_cluster
 from experiments.parallel.ray_cluster import Build, RayCluster, open_cluster, own_build
 from experiments.parallel.ray_runner import _images, _roots_for
 from experiments.parallel.ray_simulator import MOST_LANES, lanes_for
-from experiments.simulation.run_slots import open_ray_lanes
+from experiments.simulation.lanes import open_ray_lanes
 from fedcg import cli
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.simulation.party import Roots
