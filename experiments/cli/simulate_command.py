@@ -27,8 +27,7 @@ from experiments.settings.cli_options import (
     free_folder,
     options_of,
 )
-from experiments.settings.method_options import parse_method_params, parse_networks, parse_seeds
-from experiments.settings.options import parse_params
+from experiments.settings.options import parse_method_params, parse_networks, parse_params, parse_seeds
 from experiments.simulation.batch import Batch, RunSetting, load_batch, plan_batch, save_batch
 from experiments.simulation.lanes import Lanes, default_workers, open_lanes, open_ray_lanes
 from fedcg.config_file import problems_in_words

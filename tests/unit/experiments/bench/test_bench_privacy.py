@@ -11,7 +11,7 @@ import pytest
 
 from experiments.bench.privacy.cells import grids
 from experiments.bench.privacy.tables import _degradation, _parameter, draw_antigan, strongest, summary, table
-from experiments.settings.method_options import parse_networks
+from experiments.settings.options import parse_networks
 from tests.support.commands import run_fedcg
 
 

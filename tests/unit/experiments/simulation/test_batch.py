@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from typer.testing import Result
 
 from experiments.errors import OptionError
-from experiments.settings.method_options import parse_method_params, parse_networks, parse_seeds
+from experiments.settings.options import parse_method_params, parse_networks, parse_seeds
 from experiments.simulation import tensorboard as event_files
 from experiments.simulation.batch import RunSetting, load_batch, plan_batch, planned_run, save_batch
 from experiments.simulation.simulation_curves import mean_curve
