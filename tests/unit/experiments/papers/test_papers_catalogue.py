@@ -148,7 +148,7 @@ def test_the_authors_code_is_a_budget_that_goes_with_a_shorter_one_and_leaves_a_
 def test_what_the_user_types_overrides_and_is_listed() -> None:
     (run,) = table_batch(
         "fedcg:table1:cifar10-4",
-        {"rounds": 12, "data": "/images/cifar10", "device": "cuda", "clients": 77, "privacy": NOISY},
+        {"rounds": 12, "data": "/images/cifar10", "device": "cuda", "clients": 77, "privacy": {"gradient_noise": 0.1}},
         frozenset({"rounds", "data", "device", "privacy"}),
         ["fedcg"],
         [0],
