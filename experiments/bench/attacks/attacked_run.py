@@ -1,13 +1,11 @@
-"""One federation with one hostile client, in one process: the method's own halves and the coordinator's own defence. Uses torch."""
+"""A simulated federation with one hostile client, whose server has the coordinator's own defence. Uses torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from statistics import fmean
-from typing import Any, TypeVar
 
 import torch
 
@@ -15,38 +13,20 @@ from coordinator.aggregation.behaviour import behaviour_of
 from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
 from coordinator.updates.figures import Behaviour, figures_of, merge_weights, verdicts_of
-from coordinator.updates.robustness import (
-    Distances,
-    Yardstick,
-    clipped,
-    limits_of,
-    medians_of,
-    over,
-)
+from coordinator.updates.robustness import Distances, Yardstick, clipped, limits_of, medians_of, over
 from experiments.bench.attacks.attackers import Attack
-from fedcg.learning.mechanisms.protected_round import downloaded_parts
-from fedcg.learning.method import (
-    Aggregate,
-    ClientState,
-    DivergedError,
-    LabelCounts,
-    LocalResult,
-    ServerState,
-    Update,
-    Weights,
-)
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.method import Aggregate, LabelCounts, Update, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import update_of
-from fedcg.learning.simulation.tasks import LocalTask, MemorySpill, local_task
+from fedcg.learning.simulation.runners import Runner, SerialRunner
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule, Updates
+from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
-from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.tensors import assert_finite
 from fedcg.wire.parts import Part
 
-ResultT = TypeVar("ResultT")
 _NO_ARTIFACT = "0" * 64
 
 
@@ -80,73 +60,47 @@ class AttackedRun:
     screened: tuple[Screened, ...]
 
 
-class Trainer:
-    """A federation's clients and server; what runs have in common (the first round of all of them, say) is computed once."""
+class RememberingRunner(SerialRunner):
+    """Trains what several runs have in common, such as the first round of all of them, once."""
 
-    def __init__(self, party: Party) -> None:
-        self.party = party
-        self._known: dict[str, Any] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[str, LocalOutcome] = {}
 
-    def local(self, client: str, number: int, state: ClientState, aggregate: Aggregate) -> LocalResult | None:
-        """A client's local round; None where it diverged."""
-        task = LocalTask(client, number, state, None)
-        what = f"local {client} {number}"
-        return self._once(what, [state.parts, aggregate.parts], lambda: local_task(self.party, task, aggregate).result)
+    def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
+        """Local rounds in the order given."""
+        for task in tasks:
+            key = _digest(f"{task.client} {task.number}", task.state.parts, aggregate.parts)
+            if key not in self._known:
+                (self._known[key],) = super().local([task], aggregate)
+            yield self._known[key]
 
-    def behaviour(self, number: int, update: Update, yardstick: Yardstick) -> Behaviour:
-        """What the coordinator measures of an update."""
-        spec, streams = self.party.spec, self.party.server_context(number).streams
-        parts = to_arrays(update.parts)
-        base = to_weights(yardstick.base.parts)
-        return self._once(
-            f"behaviour {number}", [update.parts, base], lambda: behaviour_of(parts, yardstick, spec, streams)
-        )
 
-    def merged(self, number: int, server: ServerState, updates: Mapping[str, Update]) -> ServerState:
-        """The server's state after a round; the one before it where there is nothing to merge, or the merge diverges."""
-
-        def merge() -> ServerState:
-            aggregator = get_method(self.party.spec.method).aggregator(
-                server, self.party.server_context(number), MemorySpill()
-            )
-            try:
-                return aggregator.finish({name: partial(updates.__getitem__, name) for name in updates})[1]
-            except DivergedError:
-                return server
-
-        weights = " ".join(f"{name} {update.examples}" for name, update in sorted(updates.items()))
-        inputs = [server.aggregate.parts, *(updates[name].parts for name in sorted(updates))]
-        return self._once(f"merge {number} {weights}", inputs, merge) if updates else server
-
-    def _once(self, what: str, inputs: Sequence[Mapping[Part, Weights]], work: Callable[[], ResultT]) -> ResultT:
-        digest = sha256(what.encode())
-        for parts in inputs:
-            for part, arrays in sorted(to_arrays(parts).items()):
-                for name, array in sorted(arrays.items()):
-                    digest.update(f"{part} {name}".encode() + array.tobytes())
-        key = digest.hexdigest()
-        if key not in self._known:
-            self._known[key] = work()
-        found: ResultT = self._known[key]
-        return found
+def _digest(what: str, *inputs: Mapping[Part, Weights]) -> str:
+    digest = sha256(what.encode())
+    for parts in inputs:
+        for part, arrays in sorted(to_arrays(parts).items()):
+            for name, array in sorted(arrays.items()):
+                digest.update(f"{part} {name}".encode() + array.tobytes())
+    return digest.hexdigest()
 
 
 class Defence:
     """The coordinator's checks of a round's updates; keeps the last round's typical distances."""
 
-    def __init__(self, trainer: Trainer, settings: RobustnessSettings, quorum: int) -> None:
-        self._trainer = trainer
+    def __init__(self, party: Party, settings: RobustnessSettings, quorum: int) -> None:
+        self._party = party
         self._settings = settings
         self._quorum = quorum
         self._typical: Distances = {}
         self.screened: list[Screened] = []
 
-    def passed(self, number: int, updates: Mapping[str, Update], aggregate: Aggregate) -> dict[str, Update]:
+    def passed(self, number: int, updates: Updates, aggregate: Aggregate) -> dict[str, Update]:
         """The updates that are merged, clipped and with the weights that they are given."""
         yardstick = Yardstick(Base(_NO_ARTIFACT, to_arrays(aggregate.parts)), self._typical)
         measured: dict[str, Behaviour] = {}
         reasons: dict[str, str] = {}
-        hidden = get_method(self._trainer.party.spec.method).summed  # behind masks: nobody can look into it
+        hidden = get_method(self._party.spec.method).summed  # behind masks: nobody can look into it
         for client, update in updates.items():
             seen = replace(update, parts={part: some for part, some in update.parts.items() if part not in hidden})
             arrays = to_arrays(seen.parts)
@@ -156,7 +110,8 @@ class Defence:
             except ValidationError as error:
                 reasons[client] = error.reason
                 continue
-            measured[client] = self._trainer.behaviour(number, seen, yardstick)
+            streams = self._party.server_context(number).streams
+            measured[client] = behaviour_of(arrays, yardstick, self._party.spec, streams)
         figures = figures_of(measured, has_trained_base=number > 1)
         verdicts = verdicts_of(figures, self._settings, figures, self._quorum)
         reported = {client: updates[client].examples for client in measured}
@@ -186,7 +141,8 @@ class Defence:
 
 
 def attacked_run(
-    trainer: Trainer,
+    party: Party,
+    runner: Runner,
     attack: Attack | None,
     settings: RobustnessSettings | None,
     *,
@@ -196,42 +152,30 @@ def attacked_run(
     """Run a federation in which the last client is hostile.
 
     Args:
-        trainer: with all clients.
+        party: all clients.
+        runner: trains them.
         attack: what the last client sends; None: its honest update.
         settings: of the defence; None: there is none.
         quorum: updates that a round with a defence needs.
         is_absent: the last client never delivers.
     """
-    party, spec, method = trainer.party, trainer.party.spec, get_method(trainer.party.spec.method)
-    initial = initial_parts(spec, party.roots.cohort)
-    server: ServerState = method.init_server(spec, initial)
-    names = sorted(party.datasets)
-    states = {name: method.init_client(spec, initial) for name in names}
-    defence = None if settings is None else Defence(trainer, settings, quorum)
-    for number in range(1, spec.rounds + 1):
-        updates: dict[str, Update] = {}
-        for name in names[:-1] if is_absent else names:
-            result = trainer.local(name, number, states[name], server.aggregate)
-            if result is not None:
-                states[name] = result.private
-                counts = result.report.label_counts if method.label_counts is LabelCounts.REQUIRED else None
-                updates[name] = replace(update_of(name, result), label_counts=counts)
-        if attack is not None and names[-1] in updates:
-            stream = torch.Generator().manual_seed(party.roots.devices[names[-1]][0] * 1000 + number)
-            updates[names[-1]] = attack(updates[names[-1]], server.aggregate.parts, stream)
-        if defence is not None:
-            updates = defence.passed(number, updates, server.aggregate)
-        server = trainer.merged(number, server, updates)
-    return AttackedRun(_accuracy(party, states, server, names[:-1]), tuple(defence.screened) if defence else ())
+    *honest, hostile = sorted(party.datasets)
+    defence = None if settings is None else Defence(party, settings, quorum)
+    has_counts = get_method(party.spec.method).label_counts is LabelCounts.REQUIRED
 
+    def screen(number: int, updates: Updates, aggregate: Aggregate) -> Updates:
+        sent = {name: one if has_counts else replace(one, label_counts=None) for name, one in updates.items()}
+        if is_absent:
+            sent.pop(hostile, None)
+        if attack is not None and hostile in sent:
+            stream = torch.Generator().manual_seed(party.roots.devices[hostile][0] * 1000 + number)
+            sent[hostile] = attack(sent[hostile], aggregate.parts, stream)
+        return sent if defence is None else defence.passed(number, sent, aggregate)
 
-def _accuracy(party: Party, states: Mapping[str, ClientState], server: ServerState, honest: list[str]) -> float:
-    common = party.common
-    assert common is not None
-
-    def accuracy(name: str) -> float:
-        own, context = states[name].parts, party.client_context(name, party.spec.rounds)
-        parts = {**own, **downloaded_parts(own, server.aggregate, party.datasets[name].train, context)}
-        return evaluate(party.spec, parts, common).accuracy
-
-    return 100.0 * fmean(map(accuracy, honest))
+    rounds = party.spec.rounds
+    done = simulate(party, Schedule(shadow=False, evaluate_every=rounds, screen=screen), runner=runner)
+    ends = [done.curves[name][-1] for name in honest]
+    accuracies = [end.common if end.common_after is None else end.common_after for end in ends]
+    return AttackedRun(
+        100.0 * fmean(one for one in accuracies if one is not None), tuple(defence.screened) if defence else ()
+    )

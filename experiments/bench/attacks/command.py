@@ -14,7 +14,7 @@ import typer
 from fedcg.json_output import print_data
 
 if TYPE_CHECKING:
-    from experiments.bench.attacks.attacked_run import Trainer
+    from fedcg.learning.simulation.party import Party
 
 HONEST, ABSENT = "all honest", "absent"
 
@@ -93,6 +93,7 @@ def _run_cases(
 ) -> None:
     """Run what the record lacks, and write it after every case."""
     from coordinator.config import RobustnessSettings
+    from experiments.bench.attacks.attacked_run import RememberingRunner, attacked_run
     from experiments.bench.attacks.attackers import ATTACKS, PROBE_ATTACKS
     from fedcg.files import READABLE, replace_durably
     from fedcg.learning.registry import get_method
@@ -108,15 +109,13 @@ def _run_cases(
     wanted += [(name, defended) for name in chosen or attacks for defended in (True, False)]
     wanted = [case for case in wanted if only is None or case[1] is only or case[0] == ABSENT]
     done = {(case["attack"], case["defended"]) for case in record["cases"]}
-    trainer: Trainer | None = None
+    runner, party = RememberingRunner(), None
     for name, defended in wanted:
         if (name, defended) in done:
             continue
-        from experiments.bench.attacks.attacked_run import attacked_run
-
-        trainer = trainer or _trainer(setting)
+        party = party or _party(setting)
         settings = RobustnessSettings() if defended else None
-        run = attacked_run(trainer, attacks.get(name), settings, quorum=quorum, is_absent=name == ABSENT)
+        run = attacked_run(party, runner, attacks.get(name), settings, quorum=quorum, is_absent=name == ABSENT)
         typer.echo(
             f"seed {setting['seed']}, {name}, {'with' if defended else 'without'} the defence: {run.accuracy:.1f}",
             err=True,
@@ -127,8 +126,7 @@ def _run_cases(
             replace_durably(path, json.dumps(record, indent=1) + "\n", READABLE)
 
 
-def _trainer(setting: Mapping[str, Any]) -> Trainer:
-    from experiments.bench.attacks.attacked_run import Trainer
+def _party(setting: Mapping[str, Any]) -> Party:
     from experiments.data.client_datasets import build_cohort
     from experiments.simulation.batch import RunSetting
     from experiments.simulation.party_builder import party_of
@@ -138,7 +136,7 @@ def _trainer(setting: Mapping[str, Any]) -> Trainer:
     run = RunSetting(**setting, quick=True)
     source = run.source()
     spec = complete_spec(plan_from_mapping(dict(run.plan(source))))
-    return Trainer(party_of(run, spec, build_cohort(source, spec.image, run.deal())))
+    return party_of(run, spec, build_cohort(source, spec.image, run.deal()))
 
 
 def table(records: list[dict[str, Any]]) -> Iterator[str]:

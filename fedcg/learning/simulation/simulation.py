@@ -33,7 +33,7 @@ from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.runners import Runner, SerialRunner
-from fedcg.learning.simulation.state import Failure, Schedule, Sent, Simulation
+from fedcg.learning.simulation.state import Failure, Schedule, Sent, Simulation, Updates
 from fedcg.learning.simulation.tasks import (
     LocalOutcome,
     LocalTask,
@@ -77,6 +77,7 @@ def spent_after_round(
 
 
 NONE_TRAINED = "no client of this round could train"
+NONE_MERGED = "no update of this round was let through"
 
 
 def simulate(
@@ -176,7 +177,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
     results = {name: outcomes[name].result for name in sorted(outcomes)}
     present = {name: result for name, result in results.items() if result is not None}
     started = time.perf_counter()
-    server, server_failure = _aggregate(party, runner, number, now.server, present)
+    server, server_failure = _aggregate(party, schedule, runner, number, now.server, present)
     seconds = time.perf_counter() - started
     shadows = {name: outcome.shadow for name, outcome in outcomes.items() if outcome.shadow is not None}
     after = replace(
@@ -244,12 +245,21 @@ def _noted(
 
 
 def _aggregate(
-    party: Party, runner: Runner, number: int, server: ServerState, results: Mapping[str, LocalResult]
+    party: Party,
+    schedule: Schedule,
+    runner: Runner,
+    number: int,
+    server: ServerState,
+    results: Mapping[str, LocalResult],
 ) -> tuple[ServerState, str | None]:
     """The server's state after a round, and why it stayed what it was, if it did."""
     if not results:
         return server, NONE_TRAINED
-    updates = {name: update_of(name, result) for name, result in results.items()}
+    updates: Updates = {name: update_of(name, result) for name, result in results.items()}
+    if schedule.screen is not None:
+        updates = schedule.screen(number, updates, server.aggregate)
+        if not updates:
+            return server, NONE_MERGED
     spill = MemorySpill()
     try:
         for client, rows in runner.teach(number, server, list(updates.values())):

@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedcg.learning.mechanisms.accountant import Spent
-from fedcg.learning.method import Aggregate, ClientState, ServerState, SharedResult
+from fedcg.learning.method import Aggregate, ClientState, ServerState, SharedResult, Update
 from fedcg.learning.simulation.tasks import RoundRecord
 from fedcg.learning.training.evaluation import is_preferred
 from fedcg.wire.parts import Report
+
+Updates = Mapping[str, Update]
+Screen = Callable[[int, Updates, Aggregate], Updates]
+"""(round, the updates by client, the aggregate that they started from) -> the updates that are merged."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Schedule:
         participation: share of the clients that take part in a round, in (0, 1].
         early_stop: end after so many rounds without a better validation of any client; None: never.
         kept_updates: rounds whose updates stay in `Simulation.sent`.
+        screen: what the server does to a round's updates before it merges them; None: nothing.
     """
 
     rounds: int | None = None
@@ -31,6 +36,7 @@ class Schedule:
     participation: float = 1.0
     early_stop: int | None = None
     kept_updates: frozenset[int] = frozenset()
+    screen: Screen | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation import tasks as simulation_tasks
 from fedcg.learning.simulation.party import ClientData, Party
-from fedcg.learning.simulation.simulation import NONE_TRAINED, participants, simulate
+from fedcg.learning.simulation.simulation import NONE_MERGED, NONE_TRAINED, participants, simulate
 from fedcg.learning.simulation.state import Failure, Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalTask, RoundRecord, local_task
 from fedcg.wire.parts import Part
@@ -43,6 +43,18 @@ def test_a_client_that_cannot_train_keeps_its_state_and_the_others_go_on_as_if_i
     assert "at least 2" in done.failures["c"][0].reason
     assert [record.loss for record in done.curves["c"]] == [None, None]
     assert done.server_failures == ()
+
+
+def test_what_the_server_screens_out_is_not_merged_and_its_client_has_trained_all_the_same() -> None:
+    one = party_of("fedavg", ("a", "b"))
+    alone = simulate(party_of("fedavg", ("a",)), Schedule(rounds=1, shadow=False))
+    plain = simulate(one, Schedule(rounds=1, shadow=False))
+    first = Schedule(rounds=1, shadow=False, screen=lambda number, updates, base: {"a": updates["a"]})
+    screened = simulate(one, first)
+    assert same_parts(screened.aggregate.parts, alone.aggregate.parts)
+    assert all(same_parts(screened.states[name].parts, plain.states[name].parts) for name in "ab")
+    nobody = simulate(one, replace(first, screen=lambda number, updates, base: {}))
+    assert [failure.reason for failure in nobody.server_failures] == [NONE_MERGED]
 
 
 def test_what_owners_would_be_told_is_kept_by_client_and_round() -> None:
