@@ -104,21 +104,6 @@ def _plain_spectral(layer: SpectralConv2d | SpectralLinear) -> nn.Module:
     return twin
 
 
-def weights_by_our_names(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors of a plain network, by the names they have in the network it is a copy of."""
-    renamed = {
-        "parametrizations.weight.original": "weight",
-        "parametrizations.weight.0._u": "vectors.left",
-        "parametrizations.weight.0._v": "vectors.right",
-    }
-    result = {}
-    for name, tensor in module.state_dict().items():
-        for theirs, ours in renamed.items():
-            name = name.replace(theirs, ours)
-        result[name] = tensor
-    return result
-
-
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
     """Within the block, batch norms normalise by the batch as ever, but their running statistics stand still."""

@@ -14,7 +14,6 @@ from experiments.bench.learning.reference_fedcg import (
     plain,
     plain_networks,
     train_gan,
-    weights_by_our_names,
 )
 from fedcg.learning.aggregation.distillation import (
     Distillation,
@@ -107,6 +106,21 @@ def in_double(nets: Networks) -> Networks:
 def furthest(ours: nn.Module, theirs: nn.Module) -> float:
     """The largest difference of any two weights, running statistics or singular vectors."""
     return float(differences(ours, theirs).max())
+
+
+def weights_by_our_names(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors of a plain network, by the names they have in the network it is a copy of."""
+    renamed = {
+        "parametrizations.weight.original": "weight",
+        "parametrizations.weight.0._u": "vectors.left",
+        "parametrizations.weight.0._v": "vectors.right",
+    }
+    result = {}
+    for name, tensor in module.state_dict().items():
+        for theirs, ours in renamed.items():
+            name = name.replace(theirs, ours)
+        result[name] = tensor
+    return result
 
 
 def differences(ours: nn.Module, theirs: nn.Module) -> torch.Tensor:

@@ -66,10 +66,7 @@ def test_a_simulation_on_a_frozen_backbone_computes_its_features_once_for_all_me
         (("--freeze", "all"), "no weights of timm:test_efficientnet are at hand"),
         (("--freeze", "all", "--weights", "random"), "freeze = all keeps a backbone as its weights are"),
         (("--weights", "nowhere"), "no file, and no folder with"),
-        (("--weights", "FILE", "--image-size", "32"), "at least 64x64"),
-        (("--weights", "FILE", "--normalise", "half"), "normalised as they were trained"),
         (("--weights", "FILE", "--network", "lenet5"), "--weights are of a backbone with a projection"),
-        (("--weights", "FILE", "--freeze", "some"), "freeze: must be none, stem, all or all-but:STAGE"),
     ],
 )
 def test_what_cannot_be_simulated_is_explained_before_anything_starts(

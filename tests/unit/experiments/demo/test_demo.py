@@ -264,22 +264,7 @@ def test_the_picture_is_a_png(histories: tuple[list[AgentHistory], CoordinatorHi
     [
         (["--partition", "domain"], "neither"),
         (["--data", "/nowhere/at/all"], "not a folder"),
-        (["--clients", "0"], "clients"),
         (["--method", "feddf", "--public-images", "0"], "--public-images"),
-        (["--set", "lr"], "key=value"),
-        (["--crop", "32"], "crop: "),
-        (["--network", "resnet18@layer9"], "can't be cut after 'layer9'"),
-        (["--network", "lenet9"], "no split named 'lenet9'"),
-        pytest.param(
-            ["--method", "ppidsg"],
-            "network.split must be image_small or image_paper (--network image_small)",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["--method", "ppidsg", "--network", "image_small", "--set", "block=5"],
-            "block = 5 does not divide images",
-            marks=pytest.mark.slow,
-        ),
         (["--set", "lrr=1"], "lrr: there is no such setting"),
     ],
 )

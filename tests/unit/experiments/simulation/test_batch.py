@@ -243,20 +243,13 @@ def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Pa
     ("text", "why"),
     [
         ("--method nosuch", "no method 'nosuch'"),
-        ("--method local --set lr", "key=value"),
         ("--method local --set mu=1", "local has no parameter mu; `fedcg method show local`"),
-        ("--method fedavg --method feddf", "--public-images"),
         ("--device nosuch", "--device nosuch"),
         ("--method local --set lr=fast", "local: lr"),
-        ("--seeds x", "seeds"),
         ("--validation never", "validation"),
         ("--participation 0", "participation"),
-        ("--crop -1", "crop: "),
-        ("--crop 65", "crop: "),
         ("--crop 16", "crop: crops of 16 pixels can miss the whole image; the shorter side has 16"),
-        ("--data /nowhere", "nowhere"),
         ("--generator nope", "no generator 'nope'; there are conv"),
-        ("--discriminator nope", "no discriminator 'nope'; there are conv"),
         (
             "--method local --generator fedcg=mlp",
             "--generator fedcg=mlp: 'fedcg' is not one of the methods of this call (local)",
@@ -276,11 +269,6 @@ def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Pa
         ("--codec i4", "--codec"),
         ("--precision bf16", "needs --device cuda"),
         ("--seed 1 --seeds 0-2", "--seed is one run's root and --seeds those of several"),
-        ("--partition domains", "digits: partition by domain: it has no domains"),
-        (
-            "--data digits-domains --partition domains --clients 4",
-            "5 domains (plain, inverted, blended, thick, rotated)",
-        ),
         ("--clients 900", "training images can't be split over 900 clients with at least 40 each"),
     ],
 )

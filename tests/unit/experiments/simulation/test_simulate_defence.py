@@ -106,13 +106,10 @@ def _same(one: ImageSet, other: ImageSet) -> bool:
     ("words", "named"),
     [
         ("--defence antigam", "defence: there is no 'antigam' (did you mean `antigan`?)"),
-        ("--defence antigan --defence-set ve=1", "ve: there is no such setting (did you mean `v_e`?)"),
         ("--defence antigan --defence-set v_e", "--defence-set 'v_e': write key=value"),
         ("--defence-set v_e=1", "defence_params need a defence"),
         ("--defence antigan --mechanism dp_sgd.noise_multiplier=1", "dp_sgd's epsilon does not cover"),
         ("--defence antigan --defence-set window=33", "antigan: window = 33 is larger than the images of 32x32 pixels"),
-        ("--defence etc --defence-set block=5", "etc: block = 5 does not divide images of 32x32 pixels"),
-        ("--defence etc --defence-set scrambling=IC", "etc: scrambling: IC permutes the channels of colour images"),
         ("--defence etc --defence-set key=cohort --start public", "etc: key = cohort needs the cohort secret"),
     ],
 )

@@ -164,12 +164,6 @@ def test_a_folder_and_a_pattern_mean_the_images_in_them(folder: Path, images: Te
     assert expand([str(odd), str(tmp_path / "*.tif")]) == [odd, tmp_path / "*.tif"]
 
 
-def test_a_directory_without_a_model_is_an_error_that_says_what_is_missing(tmp_path: Path, images: TestImages) -> None:
-    done = run_fedcg("infer", "--model", tmp_path, images.files[0])
-    assert done.exit_code == 2
-    assert "holds neither manifest.json" in done.stderr
-
-
 def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
     listed = run_fedcg("model", "list", slots_root)
     assert listed.exit_code == 0
