@@ -43,6 +43,7 @@ from fedcg.wire.transport.mqtt_config import MqttConfig
 from fedcg.wire.transport.transport import Will
 from fedcg.wire.versions import SPOKEN
 from tests.support.broker.broker_plant import Plant, open_plant
+from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.homes import bundle
 from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
@@ -230,9 +231,9 @@ def box(root: Path, name: str) -> Box:
 @contextmanager
 def plant(root: Path) -> Iterator[Plant]:
     """A running broker and coordinator, no device yet."""
-    record = {"rounds": ROUNDS, "min_clients": len(HONEST), "max_attempts": 10, "deadline_s": DEADLINE_S}
+    policy = policy_of(ROUNDS, len(HONEST), 10, DEADLINE_S)
     devices = (*HONEST, FLOODER)
-    with open_plant(root, "run", devices, FEDERATION, spec=tiny_spec(ROUNDS), **record) as made:
+    with open_plant(root, "run", devices, FEDERATION, spec=tiny_spec(ROUNDS), policy=policy) as made:
         made.start_python("coordinator", "tests.floods", "coordinator", str(root))
         wait_until(lambda: any(event["up"] for event in events(made, "link")), "the coordinator is connected")
         yield made

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from coordinator.facts.known import Known
+from coordinator.rounds.opening import wanted_updates
 from coordinator.rounds.records import (
     AttemptRecord,
     AttemptState,
@@ -135,7 +136,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         is_served=service is not None,
         is_connected=service is not None and service.is_connected,
         quorum=state.policy.quorum,
-        wanted=state.policy.wanted(len(state.participants)) if is_open else state.policy.quorum,
+        wanted=wanted_updates(state.policy, len(state.participants)) if is_open else state.policy.quorum,
         delivered=sum(each.phase in (ClientPhase.DELIVERED, ClientPhase.QUARANTINED) for each in clients),
         opened_at=None if attempt is None else attempt.opened_at,
         deadline_at=state.deadline_at if state.label == Phase.COLLECTING.value else None,

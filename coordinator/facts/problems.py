@@ -301,10 +301,12 @@ def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) 
 
 def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:
     """Devices remember a later epoch or round than this coordinator has reached: its state is an older one."""
-    remembered = sorted(item for item in dict(service.conditions.remembered).items() if item[0] in state.pace.expected)
+    remembered = sorted(
+        item for item in dict(service.conditions.remembered).items() if item[0] in state.opening.expected
+    )
     if refusing := [device for device, (_, _, has_key) in remembered if not has_key]:
         what = f"these devices accept a later message key than this coordinator has, and refuse all that it sends: {_named(refusing)}"
-        severe = 2 * len(refusing) >= len(state.pace.expected)  # fewer may also tell an untruth
+        severe = 2 * len(refusing) >= len(state.opening.expected)  # fewer may also tell an untruth
         yield Problem("older message key", record.id, what, OLD_KEY_REMEDY, is_severe=severe)
     ahead = {
         device: (epoch, trained)

@@ -181,7 +181,7 @@ def federation(federation: str, running: Running) -> FederationView:
 @router.get("/federations/{federation}/policy")
 def policy(federation: str, running: Running, response: Response) -> RoundPolicy:
     """How its rounds go; the ETag serves the If-Match of a change."""
-    found = federation_of(running.store, federation).operator_policy
+    found = federation_of(running.store, federation).policy
     response.headers["ETag"] = policy_tag(found)
     return found
 

@@ -179,7 +179,7 @@ def change_policy(
         if if_match is not None and if_match.strip() not in ("*", policy_tag(policy)):
             raise ProblemError(412, f"the policy of {federation} was changed meanwhile; read it again")
 
-    policy = doing.change_policy(federation, changes, check).operator_policy
+    policy = doing.change_policy(federation, changes, check).policy
     response.headers["ETag"] = policy_tag(policy)
     return policy
 

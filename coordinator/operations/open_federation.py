@@ -59,14 +59,9 @@ def open_federation(
         id=plan.federation,
         method=plan.method,
         spec=made.spec,
-        rounds=plan.rounds,
-        min_clients=plan.min_clients,
-        max_attempts=plan.max_attempts,
-        deadline_s=plan.deadline_s,
-        first_attempt=1,
+        policy=RoundPolicy(**plan.model_dump(include=set(RoundPolicy.model_fields))),
         created_at=now,
         status=FederationStatus.RUNNING if start else FederationStatus.CREATED,
-        policy=plan.model_dump_json(include=set(RoundPolicy.model_fields)),
         continued_from=continued_from,
     )
     initial = AggregateRecord(plan.federation, 0, 0, made.aggregate, made.aggregate_bytes, made.server_state, now)

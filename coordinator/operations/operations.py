@@ -85,7 +85,7 @@ class Operations:
         """
 
         def changed(steering: Steering) -> FederationRecord:
-            check(federation_of(self.store, federation).operator_policy)
+            check(federation_of(self.store, federation).policy)
             return steering.change_policy(federation, changes)
 
         return self.steer(changed)

@@ -158,7 +158,7 @@ class Steering:
         """
         record = federation_of(self._store, federation)
         policy = self._changed(record, changes)
-        self._store.set_policy(federation, policy.model_dump_json())
+        self._store.set_policy(federation, policy)
         self._events.write("policy_changed", federation=federation, changed=sorted(changes))
         return self._followed(federation)
 
@@ -172,10 +172,10 @@ class Steering:
         if rounds < 1:
             raise SteeringError(f"rounds = {rounds}: add at least 1")
         if not record.status.is_ended:
-            return self.change_policy(federation, {"rounds": record.operator_policy.rounds + rounds})
+            return self.change_policy(federation, {"rounds": record.policy.rounds + rounds})
         closed = self._store.aggregates(federation)[-1].round
         policy = self._changed(record, {"rounds": closed + rounds})
-        self._store.set_policy(federation, policy.model_dump_json())
+        self._store.set_policy(federation, policy)
         return self._change(record, FederationStatus.RUNNING)
 
     def disable(self, device: str, reason: str = "") -> DeviceRecord:
@@ -204,12 +204,12 @@ class Steering:
         ]
         wanted = {name: value for name, value in changes.items() if name not in fixed}
         try:
-            policy = RoundPolicy.model_validate({**record.operator_policy.model_dump(), **wanted})
+            policy = RoundPolicy.model_validate({**record.policy.model_dump(), **wanted})
         except ValidationError as error:
             problems += [line.removeprefix("(file): ") for line in problems_of(RoundPolicy, error)]
             wrong = {one["loc"][0] for one in error.errors()}
             right = {name: value for name, value in wanted.items() if name not in wrong}
-            policy = record.operator_policy.model_copy(update=right)
+            policy = record.policy.model_copy(update=right)
         if "min_clients" in changes and (problem := too_few_for_sums(self._spec(record), policy.min_clients)):
             problems.append(f"min_clients: {problem}")
         state = self._store.round_state(record.id)

@@ -175,7 +175,7 @@ def federation_view(running: Coordinator, record: FederationRecord) -> Federatio
     state = running.store.round_state(record.id) if service is None else service.state
     spec = running.spec(record)
     aggregates = running.store.aggregates(record.id)
-    policy = record.operator_policy
+    policy = record.policy
     return FederationView(
         federation=record.id,
         method=record.method,

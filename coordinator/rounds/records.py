@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from coordinator.rounds.pacing import Pace, Policy
+from coordinator.rounds.opening import Opening
 from coordinator.rounds.round_engine import Phase, RoundState, stalled_reason, standing_reason
-from fedcg.learning.spec import DEFAULT_MIN_COHORT, RoundPolicy
+from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part
 
@@ -128,46 +129,31 @@ class TokenRecord:
         return TokenState.OPEN if now < self.expires_at else TokenState.EXPIRED
 
 
+def _policy_in(value: object) -> object:
+    """A policy, from the JSON of its column too."""
+    return RoundPolicy.model_validate_json(value) if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class FederationRecord:
     """A federation; `spec` is the artifact id of its spec, which is also the spec's digest.
 
     Attributes:
+        policy: how its rounds go: the plan's values, and those that were changed since; the database holds it as JSON.
+        first_attempt: the attempt that `max_attempts` is counted from.
         status: what the operator wants of it, and `status_reason` why.
-        policy: JSON of the fields of `RoundPolicy`; those that it lacks are the record's own.
         continued_from: the federation whose last aggregate it started from.
     """
 
     id: str
     method: str
     spec: str
-    rounds: int
-    min_clients: int
-    max_attempts: int
-    deadline_s: float
-    first_attempt: int
+    policy: Annotated[RoundPolicy, BeforeValidator(_policy_in)]
     created_at: float
+    first_attempt: int = 1
     status: FederationStatus = FederationStatus.RUNNING
     status_reason: str = ""
-    policy: str = "{}"
     continued_from: str | None = None
-
-    @property
-    def operator_policy(self) -> RoundPolicy:
-        """How its rounds go; the plan's values, and those that were changed since."""
-        planned = {
-            "rounds": self.rounds,
-            "min_clients": self.min_clients,
-            "min_cohort": min(self.min_clients, DEFAULT_MIN_COHORT),
-            "max_attempts": self.max_attempts,
-            "deadline_s": self.deadline_s,
-        }
-        return RoundPolicy.model_validate({**planned, **json.loads(self.policy)})
-
-    @property
-    def round_policy(self) -> Policy:
-        """The policy as the round engine takes it; what the coordinator adds has its defaults."""
-        return Policy(**self.operator_policy.model_dump())
 
     def reason(self, state: RoundState) -> str:
         """Why it stands still, or will when the open round is over, in this state of the round engine; "" where it does not."""
@@ -179,18 +165,17 @@ class FederationRecord:
     def after_failure(self, last: AttemptRecord) -> RoundState:
         """The state of the round engine when the last attempt failed."""
         failed = last.attempt - self.first_attempt + 1
-        policy = self.round_policy
         state = RoundState(
-            policy,
+            self.policy,
             round=last.round,
             attempt=last.attempt + 1,
             reason=last.reason,
             first_attempt=self.first_attempt,
-            pace=Pace(failed_at=last.closed_at or 0.0),
+            opening=Opening(failed_at=last.closed_at or 0.0),
         )
-        if failed < policy.max_attempts:
+        if failed < self.policy.max_attempts:
             return state
-        return replace(state, phase=Phase.STALLED, reason=stalled_reason(state, failed), pace=Pace())
+        return replace(state, phase=Phase.STALLED, reason=stalled_reason(state, failed), opening=Opening())
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
 A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation stalls. An attempt that
 ran out of time because clients had not answered or were offline does not count. A client whose owner has not approved the spec
-keeps its place: the attempt is not held up by it, and waits for the approval only where it can't close without. `pacing` decides
+keeps its place: the attempt is not held up by it, and waits for the approval only where it can't close without. `opening` decides
 when an attempt may open.
 Laws (property-tested): an update counts once, a round closes once, and commands never name a client that was not invited.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from coordinator.rounds.pacing import Pace, Policy
+from coordinator.rounds.opening import Opening, wanted_updates
 from coordinator.rounds.round_commands import (
     Command,
     Distil,
@@ -48,6 +48,7 @@ from coordinator.rounds.round_events import (
     UpdateStored,
     WentOffline,
 )
+from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import RoundAttempt
 
 WAITS_FOR_OWNERS = "waits_for_owners"
@@ -87,10 +88,10 @@ class RoundState:
             not count.
         accepted: participants that have announced that they work on it.
         unapproved: participants that may take part as soon as their owners approve the spec.
-        pace: when the next attempt may open.
+        opening: when the next attempt may open.
     """
 
-    policy: Policy
+    policy: RoundPolicy
     phase: Phase = Phase.WAITING
     round: int = 1
     attempt: int = 1
@@ -106,7 +107,7 @@ class RoundState:
     first_attempt: int = 1
     accepted: frozenset[str] = frozenset()
     unapproved: frozenset[str] = frozenset()
-    pace: Pace = field(default_factory=Pace)
+    opening: Opening = field(default_factory=Opening)
 
     @property
     def answered(self) -> frozenset[str]:
@@ -189,7 +190,7 @@ def stalled_reason(state: RoundState, attempts: int) -> str:
 
 def _came_online(state: RoundState, event: CameOnline, now: float) -> Step:
     online = state.online | {event.client}
-    state = replace(state, online=online, pace=state.pace.counting(len(online), now))
+    state = replace(state, online=online, opening=state.opening.counting(len(online), now))
     if state.phase is Phase.COLLECTING and event.client in state.outstanding:
         return state, (Invite(state.round, state.attempt, event.client),)
     return _open_if_enough(state, now)
@@ -207,7 +208,7 @@ def _departed(state: RoundState, event: Departed, now: float) -> Step:
 
 
 def _expected(state: RoundState, event: Expected, now: float) -> Step:
-    return _open_if_enough(replace(state, pace=replace(state.pace, expected=event.clients)), now)
+    return _open_if_enough(replace(state, opening=replace(state.opening, expected=event.clients)), now)
 
 
 def _barred(state: RoundState, event: Barred, now: float) -> Step:
@@ -246,10 +247,10 @@ def _stopped(state: RoundState, event: Stopped, now: float) -> Step:
 
 
 def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
-    since = state.pace.down_since
+    since = state.opening.down_since
     if event.up == (since is None):
         return state, ()
-    state = replace(state, pace=replace(state.pace, down_since=None if event.up else now))
+    state = replace(state, opening=replace(state.opening, down_since=None if event.up else now))
     if since is None or state.phase is not Phase.COLLECTING:
         return _open_if_enough(state, now)
     down_s = max(0.0, now - since)
@@ -297,7 +298,7 @@ def _tick(state: RoundState, event: Tick, now: float) -> Step:
 
 
 def _restarted(state: RoundState, event: Restarted, now: float) -> Step:
-    state = replace(state, pace=replace(state.pace, down_since=now))
+    state = replace(state, opening=replace(state.opening, down_since=now))
     if state.phase is Phase.COLLECTING:
         grace = min(RESTART_GRACE_S, state.policy.deadline_s)
         state = replace(state, deadline_at=max(state.deadline_at, now + grace))
@@ -358,7 +359,7 @@ def _waiting(state: RoundState, round_number: int, attempt: int, *, first_attemp
         barred=state.barred,
         paused=state.paused,
         first_attempt=first_attempt,
-        pace=state.pace,
+        opening=state.opening,
     )
 
 
@@ -370,12 +371,11 @@ def _move_deadline(state: RoundState, deadline_at: float, reason: str = "") -> S
 def _open_if_enough(state: RoundState, now: float) -> Step:
     failures = state.attempt - state.first_attempt
     candidates = state.candidates
-    if state.phase is not Phase.WAITING or not state.pace.may_open(
-        state.online, candidates, state.policy, failures, now
-    ):
+    is_enough = state.phase is Phase.WAITING and len(candidates) >= state.policy.quorum
+    if not is_enough or not state.opening.is_due(state.online, failures, now):
         return state, ()
     deadline_at = now + state.policy.deadline_s
-    invited = state.policy.select(candidates, state.at)
+    invited = state.opening.invited(state.policy, candidates, state.at)
     opened = replace(state, phase=Phase.COLLECTING, participants=invited, deadline_at=deadline_at, reason="")
     invites = [Invite(state.round, state.attempt, client) for client in sorted(invited)]
     return opened, (OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
@@ -388,8 +388,10 @@ def _judge(state: RoundState, now: float) -> Step:
         ended = f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone"
         return _fail(state, f"{ended} ({names}); {state.policy.quorum} updates are needed", now)
     enough = len(state.updates) >= state.policy.quorum
-    is_late = now >= state.deadline_at and state.pace.down_since is None
-    is_complete = (enough and not state.awaited) or len(state.updates) >= state.policy.wanted(len(state.participants))
+    is_late = now >= state.deadline_at and state.opening.down_since is None
+    is_complete = (enough and not state.awaited) or len(state.updates) >= wanted_updates(
+        state.policy, len(state.participants)
+    )
     if is_complete or (is_late and enough):
         distilling = replace(state, phase=Phase.DISTILLING)
         return distilling, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
@@ -429,7 +431,7 @@ def _why_missing(state: RoundState, client: str) -> str:
 def _fail(state: RoundState, reason: str, now: float, *, counts: bool = True) -> Step:
     first = state.first_attempt if counts else state.first_attempt + 1
     failed = FailAttempt(state.round, state.attempt, reason, first)
-    state = replace(state, reason=reason, pace=replace(state.pace, failed_at=now))
+    state = replace(state, reason=reason, opening=replace(state.opening, failed_at=now))
     following = _waiting(state, state.round, state.attempt + 1, first_attempt=first)
     attempts = following.attempt - first
     if attempts >= state.policy.max_attempts:

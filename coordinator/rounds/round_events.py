@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coordinator.rounds.pacing import Policy
+from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import OfAttempt
 
 
@@ -48,7 +48,7 @@ class Barred:
 class PolicyChanged:
     """The operator changed the policy; the open attempt goes on by the new one."""
 
-    policy: Policy
+    policy: RoundPolicy
 
 
 @dataclass(frozen=True)

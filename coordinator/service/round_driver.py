@@ -32,7 +32,7 @@ from coordinator.aggregation.worker_messages import (
 )
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
-from coordinator.rounds.pacing import Policy
+from coordinator.rounds.opening import Opening, shares_of
 from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus, UpdateRecord
 from coordinator.rounds.round_commands import (
     Distil,
@@ -122,7 +122,8 @@ class RoundDriver:
         self._pruner = Pruner(context.store, context.artifacts, self._id, context.keep_rounds, self._forget)
         self._screening = Screening(context.store, self._id, context.robustness, context.events)
         self._record = context.federation
-        self._state = RoundState(self._policy_of(context.federation))
+        opening = Opening(context.rounds.gather_s, context.rounds.retry_s, context.worker.secret)
+        self._state = RoundState(context.federation.policy, opening=opening)
         self.announced_at = 0.0
         self.worker_pid: int | None = None
         self.merge: MergeProgress | None = None
@@ -154,8 +155,8 @@ class RoundDriver:
     def restart(self) -> None:
         """Rebuild the state from the database and go on where it was left."""
         stored = self._store.round_state(self._id)
-        pace = replace(stored.pace, expected=self._state.pace.expected)
-        self._state = replace(stored, policy=self._state.policy, pace=pace, barred=self._state.barred)
+        opening = replace(self._state.opening, failed_at=stored.opening.failed_at)
+        self._state = replace(stored, opening=opening, barred=self._state.barred)
         aggregates = self._store.aggregates(self._id)
         for aggregate in aggregates:
             self._published.allow(aggregate.artifact)
@@ -171,9 +172,8 @@ class RoundDriver:
     def follow(self, record: FederationRecord, *, resume: bool = False) -> None:
         """Follow what an operator changed; `resume` also lets a federation go on that stalled."""
         before, self._record = self._record, record
-        policy = self._policy_of(record)
-        if policy != self._state.policy:
-            self.apply(PolicyChanged(policy))
+        if record.policy != self._state.policy:
+            self.apply(PolicyChanged(record.policy))
         if (record.status, record.status_reason) != (before.status, before.status_reason):
             self._follow_status(record)
         if resume:
@@ -186,11 +186,6 @@ class RoundDriver:
             self.apply(Paused(record.status_reason))
         elif self._state.paused:
             self.apply(Resumed())
-
-    def _policy_of(self, record: FederationRecord) -> Policy:
-        """The federation's policy with the coordinator's own waiting times and secret."""
-        own = {**self._context.rounds.model_dump(), "selection_key": self._context.worker.secret}
-        return record.round_policy.model_copy(update=own)
 
     def apply(self, event: Event) -> None:
         """Pass an event to the engine and carry out its commands."""
@@ -301,9 +296,8 @@ class RoundDriver:
     def _open_attempt(self, command: OpenAttempt) -> None:
         base, now = self._begin(command), self._context.clock()
         key, times = self._key(command), self._store.overview.round_times(self._id, command.round - PACE_ROUNDS)
-        self._shares = self._state.policy.shares(
-            {client: times[client] for client in times.keys() & command.participants}
-        )
+        known = {client: times[client] for client in times.keys() & command.participants}
+        self._shares = shares_of(self._state.policy, known)
         self._store.open_attempt(key, base.artifact, command.participants, now, command.deadline_at, self._shares)
         rounds, participants = self._state.policy.rounds, sorted(command.participants)
         self._write("attempt_opened", command.at, rounds=rounds, participants=participants, aggregate=base.artifact)

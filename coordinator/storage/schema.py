@@ -85,15 +85,11 @@ federations = Table(
     Column("id", String, primary_key=True),
     Column("method", String, nullable=False),
     Column("spec", String, nullable=False),
-    Column("rounds", _Count, nullable=False),
-    Column("min_clients", _Count, nullable=False),
-    Column("max_attempts", _Count, nullable=False),
-    Column("deadline_s", Float, nullable=False),
-    Column("first_attempt", _Count, nullable=False, default=1),
+    Column("policy", String, nullable=False),
     Column("created_at", Float, nullable=False),
+    Column("first_attempt", _Count, nullable=False, default=1),
     Column("status", String, nullable=False, server_default="running"),
     Column("status_reason", String, nullable=False, server_default=""),
-    Column("policy", String, nullable=False, server_default="{}"),
     Column("continued_from", String),
 )
 key_links = Table(

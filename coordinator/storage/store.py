@@ -40,6 +40,7 @@ from coordinator.storage.membership_store import Register
 from coordinator.storage.overview_store import Overview
 from coordinator.storage.presence_store import Presence
 from fedcg.errors import EXISTS
+from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
 
@@ -178,7 +179,9 @@ class Store(schema.Queries):
         """
         try:
             self._write(
-                insert(schema.federations).values(**asdict(federation)),
+                insert(schema.federations).values(
+                    {**asdict(federation), "policy": federation.policy.model_dump_json()}
+                ),
                 insert(schema.aggregates).values(**asdict(initial)),
                 *(_added_link(federation.id, link, now) for link in links),
             )
@@ -214,9 +217,9 @@ class Store(schema.Queries):
         """Store what the operator wants of a federation, and why."""
         self._write(_change_federation(federation, status=status.value, status_reason=reason[:300]))
 
-    def set_policy(self, federation: str, policy: str) -> None:
-        """Store how the rounds of a federation go, as JSON of `RoundPolicy`."""
-        self._write(_change_federation(federation, policy=policy))
+    def set_policy(self, federation: str, policy: RoundPolicy) -> None:
+        """Store how the rounds of a federation go."""
+        self._write(_change_federation(federation, policy=policy.model_dump_json()))
 
     def key_links(self, federation: str) -> tuple[KeyLink, ...]:
         """How the coordinator's message key was replaced, oldest first."""
@@ -425,7 +428,7 @@ class Store(schema.Queries):
     def _rebuilt(self, record: FederationRecord) -> RoundState:
         federation = record.id
         last = self.last_attempt(federation)
-        policy = record.round_policy
+        policy = record.policy
         state = RoundState(policy, first_attempt=record.first_attempt)
         if last is None:
             return state

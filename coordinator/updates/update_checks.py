@@ -81,7 +81,7 @@ class UpdateChecks:
             return Outcome.REJECTED, "there is no such round and attempt"
         if attempt.state is AttemptState.FAILED:
             return Outcome.CLOSED, "the attempt ended without an aggregate"
-        last = self._store.federation(self._spec.federation).operator_policy.rounds
+        last = self._store.federation(self._spec.federation).policy.rounds
         if self._store.aggregate(self._spec.federation, last) is not None:
             return Outcome.CLOSED, "the federation is finished"
         return Outcome.LATE, "the round was closed without this update"
@@ -116,7 +116,7 @@ class UpdateChecks:
 
     def _keeps_late(self, attempt: AttemptRecord) -> bool:
         """Whether the policy keeps updates of an attempt that no longer collects; the database decides whether it is too late for that."""
-        policy = self._store.federation(self._spec.federation).operator_policy
+        policy = self._store.federation(self._spec.federation).policy
         is_over = attempt.state not in (AttemptState.DISTILLING, AttemptState.CLOSED) or attempt.round >= policy.rounds
         return not is_over and policy.late == "next"
 

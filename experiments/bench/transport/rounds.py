@@ -56,7 +56,7 @@ from experiments.bench.transport.broker import (
     running_broker,
 )
 from fedcg.event_log import EventLog, read_events
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, RoundPolicy
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
 from fedcg.wire.messages.messages import COORDINATOR, MAX_CHUNK_BYTES
@@ -209,9 +209,10 @@ def _set_up(home: Home, spec: FederationSpec, names: tuple[str, ...]) -> Path:
     """Open the federation and enrol the devices, while the broker runs; gives the folder of their bundles."""
     artifacts, bundles = ArtifactStore(home.artifacts), home.root.parent / "devices"
     base = packed(spec, "base", kind="aggregate", round=0, attempt=0, client=COORDINATOR)
-    record = FederationRecord(
-        FEDERATION, spec.method, artifacts.put(spec.canonical()), spec.rounds, len(names), 1, SECONDS_MAX, 1, 1.0
+    policy = RoundPolicy(
+        rounds=spec.rounds, min_clients=len(names), min_cohort=1, max_attempts=1, deadline_s=SECONDS_MAX
     )
+    record = FederationRecord(FEDERATION, spec.method, artifacts.put(spec.canonical()), policy, 1.0)
     initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
     with closing(Store.of(home)) as store, changing_members(home):
         store.add_federation(record, initial)

@@ -89,19 +89,15 @@ CREATE TABLE federations (
 	id VARCHAR NOT NULL, 
 	method VARCHAR NOT NULL, 
 	spec VARCHAR NOT NULL, 
-	rounds INTEGER NOT NULL, 
-	min_clients INTEGER NOT NULL, 
-	max_attempts INTEGER NOT NULL, 
-	deadline_s FLOAT NOT NULL, 
-	first_attempt INTEGER NOT NULL, 
+	policy VARCHAR NOT NULL, 
 	created_at FLOAT NOT NULL, 
+	first_attempt INTEGER NOT NULL, 
 	status VARCHAR DEFAULT 'running' NOT NULL, 
 	status_reason VARCHAR DEFAULT '' NOT NULL, 
-	policy VARCHAR DEFAULT '{}' NOT NULL, 
 	continued_from VARCHAR, 
 	PRIMARY KEY (id)
 );
-INSERT INTO "federations" VALUES('casting','fedcg','5555555555555555555555555555555555555555555555555555555555555555',3,2,2,100.0,1,1.0,'running','','{}',NULL);
+INSERT INTO "federations" VALUES('casting','fedcg','5555555555555555555555555555555555555555555555555555555555555555','{"rounds":3,"min_clients":2,"min_cohort":2,"fraction":1.0,"max_clients":null,"over_selection":0.0,"deadline_s":100.0,"max_attempts":2,"late":"drop","late_decay":0.5,"pace":"equal-steps","require_cohort":false,"stop_patience":null,"stop_gain":0.1}',1.0,1,'running','',NULL);
 CREATE TABLE idempotency (
 	"key" VARCHAR NOT NULL, 
 	token VARCHAR NOT NULL, 

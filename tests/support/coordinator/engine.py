@@ -5,6 +5,18 @@ from __future__ import annotations
 from coordinator.rounds.round_commands import Command
 from coordinator.rounds.round_engine import RoundState, transition
 from coordinator.rounds.round_events import Event
+from fedcg.learning.spec import DEFAULT_MIN_COHORT, RoundPolicy
+
+
+def policy_of(rounds: int, min_clients: int, max_attempts: int = 3, deadline_s: float = 100.0) -> RoundPolicy:
+    """A policy under which so many clients are a cohort."""
+    return RoundPolicy(
+        rounds=rounds,
+        min_clients=min_clients,
+        min_cohort=min(min_clients, DEFAULT_MIN_COHORT),
+        max_attempts=max_attempts,
+        deadline_s=deadline_s,
+    )
 
 
 def play(state: RoundState, *events: Event, now: float = 0.0) -> tuple[RoundState, list[Command]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -87,7 +86,7 @@ class Federations:
             id=name,
             spec=world.artifacts.put(spec.canonical()),
             created_at=2.0,
-            policy=json.dumps({"min_clients": world.min_clients, "min_cohort": 1}),
+            policy=first.policy.model_copy(update={"min_cohort": 1}),
         )
         initial = AggregateRecord(name, 0, 0, world.artifacts.put(base), len(base), world.artifacts.put(b"state"), 2.0)
         world.store.add_federation(record, initial)

@@ -16,6 +16,7 @@ from coordinator.storage.store import Store
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from tests.support.commands import run_fedcg
+from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 
 
@@ -25,7 +26,7 @@ def add_federation(
     """Open a federation with spec and initial aggregate; the bundles of its devices go to `bundles` beside the home."""
     spec, artifacts = spec or tiny_spec(), ArtifactStore(home.artifacts)
     base = aggregate_bytes(spec, 0, 0, seed=1)
-    federation = FederationRecord(name, "fedcg", artifacts.put(spec.canonical()), 3, 2, 2, 600.0, 1, 1.0)
+    federation = FederationRecord(name, "fedcg", artifacts.put(spec.canonical()), policy_of(3, 2, 2, 600.0), 1.0)
     federation = replace(federation, **record)
     initial = AggregateRecord(name, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
     with closing(Store.of(home)) as store:

@@ -30,6 +30,7 @@ from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.no_worker import NoWorker
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
@@ -102,11 +103,7 @@ class World:
             self.spec.federation,
             self.spec.method,
             self.artifacts.put(self.spec.canonical()),
-            self.spec.rounds,
-            self.min_clients,
-            self.max_attempts,
-            self.deadline_s,
-            1,
+            policy_of(self.spec.rounds, self.min_clients, self.max_attempts, self.deadline_s),
             1.0,
         )
         initial = AggregateRecord(
@@ -137,6 +134,10 @@ class World:
             rounds=self.pacing,
             robustness=self.robustness,
         )
+
+    def change_policy(self, **fields: object) -> None:
+        policy = self.store.federation(self.spec.federation).policy
+        self.store.set_policy(self.spec.federation, policy.model_copy(update=fields))
 
     def start_devices(self) -> None:
         for device in self.devices.values():

@@ -66,6 +66,7 @@ from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.sum_steps import SumShares, SumSurvivors
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.versions import PROTOCOL_VERSION
+from tests.support.coordinator.engine import policy_of
 from tests.support.edge.world import toy_generation, toy_parts, toy_spec
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
@@ -187,7 +188,7 @@ def fill_database(path: Path) -> None:
     store = Store(path)
     store.next_epoch()
     store.next_epoch()
-    federation = FederationRecord("casting", "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
+    federation = FederationRecord("casting", "fedcg", "5" * 64, policy_of(3, 2, 2), 1.0)
     store.add_federation(federation, AggregateRecord("casting", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
     for device in ("line-1", "line-2"):
         certificate = CertificateRecord(f"a{device[-1]}", device, 2.0, 9e9, None, "-----BEGIN CERTIFICATE-----\n")

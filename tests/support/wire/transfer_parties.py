@@ -47,6 +47,7 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.coordinator.carriers import carrying
+from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.no_worker import NoWorker, classifier_spec, packed
 from tests.support.edge.world import FakeTrainer, toy_generation
 from tests.support.waiting import wait_until
@@ -92,11 +93,7 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
             FEDERATION,
             spec.method,
             artifacts.put(spec.canonical()),
-            spec.rounds,
-            plan.min_clients or len(plan.agent_ports),
-            3,
-            plan.deadline_s,
-            1,
+            policy_of(spec.rounds, plan.min_clients or len(plan.agent_ports), 3, plan.deadline_s),
             1.0,
         )
         initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)

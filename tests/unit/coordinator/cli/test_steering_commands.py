@@ -21,6 +21,7 @@ from fedcg.text_output import moment
 from fedcg.wire.parts import Part
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg
+from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import add_federation
 from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
 from tests.support.waiting import free_port, wait_until
@@ -147,7 +148,7 @@ def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason
 
 
 def test_a_federation_that_is_finished_is_shown_so_and_no_operator_stops_it_any_more(home: Home) -> None:
-    add_federation(home, "over", spec=tiny_spec(), rounds=1)
+    add_federation(home, "over", spec=tiny_spec(), policy=policy_of(1, 2))
     with store_of(home.root) as (_, store):
         first = store.aggregates("over")[0]
         store.open_attempt(("over", 1, 1), first.artifact, frozenset({"a", "b"}), 1.0, 2.0)
@@ -310,7 +311,7 @@ def test_a_policy_of_fewer_clients_than_masked_sums_take_is_refused_with_the_rea
     home: Home,
 ) -> None:
     summed = tiny_spec().model_copy(update={"federation": "masked", "method": "fedprobe", "summed": (Part.STATISTICS,)})
-    add_federation(home, "masked", spec=summed, method="fedprobe", policy='{"min_clients": 5}')
+    add_federation(home, "masked", spec=summed, method="fedprobe", policy=policy_of(3, 5))
     code, error = failure("federation", "set", "masked", "min_clients=3", "--dir", home.root)
     assert code == 2
     assert error["message"].endswith(f": 1 problem\n  min_clients: {too_few_for_sums(summed, 3)}")

@@ -115,7 +115,7 @@ def test_a_federation_is_created_started_paused_resumed_extended_and_stopped(api
     again = operator.post("/api/v1/federations", json={"plan": PLAN})
     assert (again.status_code, again.json()["type"]) == (409, "urn:fedcg:exists")
     assert "already" in again.json()["detail"]
-    assert api.store.federation("second").operator_policy.rounds == 5
+    assert api.store.federation("second").policy.rounds == 5
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_a_wrong_token_is_answered_with_the_form_and_the_reason(page: ServedPage
 
 def test_a_paced_client_is_shown_with_its_share_of_the_steps_and_when_its_update_is_expected(tmp_path: Path) -> None:
     made = make(tmp_path)
-    made.world.store.set_policy("tiny", json.dumps({"pace": "equal-time"}))
+    made.world.change_policy(pace="equal-time")
     for device, seconds in zip(made.devices["tiny"], (10.0, 10.0, 1000.0), strict=True):
         device.full_round_s = seconds
     made.devices["tiny"][2].trained.add((2, 1))  # it accepts the second round, and is still training
@@ -305,7 +305,7 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     assert operator.post("/federations/tiny/resume", form_of="/federations")[0] == 303
     assert status() is FederationStatus.RUNNING
     assert operator.post("/federations/tiny/extend", form_of="/federations", rounds="5")[0] == 303
-    assert store.federation("tiny").operator_policy.rounds == 7
+    assert store.federation("tiny").policy.rounds == 7
     assert operator.post("/federations/tiny/extend", form_of="/federations", rounds="-5")[0] == 409
     assert operator.post("/devices/a/disable", form_of="/confirm/disable/a", reason="moved")[0] == 303
     assert "disabled: moved" in operator.get("/devices/a")[1]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rounds.pacing import Policy
+from coordinator.rounds.opening import Opening
 from coordinator.rounds.round_commands import (
     Distil,
     FailAttempt,
@@ -40,13 +40,14 @@ from coordinator.rounds.round_events import (
     UpdateStored,
     WentOffline,
 )
+from fedcg.learning.spec import RoundPolicy
 from tests.support.coordinator.engine import play
 
 CLIENTS = ("a", "b", "c", "d")
-POLICY = Policy(rounds=2, min_cohort=1, min_clients=2, max_attempts=2, deadline_s=100.0)
+POLICY = RoundPolicy(rounds=2, min_cohort=1, min_clients=2, max_attempts=2, deadline_s=100.0)
 
 
-def opened(*clients: str, policy: Policy = POLICY) -> RoundState:
+def opened(*clients: str, policy: RoundPolicy = POLICY) -> RoundState:
     return play(RoundState(policy), *[CameOnline(client) for client in clients])[0]
 
 
@@ -202,7 +203,7 @@ events = st.one_of(
     st.builds(AggregationFailed, st.integers(1, 2), st.integers(1, 3), st.just("x")),
 )
 policies = st.builds(
-    Policy.model_construct,  # also what no validator lets through
+    RoundPolicy.model_construct,  # also what no validator lets through
     rounds=st.integers(2, 3),
     min_clients=st.integers(1, 3),
     max_attempts=st.integers(1, 3),
@@ -211,7 +212,6 @@ policies = st.builds(
     fraction=st.sampled_from([0.3, 0.5, 1.0]),
     max_clients=st.sampled_from([None, 2, 3]),
     over_selection=st.sampled_from([0.0, 0.5]),
-    selection_key=st.binary(max_size=2),
 )
 steered = events | st.one_of(
     st.builds(PolicyChanged, policies),
@@ -223,9 +223,11 @@ steered = events | st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(steered, st.floats(0, 60)), max_size=60))
-def test_no_order_of_events_counts_twice_closes_twice_or_goes_back(script: list[tuple[Event, float]]) -> None:
-    state, now = RoundState(POLICY), 0.0
+@given(st.lists(st.tuples(steered, st.floats(0, 60)), max_size=60), st.binary(max_size=2))
+def test_no_order_of_events_counts_twice_closes_twice_or_goes_back(
+    script: list[tuple[Event, float]], selection_key: bytes
+) -> None:
+    state, now = RoundState(POLICY, opening=Opening(selection_key=selection_key)), 0.0
     opened_attempts: list[tuple[int, int]] = []
     distilled: Counter[tuple[int, int]] = Counter()
     invited: dict[tuple[int, int], frozenset[str]] = {}

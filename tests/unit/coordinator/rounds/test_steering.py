@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.rounds.pacing import Policy
+from coordinator.rounds.opening import Opening
 from coordinator.rounds.round_commands import Command, Distil, FailAttempt, Finish, MoveDeadline, OpenAttempt, Stall
-from coordinator.rounds.round_engine import Phase, RoundState, transition
+from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.rounds.round_events import (
     AggregateStored,
     AggregationFailed,
     Barred,
     CameOnline,
-    Event,
     Paused,
     PolicyChanged,
     Resumed,
@@ -20,20 +19,14 @@ from coordinator.rounds.round_events import (
     UpdateRefused,
     UpdateStored,
 )
+from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import RoundAttempt
+from tests.support.coordinator.engine import play
 
-POLICY = Policy(rounds=2, min_cohort=1, min_clients=2, max_attempts=1, deadline_s=100.0)
-
-
-def play(state: RoundState, *events: Event, now: float = 0.0) -> tuple[RoundState, list[Command]]:
-    commands: list[Command] = []
-    for event in events:
-        state, more = transition(state, event, now)
-        commands += more
-    return state, commands
+POLICY = RoundPolicy(rounds=2, min_cohort=1, min_clients=2, max_attempts=1, deadline_s=100.0)
 
 
-def opened(clients: str = "ab", policy: Policy = POLICY) -> RoundState:
+def opened(clients: str = "ab", policy: RoundPolicy = POLICY) -> RoundState:
     return play(RoundState(policy), Paused("set-up"), *map(CameOnline, clients), Resumed())[0]
 
 
@@ -113,15 +106,17 @@ def test_how_many_are_invited_and_how_many_updates_close_the_attempt(
 
 
 def test_the_choice_of_clients_changes_with_the_attempt_and_with_the_secret_and_is_repeatable() -> None:
-    policy = POLICY.model_copy(update={"fraction": 0.3, "selection_key": b"one"})
+    policy, one, two = (
+        POLICY.model_copy(update={"fraction": 0.3}),
+        Opening(selection_key=b"one"),
+        Opening(selection_key=b"two"),
+    )
     clients = [f"client-{number}" for number in range(20)]
-    choices = [policy.select(clients, RoundAttempt(number, 1)) for number in range(1, 40)]
-    assert choices == [policy.select(clients[::-1], RoundAttempt(number, 1)) for number in range(1, 40)]
+    choices = [one.invited(policy, clients, RoundAttempt(number, 1)) for number in range(1, 40)]
+    assert choices == [one.invited(policy, clients[::-1], RoundAttempt(number, 1)) for number in range(1, 40)]
     assert {len(choice) for choice in choices} == {6}
     assert set().union(*choices) == set(clients)
-    assert policy.select(clients, RoundAttempt(1, 1)) != policy.model_copy(update={"selection_key": b"two"}).select(
-        clients, RoundAttempt(1, 1)
-    )
+    assert choices[0] != two.invited(policy, clients, RoundAttempt(1, 1))
 
 
 def test_nothing_is_merged_from_fewer_than_the_cohort() -> None:

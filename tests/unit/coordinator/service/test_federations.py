@@ -132,7 +132,7 @@ def test_stop_ends_the_devices_with_the_last_aggregate_and_extend_goes_on_from_i
         for device in devices:
             device.silent = False
         record = made.steering.extend("tiny", 3)
-        assert record.operator_policy.rounds == closed + 3
+        assert record.policy.rounds == closed + 3
         wait_until(lambda: len(made.world.store.aggregates("tiny")) == closed + 4, "three more rounds")
         until_over(made, "tiny")
 

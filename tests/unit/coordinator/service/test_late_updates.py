@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ def late_world(make_world: MakeWorld, late: str, rounds: int = 2) -> World:
     """Three devices, of which c is slow: a round closes without it."""
     world = make_world(rounds, clients=("a", "b", "c"), deadline_s=COLLECTS_S, pacing=ALL_FIRST)
     world.devices["c"].silent = True
-    world.store.set_policy("tiny", json.dumps({"late": late, "late_decay": 0.25}))
+    world.change_policy(late=late, late_decay=0.25)
     return world
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ def paced_world(make_world: MakeWorld, rounds: int, pace: str = "equal-time") ->
     world = make_world(rounds, clients=tuple(ROUND_S), pacing=ALL_FIRST)
     for name, device in world.devices.items():
         device.full_round_s = ROUND_S[name]
-    world.store.set_policy("tiny", json.dumps({"pace": pace}))
+    world.change_policy(pace=pace)
     return world
 
 

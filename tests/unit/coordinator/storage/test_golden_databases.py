@@ -104,7 +104,7 @@ def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 def check_content(path: Path) -> None:
     store = Store(path)
     assert store.epoch() == 2
-    assert store.federation("casting").rounds == 3
+    assert store.federation("casting").policy.rounds == 3
     known = {device.id: device for device in store.devices()}
     assert sorted(known) == ["line-1", "line-2"]
     assert (known["line-1"].state, known["line-1"].agent) == (DeviceState.ENROLLED, "0.1.0")

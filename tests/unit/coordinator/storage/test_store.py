@@ -27,9 +27,10 @@ from coordinator.storage import schema
 from coordinator.storage.presence_store import PresenceRecord
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome
+from tests.support.coordinator.engine import policy_of
 from tests.support.postgres import Cluster
 
-FEDERATION = FederationRecord("f", "fedcg", "5" * 64, 2, 2, 2, 100.0, 1, 1.0)
+FEDERATION = FederationRecord("f", "fedcg", "5" * 64, policy_of(2, 2, 2), 1.0)
 KEY = ("f", 1, 1)
 
 
@@ -144,7 +145,8 @@ def test_a_failed_attempt_that_does_not_count_moves_the_first_that_does_and_the_
         assert (state.phase, state.attempt, state.first_attempt) == (Phase.WAITING, attempt + 1, attempt + 1)
     open_attempt(store, attempt=4)
     store.fail_attempt(("f", 1, 4), "declined", 30.0, 4)
-    state = replace(store.round_state("f"), policy=FEDERATION.round_policy.model_copy(update={"retry_s": 10.0}))
+    stored = store.round_state("f")
+    state = replace(stored, opening=replace(stored.opening, retry_s=10.0))
     for client in ("a", "b"):
         state, _ = transition(state, CameOnline(client), 31.0)
     assert transition(state, Tick(), 39.9)[1] == ()

@@ -21,6 +21,7 @@ from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.tensors import Array, PartArrays
 from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part
+from tests.support.coordinator.engine import policy_of
 
 ROUNDS, BURN_IN = 200, 60
 SHAPES = {
@@ -69,7 +70,7 @@ def screened(folder: Path, devices: int) -> tuple[Store, Screening]:
     """The screening of an attempt with an accepted update of each device, all of which the round needs."""
     folder.mkdir(exist_ok=True)
     store, names = Store(folder / "database.sqlite"), [f"d{number}" for number in range(devices)]
-    record = FederationRecord("f", "fedcg", "5" * 64, 99, devices, 3, 100.0, 1, 1.0)
+    record = FederationRecord("f", "fedcg", "5" * 64, policy_of(99, devices), 1.0)
     store.add_federation(record, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
     for name in names:
         store.add_device(name, name * 32, 1.0)
@@ -83,7 +84,7 @@ def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
     """What the coordinator finds odd about honest devices in `ROUNDS` rounds."""
     random = np.random.default_rng([seed, devices])
     store, screening = screened(folder, devices)
-    policy = store.federation("f").round_policy
+    policy = store.federation("f").policy
     typical: Distances = {}
     with closing(store):
         for base, updates in converged_rounds(devices, spread, random):

@@ -32,6 +32,7 @@ from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part
+from tests.support.coordinator.engine import policy_of
 
 # ------------------------------------------------------------------ weights
 
@@ -141,7 +142,7 @@ class Past:
 
     def __init__(self, folder: Path) -> None:
         self.store = Store(folder / "database.sqlite")
-        record = FederationRecord("f", "fedcg", "5" * 64, 99, 1, 3, 100.0, 1, 1.0)
+        record = FederationRecord("f", "fedcg", "5" * 64, policy_of(99, 1), 1.0)
         self.store.add_federation(record, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
         for device in "abcd":
             self.store.add_device(device, device * 64, 1.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.rounds.pacing import LEAST_SHARE, RETRY_MAX_S, Policy
+from coordinator.rounds.opening import LEAST_SHARE, RETRY_MAX_S, Opening, shares_of
 from coordinator.rounds.round_commands import Distil, FailAttempt, MoveDeadline, OpenAttempt, Stall
 from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState, standing_reason
 from coordinator.rounds.round_events import (
@@ -22,15 +22,16 @@ from coordinator.rounds.round_events import (
     UpdateStored,
     WentOffline,
 )
+from fedcg.learning.spec import RoundPolicy
 from tests.support.coordinator.engine import play
 
-POLICY = Policy(rounds=2, min_cohort=1, min_clients=2, max_attempts=2, deadline_s=100.0, gather_s=5.0, retry_s=10.0)
-HASTY = POLICY.model_copy(update={"gather_s": 0.0, "retry_s": 0.0})
+POLICY = RoundPolicy(rounds=2, min_cohort=1, min_clients=2, max_attempts=2, deadline_s=100.0)
+PATIENT, HASTY = RoundState(POLICY, opening=Opening(gather_s=5.0, retry_s=10.0)), RoundState(POLICY)
 
 
-def opened(policy: Policy = HASTY) -> RoundState:
+def opened(state: RoundState = HASTY) -> RoundState:
     """The first attempt, of a and b, opened at 1000."""
-    return play(RoundState(policy), CameOnline("a"), CameOnline("b"), now=1000.0)[0]
+    return play(state, CameOnline("a"), CameOnline("b"), now=1000.0)[0]
 
 
 def opens(state: RoundState, now: float) -> bool:
@@ -42,7 +43,7 @@ def opens(state: RoundState, now: float) -> bool:
 
 def test_a_round_waits_for_further_devices_until_none_has_come_for_a_while() -> None:
     expected = Expected(frozenset("abcd"))
-    state, commands = play(RoundState(POLICY), expected, CameOnline("a"), CameOnline("b"), now=1000.0)
+    state, commands = play(PATIENT, expected, CameOnline("a"), CameOnline("b"), now=1000.0)
     assert commands == []
     state, commands = play(state, CameOnline("c"), now=1004.9)
     assert commands == []
@@ -52,21 +53,21 @@ def test_a_round_waits_for_further_devices_until_none_has_come_for_a_while() -> 
 
 
 def test_a_round_opens_at_once_when_every_enrolled_device_is_online() -> None:
-    state, commands = play(RoundState(POLICY), Expected(frozenset("abc")), CameOnline("a"), CameOnline("b"), now=1000.0)
+    state, commands = play(PATIENT, Expected(frozenset("abc")), CameOnline("a"), CameOnline("b"), now=1000.0)
     assert commands == []
     assert isinstance(play(state, CameOnline("c"), now=1000.1)[1][0], OpenAttempt)
     assert isinstance(play(state, Expected(frozenset("ab")), now=1000.1)[1][0], OpenAttempt)  # the third was revoked
 
 
 def test_a_device_that_comes_and_goes_does_not_hold_up_a_round() -> None:
-    state, _ = play(RoundState(POLICY), Expected(frozenset("abcd")), CameOnline("a"), CameOnline("b"), now=1000.0)
+    state, _ = play(PATIENT, Expected(frozenset("abcd")), CameOnline("a"), CameOnline("b"), now=1000.0)
     state, _ = play(state, CameOnline("c"), WentOffline("c"), now=1002.0)
     state, _ = play(state, CameOnline("c"), WentOffline("c"), now=1006.0)
     assert opens(state, 1007.0)
 
 
 def test_the_next_round_does_not_gather_again() -> None:
-    state, _ = play(RoundState(POLICY), Expected(frozenset("abc")), CameOnline("a"), CameOnline("b"), now=1000.0)
+    state, _ = play(PATIENT, Expected(frozenset("abc")), CameOnline("a"), CameOnline("b"), now=1000.0)
     state, _ = play(state, Tick(), now=1005.0)
     assert state.phase is Phase.COLLECTING
     following = replace(state, phase=Phase.WAITING, round=2, participants=frozenset())
@@ -77,12 +78,12 @@ def test_the_next_round_does_not_gather_again() -> None:
 
 
 def test_the_pause_after_failed_attempts_grows_up_to_its_bound() -> None:
-    assert [POLICY.pause_s(failures) for failures in (0, 1, 2, 3)] == [0.0, 10.0, 20.0, 40.0]
-    assert POLICY.pause_s(100_000) == RETRY_MAX_S
+    assert [PATIENT.opening.pause_s(failures) for failures in (0, 1, 2, 3)] == [0.0, 10.0, 20.0, 40.0]
+    assert PATIENT.opening.pause_s(100_000) == RETRY_MAX_S
 
 
 def test_the_next_attempt_opens_after_a_pause_with_whoever_is_online_then() -> None:
-    state, commands = play(opened(POLICY), UpdateRefused(1, 1, "a"), CameOnline("c"), now=1001.0)
+    state, commands = play(opened(PATIENT), UpdateRefused(1, 1, "a"), CameOnline("c"), now=1001.0)
     assert [type(command) for command in commands] == [FailAttempt]
     assert not opens(state, 1010.9)
     assert play(state, Tick(), now=1011.0)[1][0] == OpenAttempt(1, 2, frozenset("abc"), 1111.0)
@@ -168,7 +169,7 @@ def test_missing_approvals_cost_no_attempt_however_late_they_come_and_the_state_
 
 def test_a_round_that_can_close_without_an_approval_does_and_one_that_comes_in_time_still_counts() -> None:
     online = (Expected(frozenset("abc")), CameOnline("a"), CameOnline("b"), CameOnline("c"))
-    state, _ = play(RoundState(POLICY), *online, now=1000.0)
+    state, _ = play(PATIENT, *online, now=1000.0)
     asked, _ = play(state, Approval(1, 1, "c", given=False), UpdateStored(1, 1, "a"), now=1001.0)
     assert asked.label == Phase.COLLECTING.value
     assert play(asked, UpdateStored(1, 1, "b"))[1] == [Distil(1, 1, ("a", "b"))]
@@ -192,7 +193,7 @@ def test_time_without_a_link_does_not_count_against_the_deadline() -> None:
 
 
 def test_no_attempt_opens_without_a_link() -> None:
-    state, commands = play(RoundState(HASTY), LinkChanged(up=False), CameOnline("a"), CameOnline("b"), now=1000.0)
+    state, commands = play(HASTY, LinkChanged(up=False), CameOnline("a"), CameOnline("b"), now=1000.0)
     assert commands == []
     assert isinstance(play(state, LinkChanged(up=True), now=1001.0)[1][0], OpenAttempt)
 
@@ -210,14 +211,14 @@ EQUAL_TIME = POLICY.model_copy(update={"pace": "equal-time"})
 
 def test_with_equal_time_slow_clients_take_so_few_steps_that_they_end_with_the_median_one() -> None:
     # 10, 20, 40 and 100 s: the lower median is 20 s; 40 s take half of the steps, 100 s would take a fifth and take the least share.
-    shares = EQUAL_TIME.shares({"a": 10.0, "b": 20.0, "c": 40.0, "d": 100.0})
+    shares = shares_of(EQUAL_TIME, {"a": 10.0, "b": 20.0, "c": 40.0, "d": 100.0})
     assert shares == {"c": 0.5, "d": LEAST_SHARE}
 
 
 @pytest.mark.parametrize("times", [{}, {"a": 30.0}, {"a": 30.0, "b": 30.0}], ids=["nothing known", "one", "alike"])
 def test_nobody_takes_fewer_steps_where_nobody_is_slower(times: dict[str, float]) -> None:
-    assert EQUAL_TIME.shares(times) == {}
+    assert shares_of(EQUAL_TIME, times) == {}
 
 
 def test_with_equal_steps_nobody_takes_fewer_however_slow() -> None:
-    assert POLICY.shares({"a": 1.0, "b": 1000.0}) == {}
+    assert shares_of(POLICY, {"a": 1.0, "b": 1000.0}) == {}
