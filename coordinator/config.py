@@ -175,8 +175,7 @@ class FigurePolicy(Settings):
     """From where on a figure of an update is odd, and what is done then.
 
     Attributes:
-        bound: of `norm`: at most so many medians; of `direction`: at most so far below the median cosine; of `consistency` and
-            `agreement`: at least this share of the median.
+        bound: of `norm`: at most so many medians; of `direction`: at most so far below the median cosine.
         action: `warn`: an event; `down-weight`: the update counts for `down_weight` of its examples; `quarantine`: it is stored and
             receipted, and not merged.
     """
@@ -194,7 +193,7 @@ class RobustnessSettings(Settings):
         examples: numbers of examples by device that stand in the place of what the devices report; they are not capped.
         clip_medians: an update farther from the base than so many times the median of the last closed round (in the first: of its
             own) is scaled back.
-        norm, direction, consistency, agreement: what is done about an update that behaves unlike the others (`figures.Figures`).
+        norm, direction: what is done about an update whose step is unlike the others' (`figures.Figures`).
         down_weight: share of its examples that an update counts for when a policy says `down-weight`.
         below_quorum: what is done with updates in quarantine when fewer than the quorum are left without them; `fail`: the attempt fails.
     """
@@ -205,8 +204,6 @@ class RobustnessSettings(Settings):
     clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 2.5
     norm: FigurePolicy = FigurePolicy(bound=3.0, action="quarantine")
     direction: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
-    consistency: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
-    agreement: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
     down_weight: Annotated[float, Field(gt=0, le=1)] = 0.1
     below_quorum: Literal["warn", "down-weight", "fail"] = "down-weight"
 

@@ -38,7 +38,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from coordinator.updates.figures import Behaviour, figures_of
+from coordinator.updates.figures import Movement, figures_of, movement_of
 from coordinator.updates.robustness import Distances, Yardstick, clipped, outlier, over
 from coordinator.updates.validation import base_in, unpack_update
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -106,7 +106,7 @@ class JobRunner:
         self._public = public
         self._store = ArtifactStore(settings.artifacts)
         self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
-        self._behaviours: dict[str, Behaviour] = {}
+        self._movements: dict[str, Movement] = {}
         self._has_diverged = False
         self._opened, self._sum_lost = OpenedSum(), ""
         self._failed = not self._guarded(self._open)
@@ -210,8 +210,7 @@ class JobRunner:
         for client, artifact in request.updates:
             if client not in self._counted and not self._counts(client, artifact, 0):
                 return
-        updates = {client: self._behaviours[client] for client, _ in request.updates}
-        figures = figures_of(updates, has_trained_base=self._job.round > 1)
+        figures = figures_of({client: self._movements[client] for client, _ in request.updates})
         self._send(Assessed(self._job.round, self._job.attempt, figures))
 
     def _counts(self, client: str, artifact: str, weight: int) -> bool:
@@ -254,7 +253,7 @@ class JobRunner:
             if self._has_diverged or len(weights) < 2:
                 raise
             self._has_diverged = True
-            farthest = outlier({client: self._behaviours[client].distances for client in weights})
+            farthest = outlier({client: self._movements[client].distances for client in weights})
             self._reject(farthest, f"the merge diverged, and this update is the farthest from the base: {error}"[:280])
 
     def _merge(self, request: FinishJob) -> None:
@@ -288,16 +287,16 @@ class JobRunner:
 
     def _update(self, client: str, artifact: str, weight: int) -> Update:
         """An update as it is merged: clipped, and with the weight that it is given (its own for 0)."""
-        from coordinator.aggregation.behaviour import behaviour_of
         from fedcg.learning.method import Update
         from fedcg.learning.tensor_conversion import to_weights
 
         data = self._store.get(artifact)
         yardstick = self._yardstick_of(read_header(data).base)
         decoded = unpack_update(data, self._spec, yardstick.base)
-        if client not in self._behaviours:
-            self._behaviours[client] = behaviour_of(decoded.parts, yardstick, self._spec, self._streams)
-        distances = self._behaviours[client].distances
+        if client not in self._movements:
+            seed = self._streams.seed("sketch")  # of the coordinator's secret: no device knows the sums
+            self._movements[client] = movement_of(decoded.parts, yardstick, self._method.with_base, seed)
+        distances = self._movements[client].distances
         parts = clipped(decoded.parts, yardstick.base.parts, over(distances, self._limits))
         report = decoded.header.report or Report()
         examples, counts = report.examples or 1, report.label_counts

@@ -1,4 +1,4 @@
-"""What an update does, as figures beside those of its cohort, and what the operator's policy does about an odd one.
+"""How long an update's step is and where it points, beside the others of its attempt, and what is done about an odd one.
 
 Torch-free arithmetic on values; the aggregation worker measures, `round_driver` acts. docs/security.md has the figures of honest and
 of hostile updates.
@@ -7,14 +7,14 @@ of hostile updates.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.config import Action, RobustnessSettings
-from coordinator.updates.robustness import MIN_MEDIAN, Distances, given_weights, medians_of
+from coordinator.updates.robustness import MIN_MEDIAN, Distances, Yardstick, given_weights, medians_of
 from fedcg.wire.artifacts.tensors import Array, PartArrays
 from fedcg.wire.parts import Part
 
@@ -30,9 +30,6 @@ OPPOSITE, COMMON = -0.1, 0.4
 """A step whose median cosine to the others is below the first undoes what they do, where the median is at least the second."""
 MIN_OPPOSED = 5
 """With fewer updates the median of a step's cosines is one of three, or the mean of two: a single other device moves it."""
-TELLING = 0.5
-"""A share is compared with the cohort's median only where that is at least this: clients with few classes, and an untrained base, give
-low shares that mean nothing."""
 NEEDED = "left in because the round needs it"
 _STATISTICS = ("running_mean", "running_var")  # of batch norm: they follow the data, not a gradient
 
@@ -44,41 +41,31 @@ Sketches = Mapping[str, NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
-class Behaviour:
-    """What is measured of one update alone.
+class Movement:
+    """How far and where to one update moves the base.
 
     Attributes:
         distances: L2 distance of each part from the round's base.
         sketches: of each part that has a base, its step from there in `SKETCH_NUMBERS` numbers.
-        consistency: share of its generator's features that its own classifier gives the asked class, in [0, 1]; None without a
-            generator.
-        agreement: share of them that its classifier and the round's base give the same class, in [0, 1].
     """
 
     distances: Distances
     sketches: Sketches
-    consistency: float | None = None
-    agreement: float | None = None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One update beside the others of its attempt; None where there is nothing to measure, or too few to compare with.
+    """One update beside the others of its attempt; None where there are too few to compare with.
 
     Attributes:
         norm: its distance from the base in medians of the attempt, of the part in which it is farthest.
         direction: the median cosine of its step to each other step, in [-1, 1], of the part in which that is farthest below the
             attempt's median; `typical_direction` is that median.
-        consistency, agreement: as in `Behaviour`; `typical_consistency` and `typical_agreement` are the attempt's medians.
     """
 
     norm: float | None = None
     direction: float | None = None
     typical_direction: float | None = None
-    consistency: float | None = None
-    agreement: float | None = None
-    typical_consistency: float | None = None
-    typical_agreement: float | None = None
 
     def as_json(self) -> dict[str, float]:
         """The figures that there are, rounded to four digits."""
@@ -96,6 +83,19 @@ class Verdict:
     def sentence(self) -> str:
         """What became of the update and why, for its operator and its owner; "" where nothing is odd."""
         return f"{_CONSEQUENCES[self.action]}: {'; '.join(self.reasons)}" if self.action else ""
+
+
+def movement_of(parts: PartArrays, yardstick: Yardstick, trained: Collection[Part], seed: int) -> Movement:
+    """Measure one update.
+
+    Args:
+        parts: of the update, decoded, as the device sent them.
+        yardstick: with the round's base.
+        trained: the parts that devices train from the base on.
+        seed: see `sketches_of`.
+    """
+    base = {part: arrays for part, arrays in yardstick.base.parts.items() if part in trained}
+    return Movement(yardstick.distances(parts), sketches_of(parts, base, seed))
 
 
 def sketches_of(parts: PartArrays, base: PartArrays, seed: int) -> dict[str, NDArray[np.float64]]:
@@ -122,22 +122,14 @@ def sketches_of(parts: PartArrays, base: PartArrays, seed: int) -> dict[str, NDA
     return found
 
 
-def figures_of(updates: Mapping[str, Behaviour], *, has_trained_base: bool) -> dict[str, Figures]:
-    """Each update's figures beside those of the attempt's others.
-
-    Args:
-        updates: by client; all that are to be merged.
-        has_trained_base: whether the round's base is the result of a merge; an untrained classifier agrees with no one.
-    """
+def figures_of(updates: Mapping[str, Movement]) -> dict[str, Figures]:
+    """The figures of each update, by client; `updates` are all that are to be merged."""
     medians = medians_of([each.distances for each in updates.values()])
-    consistency = _median(each.consistency for each in updates.values())
-    agreement = _median(each.agreement for each in updates.values()) if has_trained_base else None
     directions = _directions({client: each.sketches for client, each in updates.items()})
     found = {}
     for client, each in updates.items():
         farthest = max((each.distances[part] / median for part, median in medians.items() if median > 0), default=None)
-        cosine, typical = directions.get(client, (None, None))
-        found[client] = Figures(farthest, cosine, typical, each.consistency, each.agreement, consistency, agreement)
+        found[client] = Figures(farthest, *directions.get(client, (None, None)))
     return found
 
 
@@ -173,13 +165,6 @@ def verdict_of(figures: Figures, settings: RobustnessSettings, updates: int) -> 
         if figures.direction < least:
             shown = f"cosine {figures.direction:.2f}, median {figures.typical_direction:.2f}, at least {least:.2f}"
             found.append((settings.direction.action, f"its step points away from the others' ({shown})"))
-    for name, share, typical, policy in (
-        ("its classifier recognises", figures.consistency, figures.typical_consistency, settings.consistency),
-        ("the last aggregate agrees on", figures.agreement, figures.typical_agreement, settings.agreement),
-    ):
-        if share is not None and typical is not None and typical >= TELLING and share < policy.bound * typical:
-            shown = f"median {typical:.0%}, at least {policy.bound * typical:.0%}"
-            found.append((policy.action, f"{name} {share:.0%} of its generated features ({shown})"))
     if not found:
         return Verdict()
     return Verdict(max((action for action, _ in found), key=_SEVERITY.index), tuple(reason for _, reason in found))
@@ -222,11 +207,6 @@ def _sketch(step: NDArray[np.float64], random: np.random.Generator) -> NDArray[n
     places = random.integers(2 * SKETCH_NUMBERS, size=len(step))
     sums = np.bincount(places, weights=step, minlength=2 * SKETCH_NUMBERS)
     return np.asarray(sums[:SKETCH_NUMBERS] - sums[SKETCH_NUMBERS:])
-
-
-def _median(shares: Iterable[float | None]) -> float | None:
-    known = [share for share in shares if share is not None]
-    return statistics.median_low(known) if len(known) >= MIN_MEDIAN else None
 
 
 def _directions(sketches: Mapping[str, Sketches]) -> dict[str, tuple[float, float]]:

@@ -9,10 +9,9 @@ from statistics import fmean
 
 import torch
 
-from coordinator.aggregation.behaviour import behaviour_of
 from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
-from coordinator.updates.figures import Behaviour, figures_of, merge_weights, verdicts_of
+from coordinator.updates.figures import Movement, figures_of, merge_weights, movement_of, verdicts_of
 from coordinator.updates.robustness import Distances, Yardstick, clipped, limits_of, medians_of, over
 from experiments.bench.attacks.attackers import Attack
 from fedcg.learning.method import Aggregate, LabelCounts, Update, Weights
@@ -98,9 +97,10 @@ class Defence:
     def passed(self, number: int, updates: Updates, aggregate: Aggregate) -> dict[str, Update]:
         """The updates that are merged, clipped and with the weights that they are given."""
         yardstick = Yardstick(Base(_NO_ARTIFACT, to_arrays(aggregate.parts)), self._typical)
-        measured: dict[str, Behaviour] = {}
+        measured: dict[str, Movement] = {}
         reasons: dict[str, str] = {}
-        hidden = get_method(self._party.spec.method).summed  # behind masks: nobody can look into it
+        method = get_method(self._party.spec.method)
+        hidden = method.summed  # behind masks: nobody can look into it
         for client, update in updates.items():
             seen = replace(update, parts={part: some for part, some in update.parts.items() if part not in hidden})
             arrays = to_arrays(seen.parts)
@@ -110,9 +110,9 @@ class Defence:
             except ValidationError as error:
                 reasons[client] = error.reason
                 continue
-            streams = self._party.server_context(number).streams
-            measured[client] = behaviour_of(arrays, yardstick, self._party.spec, streams)
-        figures = figures_of(measured, has_trained_base=number > 1)
+            seed = self._party.server_context(number).streams.seed("sketch")
+            measured[client] = movement_of(arrays, yardstick, method.with_base, seed)
+        figures = figures_of(measured)
         verdicts = verdicts_of(figures, self._settings, figures, self._quorum)
         reported = {client: updates[client].examples for client in measured}
         weights = merge_weights(reported, verdicts, self._settings)

@@ -9,9 +9,9 @@ from coordinator.aggregation.worker_messages import Assessed
 from coordinator.updates.figures import Figures
 from tests.support.coordinator.world import PlainWorker
 
-FINE, ODD = Figures(1.0, 0.6, 0.6, 0.9, 0.9), Figures(1.0, -0.5, 0.6, 0.1, 0.9, 0.9, 0.9)
+FINE, ODD = Figures(1.0, 0.6, 0.6), Figures(3.5, -0.5, 0.6)
 REASON = "its step points away from the others' (cosine -0.50, median 0.60, at least 0.30)"
-RECOGNISED = "its classifier recognises 10% of its generated features (median 90%, at least 27%)"
+TOO_LONG = "its step is 3.5 times as long as the median (at most 3)"
 
 
 class OddC(PlainWorker):

@@ -29,7 +29,7 @@ from fedcg.wire.messages.messages import DeclineReason, Heartbeat
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.odd_worker import REASON, RECOGNISED, OddC
+from tests.support.coordinator.odd_worker import REASON, TOO_LONG, OddC
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World
 from tests.support.page.crowds import add_crowd
@@ -164,7 +164,7 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
 
 def test_an_update_in_quarantine_is_shown_with_reason_figure_and_threshold_on_every_surface(tmp_path: Path) -> None:
     made = make(tmp_path, clients=("a", "b", "c", "d"), make_worker=OddC)
-    why = f"not merged (quarantine): {REASON}; {RECOGNISED}"
+    why = f"not merged (quarantine): {TOO_LONG}; {REASON}"
     with served(made) as page:
         start(page)
         reader = page.reader()
@@ -191,7 +191,7 @@ class StillMerging(OddC):
 
 def test_while_the_others_are_merged_a_quarantined_update_is_shown_as_delivered_and_quarantined(tmp_path: Path) -> None:
     made = make(tmp_path, clients=("a", "b", "c", "d"), make_worker=StillMerging)
-    why = f"not merged (quarantine): {REASON}; {RECOGNISED}"
+    why = f"not merged (quarantine): {TOO_LONG}; {REASON}"
     with served(made) as page:
         start(page)
         reader = page.reader()

@@ -16,7 +16,7 @@ from coordinator.facts.problems import open_problems
 from coordinator.operations.views import round_view
 from fedcg.wire.messages.messages import Outcome
 from tests.support.coordinator.fake_device import FakeDevice
-from tests.support.coordinator.odd_worker import FINE, REASON, RECOGNISED, OddC
+from tests.support.coordinator.odd_worker import FINE, REASON, TOO_LONG, OddC
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
 from tests.support.waiting import wait_until
 
@@ -48,7 +48,7 @@ def test_an_odd_update_is_receipted_and_shown_with_its_figures_and_not_merged(ma
         world.wait_event("finished")
         first = rounds_of(world)[0]["attempts"][0]["updates"]
     assert merged(world) == [["a", "b", "d"]] * 2
-    why = f"not merged (quarantine): {REASON}; {RECOGNISED}"
+    why = f"not merged (quarantine): {TOO_LONG}; {REASON}"
     receipts = world.devices["c"].receipts()
     assert [receipt.outcome for receipt in receipts] == [Outcome.ACCEPTED] * 4
     assert [(receipt.round, receipt.reason) for receipt in receipts] == [(1, ""), (1, why), (2, ""), (2, why)]
@@ -57,7 +57,7 @@ def test_an_odd_update_is_receipted_and_shown_with_its_figures_and_not_merged(ma
     assert (shown["c"]["outcome"], shown["c"]["weight"]) == ("accepted", 0)
     assert shown["c"]["figures"]["direction"] == -0.5
     assert shown["c"]["figures"]["action"] == "quarantine"
-    assert shown["c"]["figures"]["reasons"][0] == REASON
+    assert shown["c"]["figures"]["reasons"] == [TOO_LONG, REASON]
     assert shown["c"]["reason"] == why
     assert shown["a"]["weight"] == 11
     assert shown["a"]["figures"] == FINE.as_json()
@@ -74,7 +74,7 @@ def test_a_round_that_needs_the_odd_update_weighs_it_down_and_goes_on(make_world
     assert merged(world) == [["a", "b", "c"]]
     assert [shown[client]["weight"] for client in "abc"] == [11, 11, 1]
     assert shown["c"]["figures"]["action"] == "down-weight"
-    assert shown["c"]["reason"] == f"weighed down: {REASON}; {RECOGNISED}; left in because the round needs it"
+    assert shown["c"]["reason"] == f"weighed down: {TOO_LONG}; {REASON}; left in because the round needs it"
     assert not world.events("attempt_failed")
 
 
@@ -84,7 +84,7 @@ def test_an_operator_may_have_such_a_round_fail_by_the_devices_name(make_world: 
     with RunningService(world):
         world.start_devices()
         stalled = world.wait_event("stalled")
-    assert f"c (not merged (quarantine): {REASON}" in str(stalled["reason"])
+    assert f"c (not merged (quarantine): {TOO_LONG}" in str(stalled["reason"])
     assert "2 updates are left, and 3 are needed" in str(stalled["reason"])
     assert merged(world) == []
 
@@ -116,7 +116,7 @@ def test_a_device_that_was_away_gets_to_know_it_with_its_next_session_also_from_
     with RunningService(world):
         device.hello()
         wait_until(lambda: len(device.receipts()) > known, "the receipt comes again")
-    assert device.receipts()[-1].reason.startswith("not merged (quarantine): its step points away")
+    assert device.receipts()[-1].reason.startswith("not merged (quarantine): its step is")
 
 
 def odd_problems(world: World, running: RunningService) -> list[str]:
@@ -141,8 +141,9 @@ def deliver(device: FakeDevice, round_number: int) -> None:
 def test_an_odd_update_is_an_open_problem_until_the_next_normal_one_unless_the_operator_wants_it_merged(
     make_world: MakeWorld, action: Action
 ) -> None:
-    chosen = FigurePolicy(bound=0.3, action=action)
-    settings = RobustnessSettings(direction=chosen, consistency=chosen)
+    settings = RobustnessSettings(
+        norm=FigurePolicy(bound=3.0, action=action), direction=FigurePolicy(bound=0.3, action=action)
+    )
     first_only = partial(OddC, rounds=(1,))
     world = make_world(3, clients=("a", "b", "c"), make_worker=first_only, pacing=ALL_FIRST, robustness=settings)
     world.devices["a"].silent = True

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from coordinator.config import RobustnessSettings
 from coordinator.rounds.records import AggregateRecord, FederationRecord, UpdateRecord
 from coordinator.storage.store import Store
-from coordinator.updates.figures import Behaviour, figures_of, sketches_of
+from coordinator.updates.figures import figures_of, movement_of
 from coordinator.updates.robustness import Distances, Yardstick, medians_of
 from coordinator.updates.screening import Screening
 from fedcg.event_log import EventLog, read_events
@@ -90,11 +90,9 @@ def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
         for base, updates in converged_rounds(devices, spread, random):
             yardstick, seen = Yardstick(Base("0" * 64, base), typical), {}
             for number, parts in enumerate(updates):
-                distances = yardstick.distances(parts)
-                yardstick.check(f"d{number}", distances)
-                shares = random.uniform(0.6, 1.0, 2)
-                seen[f"d{number}"] = Behaviour(distances, sketches_of(parts, base, seed), shares[0], shares[1])
-            choice = screening.choose(("f", 1, 1), figures_of(seen, has_trained_base=True), policy)
+                seen[f"d{number}"] = movement_of(parts, yardstick, SHAPES, seed)
+                yardstick.check(f"d{number}", seen[f"d{number}"].distances)
+            choice = screening.choose(("f", 1, 1), figures_of(seen), policy)
             assert {client for client, *_ in choice.updates} == seen.keys()
             assert {weight for *_, weight in choice.updates} == {50}
             typical = medians_of([each.distances for each in seen.values()])

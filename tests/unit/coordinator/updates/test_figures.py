@@ -10,8 +10,8 @@ import pytest
 from coordinator.config import Action, FigurePolicy, RobustnessSettings
 from coordinator.updates.figures import (
     OUTPUT,
-    Behaviour,
     Figures,
+    Movement,
     Verdict,
     figures_of,
     merge_weights,
@@ -21,20 +21,18 @@ from coordinator.updates.figures import (
 from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.parts import Part
 
-HONEST, SETTINGS = Figures(1.0, 0.6, 0.6, 0.9, 0.9, 0.9, 0.9), RobustnessSettings()
+HONEST, SETTINGS = Figures(1.0, 0.6, 0.6), RobustnessSettings()
 
 
-def behaviour(
-    step: list[float], distance: float = 1.0, consistency: float | None = None, agreement: float | None = None
-) -> Behaviour:
-    return Behaviour({Part.CLASSIFIER: distance}, {"classifier": np.array(step)}, consistency, agreement)
+def movement(step: list[float], distance: float = 1.0) -> Movement:
+    return Movement({Part.CLASSIFIER: distance}, {"classifier": np.array(step)})
 
 
 def test_a_step_against_the_others_has_their_cosine_with_the_sign_flipped() -> None:
     # Unit steps: a = (1, 0), b = (0.8, 0.6), c = (0.6, 0.8), d = -a. Cosines of a: 0.8, 0.6, -1, median 0.6;
     # of b: 0.8, 0.96, -0.8, median 0.8; of c: 0.6, 0.96, -0.6, median 0.6; of d: -1, -0.8, -0.6, median -0.8.
     steps = {"a": [1.0, 0.0], "b": [8.0, 6.0], "c": [0.06, 0.08], "d": [-5.0, 0.0]}
-    figures = figures_of({client: behaviour(step) for client, step in steps.items()}, has_trained_base=True)
+    figures = figures_of({client: movement(step) for client, step in steps.items()})
     assert {client: each.direction for client, each in figures.items()} == pytest.approx(
         {"a": 0.6, "b": 0.8, "c": 0.6, "d": -0.8}
     )
@@ -43,26 +41,19 @@ def test_a_step_against_the_others_has_their_cosine_with_the_sign_flipped() -> N
 
 
 def test_the_figures_do_not_depend_on_the_order_of_clients() -> None:
-    updates = {client: behaviour([1.0, float(number)], number + 1.0, 0.5) for number, client in enumerate("abc")}
+    updates = {client: movement([1.0, float(number)], number + 1.0) for number, client in enumerate("abc")}
     backwards = dict(reversed(updates.items()))
-    assert figures_of(updates, has_trained_base=True) == figures_of(backwards, has_trained_base=True)
+    assert figures_of(updates) == figures_of(backwards)
 
 
-def test_distances_are_given_in_medians_and_shares_beside_theirs() -> None:
-    updates = {
-        "a": behaviour([1.0], 2.0, 0.9, 0.8),
-        "b": behaviour([1.0], 3.0, 0.8, 0.7),
-        "c": behaviour([1.0], 30.0, 0.1, 0.0),
-    }
-    figures = figures_of(updates, has_trained_base=True)
-    assert figures["c"] == Figures(10.0, 1.0, 1.0, 0.1, 0.0, 0.8, 0.7)
-    assert figures_of(updates, has_trained_base=False)["c"].typical_agreement is None
+def test_distances_are_given_in_medians() -> None:
+    updates = {"a": movement([1.0], 2.0), "b": movement([1.0], 3.0), "c": movement([1.0], 30.0)}
+    assert figures_of(updates)["c"] == Figures(10.0, 1.0, 1.0)
 
 
 def test_two_updates_are_no_cohort_to_compare_with() -> None:
-    updates = {"a": behaviour([1.0], 1.0, 0.9), "b": behaviour([-1.0], 100.0, 0.0)}
-    found = figures_of(updates, has_trained_base=True)
-    assert found["b"] == Figures(consistency=0.0)
+    found = figures_of({"a": movement([1.0]), "b": movement([-1.0], 100.0)})
+    assert found["b"] == Figures()
     assert verdict_of(found["b"], SETTINGS, 2) == Verdict()
 
 
@@ -73,8 +64,6 @@ def test_two_updates_are_no_cohort_to_compare_with() -> None:
         ({"direction": 0.29}, "points away from the others' (cosine 0.29, median 0.60, at least 0.30)"),
         ({"direction": -0.11, "typical_direction": 0.4}, "at least -0.10"),  # below OPPOSITE
         ({"direction": -0.76, "typical_direction": 0.0}, "at least -0.54"),  # one of three against the two others
-        ({"consistency": 0.26}, "its classifier recognises 26% of its generated features (median 90%, at least 27%)"),
-        ({"agreement": 0.26}, "the last aggregate agrees on 26%"),
     ],
 )
 def test_each_figure_has_a_bound_from_which_on_an_update_is_odd(odd: dict[str, float], reason: str) -> None:
@@ -92,8 +81,6 @@ def test_each_figure_has_a_bound_from_which_on_an_update_is_odd(odd: dict[str, f
         {"direction": 0.06, "typical_direction": 0.59},  # a device with other classes than the others
         {"direction": -0.11, "typical_direction": -0.07},  # converged: steps have nothing in common
         {"direction": -0.14, "typical_direction": 0.39},
-        {"consistency": 0.1, "typical_consistency": 0.4},  # clients with few classes: the share means nothing
-        {"agreement": 0.0, "typical_agreement": None},  # the base is untrained
     ],
 )
 def test_within_the_bounds_nothing_happens(fine: dict[str, float]) -> None:
@@ -145,7 +132,4 @@ def test_cosines_of_sketches_are_those_of_the_steps_up_to_a_few_hundredths() -> 
 
 
 def test_figures_are_stored_as_short_numbers_without_those_that_are_unknown() -> None:
-    assert json.loads(json.dumps(Figures(norm=1.23456, consistency=0.5).as_json())) == {
-        "norm": 1.2346,
-        "consistency": 0.5,
-    }
+    assert json.loads(json.dumps(Figures(norm=1.23456).as_json())) == {"norm": 1.2346}
