@@ -18,26 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.aggregation.worker_messages import (
-    AVERAGE,
-    AddUpdate,
-    Assessed,
-    AssessJob,
-    FinishJob,
-    Job,
-    JobDone,
-    JobEased,
-    JobFailed,
-    OpenedSum,
-    PhaseStarted,
-    Progressed,
-    Reply,
-    UpdateAdded,
-    UpdateFailed,
-    WorkerBroke,
-    WorkerReady,
-    WorkerSettings,
-)
+from coordinator.aggregation import jobs
 from coordinator.updates.figures import Movement, figures_of, movement_of
 from coordinator.updates.robustness import Distances, Yardstick, clipped, outlier, over
 from coordinator.updates.validation import base_in, unpack_update
@@ -55,11 +36,11 @@ if TYPE_CHECKING:
 PROGRESS_EVERY_S = 0.2
 EASED_ROWS = 32
 """Rows that go through a teacher at once when memory is short."""
-Send = Callable[[Reply], None]
+Send = Callable[[jobs.Reply], None]
 Public = Callable[["ImageForm"], "torch.Tensor | None"]
 
 
-def worker_main(connection: Connection, settings: WorkerSettings) -> None:
+def worker_main(connection: Connection, settings: jobs.WorkerSettings) -> None:
     """Serve requests until the coordinator is gone."""
     import torch
 
@@ -68,11 +49,11 @@ def worker_main(connection: Connection, settings: WorkerSettings) -> None:
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    connection.send(WorkerReady(os.getpid(), settings.threads, device))
+    connection.send(jobs.WorkerReady(os.getpid(), settings.threads, device))
     runner: JobRunner | None = None
     public = public_images(settings.public_data, settings.public_images)
     for request in requests_of(connection):
-        if isinstance(request, Job):
+        if isinstance(request, jobs.Job):
             runner = None
             gc.collect()  # aggregators are in cycles of references: else the tensors of many ended jobs would stay
             runner = JobRunner(request, settings, device, connection.send, public)
@@ -98,7 +79,7 @@ def public_images(data: Path | None, most: int) -> Public:
 class JobRunner:
     """One job at work: turns requests into calls of the method's aggregator. Every request gets one reply."""
 
-    def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send, public: Public) -> None:
+    def __init__(self, job: jobs.Job, settings: jobs.WorkerSettings, device: str, send: Send, public: Public) -> None:
         self._job = job
         self._settings = settings
         self._device = device
@@ -108,17 +89,17 @@ class JobRunner:
         self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
         self._movements: dict[str, Movement] = {}
         self._has_diverged = False
-        self._opened, self._sum_lost = OpenedSum(), ""
+        self._opened, self._sum_lost = jobs.OpenedSum(), ""
         self._failed = not self._guarded(self._open)
 
-    def serve(self, request: AddUpdate | AssessJob | FinishJob) -> None:
+    def serve(self, request: jobs.AddUpdate | jobs.AssessJob | jobs.FinishJob) -> None:
         """Serve a request and reply; a failure that no single update caused is reported once and ends the job."""
         if self._failed:
             return
         serve: dict[type, Callable[[Any], None]] = {
-            AddUpdate: self._add,
-            AssessJob: self._assess,
-            FinishJob: self._finish,
+            jobs.AddUpdate: self._add,
+            jobs.AssessJob: self._assess,
+            jobs.FinishJob: self._finish,
         }
         self._failed = not self._guarded(partial(serve[type(request)], request))
 
@@ -131,13 +112,13 @@ class JobRunner:
                 work()
             except Exception as error:  # noqa: BLE001 - the run loop of this process; the reason goes to the operator
                 reason = self._reason(error)
-                if not is_out_of_memory(error) or self._job.ease >= AVERAGE:
-                    self._send(JobFailed(self._job.round, self._job.attempt, reason))
+                if not is_out_of_memory(error) or self._job.ease >= jobs.AVERAGE:
+                    self._send(jobs.JobFailed(self._job.round, self._job.attempt, reason))
                     return False
             else:
                 return True
             self._job = replace(self._job, ease=self._job.ease + 1)
-            self._send(JobEased(self._job.round, self._job.attempt, self._job.ease, reason))
+            self._send(jobs.JobEased(self._job.round, self._job.attempt, self._job.ease, reason))
             if work != self._open and not self._guarded(self._open):
                 return False
 
@@ -147,7 +128,7 @@ class JobRunner:
 
         reason = f"{type(error).__name__}: {error}"[:280]
         if is_sticky(error):
-            self._send(WorkerBroke(reason))
+            self._send(jobs.WorkerBroke(reason))
             os._exit(BROKEN_EXIT)
         return reason
 
@@ -191,7 +172,7 @@ class JobRunner:
                 (limits, job.ease) if job.ease else limits
             )  # clipped updates and smaller batches have other rows
             rows = DirectorySpill(folder / sha256(plan.encode()).hexdigest()[:16])
-            if job.ease >= AVERAGE and not self._method.summed:
+            if job.ease >= jobs.AVERAGE and not self._method.summed:
                 return PartsAverage(self._method.shared_up, state, rows)
             return self._method.aggregator(state, context, rows)
 
@@ -202,23 +183,23 @@ class JobRunner:
         """Start without updates: a counted update has another weight or other limits now, or no part in the merge."""
         self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
 
-    def _add(self, request: AddUpdate) -> None:
+    def _add(self, request: jobs.AddUpdate) -> None:
         if self._counts(request.client, request.artifact, 0):
-            self._send(UpdateAdded(self._job.round, self._job.attempt, request.client))
+            self._send(jobs.UpdateAdded(self._job.round, self._job.attempt, request.client))
 
-    def _assess(self, request: AssessJob) -> None:
+    def _assess(self, request: jobs.AssessJob) -> None:
         for client, artifact in request.updates:
             if client not in self._counted and not self._counts(client, artifact, 0):
                 return
         figures = figures_of({client: self._movements[client] for client, _ in request.updates})
-        self._send(Assessed(self._job.round, self._job.attempt, figures))
+        self._send(jobs.Assessed(self._job.round, self._job.attempt, figures))
 
     def _counts(self, client: str, artifact: str, weight: int) -> bool:
         """Have the aggregator count an update; one that it can't count is reported, and its round goes on without it."""
         from fedcg.learning.training.device_errors import is_of_this_machine
 
         job = self._job
-        self._send(PhaseStarted(os.getpid(), job.round, job.attempt, "teacher", client))
+        self._send(jobs.PhaseStarted(os.getpid(), job.round, job.attempt, "teacher", client))
         try:
             update = self._update(client, artifact, weight)
             self._aggregator.add(update)
@@ -232,9 +213,9 @@ class JobRunner:
 
     def _reject(self, client: str, reason: str) -> None:
         self._begin_again(self._limits)  # a part of this update may have been counted
-        self._send(UpdateFailed(self._job.round, self._job.attempt, client, reason))
+        self._send(jobs.UpdateFailed(self._job.round, self._job.attempt, client, reason))
 
-    def _finish(self, request: FinishJob) -> None:
+    def _finish(self, request: jobs.FinishJob) -> None:
         """Merge, with rows of teacher passes from the disk where a client was counted with another weight, or not yet."""
         from fedcg.learning.method import DivergedError
         from fedcg.wire.errors import CodecError
@@ -246,7 +227,7 @@ class JobRunner:
         for client, artifact, weight in request.updates:
             if client not in self._counted and not self._counts(client, artifact, weight):
                 return
-        self._send(PhaseStarted(os.getpid(), self._job.round, self._job.attempt, "distil", ""))
+        self._send(jobs.PhaseStarted(os.getpid(), self._job.round, self._job.attempt, "distil", ""))
         try:
             self._merge(request)
         except (DivergedError, CodecError) as error:
@@ -256,7 +237,7 @@ class JobRunner:
             farthest = outlier({client: self._movements[client].distances for client in weights})
             self._reject(farthest, f"the merge diverged, and this update is the farthest from the base: {error}"[:280])
 
-    def _merge(self, request: FinishJob) -> None:
+    def _merge(self, request: jobs.FinishJob) -> None:
         from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
 
         job = self._job
@@ -268,7 +249,7 @@ class JobRunner:
         check_parts(aggregate.parts, self._spec, self._method)
         packed = pack_aggregate(self._spec, aggregate, job.round, job.attempt, job.base, self._device)
         stored, extras = self._store.put(packed), self._store.put(encode_extras(state))
-        self._send(JobDone(job.round, job.attempt, stored, len(packed), extras, job.ease, self._sum_lost))
+        self._send(jobs.JobDone(job.round, job.attempt, stored, len(packed), extras, job.ease, self._sum_lost))
 
     def _lose_sum(self, reason: str) -> None:
         self._sum_lost = reason
@@ -314,7 +295,7 @@ class JobRunner:
 class Throttle:
     """A progress callback that reports a phase's first step, its last, those with a loss, and one every fifth of a second between."""
 
-    def __init__(self, job: Job, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, job: jobs.Job, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
         self._job = job
         self._send = send
         self._clock = clock
@@ -341,7 +322,7 @@ class Throttle:
         if step > 0:
             self._phase = "" if step == steps else phase
         self._sent_at = now
-        self._send(Progressed(os.getpid(), self._job.round, self._job.attempt, phase, step, steps, self._loss))
+        self._send(jobs.Progressed(os.getpid(), self._job.round, self._job.attempt, phase, step, steps, self._loss))
 
 
 def spill_directory(root: Path, federation: str, round_number: int, attempt: int) -> Path:

@@ -10,30 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from coordinator.aggregation import jobs
 from coordinator.aggregation.worker import worker_main
-from coordinator.aggregation.worker_messages import (
-    AVERAGE,
-    AddUpdate,
-    AssessJob,
-    FinishJob,
-    Job,
-    JobDone,
-    JobEased,
-    JobFailed,
-    JobReply,
-    OpenedSum,
-    PhaseStarted,
-    Reply,
-    Request,
-    UpdateAdded,
-    UpdateFailed,
-    Updates,
-    WorkerBroke,
-    WorkerDied,
-    WorkerEvent,
-    WorkerReady,
-    WorkerSettings,
-)
 from coordinator.updates.robustness import Distances
 from fedcg.worker_process import Exited, WorkerProcess
 
@@ -55,13 +33,13 @@ class AggregationWorker:
 
     def __init__(
         self,
-        settings: WorkerSettings,
-        deliver: Callable[[Reply | Exited], None],
+        settings: jobs.WorkerSettings,
+        deliver: Callable[[jobs.Reply | Exited], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._process = WorkerProcess("fedcg-aggregation", worker_main, (settings,), settings.stall_s, deliver)
-        self._wanted: list[Request] = []
+        self._wanted: list[jobs.Request] = []
         self._is_ready = False
         self._is_stopped = True
         self._restart_at: float | None = None
@@ -75,7 +53,7 @@ class AggregationWorker:
         self._is_stopped = False
         self._process.start()
 
-    def open(self, job: Job) -> None:
+    def open(self, job: jobs.Job) -> None:
         """Begin an attempt; the requests of an earlier one are dropped. The first one starts the worker."""
         if self._is_stopped:
             self.start()
@@ -85,15 +63,15 @@ class AggregationWorker:
 
     def add(self, client: str, artifact: str) -> None:
         """Request the teacher pass of a stored update; a repeated request changes nothing."""
-        self._ask(AddUpdate(client, artifact))
+        self._ask(jobs.AddUpdate(client, artifact))
 
     def assess(self, updates: Mapping[str, str]) -> None:
         """Request the figures of the open job's updates (artifacts by client)."""
-        self._ask(AssessJob(tuple(sorted(updates.items()))))
+        self._ask(jobs.AssessJob(tuple(sorted(updates.items()))))
 
-    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
+    def finish(self, updates: jobs.Updates, limits: Distances, opened: jobs.OpenedSum = jobs.OpenedSum()) -> None:
         """Request the merge of the open job's updates."""
-        self._ask(FinishJob(tuple(sorted(updates)), limits, opened))
+        self._ask(jobs.FinishJob(tuple(sorted(updates)), limits, opened))
 
     def tick(self) -> None:
         """Start a worker in the place of one that died, when it is time."""
@@ -105,14 +83,14 @@ class AggregationWorker:
         self._is_stopped, self._is_ready, self._restart_at = True, False, None
         self._process.stop()
 
-    def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
+    def follow(self, reply: jobs.Reply | Exited) -> tuple[jobs.WorkerEvent, ...]:
         """Take a reply of the process; returns the events that follow for the round."""
         if isinstance(reply, Exited):
             return () if self._is_stopped else self._died(reply)
-        if isinstance(reply, WorkerBroke):
+        if isinstance(reply, jobs.WorkerBroke):
             self._broke = reply.reason
             return ()
-        if isinstance(reply, WorkerReady):
+        if isinstance(reply, jobs.WorkerReady):
             self._is_ready = True
             for request in self._wanted:
                 self._process.send(request)
@@ -120,66 +98,67 @@ class AggregationWorker:
             self._note(reply)
         return (reply,)
 
-    def _ask(self, request: AddUpdate | AssessJob | FinishJob) -> None:
+    def _ask(self, request: jobs.AddUpdate | jobs.AssessJob | jobs.FinishJob) -> None:
         """Send a request for the open job; without an open job (it failed, or is done) the worker would not answer."""
         if self._wanted and request not in self._wanted:
             self._wanted.append(request)
             self._send(request)
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: jobs.Request) -> None:
         if self._is_ready:
             self._process.send(request)
 
-    def _note(self, reply: JobReply) -> None:
+    def _note(self, reply: jobs.JobReply) -> None:
         """How far the open job is."""
-        if isinstance(reply, PhaseStarted):
+        if isinstance(reply, jobs.PhaseStarted):
             self._under_way = reply.client
-        elif isinstance(reply, JobEased):
-            self._wanted = [replace(each, ease=reply.ease) if isinstance(each, Job) else each for each in self._wanted]
-        elif isinstance(reply, JobDone | JobFailed):
+        elif isinstance(reply, jobs.JobEased):
+            eased = (replace(each, ease=reply.ease) if isinstance(each, jobs.Job) else each for each in self._wanted)
+            self._wanted = list(eased)
+        elif isinstance(reply, jobs.JobDone | jobs.JobFailed):
             self._wanted, self._under_way = [], ""
-        elif isinstance(reply, UpdateAdded | UpdateFailed):
+        elif isinstance(reply, jobs.UpdateAdded | jobs.UpdateFailed):
             self._under_way = ""
-            if isinstance(reply, UpdateFailed):
+            if isinstance(reply, jobs.UpdateFailed):
                 self._wanted = [request for request in self._wanted if not _concerns(request, reply.client)]
 
-    def _is_about_open_job(self, reply: JobReply) -> bool:
+    def _is_about_open_job(self, reply: jobs.JobReply) -> bool:
         job = self._job
         return job is not None and (job.round, job.attempt) == (reply.round, reply.attempt)
 
     @property
-    def _job(self) -> Job | None:
-        return next((request for request in self._wanted if isinstance(request, Job)), None)
+    def _job(self) -> jobs.Job | None:
+        return next((request for request in self._wanted if isinstance(request, jobs.Job)), None)
 
-    def _died(self, exited: Exited) -> tuple[WorkerEvent, ...]:
+    def _died(self, exited: Exited) -> tuple[jobs.WorkerEvent, ...]:
         client, job = self._under_way, self._job
         self._deaths[client] += exited.was_busy  # an idle worker was ended from outside
         deaths, reason = max(1, self._deaths[client]), exited.reason or self._broke
         self._is_ready, self._under_way, self._broke = False, "", ""
         self._restart_at = self._clock() + (min(0.1 * 2.0**deaths, MAX_BACKOFF_S) if deaths > 1 else 0.0)
-        died = WorkerDied(exited.pid, deaths, reason)
+        died = jobs.WorkerDied(exited.pid, deaths, reason)
         if deaths < MAX_DEATHS or job is None:
             return died, *self._eased(job, client, reason or "the worker died, perhaps for want of memory")
         over = f"the update of {client}" if client else "the same updates"
         reason = f"the aggregation worker died {deaths} times over {over} ({reason or 'out of memory?'})"
-        failed: UpdateFailed | JobFailed = JobFailed(job.round, job.attempt, reason)
+        failed: jobs.UpdateFailed | jobs.JobFailed = jobs.JobFailed(job.round, job.attempt, reason)
         if client:
-            failed = UpdateFailed(job.round, job.attempt, client, reason)
+            failed = jobs.UpdateFailed(job.round, job.attempt, client, reason)
         self._note(failed)
         return (died, failed)
 
-    def _eased(self, job: Job | None, client: str, reason: str) -> tuple[JobEased, ...]:
+    def _eased(self, job: jobs.Job | None, client: str, reason: str) -> tuple[jobs.JobEased, ...]:
         """Ask less of the next worker, when this one was not the first to die over the same thing."""
-        deaths = self._deaths[client]
-        if job is None or not deaths or deaths % EASE_EVERY or job.ease >= (AVERAGE - 1 if client else AVERAGE):
+        deaths, most = self._deaths[client], jobs.SMALLER_BATCHES if client else jobs.AVERAGE
+        if job is None or not deaths or deaths % EASE_EVERY or job.ease >= most:
             return ()
-        eased = JobEased(job.round, job.attempt, job.ease + 1, reason)
+        eased = jobs.JobEased(job.round, job.attempt, job.ease + 1, reason)
         self._note(eased)
         return (eased,)
 
 
-def _concerns(request: Request, client: str) -> bool:
+def _concerns(request: jobs.Request, client: str) -> bool:
     """Whether a request asks for the update of a client."""
-    if isinstance(request, AddUpdate):
+    if isinstance(request, jobs.AddUpdate):
         return request.client == client
-    return isinstance(request, AssessJob | FinishJob) and any(client == name for name, *_ in request.updates)
+    return isinstance(request, jobs.AssessJob | jobs.FinishJob) and any(client == name for name, *_ in request.updates)

@@ -17,7 +17,7 @@ import anyio
 import uvicorn
 from starlette.datastructures import State
 
-from coordinator.aggregation.worker_messages import WorkerSettings
+from coordinator.aggregation.jobs import WorkerSettings
 from coordinator.broker.access_lists import are_lists_pending, end_silences, publish_access, silence
 from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.errors import HomeError

@@ -15,39 +15,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from coordinator.rounds import commands, events
 from coordinator.rounds.opening import Opening, wanted_updates
-from coordinator.rounds.round_commands import (
-    Command,
-    Distil,
-    FailAttempt,
-    Finish,
-    Invite,
-    MoveDeadline,
-    OpenAttempt,
-    ResumeAttempt,
-    Stall,
-)
-from coordinator.rounds.round_events import (
-    Accepted,
-    AggregateStored,
-    AggregationFailed,
-    Approval,
-    Barred,
-    CameOnline,
-    Departed,
-    Event,
-    Expected,
-    LinkChanged,
-    Paused,
-    PolicyChanged,
-    Restarted,
-    Resumed,
-    Stopped,
-    Tick,
-    UpdateRefused,
-    UpdateStored,
-    WentOffline,
-)
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import RoundAttempt
 
@@ -151,10 +120,10 @@ class RoundState:
         return self.phase is Phase.COLLECTING and self.at == attempt
 
 
-Step = tuple[RoundState, tuple[Command, ...]]
+Step = tuple[RoundState, tuple[commands.Command, ...]]
 
 
-def transition(state: RoundState, event: Event, now: float) -> Step:
+def transition(state: RoundState, event: events.Event, now: float) -> Step:
     """The state and the commands after an event.
 
     Args:
@@ -188,48 +157,48 @@ def stalled_reason(state: RoundState, attempts: int) -> str:
     )
 
 
-def _came_online(state: RoundState, event: CameOnline, now: float) -> Step:
+def _came_online(state: RoundState, event: events.CameOnline, now: float) -> Step:
     online = state.online | {event.client}
     state = replace(state, online=online, opening=state.opening.counting(len(online), now))
     if state.phase is Phase.COLLECTING and event.client in state.outstanding:
-        return state, (Invite(state.round, state.attempt, event.client),)
+        return state, (commands.Invite(state.round, state.attempt, event.client),)
     return _open_if_enough(state, now)
 
 
-def _went_offline(state: RoundState, event: WentOffline, now: float) -> Step:
+def _went_offline(state: RoundState, event: events.WentOffline, now: float) -> Step:
     return replace(state, online=state.online - {event.client}), ()
 
 
-def _departed(state: RoundState, event: Departed, now: float) -> Step:
+def _departed(state: RoundState, event: events.Departed, now: float) -> Step:
     state = replace(state, online=state.online - {event.client})
     if state.phase is not Phase.COLLECTING or event.client not in state.outstanding:
         return state, ()
     return _judge(replace(state, declined=state.declined | {event.client}), now)
 
 
-def _expected(state: RoundState, event: Expected, now: float) -> Step:
+def _expected(state: RoundState, event: events.Expected, now: float) -> Step:
     return _open_if_enough(replace(state, opening=replace(state.opening, expected=event.clients)), now)
 
 
-def _barred(state: RoundState, event: Barred, now: float) -> Step:
+def _barred(state: RoundState, event: events.Barred, now: float) -> Step:
     return _open_if_enough(replace(state, barred=dict(event.clients)), now)
 
 
-def _policy_changed(state: RoundState, event: PolicyChanged, now: float) -> Step:
+def _policy_changed(state: RoundState, event: events.PolicyChanged, now: float) -> Step:
     state = replace(state, policy=event.policy)
     if state.phase is Phase.COLLECTING:
-        moved, commands = _move_deadline(state, min(state.deadline_at, now + event.policy.deadline_s))
+        moved, first = _move_deadline(state, min(state.deadline_at, now + event.policy.deadline_s))
         judged, more = _judge(moved, now)
-        return judged, commands + more
+        return judged, first + more
     return _open_if_enough(state, now)
 
 
-def _paused(state: RoundState, event: Paused, now: float) -> Step:
+def _paused(state: RoundState, event: events.Paused, now: float) -> Step:
     state = replace(state, paused=event.reason)
     return (replace(state, phase=Phase.PAUSED, reason=event.reason) if state.phase is Phase.WAITING else state), ()
 
 
-def _resumed(state: RoundState, event: Resumed, now: float) -> Step:
+def _resumed(state: RoundState, event: events.Resumed, now: float) -> Step:
     state = replace(state, paused="")
     if state.phase not in (Phase.PAUSED, Phase.STALLED):
         return state, ()
@@ -237,16 +206,16 @@ def _resumed(state: RoundState, event: Resumed, now: float) -> Step:
     return _open_if_enough(ready, now)
 
 
-def _stopped(state: RoundState, event: Stopped, now: float) -> Step:
+def _stopped(state: RoundState, event: events.Stopped, now: float) -> Step:
     if state.phase is Phase.FINISHED:
         return state, ()
     under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)
-    failed = FailAttempt(state.round, state.attempt, event.reason, state.attempt + 1)
+    failed = commands.FailAttempt(state.round, state.attempt, event.reason, state.attempt + 1)
     ended = replace(state, phase=Phase.FINISHED, reason=event.reason, paused="")
-    return ended, (failed, Finish()) if under_way else (Finish(),)
+    return ended, (failed, commands.Finish()) if under_way else (commands.Finish(),)
 
 
-def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
+def _link_changed(state: RoundState, event: events.LinkChanged, now: float) -> Step:
     since = state.opening.down_since
     if event.up == (since is None):
         return state, ()
@@ -258,7 +227,7 @@ def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
     return _move_deadline(state, state.deadline_at + down_s, reason)
 
 
-def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
+def _accepted(state: RoundState, event: events.Accepted, now: float) -> Step:
     is_known = event.client in state.accepted or event.client not in state.outstanding
     if not state.is_open(event.at) or is_known:
         return state, ()
@@ -268,21 +237,21 @@ def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
     return _move_deadline(state, now + state.policy.deadline_s)
 
 
-def _approval(state: RoundState, event: Approval, now: float) -> Step:
+def _approval(state: RoundState, event: events.Approval, now: float) -> Step:
     if not state.is_open(event.at) or event.client not in state.outstanding:
         return state, ()
     others = state.unapproved - {event.client}
     return _judge(replace(state, unapproved=others if event.given else others | {event.client}), now)
 
 
-def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
+def _update_stored(state: RoundState, event: events.UpdateStored, now: float) -> Step:
     if not state.is_open(event.at) or event.client not in state.outstanding:
         return state, ()
     updates, unapproved = state.updates | {event.client}, state.unapproved - {event.client}
     return _judge(replace(state, updates=updates, unapproved=unapproved), now)
 
 
-def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step:
+def _update_refused(state: RoundState, event: events.UpdateRefused, now: float) -> Step:
     is_open = state.is_open(event.at)
     is_merging = state.phase is Phase.DISTILLING and event.at == state.at
     if event.client not in (state.updates if is_merging else state.updates | state.outstanding if is_open else ()):
@@ -293,32 +262,32 @@ def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step
     return _distil_again(state, f"the update of {event.client} was rejected ({event.reason})", now)
 
 
-def _tick(state: RoundState, event: Tick, now: float) -> Step:
+def _tick(state: RoundState, event: events.Tick, now: float) -> Step:
     return _judge(state, now) if state.phase is Phase.COLLECTING else _open_if_enough(state, now)
 
 
-def _restarted(state: RoundState, event: Restarted, now: float) -> Step:
+def _restarted(state: RoundState, event: events.Restarted, now: float) -> Step:
     state = replace(state, opening=replace(state.opening, down_since=now))
     if state.phase is Phase.COLLECTING:
         grace = min(RESTART_GRACE_S, state.policy.deadline_s)
         state = replace(state, deadline_at=max(state.deadline_at, now + grace))
-        following, commands = _judge(state, now)
+        following, more = _judge(state, now)
     elif state.phase is Phase.DISTILLING:
-        following, commands = _distil_again(state, "updates were rejected before a restart", now)
+        following, more = _distil_again(state, "updates were rejected before a restart", now)
     else:
-        return state, (Finish(),) if state.phase is Phase.FINISHED else ()
-    return following, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
+        return state, (commands.Finish(),) if state.phase is Phase.FINISHED else ()
+    return following, (commands.ResumeAttempt(state.round, state.attempt, state.deadline_at), *more)
 
 
-def _aggregate_stored(state: RoundState, event: AggregateStored, now: float) -> Step:
+def _aggregate_stored(state: RoundState, event: events.AggregateStored, now: float) -> Step:
     if state.phase is not Phase.DISTILLING or event.at != state.at:
         return state, ()
     if state.round >= state.policy.rounds:
-        return replace(state, phase=Phase.FINISHED), (Finish(),)
+        return replace(state, phase=Phase.FINISHED), (commands.Finish(),)
     return _open_if_enough(_waiting(state, state.round + 1, 1, first_attempt=1), now)
 
 
-def _aggregation_failed(state: RoundState, event: AggregationFailed, now: float) -> Step:
+def _aggregation_failed(state: RoundState, event: events.AggregationFailed, now: float) -> Step:
     is_under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)  # teacher passes run while updates still come
     if not is_under_way or event.at != state.at:
         return state, ()
@@ -326,24 +295,24 @@ def _aggregation_failed(state: RoundState, event: AggregationFailed, now: float)
 
 
 _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
-    CameOnline: _came_online,
-    WentOffline: _went_offline,
-    Departed: _departed,
-    Expected: _expected,
-    Barred: _barred,
-    PolicyChanged: _policy_changed,
-    Paused: _paused,
-    Resumed: _resumed,
-    Stopped: _stopped,
-    LinkChanged: _link_changed,
-    Accepted: _accepted,
-    Approval: _approval,
-    UpdateStored: _update_stored,
-    UpdateRefused: _update_refused,
-    Tick: _tick,
-    Restarted: _restarted,
-    AggregateStored: _aggregate_stored,
-    AggregationFailed: _aggregation_failed,
+    events.CameOnline: _came_online,
+    events.WentOffline: _went_offline,
+    events.Departed: _departed,
+    events.Expected: _expected,
+    events.Barred: _barred,
+    events.PolicyChanged: _policy_changed,
+    events.Paused: _paused,
+    events.Resumed: _resumed,
+    events.Stopped: _stopped,
+    events.LinkChanged: _link_changed,
+    events.Accepted: _accepted,
+    events.Approval: _approval,
+    events.UpdateStored: _update_stored,
+    events.UpdateRefused: _update_refused,
+    events.Tick: _tick,
+    events.Restarted: _restarted,
+    events.AggregateStored: _aggregate_stored,
+    events.AggregationFailed: _aggregation_failed,
 }
 
 
@@ -365,7 +334,7 @@ def _waiting(state: RoundState, round_number: int, attempt: int, *, first_attemp
 
 def _move_deadline(state: RoundState, deadline_at: float, reason: str = "") -> Step:
     moved = replace(state, deadline_at=deadline_at)
-    return moved, (MoveDeadline(state.round, state.attempt, deadline_at, reason),)
+    return moved, (commands.MoveDeadline(state.round, state.attempt, deadline_at, reason),)
 
 
 def _open_if_enough(state: RoundState, now: float) -> Step:
@@ -377,8 +346,8 @@ def _open_if_enough(state: RoundState, now: float) -> Step:
     deadline_at = now + state.policy.deadline_s
     invited = state.opening.invited(state.policy, candidates, state.at)
     opened = replace(state, phase=Phase.COLLECTING, participants=invited, deadline_at=deadline_at, reason="")
-    invites = [Invite(state.round, state.attempt, client) for client in sorted(invited)]
-    return opened, (OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
+    invites = [commands.Invite(state.round, state.attempt, client) for client in sorted(invited)]
+    return opened, (commands.OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
 
 
 def _judge(state: RoundState, now: float) -> Step:
@@ -394,14 +363,14 @@ def _judge(state: RoundState, now: float) -> Step:
     )
     if is_complete or (is_late and enough):
         distilling = replace(state, phase=Phase.DISTILLING)
-        return distilling, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+        return distilling, (commands.Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
     return _run_out(state, now) if is_late else (state, ())
 
 
 def _distil_again(state: RoundState, why_fewer: str, now: float) -> Step:
     """Merge the updates that are left; with fewer than the quorum the attempt failed."""
     if len(state.updates) >= state.policy.quorum:
-        return state, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+        return state, (commands.Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
     left = f"{len(state.updates)} updates are left, and {state.policy.quorum} are needed"
     return _fail(state, f"{why_fewer}; {left}", now)
 
@@ -430,12 +399,12 @@ def _why_missing(state: RoundState, client: str) -> str:
 
 def _fail(state: RoundState, reason: str, now: float, *, counts: bool = True) -> Step:
     first = state.first_attempt if counts else state.first_attempt + 1
-    failed = FailAttempt(state.round, state.attempt, reason, first)
+    failed = commands.FailAttempt(state.round, state.attempt, reason, first)
     state = replace(state, reason=reason, opening=replace(state.opening, failed_at=now))
     following = _waiting(state, state.round, state.attempt + 1, first_attempt=first)
     attempts = following.attempt - first
     if attempts >= state.policy.max_attempts:
         why = stalled_reason(following, attempts)
-        return replace(following, phase=Phase.STALLED, reason=why), (failed, Stall(why))
-    opened, commands = _open_if_enough(following, now)
-    return opened, (failed, *commands)
+        return replace(following, phase=Phase.STALLED, reason=why), (failed, commands.Stall(why))
+    opened, more = _open_if_enough(following, now)
+    return opened, (failed, *more)

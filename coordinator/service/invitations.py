@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from coordinator.messaging.publisher import Publisher
+from coordinator.rounds.events import Accepted, Approval, UpdateRefused
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase
-from coordinator.rounds.round_events import Accepted, Approval, UpdateRefused
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.updates.receiver import Receiver

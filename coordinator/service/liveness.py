@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.rounds.round_events import CameOnline, WentOffline
+from coordinator.rounds.events import CameOnline, WentOffline
 from coordinator.service.round_driver import RoundDriver
 from coordinator.storage.presence_store import KEEP_S, PresenceRecord
 from coordinator.storage.store import Store

@@ -16,9 +16,9 @@ from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.flood_limits import FLOOD_PER_S, SILENCE_S
 from coordinator.messaging.message_checks import MessageChecks
 from coordinator.messaging.publisher import Publisher
+from coordinator.rounds.events import Barred, Departed, Expected
 from coordinator.rounds.records import DeviceState, ParticipantState
 from coordinator.rounds.round_engine import Phase
-from coordinator.rounds.round_events import Barred, Departed, Expected
 from coordinator.service.liveness import Liveness
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext

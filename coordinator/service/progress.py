@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from coordinator.aggregation.worker_messages import Progressed
+from coordinator.aggregation.jobs import Progressed
 from coordinator.rounds.round_engine import RoundState
 from fedcg.wire.messages.messages import Heartbeat, OfAttempt
 

@@ -13,50 +13,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from coordinator.aggregation import jobs
 from coordinator.aggregation.worker import spill_directory
-from coordinator.aggregation.worker_messages import (
-    EASED,
-    Assessed,
-    Job,
-    JobDone,
-    JobEased,
-    JobFailed,
-    OpenedSum,
-    PhaseStarted,
-    Progressed,
-    UpdateAdded,
-    UpdateFailed,
-    WorkerDied,
-    WorkerEvent,
-    WorkerReady,
-)
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
+from coordinator.rounds import commands, events
 from coordinator.rounds.opening import Opening, shares_of
 from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus, UpdateRecord
-from coordinator.rounds.round_commands import (
-    Distil,
-    FailAttempt,
-    Finish,
-    Invite,
-    MoveDeadline,
-    OpenAttempt,
-    ResumeAttempt,
-    Stall,
-)
 from coordinator.rounds.round_engine import Phase, RoundState, transition
-from coordinator.rounds.round_events import (
-    AggregateStored,
-    AggregationFailed,
-    CameOnline,
-    Event,
-    Paused,
-    PolicyChanged,
-    Restarted,
-    Resumed,
-    Stopped,
-    UpdateRefused,
-)
 from coordinator.service.progress import MergeProgress
 from coordinator.service.service_context import ServiceContext, Worker
 from coordinator.storage.pruning import Pruner
@@ -71,13 +35,13 @@ from fedcg.wire.messages.messages import Outcome, RoundAttempt
 
 PACE_ROUNDS = 10
 """A device's pace is known by what it said in so many rounds before."""
-_REPORTS: dict[type[WorkerEvent], str] = {
-    WorkerReady: "worker_ready",
-    WorkerDied: "worker_died",
-    PhaseStarted: "phase_started",
-    Progressed: "aggregate_step",
-    UpdateAdded: "teacher_done",
-    JobEased: "merge_eased",
+_REPORTS: dict[type[jobs.WorkerEvent], str] = {
+    jobs.WorkerReady: "worker_ready",
+    jobs.WorkerDied: "worker_died",
+    jobs.PhaseStarted: "phase_started",
+    jobs.Progressed: "aggregate_step",
+    jobs.UpdateAdded: "teacher_done",
+    jobs.JobEased: "merge_eased",
 }
 """The lines of the event log that hold a report of the worker unchanged."""
 
@@ -132,14 +96,14 @@ class RoundDriver:
         self._shares: dict[str, float] = {}  # of the local steps, that the clients of the open attempt take
         self.is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], None]] = {
-            OpenAttempt: self._open_attempt,
-            ResumeAttempt: self._resume_attempt,
-            MoveDeadline: self._move_deadline,
-            Invite: self._invite,
-            Distil: self._distil,
-            FailAttempt: self._fail_attempt,
-            Stall: self._stall,
-            Finish: self._finish,
+            commands.OpenAttempt: self._open_attempt,
+            commands.ResumeAttempt: self._resume_attempt,
+            commands.MoveDeadline: self._move_deadline,
+            commands.Invite: self._invite,
+            commands.Distil: self._distil,
+            commands.FailAttempt: self._fail_attempt,
+            commands.Stall: self._stall,
+            commands.Finish: self._finish,
         }
 
     @property
@@ -166,59 +130,59 @@ class RoundDriver:
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
         self._judge_devices(self._state.round)
         self.odd = odd_updates(self._store, self._id, self._state.round - 1)
-        self.apply(Restarted())
+        self.apply(events.Restarted())
         self._follow_status(self._record)
 
     def follow(self, record: FederationRecord, *, resume: bool = False) -> None:
         """Follow what an operator changed; `resume` also lets a federation go on that stalled."""
         before, self._record = self._record, record
         if record.policy != self._state.policy:
-            self.apply(PolicyChanged(record.policy))
+            self.apply(events.PolicyChanged(record.policy))
         if (record.status, record.status_reason) != (before.status, before.status_reason):
             self._follow_status(record)
         if resume:
-            self.apply(Resumed())
+            self.apply(events.Resumed())
 
     def _follow_status(self, record: FederationRecord) -> None:
         if record.status.is_ended:
-            self.apply(Stopped(record.status_reason))
+            self.apply(events.Stopped(record.status_reason))
         elif record.status is FederationStatus.PAUSED:
-            self.apply(Paused(record.status_reason))
+            self.apply(events.Paused(record.status_reason))
         elif self._state.paused:
-            self.apply(Resumed())
+            self.apply(events.Resumed())
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: events.Event) -> None:
         """Pass an event to the engine and carry out its commands."""
-        if isinstance(event, UpdateRefused) and event.reason:
+        if isinstance(event, events.UpdateRefused) and event.reason:
             self._judge_devices(self._state.round)
-        self._state, commands = transition(self._state, event, self._context.clock())
-        for command in commands:
+        self._state, to_do = transition(self._state, event, self._context.clock())
+        for command in to_do:
             self._do_what[type(command)](command)
-        if isinstance(event, CameOnline):
+        if isinstance(event, events.CameOnline):
             self._report_odd(event.client)
 
-    def follow_worker(self, event: WorkerEvent) -> None:
+    def follow_worker(self, event: jobs.WorkerEvent) -> None:
         """Write a report of the worker into the event log, and act on it."""
         if name := _REPORTS.get(type(event)):
             self._events.write(name, **asdict(event))
-        if isinstance(event, Progressed):
+        if isinstance(event, jobs.Progressed):
             self.merge = MergeProgress.after(self.merge, event)
-        elif isinstance(event, JobDone | JobFailed | WorkerDied) and self.merge is not None:
+        elif isinstance(event, jobs.JobDone | jobs.JobFailed | jobs.WorkerDied) and self.merge is not None:
             self.merge = self.merge.ended()
-        if isinstance(event, WorkerReady):
+        if isinstance(event, jobs.WorkerReady):
             self.worker_pid = event.pid
-        elif isinstance(event, WorkerDied):
+        elif isinstance(event, jobs.WorkerDied):
             self.worker_pid = None
-        elif isinstance(event, UpdateFailed):
+        elif isinstance(event, jobs.UpdateFailed):
             self._update_failed(event)
-        elif isinstance(event, Assessed):
+        elif isinstance(event, jobs.Assessed):
             self._assessed(event)
-        elif isinstance(event, JobFailed):
-            self.apply(AggregationFailed(event.round, event.attempt, event.reason))
-        elif isinstance(event, JobDone):
+        elif isinstance(event, jobs.JobFailed):
+            self.apply(events.AggregationFailed(event.round, event.attempt, event.reason))
+        elif isinstance(event, jobs.JobDone):
             self._job_done(event)
 
-    def _update_failed(self, failed: UpdateFailed) -> None:
+    def _update_failed(self, failed: jobs.UpdateFailed) -> None:
         """Reject an update that was accepted and can't be merged; its round goes on without it."""
         state, client = self._state, failed.client
         if state.at != failed.at or client not in state.updates:
@@ -226,7 +190,7 @@ class RoundDriver:
         key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
         self._store.reject_update(key, client, reason)
         self._write("update_rejected", state.at, client=client, reason=reason)
-        self.apply(UpdateRefused(state.round, state.attempt, client, reason))
+        self.apply(events.UpdateRefused(state.round, state.attempt, client, reason))
 
     def _judge_devices(self, round_number: int) -> None:
         """Leave repeat offenders out of the next attempts of a round, and readmit those whose time is over."""
@@ -237,7 +201,7 @@ class RoundDriver:
         for client in sorted(before.keys() - now.keys()):
             self._events.write("let_in", client=client, round=round_number)
 
-    def _job_done(self, done: JobDone) -> None:
+    def _job_done(self, done: jobs.JobDone) -> None:
         """Close the attempt with the aggregate that the worker stored."""
         if self._state.phase is not Phase.DISTILLING or self._state.at != done.at:
             return
@@ -245,7 +209,7 @@ class RoundDriver:
             self._context.artifacts.keep(artifact)
         now = self._context.clock()
         record = AggregateRecord(self._id, done.round, done.attempt, done.aggregate, done.size, done.server_state, now)
-        self._store.close_attempt(record, EASED.get(done.ease, ""))
+        self._store.close_attempt(record, jobs.EASED.get(done.ease, ""))
         self._published.allow(done.aggregate)
         self._write("aggregate_stored", done.at, artifact=done.aggregate, size=done.size)
         if done.sum_lost:
@@ -256,12 +220,12 @@ class RoundDriver:
         plateau = plateau_reason(self._store, self._id, self._state.policy)
         if plateau:  # before the next attempt opens
             self._store.set_status(self._id, FederationStatus.STOPPED, plateau)
-            self.apply(Paused(plateau))
-        self.apply(AggregateStored(done.round, done.attempt))
+            self.apply(events.Paused(plateau))
+        self.apply(events.AggregateStored(done.round, done.attempt))
         if plateau:
-            self.apply(Stopped(plateau))
+            self.apply(events.Stopped(plateau))
 
-    def _drop_rows(self, ended: JobDone | FailAttempt) -> None:
+    def _drop_rows(self, ended: jobs.JobDone | commands.FailAttempt) -> None:
         spilled = spill_directory(self._context.worker.spill, self._id, ended.round, ended.attempt)
         shutil.rmtree(spilled, ignore_errors=True)
 
@@ -293,7 +257,7 @@ class RoundDriver:
             rounds, deadline_at = state.policy.rounds, state.deadline_at
             self.is_announced = self._publisher.offer(state.at, spec_ref, aggregate_ref, rounds, deadline_at)
 
-    def _open_attempt(self, command: OpenAttempt) -> None:
+    def _open_attempt(self, command: commands.OpenAttempt) -> None:
         base, now = self._begin(command), self._context.clock()
         key, times = self._key(command), self._store.overview.round_times(self._id, command.round - PACE_ROUNDS)
         known = {client: times[client] for client in times.keys() & command.participants}
@@ -307,7 +271,7 @@ class RoundDriver:
         source = self._published.source(base.artifact)
         self._publisher.broadcast(source, lambda: self._state.is_open(command.at))
 
-    def _resume_attempt(self, command: ResumeAttempt) -> None:
+    def _resume_attempt(self, command: commands.ResumeAttempt) -> None:
         base, key = self._begin(command), self._key(command)
         self._store.move_deadline(key, command.deadline_at)
         stored = self._store.updates(key)
@@ -321,19 +285,19 @@ class RoundDriver:
             self._context.artifacts.local(update.artifact)
             self._worker.add(update.client, update.artifact)
 
-    def _move_deadline(self, command: MoveDeadline) -> None:
+    def _move_deadline(self, command: commands.MoveDeadline) -> None:
         self._store.move_deadline(self._key(command), command.deadline_at)
         if command.reason:
             self._write("deadline_moved", command.at, reason=command.reason)
 
-    def _invite(self, command: Invite) -> None:
+    def _invite(self, command: commands.Invite) -> None:
         self.invite(command.client)
 
     def invite(self, client: str) -> None:
         """Ask a participant of the open attempt (again) for its update."""
         self._publisher.invite(client, self._state.at, self._shares.get(client, 1.0))
 
-    def _distil(self, command: Distil) -> None:
+    def _distil(self, command: commands.Distil) -> None:
         key = self._key(command)
         updates = self._store.start_distilling(key, self._context.clock())
         # The database decides which updates came in time: one may have been stored a moment ago.
@@ -347,7 +311,7 @@ class RoundDriver:
     def _assess(self, key: Key) -> None:
         self._worker.assess(self._screening.artifacts(key, self._state.policy))
 
-    def _assessed(self, assessed: Assessed) -> None:
+    def _assessed(self, assessed: jobs.Assessed) -> None:
         """Merge the updates that the screening chooses; too few fail the attempt."""
         state, policy = self._state, self._state.policy
         key = (self._id, assessed.round, assessed.attempt)
@@ -364,7 +328,7 @@ class RoundDriver:
             self._report_odd(client)
         reason = choice.too_few(len(self._state.updates), state.policy.quorum)
         if reason:
-            self.apply(AggregationFailed(assessed.round, assessed.attempt, reason))
+            self.apply(events.AggregationFailed(assessed.round, assessed.attempt, reason))
         else:
             self._sums.open(self._state.updates, partial(self._merge, assessed.at, choice))
 
@@ -374,12 +338,12 @@ class RoundDriver:
             at = RoundAttempt(update.round, update.attempt)
             self._publisher.receipt(client, at, update.artifact, update.outcome, update.reason)
 
-    def _merge(self, at: RoundAttempt, choice: Choice, opened: OpenedSum) -> None:
+    def _merge(self, at: RoundAttempt, choice: Choice, opened: jobs.OpenedSum) -> None:
         if self._state.phase is Phase.DISTILLING and self._state.at == at:  # a sum takes a while to be opened
             self._write("merging", at, clients=[client for client, *_ in choice.updates])
             self._worker.finish(choice.updates, choice.limits, opened)
 
-    def _fail_attempt(self, command: FailAttempt) -> None:
+    def _fail_attempt(self, command: commands.FailAttempt) -> None:
         now, first_attempt = self._context.clock(), command.first_attempt
         self._store.fail_attempt(self._key(command), command.reason, now, first_attempt)
         self._receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
@@ -388,15 +352,15 @@ class RoundDriver:
         self._drop_rows(command)
         self._judge_devices(command.round)
 
-    def _stall(self, command: Stall) -> None:
+    def _stall(self, command: commands.Stall) -> None:
         self._events.write("stalled", reason=command.reason)
 
-    def _finish(self, command: Finish) -> None:
+    def _finish(self, command: commands.Finish) -> None:
         final = self._store.aggregates(self._id)[-1]
         self._write("finished", self._state.at, aggregate=final.artifact, reason=self._state.reason)
         self.announce()
 
-    def _begin(self, command: OpenAttempt | ResumeAttempt) -> AggregateRecord:
+    def _begin(self, command: commands.OpenAttempt | commands.ResumeAttempt) -> AggregateRecord:
         """The aggregate that an attempt starts from."""
         record = self._store.aggregate(self._id, command.round - 1)
         if record is None:
@@ -404,15 +368,22 @@ class RoundDriver:
         self._base = record.artifact
         return record
 
-    def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
+    def _job(self, command: commands.OpenAttempt | commands.ResumeAttempt, base: AggregateRecord) -> jobs.Job:
         spec = self._context.federation.spec
         for artifact in (spec, base.artifact, base.server_state):
             self._context.artifacts.local(artifact)  # the worker reads files
         limits = self._screening.limits(command.round)
-        return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
+        return jobs.Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 
     def _write(self, name: str, at: RoundAttempt, **values: EventValue) -> None:
         self._events.write(name, round=at.round, attempt=at.attempt, **values)
 
-    def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:
+    def _key(
+        self,
+        command: commands.OpenAttempt
+        | commands.ResumeAttempt
+        | commands.MoveDeadline
+        | commands.Distil
+        | commands.FailAttempt,
+    ) -> Key:
         return (self._id, command.round, command.attempt)

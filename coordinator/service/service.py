@@ -13,15 +13,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from coordinator.aggregation.worker_messages import Reply
+from coordinator.aggregation.jobs import Reply
 from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.event_queue import EventQueue
 from coordinator.messaging.flood_limits import FloodLimits
 from coordinator.messaging.message_checks import FromDevice, MessageChecks, Sessions
 from coordinator.messaging.publisher import Publisher, status_will
+from coordinator.rounds.events import LinkChanged, Tick, UpdateRefused, UpdateStored
 from coordinator.rounds.records import FederationRecord
 from coordinator.rounds.round_engine import Phase, RoundState
-from coordinator.rounds.round_events import LinkChanged, Tick, UpdateRefused, UpdateStored
 from coordinator.service.artifact_requests import ArtifactRequests
 from coordinator.service.condition_board import ConditionBoard
 from coordinator.service.invitations import REMIND_S, Invitations

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from coordinator.aggregation.jobs import Job, OpenedSum, Reply, Updates, WorkerEvent, WorkerSettings
 from coordinator.aggregation.worker_handle import AggregationWorker
-from coordinator.aggregation.worker_messages import Job, OpenedSum, Reply, Updates, WorkerEvent, WorkerSettings
 from coordinator.config import KEEP_ROUNDS, RobustnessSettings, RoundSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import FederationRecord

@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
 from coordinator.paths import Home
+from coordinator.rounds.events import Paused
 from coordinator.rounds.records import (
     AggregateRecord,
     AttemptRecord,
@@ -31,7 +32,6 @@ from coordinator.rounds.records import (
     UpdateRecord,
 )
 from coordinator.rounds.round_engine import Phase, RoundState, transition
-from coordinator.rounds.round_events import Paused
 from coordinator.storage import schema
 from coordinator.storage.api_store import ApiStore
 from coordinator.storage.database import checkpoint, database_of, open_database, unusable

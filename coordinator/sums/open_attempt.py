@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from coordinator.aggregation.worker_messages import OpenedSum
+from coordinator.aggregation.jobs import OpenedSum
 from coordinator.messaging.publisher import Publisher
 from coordinator.storage.store import Store
 from coordinator.sums.board import Phase, Sends, SumBoard

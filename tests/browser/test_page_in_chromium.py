@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
-from coordinator.aggregation.worker_messages import Progressed
+from coordinator.aggregation.jobs import Progressed
 from coordinator.config import RoundSettings
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.aggregation.worker_messages import OpenedSum, Updates
+from coordinator.aggregation.jobs import OpenedSum, Updates
 from coordinator.updates.robustness import Distances
 from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.worker_messages import (
+from coordinator.aggregation.jobs import (
     Assessed,
     Job,
     JobDone,

@@ -9,8 +9,8 @@ from typing import Any
 
 from typing_extensions import Self
 
+from coordinator.aggregation.jobs import WorkerEvent, WorkerSettings
 from coordinator.aggregation.worker_handle import AggregationWorker
-from coordinator.aggregation.worker_messages import WorkerEvent, WorkerSettings
 
 DEADLINE_S = 60.0
 

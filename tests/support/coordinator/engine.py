@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.rounds.round_commands import Command
+from coordinator.rounds.commands import Command
+from coordinator.rounds.events import Event
 from coordinator.rounds.round_engine import RoundState, transition
-from coordinator.rounds.round_events import Event
 from fedcg.learning.spec import DEFAULT_MIN_COHORT, RoundPolicy
 
 

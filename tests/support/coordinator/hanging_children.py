@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import cast
 
-from coordinator.aggregation.worker_messages import (
+from coordinator.aggregation.jobs import (
     AVERAGE,
     AddUpdate,
     AssessJob,

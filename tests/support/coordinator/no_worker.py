@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.worker_messages import (
+from coordinator.aggregation.jobs import (
     Assessed,
     Job,
     JobDone,
@@ -19,8 +19,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from coordinator.updates.figures import Figures
-from coordinator.updates.robustness import Distances
+from coordinator.updates.figures import Distances, Figures
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from coordinator.aggregation.worker_messages import Assessed
+from coordinator.aggregation.jobs import Assessed
 from coordinator.updates.figures import Figures
 from tests.support.coordinator.world import PlainWorker
 

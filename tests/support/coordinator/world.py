@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from coordinator.aggregation.worker_messages import Job, JobDone, OpenedSum, UpdateAdded, Updates, WorkerSettings
+from coordinator.aggregation.jobs import Job, JobDone, OpenedSum, UpdateAdded, Updates, WorkerSettings
 from coordinator.config import RobustnessSettings, RoundSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.aggregation.worker_messages import JobDone, OpenedSum, Updates, WorkerSettings
+from coordinator.aggregation.jobs import JobDone, OpenedSum, Updates, WorkerSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service

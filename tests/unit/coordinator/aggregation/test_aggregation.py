@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.aggregation.worker import Throttle
-from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
-from coordinator.aggregation.worker_messages import (
+from coordinator.aggregation.jobs import (
     AddUpdate,
     Job,
     JobDone,
@@ -28,6 +26,8 @@ from coordinator.aggregation.worker_messages import (
     WorkerReady,
     WorkerSettings,
 )
+from coordinator.aggregation.worker import Throttle
+from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
 from coordinator.operations.create_federation import InitialArtifacts, make_artifacts, read_plan
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.aggregation.worker_messages import (
+from coordinator.aggregation.jobs import (
     AddUpdate,
     Assessed,
     AssessJob,

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from coordinator.aggregation import worker
-from coordinator.aggregation.worker import JobRunner, public_images
-from coordinator.aggregation.worker_handle import MAX_DEATHS
-from coordinator.aggregation.worker_messages import (
+from coordinator.aggregation.jobs import (
     AddUpdate,
     FinishJob,
     Job,
@@ -25,6 +23,8 @@ from coordinator.aggregation.worker_messages import (
     WorkerDied,
     WorkerSettings,
 )
+from coordinator.aggregation.worker import JobRunner, public_images
+from coordinator.aggregation.worker_handle import MAX_DEATHS
 from coordinator.config import RoundSettings
 from coordinator.operations.create_federation import InitialArtifacts
 from coordinator.updates.robustness import Distances

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, select, update
 
-from coordinator.aggregation.worker_messages import Progressed
+from coordinator.aggregation.jobs import Progressed
 from coordinator.config import RoundSettings
 from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.rounds.opening import LEAST_SHARE, RETRY_MAX_S, Opening, shares_of
-from coordinator.rounds.round_commands import Distil, FailAttempt, MoveDeadline, OpenAttempt, Stall
-from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState, standing_reason
-from coordinator.rounds.round_events import (
+from coordinator.rounds.commands import Distil, FailAttempt, MoveDeadline, OpenAttempt, Stall
+from coordinator.rounds.events import (
     Accepted,
     AggregationFailed,
     Approval,
@@ -22,6 +20,8 @@ from coordinator.rounds.round_events import (
     UpdateStored,
     WentOffline,
 )
+from coordinator.rounds.opening import LEAST_SHARE, RETRY_MAX_S, Opening, shares_of
+from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState, standing_reason
 from fedcg.learning.spec import RoundPolicy
 from tests.support.coordinator.engine import play
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rounds.opening import Opening
-from coordinator.rounds.round_commands import (
+from coordinator.rounds.commands import (
     Distil,
     FailAttempt,
     Finish,
@@ -18,8 +17,7 @@ from coordinator.rounds.round_commands import (
     ResumeAttempt,
     Stall,
 )
-from coordinator.rounds.round_engine import RESTART_GRACE_S, Phase, RoundState, transition
-from coordinator.rounds.round_events import (
+from coordinator.rounds.events import (
     Accepted,
     AggregateStored,
     AggregationFailed,
@@ -40,6 +38,8 @@ from coordinator.rounds.round_events import (
     UpdateStored,
     WentOffline,
 )
+from coordinator.rounds.opening import Opening
+from coordinator.rounds.round_engine import RESTART_GRACE_S, Phase, RoundState, transition
 from fedcg.learning.spec import RoundPolicy
 from tests.support.coordinator.engine import play
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.rounds.opening import Opening
-from coordinator.rounds.round_commands import Command, Distil, FailAttempt, Finish, MoveDeadline, OpenAttempt, Stall
-from coordinator.rounds.round_engine import Phase, RoundState
-from coordinator.rounds.round_events import (
+from coordinator.rounds.commands import Command, Distil, FailAttempt, Finish, MoveDeadline, OpenAttempt, Stall
+from coordinator.rounds.events import (
     AggregateStored,
     AggregationFailed,
     Barred,
@@ -19,6 +17,8 @@ from coordinator.rounds.round_events import (
     UpdateRefused,
     UpdateStored,
 )
+from coordinator.rounds.opening import Opening
+from coordinator.rounds.round_engine import Phase, RoundState
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.coordinator.engine import play

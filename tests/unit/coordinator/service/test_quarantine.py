@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.aggregation.worker_messages import JobDone, JobEased
+from coordinator.aggregation.jobs import JobDone, JobEased
 from coordinator.config import Action, FigurePolicy, RobustnessSettings, RoundSettings
 from coordinator.facts.devices import device_facts
 from coordinator.facts.known import Known

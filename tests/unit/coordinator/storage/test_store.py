@@ -12,6 +12,8 @@ from sqlalchemy import URL
 from sqlalchemy import update as change
 
 from coordinator.errors import StoreError
+from coordinator.rounds.commands import OpenAttempt
+from coordinator.rounds.events import CameOnline, Tick
 from coordinator.rounds.records import (
     AggregateRecord,
     AttemptState,
@@ -20,9 +22,7 @@ from coordinator.rounds.records import (
     ParticipantState,
     UpdateRecord,
 )
-from coordinator.rounds.round_commands import OpenAttempt
 from coordinator.rounds.round_engine import Phase, transition
-from coordinator.rounds.round_events import CameOnline, Tick
 from coordinator.storage import schema
 from coordinator.storage.presence_store import PresenceRecord
 from coordinator.storage.store import Store

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from coordinator.aggregation.worker_messages import OpenedSum
+from coordinator.aggregation.jobs import OpenedSum
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.messaging.publisher import Publisher

@@ -14,7 +14,7 @@ from sqlalchemy import insert
 from sqlalchemy.exc import OperationalError
 
 from coordinator.http.app import _failed
-from coordinator.rounds.round_events import UpdateStored
+from coordinator.rounds.events import UpdateStored
 from coordinator.storage import schema
 from coordinator.storage.high_water import recovered_epoch
 from coordinator.storage.store import Store

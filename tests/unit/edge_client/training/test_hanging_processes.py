@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.aggregation.worker_messages import (
+from coordinator.aggregation.jobs import (
     Job,
     JobDone,
     JobFailed,
