@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from coordinator.broker.mosquitto import QueueLimits
+from coordinator.broker.broker_folder import QueueLimits
 from coordinator.operations import create_federation
 from fedcg.find_mosquitto import find_mosquitto
 from tests.support.broker.brokers import DEVICES, Pki, RunningMosquitto

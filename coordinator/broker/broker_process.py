@@ -18,14 +18,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from coordinator.broker.broker_folder import check_dates, read_address, write_folder, write_lists
+from coordinator.broker.broker_folder import check_dates, read_address, write_config, write_folder, write_lists
 from coordinator.broker.lists import Applied, parse_lists
-from coordinator.broker.mosquitto import write_config
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
 from coordinator.paths import BROKER_NAME, CRL_NAME, Home, held
-from coordinator.pki.authority import CA_NAME, credential_of, server_credential
-from coordinator.pki.server_tls import server_context
+from coordinator.pki.authority import CA_NAME, credential_of, server_context, server_credential
 from fedcg.find_mosquitto import Mosquitto, find_mosquitto
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.topics import LISTS, LISTS_APPLIED, LISTS_READER

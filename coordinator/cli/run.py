@@ -31,12 +31,18 @@ from coordinator.http.tls_listeners import bound, listening, serving
 from coordinator.members.admission import Admission
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.revocation import evict
-from coordinator.messaging.flood_limits import LineLimit
+from coordinator.messaging.floods import LineLimit
 from coordinator.page.site import add_page
 from coordinator.page.webhook import watching
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, check_pki, credential_of, renew_clients, server_credential
-from coordinator.pki.server_tls import server_context
+from coordinator.pki.authority import (
+    CA_NAME,
+    check_pki,
+    credential_of,
+    renew_clients,
+    server_context,
+    server_credential,
+)
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import ContextOf, Coordinator

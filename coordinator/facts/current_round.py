@@ -18,7 +18,7 @@ from coordinator.rounds.records import (
     UpdateRecord,
 )
 from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
-from coordinator.service.progress import DeviceProgress, MergeProgress
+from coordinator.service.reports import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
 from fedcg.wire.messages.messages import Outcome
 

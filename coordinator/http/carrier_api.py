@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.errors import RefusedError
 from coordinator.http.refusals import CountedEvent, refusal
 from coordinator.http.tls_listeners import HANG_UP, PEER, peer_of
-from coordinator.members.certificate_owner import member_of
+from coordinator.members.admission import member_of
 from coordinator.service.coordinator import Coordinator
 from coordinator.updates.receiver import Receiver
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError, OrderError, TooLargeError, WireError

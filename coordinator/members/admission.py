@@ -19,14 +19,13 @@ from coordinator.broker.access_lists import NOT_APPLIED
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import RefusedError
 from coordinator.members.bundle_enrolment import certificate_record, problem_with_new
-from coordinator.members.certificate_owner import member_of
 from coordinator.members.tokens import is_secret_of
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, certify, credential_of
 from coordinator.pki.signing_keys import load_signing_identity
-from coordinator.rounds.records import CertificateRecord, TokenRecord, TokenState
+from coordinator.rounds.records import CertificateRecord, DeviceRecord, DeviceState, TokenRecord, TokenState
 from coordinator.storage.locks import changing_members
-from coordinator.storage.membership_store import Admitted
+from coordinator.storage.register import Admitted
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.enrolment_messages import (
@@ -185,6 +184,16 @@ class Admission:
             carrier_url=self.config.carrier_url,
         )
         return answer.model_copy(update={"signature": key.sign(answer_statement(request, answer)).hex()})
+
+
+def member_of(store: Store, peer: x509.Certificate) -> DeviceRecord | None:
+    """The device that a certificate names; None when it is no member (any more) or the certificate was revoked."""
+    name = common_name(peer)
+    known = None if name is None else store.device(name)
+    shown = store.register.certificate(f"{peer.serial_number:x}")
+    if known is None or known.state is not DeviceState.ENROLLED or (shown and shown.revoked_at is not None):
+        return None
+    return known
 
 
 def _check_token(token: TokenRecord, device: str, now: float) -> None:

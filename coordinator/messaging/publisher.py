@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TypedDict
 
-from coordinator.messaging.cohort_marks import Cohorts
-from coordinator.messaging.message_checks import Sessions
+from coordinator.messaging.message_checks import Cohorts, Sessions
 from coordinator.pki.signing_keys import SigningIdentity
 from fedcg.wire import versions
 from fedcg.wire.errors import TransportError

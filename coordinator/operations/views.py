@@ -19,7 +19,7 @@ from coordinator.rounds.records import (
     TokenState,
 )
 from coordinator.service.coordinator import Coordinator
-from coordinator.service.progress import DeviceProgress
+from coordinator.service.reports import DeviceProgress
 from coordinator.storage.api_store import ApiTokenRecord
 from coordinator.storage.store import Store
 from fedcg.learning.spec import RoundPolicy

@@ -12,9 +12,8 @@ from functools import partial
 
 from coordinator.broker.access_lists import NOT_APPLIED
 from coordinator.errors import BrokerError
-from coordinator.messaging.cohort_marks import Cohorts
-from coordinator.messaging.flood_limits import FLOOD_PER_S, SILENCE_S
-from coordinator.messaging.message_checks import MessageChecks
+from coordinator.messaging.floods import FLOOD_PER_S, SILENCE_S
+from coordinator.messaging.message_checks import Cohorts, MessageChecks
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.events import Barred, Departed, Expected
 from coordinator.rounds.records import DeviceState, ParticipantState

@@ -21,7 +21,7 @@ from coordinator.rounds import commands, events
 from coordinator.rounds.opening import Opening, shares_of
 from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus, UpdateRecord
 from coordinator.rounds.round_engine import Phase, RoundState, transition
-from coordinator.service.progress import MergeProgress
+from coordinator.service.reports import MergeProgress
 from coordinator.service.service_context import ServiceContext, Worker
 from coordinator.storage.pruning import Pruner
 from coordinator.storage.store import Key

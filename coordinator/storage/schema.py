@@ -1,4 +1,4 @@
-"""Tables of the coordinator's database, and reading rows as records. Queries live in `store` and `membership_store`.
+"""Tables of the coordinator's database, and reading rows as records. Queries live in `store` and its parts.
 
 Every table is keyed by federation but those of devices, certificates, tokens, repeated requests and the lease. After the
 first release a change here comes with a revision in `migrations/versions`; a test compares both.

@@ -36,9 +36,9 @@ from coordinator.storage import schema
 from coordinator.storage.api_store import ApiStore
 from coordinator.storage.database import checkpoint, database_of, open_database, unusable
 from coordinator.storage.high_water import HighWater
-from coordinator.storage.membership_store import Register
 from coordinator.storage.overview_store import Overview
 from coordinator.storage.presence_store import Presence
+from coordinator.storage.register import Register
 from fedcg.errors import EXISTS
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import KeyLink, Outcome

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.broker.mosquitto import QueueLimits
+from coordinator.broker.broker_folder import QueueLimits
 from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.transfer.broker_presets import PRESETS, limits_for

@@ -7,8 +7,7 @@ import ssl
 import threading
 from typing import Protocol
 
-from coordinator.pki.authority import credential_of
-from coordinator.pki.server_tls import server_context
+from coordinator.pki.authority import credential_of, server_context
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import Action, MemoryBroker, MemoryTransport
 from fedcg.wire.transport.mqtt import MqttTransport

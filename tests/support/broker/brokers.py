@@ -13,7 +13,7 @@ from typing import Any
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
-from coordinator.broker.mosquitto import QueueLimits
+from coordinator.broker.broker_folder import QueueLimits
 from coordinator.pki.authority import create_ca, credential_of, issue, write_revocations
 from fedcg.find_mosquitto import Mosquitto
 from fedcg.wire.messages.topics import Topics

@@ -13,8 +13,7 @@ from pathlib import Path
 from coordinator.config import CarrierSettings
 from coordinator.http.carrier_api import create_carrier_app
 from coordinator.http.tls_listeners import listening, serving
-from coordinator.pki.authority import credential_of
-from coordinator.pki.server_tls import server_context
+from coordinator.pki.authority import credential_of, server_context
 from coordinator.service.service import Service
 from fedcg.listening import Caps, Connections
 from fedcg.wire.server_role import ServerRole

@@ -22,8 +22,7 @@ from coordinator.http.tls_listeners import listening, serving
 from coordinator.members.admission import Admission
 from coordinator.members.tokens import create_token
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, Credential, credential_of, server_credential
-from coordinator.pki.server_tls import server_context
+from coordinator.pki.authority import CA_NAME, Credential, credential_of, server_context, server_credential
 from coordinator.storage.store import Store
 from edge_client.identity.enrolment_client import trusting
 from fedcg.event_log import EventLog, read_events

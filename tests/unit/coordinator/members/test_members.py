@@ -15,7 +15,7 @@ from coordinator.facts.problems import open_problems
 from coordinator.pki.authority import create_ca, issue, write_revocations
 from coordinator.rounds.records import CertificateRecord, DeviceState, FederationStatus, ParticipantState, TokenRecord
 from coordinator.rounds.round_engine import Phase
-from coordinator.storage.membership_store import Admitted
+from coordinator.storage.register import Admitted
 from fedcg.wire.messages.messages import Invite
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.coordinator.toy_artifacts import FEDERATION

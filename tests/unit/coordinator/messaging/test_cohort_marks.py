@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.messaging.cohort_marks import Cohorts
+from coordinator.messaging.message_checks import Cohorts
 from fedcg.wire.messages.messages import CohortVerdict
 
 

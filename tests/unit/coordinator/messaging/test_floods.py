@@ -15,8 +15,8 @@ from coordinator.broker.access_lists import end_silences, publish_access, refres
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
-from coordinator.messaging import flood_limits as floods
-from coordinator.messaging.flood_limits import FloodLimits, LineLimit
+from coordinator.messaging import floods
+from coordinator.messaging.floods import FloodLimits, LineLimit
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from coordinator.token_buckets import Buckets

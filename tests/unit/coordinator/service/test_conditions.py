@@ -17,7 +17,7 @@ from coordinator.facts.known import Known
 from coordinator.facts.privacy import TITLES
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.worth import by_class
-from coordinator.service.condition_board import ConditionBoard
+from coordinator.service.reports import ConditionBoard
 from coordinator.storage.overview_store import Delivery
 from coordinator.updates import receiver as receiver_module
 from fedcg.wire.errors import MalformedError

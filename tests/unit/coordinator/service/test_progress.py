@@ -15,7 +15,7 @@ from coordinator.facts.problems import open_problems
 from coordinator.operations.views import device_view
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase
-from coordinator.service.progress import ProgressBoard
+from coordinator.service.reports import ProgressBoard
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.messages import Decline, DeclineReason, Heartbeat, Invite, decode
 from tests.support.coordinator.federations import hosting

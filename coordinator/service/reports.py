@@ -1,12 +1,20 @@
-"""How far the devices' training is, by their heartbeats, and the merge, by its worker; in memory only."""
+"""What devices and the worker report: how far training and merge are, and how each device is.
+
+All of it is in memory but the last condition of each device, which outlives the service in the database.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 from coordinator.aggregation.jobs import Progressed
 from coordinator.rounds.round_engine import RoundState
-from fedcg.wire.messages.messages import Heartbeat, OfAttempt
+from coordinator.storage.store import Store
+from fedcg.wire.messages.conditions import Readings
+from fedcg.wire.messages.messages import Heartbeat, OfAttempt, SelfReport
+
+BOOTS_KEPT = 8  # agent processes of a device that are told apart
 
 
 @dataclass(frozen=True)
@@ -94,3 +102,52 @@ class ProgressBoard:
         """Drop what is known of a device: it delivered, declined or is gone."""
         self._latest.pop(device, None)
         self._first_steps.pop(device, None)
+
+
+class ConditionBoard:
+    """Keeps the last self-report of each device of one federation; times are unix seconds.
+
+    Attributes:
+        clock_ahead_s: by device, how far its clock is ahead of the coordinator's, in seconds; behind is negative.
+        readings: by device, of its sensors, and when they came; left out of the database, as each session brings new ones.
+        remembered: by device, from its last hello, the highest epoch, the last trained round, and whether this coordinator has the key that it accepts.
+        doubled_at: by device, when an agent process of it came back after another one had reported: both are alive.
+    """
+
+    def __init__(self, store: Store, federation: str) -> None:
+        self._store = store
+        self._federation = federation
+        self._boots: dict[str, deque[str]] = {}
+        self._kept: dict[str, str] = {}
+        self.clock_ahead_s: dict[str, float] = {}
+        self.readings: dict[str, tuple[float, Readings]] = {}
+        self.remembered: dict[str, tuple[int, int, bool]] = {}
+        self.doubled_at: dict[str, float] = {}
+
+    def note(self, device: str, report: SelfReport, now: float, *, is_delayed: bool) -> None:
+        """Take a self-report.
+
+        Args:
+            device: the sender.
+            report: its message.
+            now: unix time.
+            is_delayed: it may have waited behind chunks of an update, so its clock is not compared.
+        """
+        if report.clock is None:
+            self.clock_ahead_s.pop(device, None)
+        elif not is_delayed:
+            self.clock_ahead_s[device] = report.clock - now
+        if report.telemetry is None:
+            self.readings.pop(device, None)
+        else:
+            self.readings[device] = now, report.telemetry
+        boots = self._boots.setdefault(device, deque(maxlen=BOOTS_KEPT))
+        if report.boot in boots and boots[-1] != report.boot:
+            self.doubled_at[device] = now
+            boots.remove(report.boot)
+        if report.boot not in boots:
+            boots.append(report.boot)
+        content = report.condition.model_dump_json()
+        if self._kept.get(device) != content and self._store.device(device) is not None:
+            self._kept[device] = content
+            self._store.presence.keep_condition(self._federation, device, now, content)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.service.artifact_requests import ArtifactRequests
-from coordinator.updates.published_artifacts import PublishedArtifacts
+from coordinator.updates.published_artifacts import ArtifactRequests, PublishedArtifacts
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import COORDINATOR, Need
 from fedcg.wire.transfer.chunk_sender import ChunkFile
