@@ -207,7 +207,7 @@ class ParticipantRecord:
 
     client: str
     state: ParticipantState
-    reason: str
+    reason: str = ""
     share: float = 1.0
     accepted_at: float | None = None
     predicted_s: float | None = None

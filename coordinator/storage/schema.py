@@ -1,4 +1,4 @@
-"""Tables of the coordinator's database, and reading rows as records. Queries live in `store` and its parts.
+"""Tables of the coordinator's database, made of its records where there is one, and reading rows as records. Queries live in `store` and its parts.
 
 Every table is keyed by federation but those of devices, certificates, tokens, repeated requests and the lease. After the
 first release a change here comes with a revision in `migrations/versions`; a test compares both.
@@ -6,9 +6,12 @@ first release a change here comes with a revision in `migrations/versions`; a te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import MISSING, fields
+from enum import Enum
+from types import MappingProxyType, NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from sqlalchemy import (
     BigInteger,
@@ -28,10 +31,46 @@ from sqlalchemy import (
     Update,
 )
 
+from coordinator.rounds import records
+
 RecordT = TypeVar("RecordT")
 
 metadata = MetaData()
 _Count = Integer().with_variant(BigInteger, "postgresql")  # SQLite's INTEGER has 64 bits
+_TYPES: dict[type, Any] = {bool: Boolean, int: _Count, float: Float}
+ATTEMPT = ("federation", "round", "attempt")
+
+
+def _table(
+    name: str, record: type, key: Sequence[str], references: Mapping[str, Table] = MappingProxyType({})
+) -> Table:
+    """The table of a record: a column for each of its fields, with the field's type and default, and for what only its key has.
+
+    Args:
+        name: of the table.
+        record: a dataclass; anything but numbers and booleans is text in its column.
+        key: the columns of the primary key.
+        references: by column, the table whose `id` it holds.
+    """
+    hints = {"federation": str, "round": int, "attempt": int} if "federation" in key else {}
+    defaults = {each.name: each.default for each in fields(record) if each.default is not MISSING}
+    columns = []
+    for column, hint in {**hints, **get_type_hints(record)}.items():
+        kinds = set(get_args(hint)) or {hint}
+        (kind,) = kinds - {NoneType}
+        default = defaults.get(column)
+        columns.append(
+            Column(
+                column,
+                _TYPES.get(kind, String),
+                *([ForeignKey(references[column].c.id)] if column in references else []),
+                primary_key=column in key,
+                nullable=NoneType in kinds,
+                default=default.value if isinstance(default, Enum) else default,
+            )
+        )
+    return Table(name, metadata, *columns)
+
 
 leases = Table(
     "leases",
@@ -39,59 +78,11 @@ leases = Table(
     Column("id", Integer, primary_key=True),
     Column("epoch", _Count, nullable=False),
 )
-devices = Table(
-    "devices",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("public_key", String, nullable=False),
-    Column("enrolled_at", Float, nullable=False),
-    Column("last_seen_at", Float),
-    Column("agent", String),
-    Column("state", String, nullable=False, server_default="enrolled"),
-    Column("ended_at", Float),
-    Column("ended_because", String, nullable=False, server_default=""),
-    Column("disabled_at", Float),
-    Column("disabled_because", String, nullable=False, server_default=""),
-)
-certificates = Table(
-    "certificates",
-    metadata,
-    Column("serial", String, primary_key=True),
-    Column("device", ForeignKey("devices.id"), nullable=False),
-    Column("issued_at", Float, nullable=False),
-    Column("expires_at", Float, nullable=False),
-    Column("revoked_at", Float),
-    Column("pem", String, nullable=False),
-)
-tokens = Table(
-    "tokens",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("secret_hash", String, nullable=False),
-    Column("device", String),
-    Column("replaces", Boolean, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float, nullable=False),
-    Column("revoked_at", Float),
-    Column("used_at", Float),
-    Column("used_by", String),
-    Column("used_for", String),
-    Column("serial", String),
-    Column("federation", String),
-)
-federations = Table(
-    "federations",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("method", String, nullable=False),
-    Column("spec", String, nullable=False),
-    Column("policy", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("first_attempt", _Count, nullable=False, default=1),
-    Column("status", String, nullable=False, server_default="running"),
-    Column("status_reason", String, nullable=False, server_default=""),
-    Column("continued_from", String),
-)
+devices = _table("devices", records.DeviceRecord, ("id",))
+certificates = _table("certificates", records.CertificateRecord, ("serial",), {"device": devices})
+tokens = _table("tokens", records.TokenRecord, ("id",))
+federations = _table("federations", records.FederationRecord, ("id",))
+_OF_FEDERATION, _OF_CLIENT = {"federation": federations}, {"federation": federations, "client": devices}
 key_links = Table(
     "key_links",
     metadata,
@@ -103,64 +94,10 @@ key_links = Table(
     Column("signature", String, nullable=False),
     Column("made_at", Float, nullable=False),
 )
-attempts = Table(
-    "attempts",
-    metadata,
-    Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("round", _Count, primary_key=True),
-    Column("attempt", _Count, primary_key=True),
-    Column("state", String, nullable=False),
-    Column("base", String, nullable=False),
-    Column("opened_at", Float, nullable=False),
-    Column("deadline_at", Float, nullable=False),
-    Column("distilling_at", Float),
-    Column("aggregate_stored_at", Float),
-    Column("closed_at", Float),
-    Column("reason", String, nullable=False, default=""),
-)
-participants = Table(
-    "participants",
-    metadata,
-    Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("round", _Count, primary_key=True),
-    Column("attempt", _Count, primary_key=True),
-    Column("client", ForeignKey("devices.id"), primary_key=True),
-    Column("state", String, nullable=False),
-    Column("reason", String, nullable=False, default=""),
-    Column("share", Float, nullable=False, server_default="1"),
-    Column("accepted_at", Float),
-    Column("predicted_s", Float),
-)
-updates = Table(
-    "updates",
-    metadata,
-    Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("round", _Count, primary_key=True),
-    Column("attempt", _Count, primary_key=True),
-    Column("client", ForeignKey("devices.id"), primary_key=True),
-    Column("artifact", String, nullable=False),
-    Column("size", _Count, nullable=False),
-    Column("outcome", String, nullable=False),
-    Column("reason", String, nullable=False, default=""),
-    Column("report", String),
-    Column("manifest_at", Float, nullable=False),
-    Column("stored_at", Float, nullable=False),
-    Column("distances", String),
-    Column("weight", _Count),
-    Column("figures", String),
-    Column("facts", String),
-)
-aggregates = Table(
-    "aggregates",
-    metadata,
-    Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("round", _Count, primary_key=True),
-    Column("attempt", _Count, nullable=False),
-    Column("artifact", String, nullable=False),
-    Column("size", _Count, nullable=False),
-    Column("server_state", String, nullable=False),
-    Column("stored_at", Float, nullable=False),
-)
+attempts = _table("attempts", records.AttemptRecord, ATTEMPT, _OF_FEDERATION)
+participants = _table("participants", records.ParticipantRecord, (*ATTEMPT, "client"), _OF_CLIENT)
+updates = _table("updates", records.UpdateRecord, (*ATTEMPT, "client"), _OF_CLIENT)
+aggregates = _table("aggregates", records.AggregateRecord, ("federation", "round"), _OF_FEDERATION)
 presence = Table(
     "presence",
     metadata,

@@ -76,11 +76,11 @@ CREATE TABLE devices (
 	enrolled_at FLOAT NOT NULL, 
 	last_seen_at FLOAT, 
 	agent VARCHAR, 
-	state VARCHAR DEFAULT 'enrolled' NOT NULL, 
+	state VARCHAR NOT NULL, 
 	ended_at FLOAT, 
-	ended_because VARCHAR DEFAULT '' NOT NULL, 
+	ended_because VARCHAR NOT NULL, 
 	disabled_at FLOAT, 
-	disabled_because VARCHAR DEFAULT '' NOT NULL, 
+	disabled_because VARCHAR NOT NULL, 
 	PRIMARY KEY (id)
 );
 INSERT INTO "devices" VALUES('line-1','1111111111111111111111111111111111111111111111111111111111111111',2.0,3.0,'0.1.0','enrolled',NULL,'',NULL,'');
@@ -92,8 +92,8 @@ CREATE TABLE federations (
 	policy VARCHAR NOT NULL, 
 	created_at FLOAT NOT NULL, 
 	first_attempt INTEGER NOT NULL, 
-	status VARCHAR DEFAULT 'running' NOT NULL, 
-	status_reason VARCHAR DEFAULT '' NOT NULL, 
+	status VARCHAR NOT NULL, 
+	status_reason VARCHAR NOT NULL, 
 	continued_from VARCHAR, 
 	PRIMARY KEY (id)
 );
@@ -142,7 +142,7 @@ CREATE TABLE participants (
 	client VARCHAR NOT NULL, 
 	state VARCHAR NOT NULL, 
 	reason VARCHAR NOT NULL, 
-	share FLOAT DEFAULT '1' NOT NULL, 
+	share FLOAT NOT NULL, 
 	accepted_at FLOAT, 
 	predicted_s FLOAT, 
 	PRIMARY KEY (federation, round, attempt, client), 
