@@ -177,12 +177,15 @@ def _waits_for(record: FederationRecord, state: RoundState, service: Service | N
 
 
 def _clients(known: Known, attempt: AttemptRecord, state: RoundState, service: Service | None) -> list[ClientNow]:
-    key = (attempt.federation, attempt.round, attempt.attempt)
     progress = {} if service is None else service.progress
-    updates = {each.client: each for each in known.store.updates(key) if each.outcome is Outcome.ACCEPTED}
+    updates = {
+        each.client: each
+        for each in known.store.updates(attempt.federation, attempt.at)
+        if each.outcome is Outcome.ACCEPTED
+    }
     return [
         _client(person, state, service, progress.get(person.client), updates.get(person.client))
-        for person in known.store.participants(key)
+        for person in known.store.participants(attempt.federation, attempt.at)
     ]
 
 

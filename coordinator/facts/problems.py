@@ -228,9 +228,8 @@ def _of_clients(
 ) -> Iterator[Problem]:
     last = known.store.last_attempt(record.id)
     if last is not None:
-        key = (record.id, last.round, last.attempt)
-        rejected = {each.client for each in known.store.updates(key) if each.outcome is Outcome.REJECTED}
-        for person in known.store.participants(key):
+        rejected = {each.client for each in known.store.updates(record.id, last.at) if each.outcome is Outcome.REJECTED}
+        for person in known.store.participants(record.id, last.at):
             if person.state is ParticipantState.DECLINED:
                 kind, remedy = REMEDIES.get(person.reason, REJECTED if person.client in rejected else DROPPED)
                 verb = "declined" if person.reason in REMEDIES else f"{kind} in"

@@ -89,7 +89,7 @@ class UpdateView(BaseModel, from_attributes=True):
     stored_at: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttemptView(AttemptRecord):
     """One attempt of a round, with its invited clients; times are unix seconds."""
 
@@ -221,9 +221,9 @@ def round_view(store: Store, number: int, attempts: list[AttemptRecord]) -> Roun
 
 
 def _attempt(store: Store, record: AttemptRecord) -> AttemptView:
-    key = (record.federation, record.round, record.attempt)
-    updates = [UpdateView.model_validate(update) for update in store.updates(key)]
-    return AttemptView(**asdict(record), participants=store.participants(key), updates=updates)
+    updates = [UpdateView.model_validate(update) for update in store.updates(record.federation, record.at)]
+    participants = store.participants(record.federation, record.at)
+    return AttemptView(**asdict(record), participants=participants, updates=updates)
 
 
 def device_view(

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from coordinator.rounds.opening import Opening
 from coordinator.rounds.round_engine import Phase, RoundState, stalled_reason, standing_reason
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from fedcg.wire.parts import Part
 
 
@@ -189,10 +189,15 @@ class AttemptRecord:
     base: str
     opened_at: float
     deadline_at: float
-    distilling_at: float | None
-    aggregate_stored_at: float | None
-    closed_at: float | None
-    reason: str
+    distilling_at: float | None = None
+    aggregate_stored_at: float | None = None
+    closed_at: float | None = None
+    reason: str = ""
+
+    @property
+    def at(self) -> RoundAttempt:
+        """The round attempt."""
+        return RoundAttempt(self.round, self.attempt)
 
 
 @dataclass(frozen=True)
@@ -240,6 +245,11 @@ class UpdateRecord:
     weight: int | None = None
     figures: str | None = None
     facts: str | None = None
+
+    @property
+    def at(self) -> RoundAttempt:
+        """The round attempt."""
+        return RoundAttempt(self.round, self.attempt)
 
     @property
     def is_kept_late(self) -> bool:

@@ -54,10 +54,10 @@ class Invitations:
         declined = isinstance(answer, Decline)
         participant = ParticipantState.DECLINED if declined else ParticipantState.ACCEPTED
         reason = answer.reason.value if isinstance(answer, Decline) else ""
-        key = (self._context.federation.id, answer.round, answer.attempt)
+        about = (self._context.federation.id, answer.at, device)
         predicted_s = answer.predicted_s if isinstance(answer, Accept) else None
-        at = None if declined else self._context.clock()
-        self._context.store.answer(key, device, participant, reason, at=at, predicted_s=predicted_s)
+        accepted_at = None if declined else self._context.clock()
+        self._context.store.answer(*about, participant, reason, accepted_at=accepted_at, predicted_s=predicted_s)
         self._context.events.write(
             participant.value,
             client=device,
@@ -85,8 +85,8 @@ class Invitations:
         self._accepted.pop(device, None)
         needs_owner = answer.reason.needs_owner
         if needs_owner:
-            key = (self._context.federation.id, answer.round, answer.attempt)
-            self._context.store.answer(key, device, ParticipantState.INVITED, answer.reason.value)
+            about = (self._context.federation.id, answer.at, device)
+            self._context.store.answer(*about, ParticipantState.INVITED, answer.reason.value)
         self._round_driver.apply(Approval(answer.round, answer.attempt, device, given=not needs_owner))
         before, self._waits[device] = self._waits.get(device), (answer.at, answer.reason)
         if before == self._waits[device] and answer.reason is not DeclineReason.INTERRUPTED:

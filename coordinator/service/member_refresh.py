@@ -165,6 +165,6 @@ class MemberRefresh:
         self._receiver.forget(device)
         self._liveness.note_gone(device, reason, time.monotonic())
         if state.phase is Phase.COLLECTING and device in state.outstanding:
-            key = (self._context.federation.id, state.round, state.attempt)
-            self._context.store.answer(key, device, ParticipantState.DECLINED, reason)
+            about = (self._context.federation.id, state.at, device)
+            self._context.store.answer(*about, ParticipantState.DECLINED, reason)
         self._round_driver.apply(Departed(device))

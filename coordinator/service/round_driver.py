@@ -24,7 +24,6 @@ from coordinator.rounds.round_engine import Phase, RoundState, transition
 from coordinator.service.reports import MergeProgress
 from coordinator.service.service_context import ServiceContext, Worker
 from coordinator.storage.pruning import Pruner
-from coordinator.storage.store import Key
 from coordinator.sums.open_attempt import MaskedSums
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
@@ -187,8 +186,8 @@ class RoundDriver:
         state, client = self._state, failed.client
         if state.at != failed.at or client not in state.updates:
             return
-        key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
-        self._store.reject_update(key, client, reason)
+        reason = failed.reason[:300]
+        self._store.reject_update(self._id, state.at, client, reason)
         self._write("update_rejected", state.at, client=client, reason=reason)
         self.apply(events.UpdateRefused(state.round, state.attempt, client, reason))
 
@@ -259,10 +258,12 @@ class RoundDriver:
 
     def _open_attempt(self, command: commands.OpenAttempt) -> None:
         base, now = self._begin(command), self._context.clock()
-        key, times = self._key(command), self._store.overview.round_times(self._id, command.round - PACE_ROUNDS)
+        times = self._store.overview.round_times(self._id, command.round - PACE_ROUNDS)
         known = {client: times[client] for client in times.keys() & command.participants}
         self._shares = shares_of(self._state.policy, known)
-        self._store.open_attempt(key, base.artifact, command.participants, now, command.deadline_at, self._shares)
+        self._store.open_attempt(
+            self._id, command.at, base.artifact, command.participants, now, command.deadline_at, self._shares
+        )
         rounds, participants = self._state.policy.rounds, sorted(command.participants)
         self._write("attempt_opened", command.at, rounds=rounds, participants=participants, aggregate=base.artifact)
         self._worker.open(self._job(command, base))
@@ -272,10 +273,10 @@ class RoundDriver:
         self._publisher.broadcast(source, lambda: self._state.is_open(command.at))
 
     def _resume_attempt(self, command: commands.ResumeAttempt) -> None:
-        base, key = self._begin(command), self._key(command)
-        self._store.move_deadline(key, command.deadline_at)
-        stored = self._store.updates(key)
-        people = self._store.participants(key)
+        base = self._begin(command)
+        self._store.move_deadline(self._id, command.at, command.deadline_at)
+        stored = self._store.updates(self._id, command.at)
+        people = self._store.participants(self._id, command.at)
         self._shares = {person.client: person.share for person in people}
         self._sums.begin(command.at, self._shares)
         accepted = [update for update in stored if update.outcome is Outcome.ACCEPTED]
@@ -286,7 +287,7 @@ class RoundDriver:
             self._worker.add(update.client, update.artifact)
 
     def _move_deadline(self, command: commands.MoveDeadline) -> None:
-        self._store.move_deadline(self._key(command), command.deadline_at)
+        self._store.move_deadline(self._id, command.at, command.deadline_at)
         if command.reason:
             self._write("deadline_moved", command.at, reason=command.reason)
 
@@ -298,29 +299,27 @@ class RoundDriver:
         self._publisher.invite(client, self._state.at, self._shares.get(client, 1.0))
 
     def _distil(self, command: commands.Distil) -> None:
-        key = self._key(command)
-        updates = self._store.start_distilling(key, self._context.clock())
+        updates = self._store.start_distilling(self._id, command.at, self._context.clock())
         # The database decides which updates came in time: one may have been stored a moment ago.
         accepted = frozenset(update.client for update in updates)
         self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
         if self._state.policy.late == "drop":
             self._receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
         self._write("distilling", command.at, clients=sorted(accepted))
-        self._assess(key)
+        self._assess(command.at)
 
-    def _assess(self, key: Key) -> None:
-        self._worker.assess(self._screening.artifacts(key, self._state.policy))
+    def _assess(self, at: RoundAttempt) -> None:
+        self._worker.assess(self._screening.artifacts(at, self._state.policy))
 
     def _assessed(self, assessed: jobs.Assessed) -> None:
         """Merge the updates that the screening chooses; too few fail the attempt."""
         state, policy = self._state, self._state.policy
-        key = (self._id, assessed.round, assessed.attempt)
         if state.phase is not Phase.DISTILLING or state.at != assessed.at:
             return
-        if assessed.figures.keys() != self._screening.artifacts(key, policy).keys():
-            self._assess(key)  # one was rejected meanwhile, or the policy changed
+        if assessed.figures.keys() != self._screening.artifacts(assessed.at, policy).keys():
+            self._assess(assessed.at)  # one was rejected meanwhile, or the policy changed
             return
-        choice = self._screening.choose(key, assessed.figures, policy)
+        choice = self._screening.choose(assessed.at, assessed.figures, policy)
         odd = choice.quarantined
         self._state = replace(state, updates=state.updates - odd, declined=state.declined | odd)
         self.odd = odd_updates(self._store, self._id, state.round - 1)
@@ -345,7 +344,7 @@ class RoundDriver:
 
     def _fail_attempt(self, command: commands.FailAttempt) -> None:
         now, first_attempt = self._context.clock(), command.first_attempt
-        self._store.fail_attempt(self._key(command), command.reason, now, first_attempt)
+        self._store.fail_attempt(self._id, command.at, command.reason, now, first_attempt)
         self._receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
         self._sums.end()
         self._write("attempt_failed", command.at, reason=command.reason)
@@ -377,13 +376,3 @@ class RoundDriver:
 
     def _write(self, name: str, at: RoundAttempt, **values: EventValue) -> None:
         self._events.write(name, round=at.round, attempt=at.attempt, **values)
-
-    def _key(
-        self,
-        command: commands.OpenAttempt
-        | commands.ResumeAttempt
-        | commands.MoveDeadline
-        | commands.Distil
-        | commands.FailAttempt,
-    ) -> Key:
-        return (self._id, command.round, command.attempt)

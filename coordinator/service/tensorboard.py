@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.errors import ConfigError
 from coordinator.rounds.records import UpdateRecord
 from coordinator.storage.store import Store
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -52,7 +52,7 @@ class RoundCurves:
             self._losses[federation] = event["loss"]
         if name != "aggregate_stored":
             return
-        updates = self._store.updates((federation, event["round"], event["attempt"]))
+        updates = self._store.updates(federation, RoundAttempt(event["round"], event["attempt"]))
         figures = figures_of(updates, event["size"])
         if federation in self._losses:
             figures["distillation/loss"] = self._losses.pop(federation)

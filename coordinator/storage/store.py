@@ -41,30 +41,26 @@ from coordinator.storage.presence_store import Presence
 from coordinator.storage.register import Register
 from fedcg.errors import EXISTS
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import KeyLink, Outcome
+from fedcg.wire.messages.messages import KeyLink, Outcome, RoundAttempt
 
 
 class SumRecords(schema.Queries):
     """One record per federation, of the last attempt that had a sum."""
 
-    def keep(self, key: tuple[str, int, int], content: str) -> None:
-        """Replace the federation's record; `key` is (federation, round, attempt)."""
-        federation, round_number, attempt = key
+    def keep(self, federation: str, at: RoundAttempt, content: str) -> None:
+        """Replace the federation's record."""
         table = schema.masked_sums
-        values = {"federation": federation, "round": round_number, "attempt": attempt, "content": content}
+        values = {**_is(federation, at), "content": content}
         with self._engine.begin() as connection:
             connection.execute(delete(table).where(table.c.federation == federation))
             connection.execute(insert(table).values(**values))
 
-    def of(self, key: tuple[str, int, int]) -> str | None:
+    def of(self, federation: str, at: RoundAttempt) -> str | None:
         """The record of that attempt, if it is the last one."""
-        table, (federation, round_number, attempt) = schema.masked_sums, key
-        of_key = (table.c.federation == federation, table.c.round == round_number, table.c.attempt == attempt)
-        return next((str(row.content) for row in self._rows(select(table).where(*of_key))), None)
+        query = select(schema.masked_sums).filter_by(**_is(federation, at))
+        return next((str(row.content) for row in self._rows(query)), None)
 
 
-Key = tuple[str, int, int]
-"""(federation, round, attempt)."""
 _COLLECTING = AttemptState.COLLECTING.value
 _MERGING = (AttemptState.DISTILLING.value, AttemptState.CLOSED.value)
 
@@ -236,7 +232,8 @@ class Store(schema.Queries):
 
     def open_attempt(
         self,
-        key: Key,
+        federation: str,
+        at: RoundAttempt,
         base: str,
         clients: frozenset[str],
         opened_at: float,
@@ -244,25 +241,24 @@ class Store(schema.Queries):
         shares: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Store an attempt that collects from now on, and the clients that it invited, with those shares of the local steps (1)."""
-        attempt = AttemptRecord(
-            *key, AttemptState.COLLECTING, base, opened_at, deadline_at, None, None, None, reason=""
-        )
-        of_each = {**_is(key), "state": ParticipantState.INVITED.value}
+        attempt = AttemptRecord(federation, at.round, at.attempt, AttemptState.COLLECTING, base, opened_at, deadline_at)
+        of_each = {**_is(federation, at), "state": ParticipantState.INVITED.value}
         invited = [{**of_each, "client": client, "share": shares.get(client, 1.0)} for client in sorted(clients)]
         self._write(insert(schema.attempts).values(**asdict(attempt)), insert(schema.participants).values(invited))
 
-    def move_deadline(self, key: Key, deadline_at: float) -> None:
+    def move_deadline(self, federation: str, at: RoundAttempt, deadline_at: float) -> None:
         """Change the time until which an attempt collects."""
-        self._write(_change_attempt(key, deadline_at=deadline_at))
+        self._write(_change_attempt(federation, at, deadline_at=deadline_at))
 
-    def start_distilling(self, key: Key, now: float) -> list[UpdateRecord]:
+    def start_distilling(self, federation: str, at: RoundAttempt, now: float) -> list[UpdateRecord]:
         """Stop accepting updates; returns the accepted ones, sorted by client."""
-        self._write(_change_attempt(key, state=AttemptState.DISTILLING.value, distilling_at=now))
-        return [ended for ended in self.updates(key) if ended.outcome is Outcome.ACCEPTED]
+        self._write(_change_attempt(federation, at, state=AttemptState.DISTILLING.value, distilling_at=now))
+        return [ended for ended in self.updates(federation, at) if ended.outcome is Outcome.ACCEPTED]
 
     def weigh(
         self,
-        key: Key,
+        federation: str,
+        at: RoundAttempt,
         weights: Mapping[str, int],
         figures: Mapping[str, str] = MappingProxyType({}),
         reasons: Mapping[str, str] = MappingProxyType({}),
@@ -272,7 +268,8 @@ class Store(schema.Queries):
             *(
                 _change(
                     schema.updates,
-                    key,
+                    federation,
+                    at,
                     client,
                     weight=weight,
                     figures=figures.get(client),
@@ -282,10 +279,12 @@ class Store(schema.Queries):
             )
         )
 
-    def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
+    def fail_attempt(
+        self, federation: str, at: RoundAttempt, reason: str, now: float, first_attempt: int | None = None
+    ) -> None:
         """End the attempt without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
-        failed = _change_attempt(key, state=AttemptState.FAILED.value, reason=reason[:300], closed_at=now)
-        moved = [] if first_attempt is None else [_change_federation(key[0], first_attempt=first_attempt)]
+        failed = _change_attempt(federation, at, state=AttemptState.FAILED.value, reason=reason[:300], closed_at=now)
+        moved = [] if first_attempt is None else [_change_federation(federation, first_attempt=first_attempt)]
         self._write(failed, *moved)
 
     def close_attempt(self, aggregate: AggregateRecord, reason: str = "") -> None:
@@ -294,12 +293,12 @@ class Store(schema.Queries):
         Raises:
             StoreError: the round has an aggregate already.
         """
-        key = (aggregate.federation, aggregate.round, aggregate.attempt)
+        federation, at = aggregate.federation, RoundAttempt(aggregate.round, aggregate.attempt)
         now, state = aggregate.stored_at, AttemptState.CLOSED.value
-        closed = _change_attempt(key, state=state, aggregate_stored_at=now, closed_at=now, reason=reason)
+        closed = _change_attempt(federation, at, state=state, aggregate_stored_at=now, closed_at=now, reason=reason)
         stored = insert(schema.aggregates).values(**asdict(aggregate))
         try:
-            self._write(stored, closed, _change_federation(key[0], first_attempt=1))
+            self._write(stored, closed, _change_federation(federation, first_attempt=1))
         except IntegrityError as error:
             raise StoreError(f"round {aggregate.round} has an aggregate already") from error
         checkpoint(self._engine)
@@ -310,9 +309,9 @@ class Store(schema.Queries):
         query = select(table).filter_by(federation=federation).order_by(table.c.round, table.c.attempt)
         return self._all(AttemptRecord, query)
 
-    def attempt(self, key: Key) -> AttemptRecord | None:
+    def attempt(self, federation: str, at: RoundAttempt) -> AttemptRecord | None:
         """One attempt."""
-        return self._one(AttemptRecord, select(schema.attempts).filter_by(**_is(key)))
+        return self._one(AttemptRecord, select(schema.attempts).filter_by(**_is(federation, at)))
 
     def last_attempt(self, federation: str) -> AttemptRecord | None:
         """The latest attempt of a federation."""
@@ -322,26 +321,27 @@ class Store(schema.Queries):
 
     # Participants and updates
 
-    def participants(self, key: Key) -> list[ParticipantRecord]:
+    def participants(self, federation: str, at: RoundAttempt) -> list[ParticipantRecord]:
         """The clients that an attempt invited, sorted by id."""
         table = schema.participants
-        query = select(*(table.c[each.name] for each in fields(ParticipantRecord))).filter_by(**_is(key))
+        query = select(*(table.c[each.name] for each in fields(ParticipantRecord))).filter_by(**_is(federation, at))
         return sorted(self._all(ParticipantRecord, query), key=attrgetter("client"))
 
     def answer(
         self,
-        key: Key,
+        federation: str,
+        at: RoundAttempt,
         client: str,
         state: ParticipantState,
         reason: str = "",
         *,
-        at: float | None = None,
+        accepted_at: float | None = None,
         predicted_s: float | None = None,
     ) -> None:
         """Store the answer of an invited client; one that accepts after it declined or was rejected stays declined."""
         reason = reason.replace("\0", "")  # a device wrote it, and PostgreSQL stores no such character
-        times = {} if at is None else {"accepted_at": at, "predicted_s": predicted_s}
-        change = _change(schema.participants, key, client, state=state.value, reason=reason, **times)
+        times = {} if accepted_at is None else {"accepted_at": accepted_at, "predicted_s": predicted_s}
+        change = _change(schema.participants, federation, at, client, state=state.value, reason=reason, **times)
         if state is ParticipantState.ACCEPTED:
             change = change.where(schema.participants.c.state != ParticipantState.DECLINED.value)
         self._write(change)
@@ -355,37 +355,41 @@ class Store(schema.Queries):
             The stored record: `record`, or the earlier one of the same client and attempt; None when the attempt takes no
             updates any more.
         """
-        key = (record.federation, record.round, record.attempt)
+        federation, at = record.federation, record.at
         try:
             with self._engine.connect() as connection, connection.begin() as transaction:
                 # From here on no other transaction of SQLite writes, nor, in PostgreSQL, one to the attempt's row.
                 connection.execute(insert(schema.updates).values(**asdict(record)))
-                collects = select(schema.attempts.c.state).filter_by(**_is(key)).with_for_update()
+                collects = select(schema.attempts.c.state).filter_by(**_is(federation, at)).with_for_update()
                 state = connection.execute(collects).scalar_one()
-                if not (_still_takes(connection, key, state) if record.is_kept_late else state == _COLLECTING):
+                if not (
+                    _still_takes(connection, federation, at, state) if record.is_kept_late else state == _COLLECTING
+                ):
                     transaction.rollback()
                     return None
                 if record.outcome is Outcome.REJECTED:
-                    connection.execute(_declined(key, record.client, record.reason))
+                    connection.execute(_declined(federation, at, record.client, record.reason))
         except IntegrityError:
-            earlier = self.update(key, record.client)
+            earlier = self.update(federation, at, record.client)
             if earlier is None:
                 raise
             return earlier
         return record
 
-    def reject_update(self, key: Key, client: str, reason: str) -> None:
+    def reject_update(self, federation: str, at: RoundAttempt, client: str, reason: str) -> None:
         """Reject an accepted update that can't be merged: it and its client end as if it had been rejected at once."""
-        rejected = _change(schema.updates, key, client, outcome=Outcome.REJECTED.value, reason=reason, weight=None)
-        self._write(rejected, _declined(key, client, reason))
+        rejected = _change(
+            schema.updates, federation, at, client, outcome=Outcome.REJECTED.value, reason=reason, weight=None
+        )
+        self._write(rejected, _declined(federation, at, client, reason))
 
-    def update(self, key: Key, client: str) -> UpdateRecord | None:
+    def update(self, federation: str, at: RoundAttempt, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""
-        return self._one(UpdateRecord, select(schema.updates).filter_by(**_is(key), client=client))
+        return self._one(UpdateRecord, select(schema.updates).filter_by(**_is(federation, at), client=client))
 
-    def updates(self, key: Key) -> list[UpdateRecord]:
+    def updates(self, federation: str, at: RoundAttempt) -> list[UpdateRecord]:
         """All ended updates of an attempt, sorted by client."""
-        query = select(schema.updates).filter_by(**_is(key))
+        query = select(schema.updates).filter_by(**_is(federation, at))
         return sorted(self._all(UpdateRecord, query), key=attrgetter("client"))
 
     # Aggregates
@@ -438,8 +442,7 @@ class Store(schema.Queries):
             return RoundState(policy, round=last.round + 1)
         if last.state is AttemptState.FAILED:
             return record.after_failure(last)
-        key = (federation, last.round, last.attempt)
-        people, stored = self.participants(key), self.updates(key)
+        people, stored = self.participants(federation, last.at), self.updates(federation, last.at)
         by_state = {
             each: frozenset(person.client for person in people if person.state is each) for each in ParticipantState
         }
@@ -458,11 +461,11 @@ class Store(schema.Queries):
         )
 
 
-def _still_takes(connection: Connection, key: Key, state: str) -> bool:
+def _still_takes(connection: Connection, federation: str, at: RoundAttempt, state: str) -> bool:
     """Whether an update that came late to an attempt in this state can still have a part in the next round."""
     attempts = schema.attempts
     later = select(attempts.c.round).where(
-        attempts.c.federation == key[0], attempts.c.round > key[1], attempts.c.state.in_(_MERGING)
+        attempts.c.federation == federation, attempts.c.round > at.round, attempts.c.state.in_(_MERGING)
     )
     return state in _MERGING and connection.execute(later.limit(1)).first() is None
 
@@ -471,22 +474,22 @@ def _added_link(federation: str, link: KeyLink, now: float) -> Insert:
     return insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump())
 
 
-def _is(key: Key) -> dict[str, Any]:
-    return dict(zip(("federation", "round", "attempt"), key, strict=True))
+def _is(federation: str, at: RoundAttempt) -> dict[str, Any]:
+    return {"federation": federation, "round": at.round, "attempt": at.attempt}
 
 
 def _change_federation(federation: str, **values: object) -> Update:
     return update(schema.federations).filter_by(id=federation).values(**values)
 
 
-def _change_attempt(key: Key, **values: object) -> Update:
-    return update(schema.attempts).filter_by(**_is(key)).values(**values)
+def _change_attempt(federation: str, at: RoundAttempt, **values: object) -> Update:
+    return update(schema.attempts).filter_by(**_is(federation, at)).values(**values)
 
 
-def _change(table: Table, key: Key, client: str, **values: object) -> Update:
+def _change(table: Table, federation: str, at: RoundAttempt, client: str, **values: object) -> Update:
     """Changes a client's row of `participants` or `updates`."""
-    return update(table).filter_by(**_is(key), client=client).values(**values)
+    return update(table).filter_by(**_is(federation, at), client=client).values(**values)
 
 
-def _declined(key: Key, client: str, reason: str) -> Update:
-    return _change(schema.participants, key, client, state=ParticipantState.DECLINED.value, reason=reason)
+def _declined(federation: str, at: RoundAttempt, client: str, reason: str) -> Update:
+    return _change(schema.participants, federation, at, client, state=ParticipantState.DECLINED.value, reason=reason)

@@ -67,7 +67,7 @@ class MaskedSums:
         if not self._spec.summed:
             return
         self._at, self._merge = at, None
-        self._stored = self._store.masked_sums.of(self._key)
+        self._stored = self._store.masked_sums.of(self._spec.federation, self._at)
         sum_round = SumRound(self._spec.federation, at.round, at.attempt)
         self._board = SumBoard(sum_round, participants, self._stored)
 
@@ -112,16 +112,12 @@ class MaskedSums:
         self._events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
 
     @property
-    def _key(self) -> tuple[str, int, int]:
-        return (self._spec.federation, self._at.round, self._at.attempt)
-
-    @property
     def _about(self) -> dict[str, EventValue]:
         return {"round": self._at.round, "attempt": self._at.attempt}
 
     def _follow(self, board: SumBoard, sends: Sends) -> None:
         if (content := board.content) != self._stored:
-            self._store.masked_sums.keep(self._key, content)
+            self._store.masked_sums.keep(self._spec.federation, self._at, content)
             self._stored = content
         for device, step in sends:
             self._publisher.sum_step(device, self._at, step)

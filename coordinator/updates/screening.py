@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from coordinator.config import RobustnessSettings
 from coordinator.rounds.records import UpdateRecord
-from coordinator.storage.store import Key, Store
+from coordinator.storage.store import Store
 from coordinator.updates.figures import Figures, Verdict, merge_weights, verdicts_of
 from coordinator.updates.robustness import Distances, limits_of, medians_of, over
 from coordinator.updates.track_record import typical_distances
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 
 
 @dataclass(frozen=True)
@@ -65,31 +65,35 @@ class Screening:
         typical = typical_distances(self._store, self._federation, round_number - 1)
         return limits_of(typical, self._settings.clip_medians)
 
-    def artifacts(self, key: Key, policy: RoundPolicy) -> dict[str, str]:
+    def artifacts(self, at: RoundAttempt, policy: RoundPolicy) -> dict[str, str]:
         """The artifacts of the updates that may be merged, by client."""
-        return {client: update.artifact for client, update in self._candidates(key, policy).items()}
+        return {client: update.artifact for client, update in self._candidates(at, policy).items()}
 
-    def _candidates(self, key: Key, policy: RoundPolicy) -> dict[str, UpdateRecord]:
+    def _candidates(self, at: RoundAttempt, policy: RoundPolicy) -> dict[str, UpdateRecord]:
         """The updates that may be merged, by client: the attempt's own, and late ones of the round before where they are kept."""
-        own = {update.client: update for update in self._store.updates(key) if update.outcome is Outcome.ACCEPTED}
-        before = self._store.aggregate(self._federation, key[1] - 1)
+        own = {
+            update.client: update
+            for update in self._store.updates(self._federation, at)
+            if update.outcome is Outcome.ACCEPTED
+        }
+        before = self._store.aggregate(self._federation, at.round - 1)
         if policy.late == "drop" or before is None:
             return own
-        late = self._store.updates((self._federation, before.round, before.attempt))
+        late = self._store.updates(self._federation, RoundAttempt(before.round, before.attempt))
         return {update.client: update for update in late if update.is_kept_late} | own
 
-    def choose(self, key: Key, figures: Mapping[str, Figures], policy: RoundPolicy) -> Choice:
+    def choose(self, at: RoundAttempt, figures: Mapping[str, Figures], policy: RoundPolicy) -> Choice:
         """Judge the candidates by their figures, store figures and weights, and write what is odd into the event log."""
-        updates = self._candidates(key, policy)
-        late = {client for client, update in updates.items() if (update.round, update.attempt) != key[1:]}
+        updates = self._candidates(at, policy)
+        late = {client for client, update in updates.items() if update.at != at}
         own = updates.keys() - late
         verdicts = verdicts_of({client: figures[client] for client in updates}, self._settings, own, policy.quorum)
-        where = {"round": key[1], "attempt": key[2]}
+        where = {"round": at.round, "attempt": at.attempt}
         weights = self._weights(where, self._examples(updates), verdicts)
         weights |= {client: max(1, round(policy.late_decay * weights[client])) for client in late & weights.keys()}
         stored = {client: _stored(figures[client], verdicts[client]) for client in own}
         sentences = {client: verdicts[client].sentence for client in own}
-        self._store.weigh(key, {client: weights.get(client, 0) for client in own}, stored, sentences)
+        self._store.weigh(self._federation, at, {client: weights.get(client, 0) for client in own}, stored, sentences)
         for client in sorted(late & weights.keys()):
             self._events.write(
                 "late_merged", **where, client=client, weight=weights[client], of_round=updates[client].round
@@ -108,12 +112,12 @@ class Screening:
         A client that took the share s of them is weighted with examples / s: its step away from the base is about s times as long, and
         so the mean still goes by the examples (FedNova's normalised averaging, Wang et al. 2020, with the weights made to sum to 1).
         """
-        keys = {(self._federation, each.round, each.attempt) for each in updates.values()}
-        shares = {(*key[1:], person.client): person.share for key in keys for person in self._store.participants(key)}
-        return {
-            client: round(each.examples / shares.get((each.round, each.attempt, client), 1.0))
-            for client, each in updates.items()
+        shares = {
+            (at, person.client): person.share
+            for at in {each.at for each in updates.values()}
+            for person in self._store.participants(self._federation, at)
         }
+        return {client: round(each.examples / shares.get((each.at, client), 1.0)) for client, each in updates.items()}
 
     def _weights(
         self, where: dict[str, int], reported: Mapping[str, int], verdicts: Mapping[str, Verdict]

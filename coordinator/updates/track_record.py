@@ -8,7 +8,7 @@ from coordinator.rounds.records import AttemptRecord, ParticipantState, UpdateRe
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances, medians_of
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import DeclineReason, Outcome
+from fedcg.wire.messages.messages import DeclineReason, Outcome, RoundAttempt
 
 FAILED_IN_A_ROW = 2
 """A device that failed in this many consecutive attempts is left out of the next ones."""
@@ -27,7 +27,7 @@ MISSED = "it accepted and did not deliver before the deadline"
 def typical_distances(store: Store, federation: str, round_number: int) -> Distances:
     """Per part, the median distance from the base that the updates merged in a closed round had; empty for a few."""
     aggregate = store.aggregate(federation, round_number)
-    ended = [] if aggregate is None else store.updates((federation, round_number, aggregate.attempt))
+    ended = [] if aggregate is None else store.updates(federation, RoundAttempt(round_number, aggregate.attempt))
     return medians_of([each.distance_of for each in ended if each.weight and each.distances])
 
 
@@ -52,12 +52,11 @@ def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]
 
 def _failures(store: Store, attempt: AttemptRecord) -> dict[str, str]:
     """Why each client of an attempt failed, or "" for one that delivered; without those that neither failed nor delivered."""
-    key = (attempt.federation, attempt.round, attempt.attempt)
-    ended = {update.client: update for update in store.updates(key)}
+    ended = {update.client: update for update in store.updates(attempt.federation, attempt.at)}
     collected_until = attempt.distilling_at or attempt.closed_at
     ran_out = collected_until is not None and collected_until >= attempt.deadline_at
     outcomes = {}
-    for participant in store.participants(key):
+    for participant in store.participants(attempt.federation, attempt.at):
         update = ended.get(participant.client)
         if update is not None:
             outcomes[participant.client] = update.reason if update.outcome is Outcome.REJECTED else ""
@@ -73,7 +72,7 @@ def odd_updates(store: Store, federation: str, since_round: int) -> dict[str, Up
     judged: dict[str, UpdateRecord] = {}
     for attempt in store.attempts(federation):
         if attempt.round >= since_round:
-            updates = store.updates((federation, attempt.round, attempt.attempt))
+            updates = store.updates(federation, attempt.at)
             judged |= {each.client: each for each in updates if each.weight is not None}
     return {client: each for client, each in judged.items() if each.reason}
 
@@ -85,8 +84,8 @@ def plateau_reason(store: Store, federation: str, policy: RoundPolicy) -> str:
     """
     if policy.stop_patience is None:
         return ""
-    closed = [(federation, each.round, each.attempt) for each in store.aggregates(federation) if each.round]
-    merged = [[each for each in store.updates(key) if each.weight] for key in closed]
+    closed = [RoundAttempt(each.round, each.attempt) for each in store.aggregates(federation) if each.round]
+    merged = [[each for each in store.updates(federation, at) if each.weight] for at in closed]
     recent, earlier = merged[-policy.stop_patience :], merged[: -policy.stop_patience]
     best, before = _best_accuracies(recent), _best_accuracies(earlier)
     level = [client for client in best.keys() & before if 100.0 * (best[client] - before[client]) <= policy.stop_gain]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from coordinator.errors import ValidationError
 from coordinator.rounds.records import AttemptRecord, AttemptState, ParticipantState, UpdateRecord
-from coordinator.storage.store import Key, Store
+from coordinator.storage.store import Store
 from coordinator.updates.robustness import Yardstick
 from coordinator.updates.track_record import typical_distances
 from coordinator.updates.upload_windows import Received
@@ -46,7 +46,7 @@ class UpdateChecks:
 
     def ended(self, device: str, manifest: Manifest) -> UpdateRecord | None:
         """The record of an earlier update of this device and attempt, if there is one."""
-        return self._store.update(self._key(manifest), device)
+        return self._store.update(self._spec.federation, manifest.at, device)
 
     def why_second(self, earlier: UpdateRecord) -> tuple[Outcome, str]:
         """How an update ends where another one of its device and attempt was stored: a conflict, unless this coordinator was recovered since."""
@@ -56,9 +56,9 @@ class UpdateChecks:
 
     def verdict(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
         """How an update ends without a check of its content; None when its attempt takes it."""
-        key = self._key(manifest)
-        attempt = self._store.attempt(key)
-        answer = next((each.state for each in self._store.participants(key) if each.client == device), None)
+        attempt = self._store.attempt(self._spec.federation, manifest.at)
+        invited = self._store.participants(self._spec.federation, manifest.at)
+        answer = next((each.state for each in invited if each.client == device), None)
         delivers = answer is not None and answer is not ParticipantState.DECLINED
         if attempt is None or attempt.state is not AttemptState.COLLECTING:
             is_kept = attempt is not None and self._keeps_late(attempt) and delivers
@@ -76,7 +76,7 @@ class UpdateChecks:
 
     def why_late(self, manifest: Manifest) -> tuple[Outcome, str]:
         """How an update ends whose attempt does not collect."""
-        attempt = self._store.attempt(self._key(manifest))
+        attempt = self._store.attempt(self._spec.federation, manifest.at)
         if attempt is None:
             return Outcome.REJECTED, "there is no such round and attempt"
         if attempt.state is AttemptState.FAILED:
@@ -93,7 +93,7 @@ class UpdateChecks:
             OSError: of the coordinator's disk, and no fault of the update.
         """
         manifest, device = received.manifest, received.device
-        attempt = self._store.attempt(self._key(manifest))
+        attempt = self._store.attempt(self._spec.federation, manifest.at)
         assert attempt is not None
         expected = Expected(self._spec.federation, manifest.round, manifest.attempt, device, attempt.base)
         try:
@@ -130,7 +130,7 @@ class UpdateChecks:
         The file of an update that was good and is not stored is deleted.
         """
         stored = self._store.end_update(record)
-        attempt = self._store.attempt((record.federation, record.round, record.attempt))
+        attempt = self._store.attempt(record.federation, record.at)
         if stored is None and record.outcome is Outcome.ACCEPTED and attempt is not None and self._keeps_late(attempt):
             stored = self._store.end_update(_kept_late(record))
         is_stored = stored is not None and stored.artifact == record.artifact
@@ -157,7 +157,9 @@ class UpdateChecks:
         self, device: str, manifest: Manifest, manifest_at: float, outcome: Outcome, reason: str
     ) -> UpdateRecord:
         return UpdateRecord(
-            *self._key(manifest),
+            self._spec.federation,
+            manifest.round,
+            manifest.attempt,
             client=device,
             artifact=manifest.artifact.id,
             size=manifest.artifact.size,
@@ -167,9 +169,6 @@ class UpdateChecks:
             manifest_at=manifest_at,
             stored_at=self.clock(),
         )
-
-    def _key(self, manifest: Manifest) -> Key:
-        return (self._spec.federation, manifest.round, manifest.attempt)
 
 
 def _kept_late(record: UpdateRecord) -> UpdateRecord:

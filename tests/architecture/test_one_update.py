@@ -30,6 +30,7 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import Committed, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog
 from fedcg.wire.artifacts.artifacts import artifact_id
+from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transport.memory import MemoryTransport
 from tests.support.coordinator.hanging_children import THREADS_FILE, count_and_note_threads
@@ -176,8 +177,8 @@ def followed(folder: Path) -> Trace:
         with RunningService(world):
             thread.start()
             wait_until(lambda: bool(trainers and trainers[0].update), "the update is committed")
-            key = (spec.federation, 1, 1)
-            wait_until(lambda: world.store.participants(key)[0].state is ParticipantState.ACCEPTED, "accepted")
+            key = (spec.federation, RoundAttempt(1, 1))
+            wait_until(lambda: world.store.participants(*key)[0].state is ParticipantState.ACCEPTED, "accepted")
             world.wait_event("worker_ready")
             trace.artifact = artifact_id(trainers[0].update)
             trainers[0].may_go.set()

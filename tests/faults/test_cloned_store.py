@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.store.private_store import PrivateStore
-from fedcg.wire.messages.messages import Manifest
+from fedcg.wire.messages.messages import Manifest, RoundAttempt
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import RunningService
 from tests.support.hostile import Box, Federation, HostileBroker, Passing
@@ -59,7 +59,7 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
     assert (first["round"], first["outcome"]) == (1, "accepted")
     assert (second["round"], second["outcome"]) == (1, "conflict")
     assert first["artifact"] != second["artifact"]
-    kept = federation.world.store.updates((FEDERATION, 1, 1))
+    kept = federation.world.store.updates(FEDERATION, RoundAttempt(1, 1))
     assert [update.artifact for update in kept if update.client == "a"] == [first["artifact"]]
     (refused,) = federation.world.events("update_refused")
     assert (refused["client"], refused["outcome"]) == ("a", "conflict")

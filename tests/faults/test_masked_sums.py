@@ -19,6 +19,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, unpack
 from fedcg.wire.artifacts.tensors import Array
+from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.stack import Stack, wait_for
 
@@ -62,7 +63,7 @@ def of_round(stack: Stack, number: int) -> tuple[dict[str, Array], dict[str, dic
         before, aggregate = store.aggregate("shapes", number - 1), store.aggregate("shapes", number)
         assert before is not None
         assert aggregate is not None
-        updates = store.updates(("shapes", number, aggregate.attempt))
+        updates = store.updates("shapes", RoundAttempt(number, aggregate.attempt))
     layouts = {part: spec.layouts[part] for part in (Part.CLASSIFIER, Part.STATISTICS)}
     base = Base(before.artifact, unpack(artifacts.get(before.artifact), layouts).parts)
     told = {update.client: unpack(artifacts.get(update.artifact), layouts, base=base) for update in updates}

@@ -26,7 +26,7 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.wire.artifacts.artifacts import pack
-from fedcg.wire.messages.messages import COORDINATOR, AnyMessage, decode
+from fedcg.wire.messages.messages import COORDINATOR, AnyMessage, RoundAttempt, decode
 from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import chunk_frame, parse_chunk
@@ -271,8 +271,8 @@ class Federation:
         stored = [(event["client"], event["round"], event["attempt"]) for event in self.world.events("update_stored")]
         assert len(stored) == len(set(stored)), stored
         for opened in self.world.events("attempt_opened"):
-            key = (FEDERATION, opened["round"], opened["attempt"])
-            clients = [update.client for update in self.world.store.updates(key)]
+            key = (FEDERATION, RoundAttempt(opened["round"], opened["attempt"]))
+            clients = [update.client for update in self.world.store.updates(*key)]
             assert len(clients) == len(set(clients)), clients
 
     def assert_completed(self) -> None:

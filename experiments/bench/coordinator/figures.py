@@ -44,7 +44,7 @@ def rounds_of(store: Store, run: Run, setting: Setting) -> list[Round]:
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
         number = attempt.round
         changes = setting.watchers > 0 and setting.begins_turn(number)
-        last = max(update.stored_at for update in store.updates((FEDERATION, number, attempt.attempt)))
+        last = max(update.stored_at for update in store.updates(FEDERATION, attempt.at))
         until = run.closed[number] if following is None else run.opened[following.round]
         found.append(
             Round(

@@ -197,17 +197,17 @@ def fill_database(path: Path) -> None:
     store.register.add_token(token)
     store.register.end_membership("line-2", DeviceState.REVOKED, "stolen", 50.0)
     store.saw_device("line-1", 3.0, "0.1.0")
-    key = ("casting", 1, 1)
-    store.open_attempt(key, "0" * 64, frozenset({"line-1", "line-2"}), 10.0, 110.0)
-    store.answer(key, "line-1", ParticipantState.ACCEPTED)
+    key = ("casting", RoundAttempt(1, 1))
+    store.open_attempt(*key, "0" * 64, frozenset({"line-1", "line-2"}), 10.0, 110.0)
+    store.answer(*key, "line-1", ParticipantState.ACCEPTED)
     report = '{"examples":12,"accuracy":0.5}'
     for device in ("line-1", "line-2"):
-        ended = UpdateRecord(*key, device, device[-1] * 64, 1000, Outcome.ACCEPTED, "", report, 11.0, 12.0)
+        ended = UpdateRecord("casting", 1, 1, device, device[-1] * 64, 1000, Outcome.ACCEPTED, "", report, 11.0, 12.0)
         store.end_update(replace(ended, distances='{"classifier":1.5}', facts='{"threads":"2"}'))
-    store.start_distilling(key, 20.0)
-    store.weigh(key, {"line-1": 12, "line-2": 9})
+    store.start_distilling(*key, 20.0)
+    store.weigh(*key, {"line-1": 12, "line-2": 9})
     store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
-    store.open_attempt(("casting", 2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
+    store.open_attempt("casting", RoundAttempt(2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
     store.add_key_links({"casting": make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public)}, 40.0)
     api_token = {"id": "0" * 16, "name": "line lead", "role": "viewer", "secret_hash": "f" * 64, "created_at": 2.0}
     seen = {"federation": "casting", "device": "line-1", "at": 3.0, "online": True}

@@ -33,7 +33,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, pack, unpack
 from fedcg.wire.artifacts.tensors import Array
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from fedcg.wire.parts import Part, Report
 from tests.support.coordinator import hanging_children
 from tests.support.coordinator.driven_worker import DrivenWorker
@@ -144,7 +144,7 @@ def test_an_update_whose_merge_fails_is_rejected_durably_and_the_round_closes_wi
         ["a", "c"],
         ["a", "c"],
     ]
-    rejected = world.store.update(("tiny", 2, 1), "b")
+    rejected = world.store.update("tiny", RoundAttempt(2, 1), "b")
     assert rejected is not None
     assert (rejected.outcome, rejected.reason) == (Outcome.REJECTED, "its logits are not finite")
     assert [event["client"] for event in world.events("update_rejected")] == ["b", "b"]

@@ -34,6 +34,7 @@ from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.errors import BAD_INPUT, EXISTS
+from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
@@ -337,8 +338,8 @@ def test_a_stalled_federation_is_resumed_by_a_command_but_not_behind_a_coordinat
     store = Store(home.database)
     store.add_device("a", "a" * 64, 1.0)
     for attempt in (1, 2):
-        store.open_attempt(("casting", 1, attempt), "0" * 64, frozenset({"a"}), 1.0, 2.0)
-        store.fail_attempt(("casting", 1, attempt), "nobody came", 3.0)
+        store.open_attempt("casting", RoundAttempt(1, attempt), "0" * 64, frozenset({"a"}), 1.0, 2.0)
+        store.fail_attempt("casting", RoundAttempt(1, attempt), "nobody came", 3.0)
     assert store.round_state("casting").phase.value == "stalled"
     with home.locked():
         code, output = call("federation", "resume", "--dir", home.root)

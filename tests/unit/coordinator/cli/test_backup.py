@@ -23,7 +23,7 @@ from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sealing import sealed_file
 from fedcg.sealing.archive import add_bytes
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.object_store import running_moto
@@ -56,7 +56,7 @@ def home(tmp_path: Path) -> Home:
     with closing(Store.of(made)) as store:
         store.next_epoch()
         base = store.aggregates("f")[0].artifact
-        store.open_attempt(("f", 1, 1), base, frozenset("ab"), 10.0, 110.0)
+        store.open_attempt("f", RoundAttempt(1, 1), base, frozenset("ab"), 10.0, 110.0)
         store.end_update(UpdateRecord("f", 1, 1, "a", update, len(UPDATE), Outcome.ACCEPTED, "", "{}", 11.0, 12.0))
     refresh_access(made)
     return made
@@ -226,8 +226,8 @@ def test_a_backup_is_a_snapshot_while_the_coordinator_writes(
         add_bytes(archive, name, data)
         if "-attempts-" in name:
             with closing(Store.of(home)) as store:
-                store.start_distilling(("f", 1, 1), 20.0)
-                store.weigh(("f", 1, 1), {"a": 5})
+                store.start_distilling("f", RoundAttempt(1, 1), 20.0)
+                store.weigh("f", RoundAttempt(1, 1), {"a": 5})
 
     monkeypatch.setattr(backup, "add_bytes", add)
     file = backed_up(home, words)

@@ -20,6 +20,7 @@ from coordinator.paths import Home
 from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
 from fedcg.errors import ALREADY_RUNNING
+from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.toy_artifacts import FEDERATION
@@ -52,7 +53,7 @@ def test_a_coordinator_serves_its_federation_rounds_and_devices_over_http_and_en
     _, devices = get(home, "/api/v1/devices")
     assert [(device["id"], device["online"]) for device in devices] == [("a", []), ("b", [])]
     store = Store(home.database)
-    store.open_attempt((FEDERATION, 1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
+    store.open_attempt(FEDERATION, RoundAttempt(1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
     store.close()
     _, rounds = get(home, "/api/v1/federations/tiny/rounds/1")
     told = {"share": 1.0, "accepted_at": None, "predicted_s": None}
@@ -112,7 +113,9 @@ def test_a_coordinator_that_is_stopped_refuses_the_plans_under_way_and_creates_n
 @pytest.mark.slow
 def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused(home: Home, processes: Plant) -> None:
     store = Store(home.database)  # a round is open, or there is no worker
-    store.open_attempt(("tiny", 1, 1), store.aggregates("tiny")[-1].artifact, frozenset({"a"}), 1.0, time.time() + 600)
+    store.open_attempt(
+        "tiny", RoundAttempt(1, 1), store.aggregates("tiny")[-1].artifact, frozenset({"a"}), 1.0, time.time() + 600
+    )
     store.close()
     first = processes.fedcg("coordinator", "coordinator", "run")
 

@@ -18,6 +18,7 @@ from coordinator.paths import Home
 from coordinator.rounds.records import FederationStatus
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.text_output import moment
+from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg
@@ -151,7 +152,7 @@ def test_a_federation_that_is_finished_is_shown_so_and_no_operator_stops_it_any_
     add_federation(home, "over", spec=tiny_spec(), policy=policy_of(1, 2))
     with store_of(home.root) as (_, store):
         first = store.aggregates("over")[0]
-        store.open_attempt(("over", 1, 1), first.artifact, frozenset({"a", "b"}), 1.0, 2.0)
+        store.open_attempt("over", RoundAttempt(1, 1), first.artifact, frozenset({"a", "b"}), 1.0, 2.0)
         store.close_attempt(replace(first, round=1, attempt=1))
     listed = run_fedcg("federation", "list", "--dir", home.root).stdout
     assert re.search(r"^over +finished +finished +1 of 1 ", listed, re.MULTILINE), listed

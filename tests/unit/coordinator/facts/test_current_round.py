@@ -10,7 +10,7 @@ from coordinator.facts.current_round import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.rounds.records import FederationStatus, ParticipantState, UpdateRecord
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.world import MakeWorld, World
 from tests.support.page.crowds import add_crowd
@@ -45,8 +45,8 @@ def test_a_federation_that_is_only_created_waits_for_its_start(make_world: MakeW
 
 def test_failed_attempts_stall_it_which_is_a_problem_that_a_resume_ends(make_world: MakeWorld) -> None:
     world = make_world(clients=("a",), max_attempts=1)
-    world.store.open_attempt(("tiny", 1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
-    world.store.fail_attempt(("tiny", 1, 1), "no update came", 3.0)
+    world.store.open_attempt("tiny", RoundAttempt(1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
+    world.store.fail_attempt("tiny", RoundAttempt(1, 1), "no update came", 3.0)
     found = current_round(known_of(world), "tiny")
     assert (found.status, found.phase, found.ends_at) == ("running", "stalled", None)
     (problem,) = (each for each in open_problems(known_of(world)) if each.subject == "tiny")
@@ -73,9 +73,9 @@ def test_a_rejected_update_and_a_declined_round_are_different_problems_with_reme
     make_world: MakeWorld,
 ) -> None:
     store = (world := make_world(clients=("a", "b"))).store
-    store.open_attempt(("tiny", 1, 1), "0" * 64, frozenset({"a", "b"}), 1.0, 2.0)
-    store.answer(("tiny", 1, 1), "a", ParticipantState.ACCEPTED, "")
-    store.answer(("tiny", 1, 1), "b", ParticipantState.DECLINED, "no_data")
+    store.open_attempt("tiny", RoundAttempt(1, 1), "0" * 64, frozenset({"a", "b"}), 1.0, 2.0)
+    store.answer("tiny", RoundAttempt(1, 1), "a", ParticipantState.ACCEPTED, "")
+    store.answer("tiny", RoundAttempt(1, 1), "b", ParticipantState.DECLINED, "no_data")
     store.end_update(UpdateRecord("tiny", 1, 1, "a", "1" * 64, 1, Outcome.REJECTED, "it holds NaN", None, 1.0, 2.0))
     found = {each.device: each for each in open_problems(known_of(world)) if each.device}
     assert (found["a"].kind, found["a"].what) == (

@@ -16,13 +16,13 @@ from coordinator.pki.authority import create_ca, issue, write_revocations
 from coordinator.rounds.records import CertificateRecord, DeviceState, FederationStatus, ParticipantState, TokenRecord
 from coordinator.rounds.round_engine import Phase
 from coordinator.storage.register import Admitted
-from fedcg.wire.messages.messages import Invite
+from fedcg.wire.messages.messages import Invite, RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 
-KEY = (FEDERATION, 2, 1)
+KEY = (FEDERATION, RoundAttempt(2, 1))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_an_open_round_does_not_wait_for_a_revoked_device(world: World) -> None:
         assert world.wait_event("departed")["client"] == "c"
         world.wait_event("finished")
         assert world.events("distilling")[-1]["clients"] == ["a", "b"]
-    stored = {person.client: person.state for person in world.store.participants(KEY)}
+    stored = {person.client: person.state for person in world.store.participants(*KEY)}
     assert stored["c"] is ParticipantState.DECLINED
 
 

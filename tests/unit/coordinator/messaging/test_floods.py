@@ -23,7 +23,7 @@ from coordinator.token_buckets import Buckets
 from fedcg.event_log import EventLog, read_events
 from fedcg.refusal_counter import ALWAYS_REPORTED, MAX_TEXT, Refusals
 from fedcg.wire.errors import MalformedError, SignatureError
-from fedcg.wire.messages.messages import Heartbeat, Need
+from fedcg.wire.messages.messages import Heartbeat, Need, RoundAttempt
 from fedcg.wire.messages.topics import TopicKind
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.homes import add_federation
@@ -199,7 +199,8 @@ def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its
         assert running.service.refused_of("a") > 0
         assert running.service.refused_of("b") == 0
         participants = {
-            person.client: person.reason for person in world.store.participants((world.spec.federation, 1, 1))
+            person.client: person.reason
+            for person in world.store.participants(world.spec.federation, RoundAttempt(1, 1))
         }
         assert "500 messages a second" in participants["a"]
         world.wait_event("silence_ended")

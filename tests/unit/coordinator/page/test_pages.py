@@ -25,7 +25,7 @@ from coordinator.storage import schema
 from coordinator.storage.presence_store import PresenceRecord
 from fedcg.event_log import read_events
 from fedcg.wire.leaving import SENT, own_fields
-from fedcg.wire.messages.messages import DeclineReason, Heartbeat
+from fedcg.wire.messages.messages import DeclineReason, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations
@@ -138,7 +138,7 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     assert "loses" not in worth.partition("Worst client")[2].partition("</section>")[0]
     sent = reader.get("/f/tiny/sent")[1]
     assert "Never sent: extractor, and images." in sent
-    (update,) = page.made.world.store.updates(("tiny", 1, 1))
+    (update,) = page.made.world.store.updates("tiny", RoundAttempt(1, 1))
     for path in ("/f/tiny/sent", "/f/tiny/sent.html"):
         text = html.unescape(reader.get(path)[1])
         for model in SENT:

@@ -23,6 +23,7 @@ from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
 from fedcg.errors import NOT_FOUND
+from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
@@ -197,14 +198,14 @@ def test_the_webhook_gets_each_problem_that_opens_and_closes_also_after_it_was_a
     thread.start()
     url = f"http://127.0.0.1:{receiver.server_address[1]}/hook"
     known = Known(world.store, lambda record: world.spec, world.root)
-    world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset({"a"}), 1.0, 2e9)
+    world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset({"a"}), 1.0, 2e9)
     events = world.service_context().events
 
     async def watch() -> None:
         async with watching(lambda: known, events, url, every_s=0.02):
-            world.store.answer(("tiny", 1, 1), "a", ParticipantState.DECLINED, "no_data")
+            world.store.answer("tiny", RoundAttempt(1, 1), "a", ParticipantState.DECLINED, "no_data")
             await asyncio.to_thread(wait_until, lambda: len(Receiver.posted) == 1, "it is posted")
-            world.store.answer(("tiny", 1, 1), "a", ParticipantState.INVITED)
+            world.store.answer("tiny", RoundAttempt(1, 1), "a", ParticipantState.INVITED)
             await asyncio.to_thread(wait_until, lambda: len(Receiver.posted) == 2, "its end is posted")
 
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.config import RoundSettings
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
@@ -101,4 +101,4 @@ def test_an_update_that_is_two_rounds_late_or_dropped_by_policy_is_not_kept(make
         wait_until(lambda: bool(slow.receipts()), "the receipt")
     assert slow.receipts()[0].outcome is Outcome.LATE
     assert slow.receipts()[0].reason == "the round was closed without this update"
-    assert world.store.update(("tiny", 1, 1), "c") is None
+    assert world.store.update("tiny", RoundAttempt(1, 1), "c") is None

@@ -10,7 +10,7 @@ import pytest
 from coordinator.config import RoundSettings
 from coordinator.facts.current_round import ClientNow, ClientPhase, current_round
 from coordinator.facts.known import Known
-from fedcg.wire.messages.messages import Invite
+from fedcg.wire.messages.messages import Invite, RoundAttempt
 from tests.support.coordinator.world import DEADLINE_S, MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 
@@ -46,7 +46,7 @@ def test_a_slow_device_is_asked_for_fewer_steps_from_the_round_after_it_said_how
     assert shares_asked(world) == {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0], "c": [1.0, 0.25, 0.25]}
     # 11 examples each: of c as of four times as many, cut to the bound of 3 medians like any large claim.
     assert weights(world) == [{"a": 11, "b": 11, "c": 11}] + 2 * [{"a": 11, "b": 11, "c": 33}]
-    people = {one.client: one for one in world.store.participants(("tiny", 2, 1))}
+    people = {one.client: one for one in world.store.participants("tiny", RoundAttempt(2, 1))}
     assert {name: (one.share, one.predicted_s) for name, one in people.items()} == {
         "a": (1.0, 10.0),
         "b": (1.0, 10.0),

@@ -17,7 +17,7 @@ from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase
 from coordinator.service.reports import ProgressBoard
 from fedcg.wire.errors import MalformedError
-from fedcg.wire.messages.messages import Decline, DeclineReason, Heartbeat, Invite, decode
+from fedcg.wire.messages.messages import Decline, DeclineReason, Heartbeat, Invite, RoundAttempt, decode
 from tests.support.coordinator.federations import hosting
 from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
@@ -78,7 +78,7 @@ def test_a_stopped_device_is_left_out_where_the_others_are_enough(make_world: Ma
         world.devices["a"].decline = DeclineReason.INTERRUPTED
         world.start_devices()
         wait_until(lambda: running.service.state.phase is Phase.FINISHED, "the round ends without it")
-    kept = {one.client: (one.state, one.reason) for one in world.store.participants(("tiny", 1, 1))}
+    kept = {one.client: (one.state, one.reason) for one in world.store.participants("tiny", RoundAttempt(1, 1))}
     assert kept["a"] == (ParticipantState.DECLINED, "interrupted")
 
 
@@ -149,7 +149,7 @@ def test_a_federation_whose_owners_have_not_approved_waits_without_an_attempt_lo
         wait_until(lambda: running.service.state.phase is Phase.FINISHED, "two are enough")
     assert world.events("attempt_failed") == []
     assert len(world.events("declined")) == 3
-    kept = {one.client: (one.state, one.reason) for one in world.store.participants(("tiny", 1, 1))}
+    kept = {one.client: (one.state, one.reason) for one in world.store.participants("tiny", RoundAttempt(1, 1))}
     assert kept["c"] == (ParticipantState.INVITED, "needs_approval")
 
 

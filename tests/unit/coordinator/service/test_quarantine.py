@@ -14,7 +14,7 @@ from coordinator.facts.devices import device_facts
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.operations.views import round_view
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.odd_worker import FINE, REASON, TOO_LONG, OddC
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
@@ -99,7 +99,7 @@ def test_a_coordinator_that_was_killed_before_the_figures_came_decides_the_same(
     with RunningService(world):
         world.wait_event("finished")
     assert merged(world) == [["a", "b", "d"]]
-    odd = world.store.update(("tiny", 1, 1), "c")
+    odd = world.store.update("tiny", RoundAttempt(1, 1), "c")
     assert odd is not None
     assert odd.weight == 0
 

@@ -16,7 +16,7 @@ from coordinator.rounds.round_engine import Phase
 from fedcg.event_log import EventLog, read_events
 from fedcg.refusal_counter import Refusals
 from fedcg.wire.artifacts.artifacts import artifact_id, pack
-from fedcg.wire.messages.messages import AnyMessage, DeviceStatus, Invite, Manifest, Need, Outcome
+from fedcg.wire.messages.messages import AnyMessage, DeviceStatus, Invite, Manifest, Need, Outcome, RoundAttempt
 from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report
@@ -72,7 +72,7 @@ def test_an_update_that_must_not_be_merged_is_rejected_with_its_reason(make_worl
         assert SPOILT[spoil][0] in a.receipts()[0].reason
         assert not world.artifacts.has(artifact_id(data))
         wait_until(lambda: running.service.state.phase is Phase.STALLED, "one of two is not enough")
-    people = {person.client: person.state for person in world.store.participants(("tiny", 1, 1))}
+    people = {person.client: person.state for person in world.store.participants("tiny", RoundAttempt(1, 1))}
     assert people["a"] is ParticipantState.DECLINED
 
 

@@ -14,6 +14,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Outcome,
     Receipt,
+    RoundAttempt,
     Welcome,
 )
 from fedcg.wire.messages.signing import open_envelope, seal
@@ -63,7 +64,7 @@ def test_every_update_is_on_disk_and_in_the_database_before_its_receipt(make_wor
 
     def look(message: Any) -> None:
         if message.kind == "receipt":
-            record = world.store.update(("tiny", message.round, message.attempt), "a")
+            record = world.store.update("tiny", RoundAttempt(message.round, message.attempt), "a")
             seen.append(record is not None and world.artifacts.has(record.artifact))
         original(message)
 
@@ -95,8 +96,8 @@ def test_a_late_update_a_failed_attempt_and_an_unknown_one_have_receipts_of_thei
     world = make_world(min_clients=1, clients=("a",))
     a = world.devices["a"]
     a.silent = True
-    world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset({"a"}), 1.0, 2.0)
-    world.store.fail_attempt(("tiny", 1, 1), "nobody", 3.0)
+    world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset({"a"}), 1.0, 2.0)
+    world.store.fail_attempt("tiny", RoundAttempt(1, 1), "nobody", 3.0)
     with RunningService(world):
         world.start_devices()
         wait_until(lambda: [offer.attempt for offer in a.of(Offer)] == [2], "the second attempt is offered")
@@ -108,9 +109,9 @@ def test_an_update_after_the_round_was_closed_without_it_is_late(make_world: Mak
     world = make_world(min_clients=1, deadline_s=600.0, rounds=2)
     a, b = world.devices["a"], world.devices["b"]
     b.silent = True
-    world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset("ab"), 1.0, 2.0)
+    world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset("ab"), 1.0, 2.0)
     store_update(world, "a")
-    world.store.start_distilling(("tiny", 1, 1), 3.0)
+    world.store.start_distilling("tiny", RoundAttempt(1, 1), 3.0)
     with RunningService(world):
         a.start()
         b.start()
@@ -159,12 +160,12 @@ def test_a_coordinator_that_comes_back_resumes_the_same_attempt_with_its_stored_
 
 def test_a_coordinator_killed_after_a_rejection_merges_nothing_below_the_quorum(make_world: MakeWorld) -> None:
     world = make_world(rounds=1)
-    key, store = ("tiny", 1, 1), world.store
-    store.open_attempt(key, world.base_id, frozenset("ab"), 0.0, 600.0)
+    key, store = ("tiny", RoundAttempt(1, 1)), world.store
+    store.open_attempt(*key, world.base_id, frozenset("ab"), 0.0, 600.0)
     for name in "ab":
         store_update(world, name)
-    store.start_distilling(key, 3.0)
-    store.reject_update(key, "b", "its teacher pass failed")  # and then it is killed
+    store.start_distilling(*key, 3.0)
+    store.reject_update(*key, "b", "its teacher pass failed")  # and then it is killed
     with RunningService(world):
         world.start_devices()
         world.wait_finished()

@@ -22,7 +22,7 @@ from coordinator.storage.database import make_engine, open_database
 from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.schema import metadata
 from coordinator.storage.store import Store
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.postgres import PASSWORD, Cluster
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "databases"
@@ -111,14 +111,14 @@ def check_content(path: Path) -> None:
     assert known["line-2"].state is DeviceState.REVOKED
     assert len(store.register.tokens()) == len(store.register.certificates("line-1")) == 1
     assert [link.serial for link in store.key_links("casting")] == [1]
-    ended = store.updates(("casting", 1, 1))
+    ended = store.updates("casting", RoundAttempt(1, 1))
     assert [(update.client, update.outcome, update.weight) for update in ended] == [
         ("line-1", Outcome.ACCEPTED, 12),
         ("line-2", Outcome.ACCEPTED, 9),
     ]
     assert {update.facts for update in ended} == {'{"threads":"2"}'}
     assert [aggregate.round for aggregate in store.aggregates("casting")] == [0, 1]
-    assert store.masked_sums.of(("casting", 2, 1)) == '{"phase":"keys"}'
+    assert store.masked_sums.of("casting", RoundAttempt(2, 1)) == '{"phase":"keys"}'
     state = store.round_state("casting")
     assert (state.phase, state.round, state.participants) == (Phase.COLLECTING, 2, frozenset({"line-1"}))
     store.close()

@@ -22,6 +22,7 @@ from coordinator.storage.database import PASSWORD_VARIABLE, checkpoint
 from coordinator.storage.store import Store
 from fedcg.config_file import set_values
 from fedcg.sealing import sealed_file
+from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.postgres import PASSWORD, Cluster
 
@@ -36,7 +37,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def open_round(store: Store, number: int) -> None:
-    store.open_attempt(("f", number, 1), "0" * 64, frozenset("ab"), float(number), number + 9.0)
+    store.open_attempt("f", RoundAttempt(number, 1), "0" * 64, frozenset("ab"), float(number), number + 9.0)
 
 
 def close_round(store: Store, number: int) -> None:

@@ -12,7 +12,7 @@ from coordinator.rounds.round_engine import Phase
 from coordinator.storage.pruning import Pruner
 from coordinator.updates.published_artifacts import OPEN_FILES
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
@@ -32,7 +32,7 @@ def test_what_is_kept_is_the_last_rounds_with_what_they_start_from(make_world: M
     kept = {number for number, record in aggregates.items() if world.artifacts.has(record.artifact)}
     assert kept == {4, 5, 6}  # 4: the updates of round 5 are coded to it
     for number in range(1, 7):
-        updates = world.store.updates((FEDERATION, number, 1))
+        updates = world.store.updates(FEDERATION, RoundAttempt(number, 1))
         assert len(updates) == 2  # the database forgets nothing
         assert {world.artifacts.has(update.artifact) for update in updates} == {number >= 5}
     assert world.artifacts.has(world.store.federation(FEDERATION).spec)
@@ -48,8 +48,8 @@ def test_a_restart_after_pruning_goes_on_and_still_answers_a_device_that_repeats
         world.start_devices()
         wait_until(lambda: running.service.state.round >= 3, "round 3 opens")
         running.vanish()
-    assert not world.artifacts.has(world.store.updates((FEDERATION, 1, 1))[0].artifact)
-    old = world.store.update((FEDERATION, 1, 1), "a")
+    assert not world.artifacts.has(world.store.updates(FEDERATION, RoundAttempt(1, 1))[0].artifact)
+    old = world.store.update(FEDERATION, RoundAttempt(1, 1), "a")
     assert old is not None
     with RunningService(world) as running:
         wait_until(lambda: running.service.is_connected, "it is back")
@@ -70,7 +70,7 @@ def test_pruning_that_was_interrupted_is_made_up_for_and_shared_files_stay(make_
     world = make_world(5, keep_rounds=100)
     run_whole(world)
     forgotten: list[str] = []
-    first = world.store.updates((FEDERATION, 1, 1))[0].artifact
+    first = world.store.updates(FEDERATION, RoundAttempt(1, 1))[0].artifact
     world.artifacts.delete(first)  # an earlier run got as far as this
     files, size = Pruner(world.store, world.artifacts, FEDERATION, 1, forgotten.append).prune(5)
     assert files == len(forgotten) - 1 == len(set(forgotten)) - 1

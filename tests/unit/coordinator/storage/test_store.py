@@ -26,12 +26,12 @@ from coordinator.rounds.round_engine import Phase, transition
 from coordinator.storage import schema
 from coordinator.storage.presence_store import PresenceRecord
 from coordinator.storage.store import Store
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.coordinator.engine import policy_of
 from tests.support.postgres import Cluster
 
 FEDERATION = FederationRecord("f", "fedcg", "5" * 64, policy_of(2, 2, 2), 1.0)
-KEY = ("f", 1, 1)
+KEY = ("f", RoundAttempt(1, 1))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -57,7 +57,7 @@ def update(client: str, outcome: Outcome = Outcome.ACCEPTED, artifact: str = "1"
 
 
 def open_attempt(store: Store, attempt: int = 1) -> None:
-    store.open_attempt(("f", 1, attempt), "0" * 64, frozenset("abc"), 10.0, 110.0)
+    store.open_attempt("f", RoundAttempt(1, attempt), "0" * 64, frozenset("abc"), 10.0, 110.0)
 
 
 def test_every_commit_reaches_the_disk(store: Store, database: Path | URL) -> None:
@@ -84,29 +84,29 @@ def test_an_update_that_ended_keeps_its_first_end(store: Store) -> None:
     first = update("a")
     assert store.end_update(first) is first
     assert store.end_update(update("a", Outcome.REJECTED, artifact="2")) == first
-    assert [person.state for person in store.participants(KEY)] == [ParticipantState.INVITED] * 3
+    assert [person.state for person in store.participants(*KEY)] == [ParticipantState.INVITED] * 3
 
 
 def test_an_attempt_that_is_being_merged_takes_no_update_any_more(store: Store) -> None:
     open_attempt(store)
     first = update("a")
     store.end_update(first)
-    assert store.start_distilling(KEY, 5.0) == [first]
+    assert store.start_distilling(*KEY, 5.0) == [first]
     assert store.end_update(update("b", artifact="2")) is None
-    assert store.updates(KEY) == [first]
+    assert store.updates(*KEY) == [first]
 
 
 def test_closing_stores_the_aggregate_or_nothing(store: Store) -> None:
     open_attempt(store)
     record = AggregateRecord("f", 1, 1, "a" * 64, 10, "e" * 64, 20.0)
     store.close_attempt(record)
-    closed = store.attempt(KEY)
+    closed = store.attempt(*KEY)
     assert closed is not None
     assert (closed.state, closed.aggregate_stored_at) == (AttemptState.CLOSED, 20.0)
     open_attempt(store, attempt=2)
     with pytest.raises(StoreError, match="already"):
         store.close_attempt(AggregateRecord("f", 1, 2, "b" * 64, 10, "e" * 64, 30.0))
-    again = store.attempt(("f", 1, 2))
+    again = store.attempt("f", RoundAttempt(1, 2))
     assert again is not None
     assert again.state is AttemptState.COLLECTING
     stored = store.aggregate("f", 1)
@@ -123,13 +123,13 @@ def test_the_engine_state_is_rebuilt_while_collecting_and_while_distilling(store
     assert (state.phase, state.round, state.attempt, state.deadline_at) == (Phase.COLLECTING, 1, 1, 110.0)
     assert (state.participants, state.updates, state.declined) == (frozenset("abc"), frozenset("a"), frozenset("b"))
     assert state.online == frozenset()
-    store.start_distilling(KEY, 50.0)
+    store.start_distilling(*KEY, 50.0)
     assert store.round_state("f").phase is Phase.DISTILLING
 
 
 def test_the_engine_state_is_rebuilt_between_rounds_and_at_the_end(store: Store) -> None:
     for number in (1, 2):
-        store.open_attempt(("f", number, 1), "0" * 64, frozenset("ab"), 10.0, 110.0)
+        store.open_attempt("f", RoundAttempt(number, 1), "0" * 64, frozenset("ab"), 10.0, 110.0)
         store.close_attempt(AggregateRecord("f", number, 1, str(number) * 64, 10, "e" * 64, 20.0))
         state = store.round_state("f")
         assert (state.phase, state.round) == ((Phase.WAITING, 2) if number == 1 else (Phase.FINISHED, 2))
@@ -140,11 +140,11 @@ def test_a_failed_attempt_that_does_not_count_moves_the_first_that_does_and_the_
 ) -> None:
     for attempt in (1, 2, 3):  # two would pause the federation
         open_attempt(store, attempt)
-        store.fail_attempt(("f", 1, attempt), "nobody answered", 20.0, attempt + 1)
+        store.fail_attempt("f", RoundAttempt(1, attempt), "nobody answered", 20.0, attempt + 1)
         state = store.round_state("f")
         assert (state.phase, state.attempt, state.first_attempt) == (Phase.WAITING, attempt + 1, attempt + 1)
     open_attempt(store, attempt=4)
-    store.fail_attempt(("f", 1, 4), "declined", 30.0, 4)
+    store.fail_attempt("f", RoundAttempt(1, 4), "declined", 30.0, 4)
     stored = store.round_state("f")
     state = replace(stored, opening=replace(stored.opening, retry_s=10.0))
     for client in ("a", "b"):
@@ -155,16 +155,16 @@ def test_a_failed_attempt_that_does_not_count_moves_the_first_that_does_and_the_
 
 def test_who_had_accepted_an_open_attempt_is_known_after_a_restart(store: Store) -> None:
     open_attempt(store)
-    store.answer(KEY, "b", ParticipantState.ACCEPTED)
-    store.answer(KEY, "c", ParticipantState.DECLINED, "no_data")
+    store.answer(*KEY, "b", ParticipantState.ACCEPTED)
+    store.answer(*KEY, "c", ParticipantState.DECLINED, "no_data")
     assert store.round_state("f").accepted == {"b"}
 
 
 def test_a_client_that_was_rejected_or_declined_stays_so_when_it_accepts_again(store: Store) -> None:
     open_attempt(store)
-    store.answer(KEY, "a", ParticipantState.DECLINED, "its classifier holds NaN")
-    store.answer(KEY, "a", ParticipantState.ACCEPTED)
-    found = next(person for person in store.participants(KEY) if person.client == "a")
+    store.answer(*KEY, "a", ParticipantState.DECLINED, "its classifier holds NaN")
+    store.answer(*KEY, "a", ParticipantState.ACCEPTED)
+    found = next(person for person in store.participants(*KEY) if person.client == "a")
     assert (found.state, found.reason) == (ParticipantState.DECLINED, "its classifier holds NaN")
 
 
@@ -176,7 +176,7 @@ def test_an_update_that_meets_the_end_of_collecting_is_in_the_merge_or_not_store
             ended = pool.submit(store.end_update, update("a"))
             assert not wait([ended], timeout=0.3).done  # until the end of collecting is known
         assert ended.result() is None
-    assert store.updates(KEY) == []
+    assert store.updates(*KEY) == []
 
 
 def test_updates_and_the_end_of_collecting_in_any_order_agree_on_what_is_merged(store: Store) -> None:
@@ -184,16 +184,16 @@ def test_updates_and_the_end_of_collecting_in_any_order_agree_on_what_is_merged(
         open_attempt(store, attempt)
         with ThreadPoolExecutor(4) as pool:
             ends = [pool.submit(store.end_update, update(client, attempt=attempt)) for client in "abc"]
-            merged = pool.submit(store.start_distilling, ("f", 1, attempt), 5.0)
+            merged = pool.submit(store.start_distilling, "f", RoundAttempt(1, attempt), 5.0)
         stored = [end.result() for end in ends]
         assert {item.client for item in stored if item is not None} == {item.client for item in merged.result()}
 
 
 def test_what_a_device_may_send_can_be_stored(store: Store) -> None:
     open_attempt(store)
-    store.answer(KEY, "a", ParticipantState.DECLINED, "no\0thing")
-    assert store.participants(KEY)[0].reason == "nothing"
-    assert store.attempt(("f", 1 << 53, 1 << 53)) is None  # a manifest may name any round
+    store.answer(*KEY, "a", ParticipantState.DECLINED, "no\0thing")
+    assert store.participants(*KEY)[0].reason == "nothing"
+    assert store.attempt("f", RoundAttempt(1 << 53, 1 << 53)) is None  # a manifest may name any round
 
 
 def test_the_changes_of_presence_are_bounded_in_age_and_in_number_but_a_devices_last_one_stays(

@@ -121,7 +121,7 @@ def events() -> list[Any]:
 
 @pytest.fixture
 def receiver(world: World, published: Published, events: list[Any]) -> Iterator[Receiver]:
-    world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
+    world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
     made = receiver_of(world, published, events.append)
     made.start()
     yield made
@@ -199,9 +199,9 @@ def test_the_end_of_an_attempt_ends_no_upload_of_the_next_one(
     busy = threading.Event()
     asked = receiver._ask(lambda: busy.wait(30))
     receiver.announce("a", manifest_of(world, old))  # waits, and the next one takes its turn
-    world.store.fail_attempt(("tiny", 1, 1), "x", 1.0)
+    world.store.fail_attempt("tiny", RoundAttempt(1, 1), "x", 1.0)
     receiver.end_attempt(RoundAttempt(1, 1), Outcome.CLOSED, "the attempt ended without an aggregate")
-    world.store.open_attempt(("tiny", 1, 2), world.base_id, frozenset(world.clients), 2.0, 600.0)
+    world.store.open_attempt("tiny", RoundAttempt(1, 2), world.base_id, frozenset(world.clients), 2.0, 600.0)
     manifest = manifest_of(world, new).model_copy(update={"attempt": 2})
     receiver.announce("a", manifest)
     busy.set()
@@ -253,18 +253,18 @@ def test_an_update_whose_attempt_closed_while_it_came_is_late_although_the_round
     manifest = manifest_of(world, data)
     receiver.announce("a", manifest)
     assert receiver.announced("a").result(30) == manifest.artifact
-    assert world.store.start_distilling(("tiny", 1, 1), 1.0) == []
+    assert world.store.start_distilling("tiny", RoundAttempt(1, 1), 1.0) == []
     for frame in frames_for(data, manifest.artifact):
         receiver.chunk("a", parse_chunk(frame)).result(30)
     assert published.receipts == [(manifest.artifact.id, Outcome.LATE)]
     assert not world.artifacts.has(manifest.artifact.id)
-    assert (world.store.updates(("tiny", 1, 1)), events) == ([], [])
+    assert (world.store.updates("tiny", RoundAttempt(1, 1)), events) == ([], [])
 
 
 def test_a_late_manifest_that_names_a_file_of_the_coordinator_does_not_delete_it(
     receiver: Receiver, world: World, published: Published
 ) -> None:
-    assert world.store.start_distilling(("tiny", 1, 1), 1.0) == []
+    assert world.store.start_distilling("tiny", RoundAttempt(1, 1), 1.0) == []
     receiver.announce("a", manifest_of(world, world.base))
     wait_until(lambda: bool(published.receipts), "a receipt")
     assert world.artifacts.has(world.base_id)
@@ -298,7 +298,7 @@ def test_a_failing_disk_or_database_ends_the_service_and_costs_no_update(
     assert events == [Broken(error)]
     assert published.receipts == []
     monkeypatch.undo()
-    assert world.store.updates(("tiny", 1, 1)) == []
+    assert world.store.updates("tiny", RoundAttempt(1, 1)) == []
 
 
 def test_a_damaged_base_on_the_coordinators_disk_ends_the_service_and_blames_no_device(

@@ -19,7 +19,7 @@ from coordinator.updates.screening import Screening
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.tensors import Array, PartArrays
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.coordinator.engine import policy_of
 
@@ -74,7 +74,7 @@ def screened(folder: Path, devices: int) -> tuple[Store, Screening]:
     store.add_federation(record, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
     for name in names:
         store.add_device(name, name * 32, 1.0)
-    store.open_attempt(("f", 1, 1), "0" * 64, frozenset(names), 1.0, 2.0)
+    store.open_attempt("f", RoundAttempt(1, 1), "0" * 64, frozenset(names), 1.0, 2.0)
     for name in names:
         store.end_update(UpdateRecord("f", 1, 1, name, name, 1, Outcome.ACCEPTED, "", '{"examples": 50}', 1.0, 2.0))
     return store, Screening(store, "f", RobustnessSettings(), EventLog(folder / "events.jsonl", lambda: 0.0))
@@ -92,7 +92,7 @@ def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
             for number, parts in enumerate(updates):
                 seen[f"d{number}"] = movement_of(parts, yardstick, SHAPES, seed)
                 yardstick.check(f"d{number}", seen[f"d{number}"].distances)
-            choice = screening.choose(("f", 1, 1), figures_of(seen), policy)
+            choice = screening.choose(RoundAttempt(1, 1), figures_of(seen), policy)
             assert {client for client, *_ in choice.updates} == seen.keys()
             assert {weight for *_, weight in choice.updates} == {50}
             typical = medians_of([each.distances for each in seen.values()])

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.updates import validation
 from fedcg.wire.artifacts.artifacts import unpack
-from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
+from fedcg.wire.messages.messages import Carrier, Manifest, Outcome, RoundAttempt
 from fedcg.wire.transfer.chunks import parse_chunk
 from tests.support.coordinator.published import Published, receiver_of
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
@@ -50,7 +50,7 @@ def test_the_receiver_decodes_an_update_once_and_hashes_it_once_and_over_https_e
 ) -> None:
     spec = tiny_spec(rounds=1)
     world = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
-    world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset("ab"), 0.0, 600.0)
+    world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset("ab"), 0.0, 600.0)
     published = Published(carrier)
     decoded: list[int] = []
 

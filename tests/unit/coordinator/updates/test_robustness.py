@@ -30,7 +30,7 @@ from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, plateau_
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.tensors import Array
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.coordinator.engine import policy_of
 
@@ -155,16 +155,16 @@ class Past:
         distances: str = "{}",
         reports: Sequence[str | None] = (None,) * 4,
     ) -> None:
-        key = ("f", number, 1)
-        self.store.open_attempt(key, "0" * 64, frozenset("abcd"), 1.0, 2.0)
+        key = ("f", RoundAttempt(number, 1))
+        self.store.open_attempt(*key, "0" * 64, frozenset("abcd"), 1.0, 2.0)
         for client, report in zip(rejected + accepted, reports, strict=False):
             outcome = Outcome.REJECTED if client in rejected else Outcome.ACCEPTED
             record = UpdateRecord(
-                *key, client, client * 64, 1, outcome, f"because of {number}", report, 1.0, 2.0, distances
+                "f", number, 1, client, client * 64, 1, outcome, f"because of {number}", report, 1.0, 2.0, distances
             )
             self.store.end_update(record)
-        self.store.start_distilling(key, 3.0)
-        self.store.weigh(key, dict.fromkeys(accepted, 10))
+        self.store.start_distilling(*key, 3.0)
+        self.store.weigh(*key, dict.fromkeys(accepted, 10))
         self.store.close_attempt(AggregateRecord("f", number, 1, f"{number}" * 64, 1, "e" * 64, 4.0))
 
 
@@ -218,9 +218,9 @@ def test_a_federation_ends_when_the_accuracies_of_more_than_half_of_its_clients_
 def test_the_medians_are_those_of_the_merged_updates_of_the_closed_attempt(tmp_path: Path) -> None:
     past = Past(tmp_path)
     past.round(1, rejected="d", accepted="abc", distances='{"classifier": 2.5}')
-    past.store.reject_update(("f", 1, 1), "nobody", "")
+    past.store.reject_update("f", RoundAttempt(1, 1), "nobody", "")
     assert typical_distances(past.store, "f", 1) == {Part.CLASSIFIER: 2.5}
-    past.store.reject_update(("f", 1, 1), "c", "it diverged")  # two are left: no majority
+    past.store.reject_update("f", RoundAttempt(1, 1), "c", "it diverged")  # two are left: no majority
     assert typical_distances(past.store, "f", 1) == {}
     assert typical_distances(past.store, "f", 0) == {}
     past.store.close()

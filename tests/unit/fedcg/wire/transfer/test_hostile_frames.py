@@ -40,6 +40,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Outcome,
     Receipt,
+    RoundAttempt,
     encode,
 )
 from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
@@ -150,7 +151,7 @@ class CoordinatorsDoor:
         sessions = Sessions()
         sessions.greet(DEVICE, NONCE)
         world = World(root / "home", tiny_spec(), aggregate_bytes(tiny_spec(), 0, 0, seed=1), clients=(DEVICE, "b"))
-        world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
+        world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
         self.published = Published()
         self.receiver = receiver_of(world, self.published, lambda event: None)
         self.refusals = self.receiver._refusals
