@@ -98,14 +98,14 @@ class Box(FakeDevice):
         timer.daemon = True
         timer.start()
 
-    def _in_session(self, message: Invite | Need | Receipt) -> None:
+    def in_session(self, message: Invite | Need | Receipt) -> None:
         is_old = (
             isinstance(message, Receipt)
             and self.pending is not None
             and message.artifact != self.pending[0].artifact.id
         )
         if not is_old:
-            super()._in_session(message)
+            super().in_session(message)
 
 
 class Flooder:
@@ -158,7 +158,7 @@ class Flooder:
         """Again and again: in a flood of its own some get lost."""
         with self.box.lock, suppress(TransportError):
             if self.box.session is not None and self.round:
-                self.box.tell(Decline(**self.box._addressed(self.round, 1), reason=DeclineReason.NOT_ELIGIBLE))
+                self.box.tell(Decline(**self.box.addressed(self.round, 1), reason=DeclineReason.NOT_ELIGIBLE))
 
     def _signed(self, message: Any, *, stamped: bool = True) -> tuple[str, bytes]:
         box = self.box
@@ -168,19 +168,19 @@ class Flooder:
         return box.topics.up_control(box.name), seal(message, box.key)
 
     def _heartbeats(self) -> tuple[str, bytes]:
-        return self._signed(Heartbeat(**self.box._addressed()))
+        return self._signed(Heartbeat(**self.box.addressed()))
 
     def _hellos(self) -> tuple[str, bytes]:
         nonce = f"{next(self.numbers) + (1 << 64):032x}"
-        hello = Hello(**self.box._addressed(), nonce=nonce, versions=SPOKEN, agent="flood-1")
+        hello = Hello(**self.box.addressed(), nonce=nonce, versions=SPOKEN, agent="flood-1")
         return self._signed(hello, stamped=False)
 
     def _manifests(self) -> tuple[str, bytes]:
-        where = self.box._addressed(1_000_000 + next(self.numbers), 1)
+        where = self.box.addressed(1_000_000 + next(self.numbers), 1)
         return self._signed(Manifest(**where, artifact=make_ref(self.garbage, 1024)))
 
     def _bad_signatures(self) -> tuple[str, bytes]:
-        topic, payload = self._signed(Heartbeat(**self.box._addressed()))
+        topic, payload = self._signed(Heartbeat(**self.box.addressed()))
         return topic, payload[:10] + bytes([payload[10] ^ 1]) + payload[11:]
 
     def _chunks(self) -> tuple[str, bytes]:
@@ -189,13 +189,13 @@ class Flooder:
         )
 
     def _statuses(self) -> tuple[str, bytes]:
-        status = DeviceStatus(**self.box._addressed(), online=next(self.numbers) % 2 == 0)
+        status = DeviceStatus(**self.box.addressed(), online=next(self.numbers) % 2 == 0)
         return self.box.topics.status(self.box.name), seal(status, self.box.key)
 
     def _needs(self) -> tuple[str, bytes]:
         offer = self.box.offer
         assert offer is not None
-        need = Need(**self.box._addressed(), artifact=offer.aggregate.id, ranges=((0, 256),))
+        need = Need(**self.box.addressed(), artifact=offer.aggregate.id, ranges=((0, 256),))
         return self._signed(need)
 
 

@@ -127,7 +127,7 @@ class FakeDevice:
             self.nonce = f"{self.nonces:032x}"
             self.session = None
             hello = Hello(
-                **{**self._addressed(), **self.remembers},
+                **{**self.addressed(), **self.remembers},
                 nonce=self.nonce,
                 versions=SPOKEN,
                 agent="fake-1",
@@ -142,7 +142,7 @@ class FakeDevice:
 
     def send_update(self, round_number: int, attempt: int, data: bytes) -> Manifest:
         self.pending = (
-            Manifest(**self._addressed(round_number, attempt), artifact=make_ref(data, 1024)),
+            Manifest(**self.addressed(round_number, attempt), artifact=make_ref(data, 1024)),
             data,
         )
         self.sent_at = time.monotonic()
@@ -162,7 +162,7 @@ class FakeDevice:
         decoded = unpack(self.artifacts[artifact], shared_layouts(self.spec)).parts
         return Base(artifact, {part: decoded[part] for part in self.spec.with_base})
 
-    def _addressed(self, round_number: int = 0, attempt: int = 0) -> dict[str, Any]:
+    def addressed(self, round_number: int = 0, attempt: int = 0) -> dict[str, Any]:
         return {
             "federation": self.spec.federation,
             "sender": self.name,
@@ -172,7 +172,7 @@ class FakeDevice:
         }
 
     def _status(self, *, online: bool) -> DeviceStatus:
-        return DeviceStatus(**self._addressed(), online=online)
+        return DeviceStatus(**self.addressed(), online=online)
 
     def _link(self, up: bool) -> None:
         if up:
@@ -204,11 +204,11 @@ class FakeDevice:
             self._want(message.aggregate)
         elif isinstance(message, Invite | Need | Receipt) and self.session is not None:  # else of an earlier session
             self.session.admit(message)
-            self._in_session(message)
+            self.in_session(message)
 
-    def _in_session(self, message: Invite | Need | Receipt) -> None:
+    def in_session(self, message: Invite | Need | Receipt) -> None:
         if isinstance(message, Invite):
-            position = self._addressed(message.round, message.attempt)
+            position = self.addressed(message.round, message.attempt)
             if self.decline is not None:
                 self.tell(Decline(**position, reason=self.decline))
             else:
@@ -234,7 +234,7 @@ class FakeDevice:
     def _ask(self, artifact: str) -> None:
         ranges = self.receivers[artifact].next_need(time.monotonic())
         if ranges is not None and self.session is not None:
-            self.tell(Need(**self._addressed(), artifact=artifact, ranges=ranges))
+            self.tell(Need(**self.addressed(), artifact=artifact, ranges=ranges))
 
     def _chunk(self, payload: bytes) -> None:
         chunk = parse_chunk(payload)

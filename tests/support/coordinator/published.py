@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,6 +20,9 @@ class Published:
 
     def __init__(self, carrier: Carrier = Carrier.MQTT) -> None:
         self.used_carrier = carrier
+        self.held = threading.Event()  # a receipt waits
+        self.release = threading.Event()
+        self.release.set()  # clear it, and the next receipt waits
         self.needs: list[Ranges] = []
         self.receipts: list[tuple[str, Outcome]] = []
 
@@ -29,6 +33,8 @@ class Published:
         self.needs.append(ranges)
 
     def receipt(self, device: str, at: RoundAttempt, artifact: str, outcome: Outcome, reason: str) -> None:
+        self.held.set()
+        self.release.wait(30)
         self.receipts.append((artifact, outcome))
 
 

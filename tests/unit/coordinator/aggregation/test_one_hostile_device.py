@@ -207,12 +207,13 @@ class Benches:
     """Job runners of this process over the updates of four devices, one of which can be spoilt."""
 
     def __init__(self, folder: Path, ids: InitialArtifacts, artifacts: ArtifactStore) -> None:
-        self._folder, self._ids, self._artifacts = folder, ids, artifacts
+        self._folder, self._ids, self.artifacts = folder, ids, artifacts
         self.spec = FederationSpec.parse(artifacts.get(ids.spec))
+        self.base = ids.aggregate
 
     def open(self, name: str, **job: Any) -> tuple[JobRunner, list[Reply]]:
         ids, said = self._ids, list[Reply]()
-        settings = WorkerSettings(1, "cpu", b"s" * 32, self._artifacts.root, self._folder / name)
+        settings = WorkerSettings(1, "cpu", b"s" * 32, self.artifacts.root, self._folder / name)
         asked = Job("tiny", 1, 1, ids.spec, ids.aggregate, ids.server_state, **job)
         return JobRunner(asked, settings, "cpu", said.append, public_images(None, 1)), said
 
@@ -221,9 +222,9 @@ class Benches:
         spoil(parts)
         report = Report(examples=examples)
         header = update_header(self.spec, 1, 1, client, self._ids.aggregate, report=report)
-        known = unpack(self._artifacts.get(self._ids.aggregate), shared_layouts(self.spec), codecs=None).parts
+        known = unpack(self.artifacts.get(self._ids.aggregate), shared_layouts(self.spec), codecs=None).parts
         base = Base(self._ids.aggregate, {part: known[part] for part in self.spec.with_base})
-        return self._artifacts.put(pack(header, parts, self.spec.codec, base))
+        return self.artifacts.put(pack(header, parts, self.spec.codec, base))
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its
         world.wait_event("attempt_opened")
         c.start()
         world.wait_event("online", 3)
-        beat = Heartbeat(**a._addressed())
+        beat = Heartbeat(**a.addressed())
         while not running.service.floods.is_silenced("a"):
             for _ in range(100):
                 a.tell(beat)
@@ -228,4 +228,4 @@ def test_a_flood_that_stays_below_the_bound_is_thinned_out_before_signatures_are
         wait_until(lambda: running.service.refusals.get("capacity", 0) >= 300, "most are dropped unseen")
         assert running.service.refusals["malformed"] <= 60
         assert not running.service.floods.is_silenced("a")
-        b.tell(Need(**b._addressed(), artifact=world.base_id, ranges=((0, 1),)))
+        b.tell(Need(**b.addressed(), artifact=world.base_id, ranges=((0, 1),)))

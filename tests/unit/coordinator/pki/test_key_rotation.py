@@ -14,6 +14,7 @@ from coordinator.errors import HomeError, PlanError
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
 from coordinator.pki.signing_keys import SigningIdentity, key_file, load_signing_identity, rotate_key
+from coordinator.storage.database import make_engine
 from coordinator.storage.store import Store
 from edge_client.identity.enrol import enrol as enrol_box
 from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
@@ -37,8 +38,10 @@ def opened(made: Home) -> Iterator[tuple[Home, Store]]:
     """A home before any rotation."""
     store = Store(made.database)
     yield made, store
-    with store._engine.begin() as connection:
+    engine = make_engine(made.database)
+    with engine.begin() as connection:
         connection.exec_driver_sql("DELETE FROM key_links")
+    engine.dispose()
     for path in made.root.glob("signing-*.key"):
         path.unlink()
     store.close()
@@ -134,7 +137,7 @@ def test_a_running_coordinator_publishes_the_new_key_first_and_then_everything_s
     world = make_world(rounds=1)
     world.devices["b"].silent = True
     topics, sent = Topics(FEDERATION), list[tuple[str, bytes]]()
-    with RunningService(world) as running:
+    with RunningService(world):
         world.start_devices()
         wait_until(lambda: len(world.devices["a"].of(Receipt)) == 1, "a has delivered")
         world.broker.record = lambda _identity, topic, payload: sent.append((topic, payload))
@@ -151,5 +154,8 @@ def test_a_running_coordinator_publishes_the_new_key_first_and_then_everything_s
         world.devices["b"].silent = False
         world.devices["b"].act()
         world.wait_event("finished")
-        will = running.service._transport.will  # type: ignore[attr-defined]
-        assert open_envelope(will.payload, lambda _: new.public).sender == COORDINATOR
+        sent.clear()
+        world.broker.drop(COORDINATOR)  # the broker publishes its will
+        wait_until(lambda: topics.coordinator in dict(sent), "the will")
+        status = open_envelope(dict(sent)[topics.coordinator], lambda _: new.public)
+        assert (status.kind, status.sender) == ("coordinator_status", COORDINATOR)

@@ -66,7 +66,7 @@ def test_an_update_under_way_survives_the_attempts_that_end_in_another_federatio
     slow, other, _ = made.devices["second"]
     slow.silent = other.silent = True
     granted: list[Need] = []
-    take = slow._in_session
+    take = slow.in_session
     with made.running():
         slow.start()
         other.start()
@@ -74,7 +74,7 @@ def test_an_update_under_way_survives_the_attempts_that_end_in_another_federatio
         base = made.world.store.aggregates("second")[0].artifact
         wait_until(partial(slow.artifacts.__contains__, base), "it has the base")
         monkeypatch.setattr(
-            slow, "_in_session", lambda message: granted.append(message) if isinstance(message, Need) else take(message)
+            slow, "in_session", lambda message: granted.append(message) if isinstance(message, Need) else take(message)
         )
         data = slow.make_update(1, 1, base)
         manifest = slow.send_update(1, 1, data)
@@ -86,7 +86,7 @@ def test_an_update_under_way_survives_the_attempts_that_end_in_another_federatio
         wait_until(lambda: bool(list(parts.rglob("a@*.part"))), "a part of it is stored")
         start(made, "tiny")
         until_over(made, "tiny")
-        monkeypatch.setattr(slow, "_in_session", take)  # its repeated manifest is answered with what is missing
+        monkeypatch.setattr(slow, "in_session", take)  # its repeated manifest is answered with what is missing
         wait_until(lambda: bool(slow.receipts()), "the whole update is answered")
         assert slow.receipts()[0].outcome is Outcome.ACCEPTED
 

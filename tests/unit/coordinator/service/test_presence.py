@@ -92,7 +92,7 @@ def test_of_a_device_that_is_revoked_while_it_is_online_the_time_of_its_last_mes
         assert came is not None
         wait_until(lambda: time.time() - came > 0.5, "some time passes")
         with device.lock:
-            device.tell(Heartbeat(**device._addressed()))
+            device.tell(Heartbeat(**device.addressed()))
         sent = time.time()
         world.store.register.end_membership("a", DeviceState.REVOKED, "stolen", time.time())
         wait_until(lambda: running.service.state.online == set(), "the register is read again")

@@ -14,10 +14,11 @@ from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.operations.views import device_view
 from coordinator.rounds.records import ParticipantState
-from coordinator.rounds.round_engine import Phase
+from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.service.reports import ProgressBoard
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.messages import Decline, DeclineReason, Heartbeat, Invite, RoundAttempt, decode
+from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.federations import hosting
 from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
@@ -30,15 +31,16 @@ def beat(step: int, phase: Any = "classify", steps: int = 100) -> Heartbeat:
 
 
 def test_the_end_of_a_phase_is_predicted_from_the_rate_since_its_first_report() -> None:
-    board = ProgressBoard()
-    times = []
+    board, times = ProgressBoard(), []
+    open_attempt = RoundState(policy_of(1, 1), Phase.COLLECTING, online=frozenset("a"), participants=frozenset("a"))
     for message, now in ((beat(10), 1000.0), (beat(30), 1005.0), (beat(0, "evaluate"), 1030.0)):
         board.note("a", message, now)
-        times.append((board._latest["a"].since, board._latest["a"].ends_at))
+        shown = board.of(open_attempt)["a"]
+        times.append((shown.since, shown.ends_at))
     # 70 steps are left, at 20 in 5 seconds
     assert times == [(1000.0, None), (1000.0, 1005.0 + 70 / 4.0), (1030.0, None)]
     board.note("a", Heartbeat(**ABOUT), 1031.0)
-    assert board._latest == {}
+    assert board.of(open_attempt) == {}
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_an_announced_update_over_its_bound_is_rejected_before_a_byte_is_asked_f
     with RunningService(world):
         world.start_devices()
         wait_until(lambda: bool(a.of(Invite)), "an invite")
-        manifest = Manifest(**a._addressed(1, 1), artifact=make_ref(bytes(20_000_000), 1024))
+        manifest = Manifest(**a.addressed(1, 1), artifact=make_ref(bytes(20_000_000), 1024))
         a.tell(manifest)
         wait_until(lambda: bool(a.receipts()), "a receipt")
     assert a.receipts()[0].outcome is Outcome.REJECTED
@@ -98,7 +98,7 @@ def test_what_is_not_authentic_or_not_in_order_is_refused_and_counted(make_world
         world.start_devices()
         wait_until(lambda: bool(a.of(Invite)), "an invite")
         assert a.session is not None
-        good = Manifest(**a._addressed(1, 1), artifact=make_ref(a.make_update(1, 1, world.base_id), 1024))
+        good = Manifest(**a.addressed(1, 1), artifact=make_ref(a.make_update(1, 1, world.base_id), 1024))
         stamped = a.session.stamp(good)
         forged: list[tuple[AnyMessage, SigningKey, str]] = [
             (stamped, SigningKey.generate(), "forged"),
@@ -107,7 +107,7 @@ def test_what_is_not_authentic_or_not_in_order_is_refused_and_counted(make_world
             (stamped.model_copy(update={"session": "0" * 64}), a.key, "other_session"),
             (stamped.model_copy(update={"counter": 1}), a.key, "replayed"),
             (stamped.model_copy(update={"federation": "other"}), a.key, "other_federation"),
-            (DeviceStatus(**a._addressed(), online=False), a.key, "malformed"),
+            (DeviceStatus(**a.addressed(), online=False), a.key, "malformed"),
         ]
         for number, (message, key, _) in enumerate(forged, 1):
             a.transport.publish(a.topics.up_control("a"), seal(message, key))

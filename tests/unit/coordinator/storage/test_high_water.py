@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import shutil
 import sqlite3
@@ -18,7 +19,7 @@ from coordinator.errors import StoreError
 from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, DeviceState
 from coordinator.storage.backup import read_backup, write_backup
-from coordinator.storage.database import PASSWORD_VARIABLE, checkpoint
+from coordinator.storage.database import PASSWORD_VARIABLE, checkpoint, make_engine
 from coordinator.storage.store import Store
 from fedcg.config_file import set_values
 from fedcg.sealing import sealed_file
@@ -36,12 +37,17 @@ def home(tmp_path: Path) -> Home:
     return made
 
 
+def file_id(number: int) -> str:
+    """The artifact that is this number: the aggregate of a round; 0 for the state of the server."""
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
 def open_round(store: Store, number: int) -> None:
     store.open_attempt("f", RoundAttempt(number, 1), "0" * 64, frozenset("ab"), float(number), number + 9.0)
 
 
 def close_round(store: Store, number: int) -> None:
-    store.close_attempt(AggregateRecord("f", number, 1, f"{number:064}", 5, "1" * 64, number + 5.0))
+    store.close_attempt(AggregateRecord("f", number, 1, file_id(number), 5, file_id(0), number + 5.0))
 
 
 @pytest.fixture
@@ -167,11 +173,10 @@ def test_a_restored_coordinator_has_a_mark_of_its_own(
     killed: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sealed_file, "SCRYPT_N", 1 << 10)
-    for artifact in ("0" * 63 + "1", "0" * 63 + "2", "1" * 64):
-        (killed.artifacts / artifact).write_bytes(b"")
+    for number in range(3):
+        (killed.artifacts / file_id(number)).write_text(str(number))
     write_backup(killed, tmp_path / "backup", "correct horse battery")
     new = Home(tmp_path / "new")
-    monkeypatch.setattr("coordinator.storage.backup._take_artifact", lambda *_: None)
     read_backup(tmp_path / "backup", new, "correct horse battery", lambda _: None)
     with closing(Store.of(new)) as store:
         assert store.epoch() > 1_000_000
@@ -194,9 +199,11 @@ def test_a_database_of_postgresql_that_lost_commits_is_noticed_and_another_machi
     with closing(Store.of(home)) as store:
         add_federation(home, "g", ("x",))
         store.register.end_membership("x", DeviceState.REVOKED, "stolen", time.time())
-        checkpoint(store._engine)
-        with store._engine.begin() as connection:
-            connection.exec_driver_sql("UPDATE certificates SET revoked_at = NULL")
+    engine = make_engine(url)
+    checkpoint(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE certificates SET revoked_at = NULL")
+    engine.dispose()
     with pytest.raises(StoreError, match="revoked certificates"):
         Store.of(home)
     home.high_water.unlink()

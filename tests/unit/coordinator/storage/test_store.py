@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import URL
+from sqlalchemy import URL, Engine
 from sqlalchemy import update as change
 
 from coordinator.errors import StoreError
@@ -24,6 +25,7 @@ from coordinator.rounds.records import (
 )
 from coordinator.rounds.round_engine import Phase, transition
 from coordinator.storage import schema
+from coordinator.storage.database import make_engine
 from coordinator.storage.presence_store import PresenceRecord
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome, RoundAttempt
@@ -60,15 +62,21 @@ def open_attempt(store: Store, attempt: int = 1) -> None:
     store.open_attempt("f", RoundAttempt(1, attempt), "0" * 64, frozenset("abc"), 10.0, 110.0)
 
 
-def test_every_commit_reaches_the_disk(store: Store, database: Path | URL) -> None:
-    if isinstance(database, URL):
-        with store._engine.connect() as connection:
-            assert connection.exec_driver_sql("SHOW synchronous_commit").scalar_one() == "on"
-        return
-    with store._engine.connect() as connection:
-        assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
-        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
-        assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
+@contextmanager
+def closing_engine(database: Path | URL) -> Iterator[Engine]:
+    """Connections of another process to the database."""
+    engine = make_engine(database)
+    yield engine
+    engine.dispose()
+
+
+@pytest.mark.usefixtures("store")
+def test_every_commit_reaches_the_disk(database: Path | URL) -> None:
+    settings: dict[str, object] = {"SHOW synchronous_commit": "on"}
+    if isinstance(database, Path):
+        settings = {"PRAGMA synchronous": 2, "PRAGMA journal_mode": "wal", "PRAGMA foreign_keys": 1}
+    with closing_engine(database) as engine, engine.connect() as connection:
+        assert {setting: connection.exec_driver_sql(setting).scalar_one() for setting in settings} == settings
 
 
 def test_a_device_that_was_revoked_meanwhile_from_another_machine_is_not_disabled(store: Store) -> None:
@@ -168,10 +176,12 @@ def test_a_client_that_was_rejected_or_declined_stays_so_when_it_accepts_again(s
     assert (found.state, found.reason) == (ParticipantState.DECLINED, "its classifier holds NaN")
 
 
-def test_an_update_that_meets_the_end_of_collecting_is_in_the_merge_or_not_stored(store: Store) -> None:
+def test_an_update_that_meets_the_end_of_collecting_is_in_the_merge_or_not_stored(
+    store: Store, database: Path | URL
+) -> None:
     open_attempt(store)
-    with ThreadPoolExecutor(1) as pool:
-        with store._engine.begin() as ending:
+    with ThreadPoolExecutor(1) as pool, closing_engine(database) as engine:
+        with engine.begin() as ending:
             ending.execute(change(schema.attempts).values(state=AttemptState.DISTILLING.value))
             ended = pool.submit(store.end_update, update("a"))
             assert not wait([ended], timeout=0.3).done  # until the end of collecting is known

@@ -18,9 +18,9 @@ class Requested:
     """Requests for three artifacts whose reads wait in `work`, and what was sent."""
 
     def __init__(self, root: Path) -> None:
-        store = ArtifactStore(root)
-        self.ids = [store.put(bytes([number]) * 600) for number in range(3)]
-        self.published = PublishedArtifacts(store, 300)
+        self.store = ArtifactStore(root)
+        self.ids = [self.store.put(bytes([number]) * 600) for number in range(3)]
+        self.published = PublishedArtifacts(self.store, 300)
         for artifact in self.ids:
             self.published.allow(artifact)
         self.work: list[Callable[[], object]] = []
@@ -79,7 +79,7 @@ def test_what_is_not_published_is_never_read_and_what_can_not_be_read_is_not_sen
     requested.published.forget(requested.ids[0])
     requested.ask("a", requested.ids[0])
     assert requested.work == []
-    requested.published._store.path(requested.ids[1]).write_bytes(b"damaged")
+    requested.store.path(requested.ids[1]).write_bytes(b"damaged")
     requested.ask("a", requested.ids[1])
     requested.read()
     assert requested.sent == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import random
-import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from sqlalchemy.exc import OperationalError
 from coordinator.http.app import _failed
 from coordinator.rounds.events import UpdateStored
 from coordinator.storage import schema
+from coordinator.storage.database import make_engine
 from coordinator.storage.high_water import recovered_epoch
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
@@ -59,7 +60,7 @@ def test_published_artifacts_are_those_on_disk_and_damaged_ones_are_refused(tmp_
 
 
 def manifest_of(world: World, data: bytes) -> Manifest:
-    return Manifest(**world.devices["a"]._addressed(1, 1), artifact=make_ref(data, 1024))
+    return Manifest(**world.devices["a"].addressed(1, 1), artifact=make_ref(data, 1024))
 
 
 def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world: World) -> None:
@@ -105,7 +106,6 @@ def test_chunks_that_were_lost_under_a_full_shared_window_are_granted_again(worl
         now = 0.25 * tick
         granted |= {grant.device for grant in uploads.stalled(now)}
         granted |= {grant.device for grant in uploads.held_back(now)}
-        assert uploads._chunks <= shared.chunks
     assert granted == {"a", "b", "c"}
 
 
@@ -128,17 +128,29 @@ def receiver(world: World, published: Published, events: list[Any]) -> Iterator[
     made.close()
 
 
+@contextmanager
+def occupied(receiver: Receiver, world: World, published: Published) -> Iterator[None]:
+    """The receiver's thread is at a receipt of c's; what comes meanwhile waits."""
+    published.held.clear()
+    published.release.clear()
+    receiver.announce("c", manifest_of(world, b"never invited"))
+    assert published.held.wait(30)
+    yield
+    published.release.set()
+    wait_until(lambda: bool(published.receipts), "c is answered")
+    published.receipts.pop(0)
+
+
 def test_what_does_not_fit_into_the_queue_is_dropped(
-    receiver: Receiver, world: World, monkeypatch: pytest.MonkeyPatch
+    receiver: Receiver, world: World, published: Published, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver_module, "MAX_BYTES", 100)
-    monkeypatch.setattr(receiver, "_feed", lambda device, payload: None)
-    busy = threading.Event()
-    monkeypatch.setattr(receiver, "_tick", lambda: busy.wait(30))
-    receiver.tick()
-    receiver._frames["a"] = 3
-    assert [receiver.frame("a", bytes(60)) for _ in range(3)] == [True] * 3
-    busy.set()
+    manifest = manifest_of(world, data)
+    frame = next(frames_for(data, manifest.artifact))
+    receiver.announce("a", manifest)
+    wait_until(lambda: bool(published.needs), "chunks are granted")
+    monkeypatch.setattr(receiver_module, "MAX_BYTES", len(frame) + 1)
+    with occupied(receiver, world, published):
+        assert [receiver.frame("a", frame) for _ in range(3)] == [True] * 3
     assert receiver.dropped == 2
 
 
@@ -177,14 +189,10 @@ def test_a_device_that_was_granted_chunks_over_https_may_send_no_frames(
 def test_a_device_has_one_manifest_in_the_queue_however_many_it_sends(
     receiver: Receiver, world: World, published: Published, data: bytes
 ) -> None:
-    busy = threading.Event()
-    asked = receiver._ask(lambda: busy.wait(30))
-    for _ in range(1000):
-        receiver.announce("a", manifest_of(world, data).model_copy(update={"round": 9}))
-    receiver.announce("a", manifest_of(world, data))
-    assert len(receiver._work) <= 2
-    busy.set()
-    assert asked.result(30)
+    with occupied(receiver, world, published):
+        for _ in range(1000):
+            receiver.announce("a", manifest_of(world, data).model_copy(update={"round": 9}))
+        receiver.announce("a", manifest_of(world, data))
     wait_until(lambda: bool(published.needs), "the newest one is answered")
     assert published.receipts == []
 
@@ -196,16 +204,13 @@ def test_the_end_of_an_attempt_ends_no_upload_of_the_next_one(
     other = manifest_of(world, world.devices["b"].make_update(1, 1, world.base_id))
     receiver.announce("b", other)
     assert receiver.announced("b").result(30) == other.artifact
-    busy = threading.Event()
-    asked = receiver._ask(lambda: busy.wait(30))
-    receiver.announce("a", manifest_of(world, old))  # waits, and the next one takes its turn
-    world.store.fail_attempt("tiny", RoundAttempt(1, 1), "x", 1.0)
-    receiver.end_attempt(RoundAttempt(1, 1), Outcome.CLOSED, "the attempt ended without an aggregate")
-    world.store.open_attempt("tiny", RoundAttempt(1, 2), world.base_id, frozenset(world.clients), 2.0, 600.0)
     manifest = manifest_of(world, new).model_copy(update={"attempt": 2})
-    receiver.announce("a", manifest)
-    busy.set()
-    assert asked.result(30)
+    with occupied(receiver, world, published):
+        receiver.announce("a", manifest_of(world, old))  # waits, and the next one takes its turn
+        world.store.fail_attempt("tiny", RoundAttempt(1, 1), "x", 1.0)
+        receiver.end_attempt(RoundAttempt(1, 1), Outcome.CLOSED, "the attempt ended without an aggregate")
+        world.store.open_attempt("tiny", RoundAttempt(1, 2), world.base_id, frozenset(world.clients), 2.0, 600.0)
+        receiver.announce("a", manifest)
     for frame in frames_for(new, manifest.artifact):
         receiver.chunk("a", parse_chunk(frame)).result(30)
     wait_until(lambda: len(published.receipts) == 2, "two receipts")
@@ -235,8 +240,10 @@ def test_a_second_update_that_a_restored_coordinator_itself_explains_is_late_and
 ) -> None:
     deliver(receiver, manifest_of(world, data), data)
     wait_until(lambda: len(published.receipts) == 1, "a receipt")
-    with world.store._engine.begin() as connection:  # what `restore` and `--accept-loss` do
+    engine = make_engine(world.root / "database.sqlite")
+    with engine.begin() as connection:  # what `restore` and `--accept-loss` do
         connection.execute(insert(schema.leases).values(id=1, epoch=recovered_epoch(0)))
+    engine.dispose()
     other = world.devices["b"].make_update(1, 1, world.base_id)
     deliver(receiver, manifest_of(world, other), other)
     wait_until(lambda: len(published.receipts) == 2, "two receipts")
@@ -314,7 +321,7 @@ def test_a_damaged_base_on_the_coordinators_disk_ends_the_service_and_blames_no_
     [broken] = events
     assert isinstance(broken.error, OSError)
     assert broken.error.filename == str(base)
-    assert (receiver._refusals.of("a"), published.receipts) == (0, [])
+    assert (world.events("refused"), published.receipts) == ([], [])
 
 
 def test_a_finished_coordinator_may_leave_when_its_devices_have_left(

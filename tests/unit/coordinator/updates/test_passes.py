@@ -64,7 +64,7 @@ def test_the_receiver_decodes_an_update_once_and_hashes_it_once_and_over_https_e
     receiver.start()
     for count, name in enumerate("ba", 1):  # the base is read and decoded with the first one
         data = world.devices[name].make_update(1, 1, world.base_id)
-        manifest = Manifest(**world.devices[name]._addressed(1, 1), artifact=make_ref(data, 1024))
+        manifest = Manifest(**world.devices[name].addressed(1, 1), artifact=make_ref(data, 1024))
         receiver.announce(name, manifest)
         assert receiver.announced(name).result(30) == manifest.artifact
         frames = list(frames_for(data, manifest.artifact))

@@ -31,7 +31,7 @@ def say_hello(device: FakeDevice, spoken: tuple[int, ...]) -> None:
     device.hello = lambda: None  # type: ignore[method-assign]
     device.start()
     device.nonce = "9" * 32
-    hello = Hello(**device._addressed(), nonce=device.nonce, versions=spoken, agent="fake-2")
+    hello = Hello(**device.addressed(), nonce=device.nonce, versions=spoken, agent="fake-2")
     device.transport.publish(device.topics.up_control(device.name), seal(hello, device.key))
 
 

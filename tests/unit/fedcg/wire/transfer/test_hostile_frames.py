@@ -313,7 +313,7 @@ def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordina
         wait_until(lambda: evil.session is not None, "a session")
         for _ in range(150):
             with evil.lock:
-                evil.tell(rng.choice(asks)(evil._addressed(odd_number(rng), odd_number(rng))))
+                evil.tell(rng.choice(asks)(evil.addressed(odd_number(rng), odd_number(rng))))
         for device in honest:
             device.silent = False
             device.act()
