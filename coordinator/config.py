@@ -171,7 +171,7 @@ class AggregationSettings(Settings):
 Action = Literal["warn", "down-weight", "quarantine"]
 
 
-class FigurePolicy(Settings):
+class FigureRule(Settings):
     """From where on a figure of an update is odd, and what is done then.
 
     Attributes:
@@ -202,8 +202,8 @@ class RobustnessSettings(Settings):
     max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     examples: dict[str, Annotated[int, Field(ge=1, le=1 << 40)]] = Field(default_factory=dict)
     clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 2.5
-    norm: FigurePolicy = FigurePolicy(bound=3.0, action="quarantine")
-    direction: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
+    norm: FigureRule = FigureRule(bound=3.0, action="quarantine")
+    direction: FigureRule = FigureRule(bound=0.3, action="quarantine")
     down_weight: Annotated[float, Field(gt=0, le=1)] = 0.1
     below_quorum: Literal["warn", "down-weight", "fail"] = "down-weight"
 

@@ -229,8 +229,7 @@ class Publisher:
         if self._sessions.carriers == {Carrier.HTTPS}:
             return
         burst = self._limits.window.chunks_of(source.ref.chunk_bytes)
-        pace = self._limits.broadcast_bytes_per_s
-        self._sender.broadcast(self._topics.aggregate, source, is_current, pace, burst)
+        self._sender.broadcast(self._topics.aggregate, source, is_current, self._limits.broadcast_bytes_per_s, burst)
 
     def carrier(self, device: str) -> Carrier:
         """How a device's artifacts travel."""

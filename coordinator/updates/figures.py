@@ -21,7 +21,7 @@ from fedcg.wire.parts import Part
 SKETCH_NUMBERS = 4096
 """Length of a sketch: a cosine of two sketches is off by about 1 / sqrt(4096), 0.016."""
 ALIKE = 0.6
-"""Where the median cosine of steps is at least this, a step is compared with it by the policy's bound: while devices still learn the same
+"""Where the median cosine of steps is at least this, a step is compared with it by the bound of its rule: while devices still learn the same
 things. Honest steps stayed within 0.24 of such a median; with less in common, a device with other classes came to 0.5 below it."""
 FAR = 1.8
 """Below `ALIKE` the bound counts so many times: converged steps are near orthogonal (median -0.2 to 0.5). Honest ones came to 0.50 below the
@@ -74,7 +74,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a policy does about an update: the strictest action of all that apply, and their reasons."""
+    """What the rules do about an update: the strictest action of all that apply, and their reasons."""
 
     action: Action | None = None
     reasons: tuple[str, ...] = ()
@@ -136,11 +136,11 @@ def figures_of(updates: Mapping[str, Movement]) -> dict[str, Figures]:
 def verdicts_of(
     figures: Mapping[str, Figures], settings: RobustnessSettings, own: Collection[str], quorum: int
 ) -> dict[str, Verdict]:
-    """What the operator's policies do about the updates that are to be merged.
+    """What the operator's rules do about the updates that are to be merged.
 
     Args:
         figures: by client.
-        settings: the policies.
+        settings: the rules.
         own: the clients whose update belongs to the attempt; the others' are late ones of the round before.
         quorum: with fewer updates of its own the attempt would fail. Where quarantine leaves fewer, `below_quorum` decides.
     """
@@ -155,7 +155,7 @@ def verdicts_of(
 
 
 def verdict_of(figures: Figures, settings: RobustnessSettings, updates: int) -> Verdict:
-    """What the operator's policies do about one of so many updates."""
+    """What the operator's rules do about one of so many updates."""
     found: list[tuple[Action, str]] = []
     if figures.norm is not None and figures.norm > settings.norm.bound:
         odd = f"its step is {figures.norm:.3g} times as long as the median (at most {settings.norm.bound:g})"

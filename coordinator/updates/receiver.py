@@ -120,7 +120,7 @@ class Receiver:
         self._thread.join()
 
     def announce(self, device: str, manifest: Manifest) -> None:
-        """Answer a manifest: with the receipt that its update had before, a verdict, or a grant.
+        """Answer a manifest: with the receipt that its update had before, with another one, or with a grant.
 
         One manifest of each device waits, the newest: a device that sends many delays nobody but itself.
         """
@@ -252,9 +252,9 @@ class Receiver:
         if earlier is not None:
             self._repeat(device, manifest, earlier)
             return
-        verdict = self._checks.verdict(device, manifest)
-        if verdict is not None:
-            self._finish(device, manifest, *verdict)
+        end = self._checks.end_without_check(device, manifest)
+        if end is not None:
+            self._finish(device, manifest, *end)
             return
         now = self._checks.clock()
         if (reason := self._checks.why_too_large(manifest)) is not None:

@@ -54,7 +54,7 @@ class UpdateChecks:
             return Outcome.LATE, "another one of this device, from before this coordinator was restored, counts"
         return Outcome.CONFLICT, "another update of this round and attempt was ended before"
 
-    def verdict(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
+    def end_without_check(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
         """How an update ends without a check of its content; None when its attempt takes it."""
         attempt = self._store.attempt(self._spec.federation, manifest.at)
         invited = self._store.participants(self._spec.federation, manifest.at)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.aggregation.jobs import JobDone, JobEased
-from coordinator.config import Action, FigurePolicy, RobustnessSettings, RoundSettings
+from coordinator.config import Action, FigureRule, RobustnessSettings, RoundSettings
 from coordinator.facts.devices import device_facts
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
@@ -142,7 +142,7 @@ def test_an_odd_update_is_an_open_problem_until_the_next_normal_one_unless_the_o
     make_world: MakeWorld, action: Action
 ) -> None:
     settings = RobustnessSettings(
-        norm=FigurePolicy(bound=3.0, action=action), direction=FigurePolicy(bound=0.3, action=action)
+        norm=FigureRule(bound=3.0, action=action), direction=FigureRule(bound=0.3, action=action)
     )
     first_only = partial(OddC, rounds=(1,))
     world = make_world(3, clients=("a", "b", "c"), make_worker=first_only, pacing=ALL_FIRST, robustness=settings)

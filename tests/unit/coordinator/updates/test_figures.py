@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from coordinator.config import Action, FigurePolicy, RobustnessSettings
+from coordinator.config import Action, FigureRule, RobustnessSettings
 from coordinator.updates.figures import (
     OUTPUT,
     Figures,
@@ -94,7 +94,7 @@ def test_the_absolute_cut_off_needs_five_updates() -> None:
 
 def test_the_strictest_action_counts_and_every_reason_is_kept() -> None:
     settings = RobustnessSettings(
-        norm=FigurePolicy(bound=3.0, action="warn"), direction=FigurePolicy(bound=0.3, action="down-weight")
+        norm=FigureRule(bound=3.0, action="warn"), direction=FigureRule(bound=0.3, action="down-weight")
     )
     verdict = verdict_of(Figures(9.0, 0.1, 0.6), settings, 5)
     assert verdict.action == "down-weight"
