@@ -193,7 +193,7 @@ class RobustnessSettings(Settings):
         examples: numbers of examples by device that stand in the place of what the devices report; they are not capped.
         clip_medians: an update farther from the base than so many times the median of the last closed round (in the first: of its
             own) is scaled back.
-        norm, direction: what is done about an update whose step is unlike the others' (`figures.Figures`).
+        norm, direction: what is done about an update whose step is unlike the others' (`updates.robustness.Figures`).
         down_weight: share of its examples that an update counts for when a policy says `down-weight`.
         below_quorum: what is done with updates in quarantine when fewer than the quorum are left without them; `fail`: the attempt fails.
     """

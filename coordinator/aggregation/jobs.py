@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.updates.figures import Figures
-from coordinator.updates.robustness import Distances
+from coordinator.updates.robustness import Distances, Figures
 from fedcg.wire.messages.messages import OfAttempt
 from fedcg.worker_process import STALL_S
 

@@ -19,8 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.aggregation import jobs
-from coordinator.updates.figures import Movement, figures_of, movement_of
-from coordinator.updates.robustness import Distances, Yardstick, clipped, outlier, over
+from coordinator.updates.robustness import (
+    Distances,
+    Movement,
+    Yardstick,
+    clipped,
+    figures_of,
+    movement_of,
+    outlier,
+    over,
+)
 from coordinator.updates.validation import base_in, unpack_update
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header

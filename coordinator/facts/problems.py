@@ -15,7 +15,7 @@ from coordinator.rounds.records import FederationRecord, FederationStatus, Parti
 from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.service import Service
 from coordinator.sums.board import Phase as SumPhase
-from coordinator.updates.figures import is_tolerated
+from coordinator.updates.robustness import is_tolerated
 from fedcg.log.sentences import COHORT_ADVICE, DECLINE_ADVICE
 from fedcg.wire.messages.messages import DeclineReason, Outcome
 

@@ -1,18 +1,21 @@
-"""How far one device's update may move a merge: its distance from the base, its weight, and the outlier of several.
+"""How far one device's update may move a merge: its distance from the base, its weight, and its step beside those of the others.
 
-Torch-free arithmetic on values; it knows no database and no network. docs/security.md lists the attacks that it stops and those that it does not.
+An update is rejected that is too far from the base, scaled back beyond a limit, weighed for no more than a share, and judged by two figures,
+the length and the direction of its step. Torch-free arithmetic on values: it knows no database and no network. docs/security.md has the
+figures of honest and of hostile updates, the attacks that this stops and those that it does not.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from coordinator.config import RobustnessSettings
+from coordinator.config import Action, RobustnessSettings
 from coordinator.errors import ValidationError
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.tensors import Array, PartArrays
@@ -27,6 +30,26 @@ SMALL_NORM = 1.0
 """A part whose base has a smaller norm (it may start at 0) is measured as if it had this one."""
 MIN_MEDIAN = 3
 """A median of fewer updates is not that of a majority of honest ones."""
+SKETCH_NUMBERS = 4096
+"""Length of a sketch: a cosine of two sketches is off by about 1 / sqrt(4096), 0.016."""
+ALIKE = 0.6
+"""Where the median cosine of steps is at least this, a step is compared with it by the bound of its rule: while devices still learn the same
+things. Honest steps stayed within 0.24 of such a median; with less in common, a device with other classes came to 0.5 below it."""
+FAR = 1.8
+"""Below `ALIKE` the bound counts so many times: converged steps are near orthogonal (median -0.2 to 0.5). Honest ones came to 0.50 below the
+median there, shuffled labels to 0.58; of three steps of which one is flipped the median is about 0, and that one -0.8."""
+OPPOSITE, COMMON = -0.1, 0.4
+"""A step whose median cosine to the others is below the first undoes what they do, where the median is at least the second."""
+MIN_OPPOSED = 5
+"""With fewer updates the median of a step's cosines is one of three, or the mean of two: a single other device moves it."""
+NEEDED = "left in because the round needs it"
+_STATISTICS = ("running_mean", "running_var")  # of batch norm: they follow the data, not a gradient
+
+OUTPUT = "output"
+"""The classifier's last matrix by itself: weights whose classes were exchanged differ from honest ones there alone."""
+
+Sketches = Mapping[str, NDArray[np.float64]]
+"""By the name of a part, or `OUTPUT`."""
 
 Distances = Mapping[Part, float]
 
@@ -124,6 +147,194 @@ def given_weights(reported: Mapping[str, int], settings: RobustnessSettings) -> 
     weights |= {client: min(weights[client], bound) for client in capped}
     most = _share_bound(sorted(weights.values(), reverse=True), settings.max_share)
     return weights | {client: max(1, min(weights[client], most)) for client in capped}
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How far and where to one update moves the base.
+
+    Attributes:
+        distances: L2 distance of each part from the round's base.
+        sketches: of each part that has a base, its step from there in `SKETCH_NUMBERS` numbers.
+    """
+
+    distances: Distances
+    sketches: Sketches
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One update beside the others of its attempt; None where there are too few to compare with.
+
+    Attributes:
+        norm: its distance from the base in medians of the attempt, of the part in which it is farthest.
+        direction: the median cosine of its step to each other step, in [-1, 1], of the part in which that is farthest below the
+            attempt's median; `typical_direction` is that median.
+    """
+
+    norm: float | None = None
+    direction: float | None = None
+    typical_direction: float | None = None
+
+    def as_json(self) -> dict[str, float]:
+        """The figures that there are, rounded to four digits."""
+        return {name: round(value, 4) for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rules do about an update: the strictest action of all that apply, and their reasons."""
+
+    action: Action | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """What became of the update and why, for its operator and its owner; "" where nothing is odd."""
+        return f"{_CONSEQUENCES[self.action]}: {'; '.join(self.reasons)}" if self.action else ""
+
+
+def movement_of(parts: PartArrays, yardstick: Yardstick, trained: Collection[Part], seed: int) -> Movement:
+    """Measure one update.
+
+    Args:
+        parts: of the update, decoded, as the device sent them.
+        yardstick: with the round's base.
+        trained: the parts that devices train from the base on.
+        seed: see `sketches_of`.
+    """
+    base = {part: arrays for part, arrays in yardstick.base.parts.items() if part in trained}
+    return Movement(yardstick.distances(parts), sketches_of(parts, base, seed))
+
+
+def sketches_of(parts: PartArrays, base: PartArrays, seed: int) -> dict[str, NDArray[np.float64]]:
+    """The step of each part from the base, shortened so that cosines of steps stay what they are, up to a few hundredths.
+
+    Every number is added, with a random sign, to a random one of `SKETCH_NUMBERS` sums.
+
+    Args:
+        parts: of the update, decoded; those that the base lacks have no step.
+        base: the aggregate that the round started from.
+        seed: of the signs and the sums; the same for all updates of an attempt, and secret, so that no device can build a step
+            whose sketch is another's.
+    """
+    found: dict[str, NDArray[np.float64]] = {}
+    for part, origin in sorted(base.items()):
+        weights = {name: array for name, array in parts.get(part, {}).items() if _is_weight(name, array)}
+        groups = {part.value: list(weights)}
+        if part is Part.CLASSIFIER:
+            groups[OUTPUT] = [name for name, array in weights.items() if array.ndim >= 2][-1:]
+        for group, names in groups.items():
+            steps = [np.subtract(weights[name], origin[name], dtype=np.float64).ravel() for name in names]
+            if steps:
+                found[group] = _sketch(np.concatenate(steps), np.random.default_rng([seed, len(found)]))
+    return found
+
+
+def figures_of(updates: Mapping[str, Movement]) -> dict[str, Figures]:
+    """The figures of each update, by client; `updates` are all that are to be merged."""
+    medians = medians_of([each.distances for each in updates.values()])
+    directions = _directions({client: each.sketches for client, each in updates.items()})
+    found = {}
+    for client, each in updates.items():
+        farthest = max((each.distances[part] / median for part, median in medians.items() if median > 0), default=None)
+        found[client] = Figures(farthest, *directions.get(client, (None, None)))
+    return found
+
+
+def verdicts_of(
+    figures: Mapping[str, Figures], settings: RobustnessSettings, own: Collection[str], quorum: int
+) -> dict[str, Verdict]:
+    """What the operator's rules do about the updates that are to be merged.
+
+    Args:
+        figures: by client.
+        settings: the rules.
+        own: the clients whose update belongs to the attempt; the others' are late ones of the round before.
+        quorum: with fewer updates of its own the attempt would fail. Where quarantine leaves fewer, `below_quorum` decides.
+    """
+    found = {client: verdict_of(each, settings, len(figures)) for client, each in figures.items()}
+    odd = {client for client in own if found[client].action == "quarantine"}
+    if settings.below_quorum == "fail" or len(own) - len(odd) >= quorum:
+        return found
+    instead = settings.below_quorum
+    return found | {
+        client: replace(found[client], action=instead, reasons=(*found[client].reasons, NEEDED)) for client in odd
+    }
+
+
+def verdict_of(figures: Figures, settings: RobustnessSettings, updates: int) -> Verdict:
+    """What the operator's rules do about one of so many updates."""
+    found: list[tuple[Action, str]] = []
+    if figures.norm is not None and figures.norm > settings.norm.bound:
+        odd = f"its step is {figures.norm:.3g} times as long as the median (at most {settings.norm.bound:g})"
+        found.append((settings.norm.action, odd))
+    if figures.direction is not None and figures.typical_direction is not None:
+        least = _least_cosine(figures.typical_direction, settings.direction.bound, updates)
+        if figures.direction < least:
+            shown = f"cosine {figures.direction:.2f}, median {figures.typical_direction:.2f}, at least {least:.2f}"
+            found.append((settings.direction.action, f"its step points away from the others' ({shown})"))
+    if not found:
+        return Verdict()
+    return Verdict(max((action for action, _ in found), key=_SEVERITY.index), tuple(reason for _, reason in found))
+
+
+def merge_weights(
+    reported: Mapping[str, int], verdicts: Mapping[str, Verdict], settings: RobustnessSettings
+) -> dict[str, int]:
+    """How many examples each client counts for in a merge (`given_weights`); without those in quarantine."""
+    kept = {client: count for client, count in reported.items() if verdicts[client].action != "quarantine"}
+    weights = given_weights(kept, settings)
+    lighter = {client for client in kept if verdicts[client].action == "down-weight"}
+    return weights | {client: max(1, round(settings.down_weight * weights[client])) for client in lighter}
+
+
+def is_tolerated(sentence: str) -> bool:
+    """Whether an odd update, with this `Verdict.sentence`, is merged as it is because its operator chose `warn`, not because a round needs it."""
+    return sentence.startswith(_CONSEQUENCES["warn"]) and not sentence.endswith(NEEDED)
+
+
+_CONSEQUENCES: Mapping[Action, str] = {
+    "warn": "merged all the same",
+    "down-weight": "weighed down",
+    "quarantine": "not merged (quarantine)",
+}
+_SEVERITY: tuple[Action, ...] = tuple(_CONSEQUENCES)  # from the mildest on
+
+
+def _least_cosine(typical: float, bound: float, updates: int) -> float:
+    """The median cosine from which on a step is no oddity, in an attempt with this median of them."""
+    least = typical - (bound if typical >= ALIKE else FAR * bound)
+    return max(OPPOSITE, least) if typical >= COMMON and updates >= MIN_OPPOSED else least
+
+
+def _is_weight(name: str, array: Array) -> bool:
+    return array.dtype.kind == "f" and name.rpartition(".")[2] not in _STATISTICS
+
+
+def _sketch(step: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.float64]:
+    places = random.integers(2 * SKETCH_NUMBERS, size=len(step))
+    sums = np.bincount(places, weights=step, minlength=2 * SKETCH_NUMBERS)
+    return np.asarray(sums[:SKETCH_NUMBERS] - sums[SKETCH_NUMBERS:])
+
+
+def _directions(sketches: Mapping[str, Sketches]) -> dict[str, tuple[float, float]]:
+    """By client, (its median cosine to the other steps, the clients' median of that) where it is farthest below; {} for a few clients."""
+    clients = sorted(sketches)
+    found: dict[str, tuple[float, float]] = {}
+    if len(clients) < MIN_MEDIAN:
+        return found
+    for group in sorted(set.intersection(*(set(each) for each in sketches.values()))):
+        steps = np.stack([sketches[client][group] for client in clients])
+        steps /= np.maximum(np.linalg.norm(steps, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+        cosines = steps @ steps.T
+        own = [float(np.median(np.delete(row, number))) for number, row in enumerate(cosines)]
+        typical = statistics.median_low(own)
+        for client, cosine in zip(clients, own, strict=True):
+            known = found.get(client)
+            if known is None or cosine - typical < known[0] - known[1]:
+                found[client] = (cosine, typical)
+    return found
 
 
 def _share_bound(weights: list[int], share: float) -> int:

@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from coordinator.config import RobustnessSettings
 from coordinator.rounds.records import UpdateRecord
 from coordinator.storage.store import Store
-from coordinator.updates.figures import Figures, Verdict, merge_weights, verdicts_of
-from coordinator.updates.robustness import Distances, limits_of, medians_of, over
+from coordinator.updates.robustness import (
+    Distances,
+    Figures,
+    Verdict,
+    limits_of,
+    medians_of,
+    merge_weights,
+    over,
+    verdicts_of,
+)
 from coordinator.updates.track_record import typical_distances
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import RoundPolicy

@@ -11,8 +11,19 @@ import torch
 
 from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
-from coordinator.updates.figures import Movement, figures_of, merge_weights, movement_of, verdicts_of
-from coordinator.updates.robustness import Distances, Yardstick, clipped, limits_of, medians_of, over
+from coordinator.updates.robustness import (
+    Distances,
+    Movement,
+    Yardstick,
+    clipped,
+    figures_of,
+    limits_of,
+    medians_of,
+    merge_weights,
+    movement_of,
+    over,
+    verdicts_of,
+)
 from experiments.bench.attacks.attackers import Attack
 from fedcg.learning.method import Aggregate, LabelCounts, Update, Weights
 from fedcg.learning.registry import get_method

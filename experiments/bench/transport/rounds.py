@@ -43,8 +43,7 @@ from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
-from coordinator.updates.figures import Figures
-from coordinator.updates.robustness import Distances
+from coordinator.updates.robustness import Distances, Figures
 from experiments.bench.transport.broker import (
     FEDERATION,
     SECONDS_MAX,

@@ -19,7 +19,7 @@ from coordinator.aggregation.jobs import (
     WorkerReady,
     WorkerSettings,
 )
-from coordinator.updates.figures import Distances, Figures
+from coordinator.updates.robustness import Distances, Figures
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack

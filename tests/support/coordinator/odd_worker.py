@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from coordinator.aggregation.jobs import Assessed
-from coordinator.updates.figures import Figures
+from coordinator.updates.robustness import Figures
 from tests.support.coordinator.world import PlainWorker
 
 FINE, ODD = Figures(1.0, 0.6, 0.6), Figures(3.5, -0.5, 0.6)

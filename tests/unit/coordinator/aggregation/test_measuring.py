@@ -21,7 +21,7 @@ from coordinator.aggregation.jobs import (
     WorkerDied,
 )
 from coordinator.operations.create_federation import InitialArtifacts
-from coordinator.updates.figures import Figures
+from coordinator.updates.robustness import Figures
 from coordinator.updates.validation import base_in, unpack_update
 from fedcg.learning.aggregation import distillation
 from fedcg.wire.artifacts.artifact_store import ArtifactStore

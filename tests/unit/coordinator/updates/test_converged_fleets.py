@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from coordinator.config import RobustnessSettings
 from coordinator.rounds.records import AggregateRecord, FederationRecord, UpdateRecord
 from coordinator.storage.store import Store
-from coordinator.updates.figures import figures_of, movement_of
-from coordinator.updates.robustness import Distances, Yardstick, medians_of
+from coordinator.updates.robustness import Distances, Yardstick, figures_of, medians_of, movement_of
 from coordinator.updates.screening import Screening
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.artifacts.artifacts import Base

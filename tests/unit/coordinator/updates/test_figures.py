@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coordinator.config import Action, FigureRule, RobustnessSettings
-from coordinator.updates.figures import (
+from coordinator.updates.robustness import (
     OUTPUT,
     Figures,
     Movement,
