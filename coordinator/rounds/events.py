@@ -9,69 +9,73 @@ from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.messages import OfAttempt
 
 
+class Event:
+    """What happened."""
+
+
 @dataclass(frozen=True)
-class CameOnline:
+class CameOnline(Event):
     """A client opened a session."""
 
     client: str
 
 
 @dataclass(frozen=True)
-class WentOffline:
+class WentOffline(Event):
     """A client lost its link."""
 
     client: str
 
 
 @dataclass(frozen=True)
-class Departed:
+class Departed(Event):
     """A client is no member any more (revoked, replaced by another machine, or it left); an update that it delivered before still counts."""
 
     client: str
 
 
 @dataclass(frozen=True)
-class Expected:
+class Expected(Event):
     """The devices that may take part now: all that are enrolled."""
 
     clients: frozenset[str]
 
 
 @dataclass(frozen=True)
-class Barred:
+class Barred(Event):
     """Clients that are not invited whoever else is there, and why."""
 
     clients: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class PolicyChanged:
+class PolicyChanged(Event):
     """The operator changed the policy; the open attempt goes on by the new one."""
 
     policy: RoundPolicy
 
 
 @dataclass(frozen=True)
-class Paused:
+class Paused(Event):
     """An operator paused the federation: the open attempt ends as it would, and no other one opens."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Resumed:
+class Resumed(Event):
     """An operator resumed a paused or stalled federation; failed attempts are counted anew."""
 
 
 @dataclass(frozen=True)
-class Stopped:
+class Stopped(Event):
     """The federation ends now, with its last aggregate; the open attempt fails."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class LinkChanged:
+class LinkChanged(Event):
     """The coordinator's link to the broker came up or was lost, or its store of artifacts; without both no device can deliver."""
 
     up: bool
@@ -79,14 +83,14 @@ class LinkChanged:
 
 
 @dataclass(frozen=True)
-class Accepted(OfAttempt):
+class Accepted(OfAttempt, Event):
     """A participant works on an update."""
 
     client: str
 
 
 @dataclass(frozen=True)
-class Approval(OfAttempt):
+class Approval(OfAttempt, Event):
     """Whether a participant's owner has approved the spec; without, it keeps its place and may accept later."""
 
     client: str
@@ -94,7 +98,7 @@ class Approval(OfAttempt):
 
 
 @dataclass(frozen=True)
-class UpdateStored(OfAttempt):
+class UpdateStored(OfAttempt, Event):
     """A valid update of a participant is durable; the aggregation worker reads `artifact`."""
 
     client: str
@@ -102,7 +106,7 @@ class UpdateStored(OfAttempt):
 
 
 @dataclass(frozen=True)
-class UpdateRefused(OfAttempt):
+class UpdateRefused(OfAttempt, Event):
     """A participant delivers nothing usable: it declined, or its update was rejected (`reason`), also after it was stored."""
 
     client: str
@@ -110,44 +114,22 @@ class UpdateRefused(OfAttempt):
 
 
 @dataclass(frozen=True)
-class Tick:
+class Tick(Event):
     """Time went on."""
 
 
 @dataclass(frozen=True)
-class Restarted:
+class Restarted(Event):
     """The coordinator was restarted; `state` was rebuilt from the database and no client is online yet."""
 
 
 @dataclass(frozen=True)
-class AggregateStored(OfAttempt):
+class AggregateStored(OfAttempt, Event):
     """The attempt's aggregate is durable and the attempt is closed in the database."""
 
 
 @dataclass(frozen=True)
-class AggregationFailed(OfAttempt):
+class AggregationFailed(OfAttempt, Event):
     """The attempt's updates could not be merged."""
 
     reason: str
-
-
-Event = (
-    CameOnline
-    | WentOffline
-    | Departed
-    | Expected
-    | Barred
-    | PolicyChanged
-    | Paused
-    | Resumed
-    | Stopped
-    | LinkChanged
-    | Accepted
-    | Approval
-    | UpdateStored
-    | UpdateRefused
-    | Tick
-    | Restarted
-    | AggregateStored
-    | AggregationFailed
-)

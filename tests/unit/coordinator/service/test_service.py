@@ -96,20 +96,6 @@ def test_a_late_update_a_failed_attempt_and_an_unknown_one_have_receipts_of_thei
         assert end_of(a, 2, 7, a.make_update(2, 7, world.base_id)).outcome is Outcome.REJECTED
 
 
-def test_an_update_after_the_round_was_closed_without_it_is_late(make_world: MakeWorld) -> None:
-    world = make_world(min_clients=1, deadline_s=600.0, rounds=2)
-    a, b = world.devices["a"], world.devices["b"]
-    b.silent = True
-    world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset("ab"), 1.0, 2.0)
-    store_update(world, "a")
-    world.store.start_distilling("tiny", RoundAttempt(1, 1), 3.0)
-    with RunningService(world):
-        a.start()
-        b.start()
-        wait_until(lambda: b.session is not None, "a session")
-        assert end_of(b, 1, 1, b.make_update(1, 1, world.base_id)).outcome is Outcome.LATE
-
-
 def test_a_repeated_hello_keeps_the_session_and_a_new_one_replaces_it(make_world: MakeWorld) -> None:
     world = make_world(clients=("a",))
     a = world.devices["a"]

@@ -10,7 +10,6 @@ import pytest
 
 from coordinator.rounds.round_engine import Phase
 from coordinator.storage.pruning import Pruner
-from coordinator.updates.published_artifacts import OPEN_FILES
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.coordinator.toy_artifacts import FEDERATION
@@ -126,11 +125,3 @@ def test_no_file_of_a_deleted_aggregate_stays_open(make_world: MakeWorld) -> Non
         found = open_artifacts(world)
         assert [name for name in found if name.endswith(" (deleted)")] == []
         assert str(world.artifacts.path(final)) in found  # the newest one is served
-
-
-def test_few_files_stay_open_however_many_rounds_are_kept(make_world: MakeWorld) -> None:
-    world = make_world(25, keep_rounds=100)
-    with RunningService(world):
-        world.start_devices()
-        world.wait_event("finished")
-        assert len(open_artifacts(world)) <= OPEN_FILES
