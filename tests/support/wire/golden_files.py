@@ -1,31 +1,16 @@
 """Writes the golden files of this version: `python -m tests.support.wire.golden_files`. Writes what is missing, and never over what is there.
 
-A frame, artifact, store or database that a version wrote is what later versions must read: existing files are history.
+A frame, artifact or store that a version wrote is what later versions must read: existing files are history.
 """
 
 from __future__ import annotations
 
 import json
-import sqlite3
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import insert
 
-from coordinator.rounds.records import (
-    AggregateRecord,
-    CertificateRecord,
-    DeviceState,
-    FederationRecord,
-    ParticipantState,
-    TokenRecord,
-    UpdateRecord,
-)
-from coordinator.storage import schema
-from coordinator.storage.migrations import SCHEMA_VERSION
-from coordinator.storage.store import Store
 from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
 from fedcg.files import checked_secret
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
@@ -66,7 +51,6 @@ from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.sum_steps import SumShares, SumSurvivors
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.versions import PROTOCOL_VERSION
-from tests.support.coordinator.engine import policy_of
 from tests.support.edge.world import toy_generation, toy_parts, toy_spec
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
@@ -183,56 +167,6 @@ def fill_store(root: Path) -> None:
     store.save_finalised({"aggregate": "b" * 64})
 
 
-def fill_database(path: Path) -> None:
-    """A coordinator's database with something in every table: an open round 2 after a closed round 1."""
-    store = Store(path)
-    store.next_epoch()
-    store.next_epoch()
-    federation = FederationRecord("casting", "fedcg", "5" * 64, policy_of(3, 2, 2), 1.0)
-    store.add_federation(federation, AggregateRecord("casting", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
-    for device in ("line-1", "line-2"):
-        certificate = CertificateRecord(f"a{device[-1]}", device, 2.0, 9e9, None, "-----BEGIN CERTIFICATE-----\n")
-        store.add_device(device, device[-1] * 64, 2.0, certificate)
-    token = TokenRecord("0" * 16, "f" * 64, "line-3", False, 2.0, 9e9, None, None, None, None, None)  # noqa: FBT003
-    store.register.add_token(token)
-    store.register.end_membership("line-2", DeviceState.REVOKED, "stolen", 50.0)
-    store.saw_device("line-1", 3.0, "0.1.0")
-    key = ("casting", RoundAttempt(1, 1))
-    store.open_attempt(*key, "0" * 64, frozenset({"line-1", "line-2"}), 10.0, 110.0)
-    store.answer(*key, "line-1", ParticipantState.ACCEPTED)
-    report = '{"examples":12,"accuracy":0.5}'
-    for device in ("line-1", "line-2"):
-        ended = UpdateRecord("casting", 1, 1, device, device[-1] * 64, 1000, Outcome.ACCEPTED, "", report, 11.0, 12.0)
-        store.end_update(replace(ended, distances='{"classifier":1.5}', facts='{"threads":"2"}'))
-    store.start_distilling(*key, 20.0)
-    store.weigh(*key, {"line-1": 12, "line-2": 9})
-    store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
-    store.open_attempt("casting", RoundAttempt(2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
-    store.add_key_links({"casting": make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public)}, 40.0)
-    api_token = {"id": "0" * 16, "name": "line lead", "role": "viewer", "secret_hash": "f" * 64, "created_at": 2.0}
-    seen = {"federation": "casting", "device": "line-1", "at": 3.0, "online": True}
-    condition = {"federation": "casting", "device": "line-1", "at": 3.0, "content": CONDITION.model_dump_json()}
-    answer = {"key": "k", "token": "0" * 16, "request_hash": "a" * 64, "status": 200, "body": "{}", "created_at": 4.0}
-    with store._engine.begin() as connection:
-        for table, values in (
-            (schema.api_tokens, api_token),
-            (schema.presence, seen),
-            (schema.idempotency, answer),
-            (schema.conditions, condition),
-            (schema.masked_sums, {"federation": "casting", "round": 2, "attempt": 1, "content": '{"phase":"keys"}'}),
-        ):
-            connection.execute(insert(table).values(**values))
-    store.close()
-
-
-def dump(path: Path) -> str:
-    """The SQL that makes a database again."""
-    connection = sqlite3.connect(path)
-    lines = list(connection.iterdump())
-    connection.close()
-    return "\n".join(lines) + "\n"
-
-
 def write_missing() -> None:
     """Write the golden files that are not there yet."""
     frames = GOLDEN / "frames" / f"protocol-{PROTOCOL_VERSION}.json"
@@ -249,12 +183,6 @@ def write_missing() -> None:
     if not store.exists():
         store.parent.mkdir(exist_ok=True)
         fill_store(store)
-    database = GOLDEN / "databases" / f"version-{SCHEMA_VERSION}.sql"
-    if not database.exists():
-        path = database.with_suffix(".sqlite")
-        fill_database(path)
-        database.write_text(dump(path))
-        path.unlink()
 
 
 if __name__ == "__main__":
