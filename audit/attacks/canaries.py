@@ -23,7 +23,7 @@ from audit.measures.figures import CONFIDENCE, Control, Figure, Interval, Outcom
 from audit.measures.statistics import Values
 from audit.techniques.shadow_models import confidence, learnt_by_heart
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import ClientState, RoundContext, Weights
+from fedcg.learning.method import Callbacks, ClientState, Masking, RoundContext, Weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
@@ -127,7 +127,9 @@ def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Prog
     def report(phase: str, done: int, of: int) -> None:
         progress(_QUARTERS.get(phase, 2) * of + done, 4 * of)
 
-    ctx = RoundContext(view.spec, view.round, 1, view.spec.rounds, streams.at("run"), progress=report, cohort=streams)
+    ctx = RoundContext(
+        view.spec, view.round, 1, streams.at("run"), callbacks=Callbacks(report), masking=Masking(streams)
+    )
     result = view.method.local_round(ClientState(before), joined(case.truth.train, canaries), view.before, ctx)
     extractors = before[Part.EXTRACTOR], result.private.parts[Part.EXTRACTOR]
     return replace(view, update=result.shared.parts), extractors

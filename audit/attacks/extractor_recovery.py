@@ -141,7 +141,7 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
 
 def _lacks(case: Case) -> str | None:
     colluder = case.view.colluder
-    if Part.STATISTICS not in case.view.method.summed:
+    if Part.STATISTICS not in case.view.method.payload.summed:
         return f"{case.view.spec.method} adds up no outputs on probe images"
     if colluder is None:
         return "without the cohort's secret, which makes the probes, the mean outputs say nothing: give --cohort"

@@ -129,7 +129,7 @@ class Case:
     def model(self, *, after: bool = False) -> Mapping[Part, Weights] | None:
         """The device's whole model as the round started (or ended): its private parts and the shared ones; None without `--private`."""
         private = self.truth.after if after else self.truth.before
-        if private is None and self.view.method.private_parts:
+        if private is None and self.view.method.payload.private:
             return None
         return {**(private or {}), **(self.view.update if after else self.view.before.parts)}
 
@@ -147,7 +147,7 @@ class Case:
             return f"{self.view.spec.method} sends no {' and no '.join(missing)}"
         if auxiliary and (self.view.auxiliary is None or len(self.view.auxiliary) < 2 * self.view.spec.class_count):
             return "the attacker needs labelled images of the same kind: give --auxiliary"
-        if private and self.truth.before is None and self.view.method.private_parts:
+        if private and self.truth.before is None and self.view.method.payload.private:
             return "the gradients of single batches follow from the device's private networks: give --private"
         if held_out and len(self.truth.held_out) < 2:
             return "there are no images of the device that were not trained on: give some as --held-out"

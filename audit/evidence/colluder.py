@@ -11,7 +11,7 @@ import torch
 
 from audit.errors import DecodeError
 from fedcg.learning.errors import LearningError
-from fedcg.learning.method import Aggregate, RoundContext, Weights
+from fedcg.learning.method import Aggregate, Masking, RoundContext, Weights
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.probes.alignment import fit, outputs_on, probe_inputs
@@ -50,7 +50,7 @@ class Colluder:
     @property
     def has_probes(self) -> bool:
         """Whether the method adds up outputs on the cohort's probes."""
-        return Part.STATISTICS in get_method(self.spec.method).summed
+        return Part.STATISTICS in get_method(self.spec.method).payload.summed
 
     def start(self) -> Weights:
         """What the extractors of the whole cohort started from."""
@@ -102,7 +102,7 @@ class Colluder:
 
     def _context(self) -> RoundContext:
         streams = Streams(self.secret).at(self.spec.federation)
-        return RoundContext(self.spec, 1, 1, self.spec.rounds, streams, cohort=streams)
+        return RoundContext(self.spec, 1, 1, streams, masking=Masking(streams))
 
     def _probes(self) -> torch.Tensor:
         return probe_inputs(self._context(), self._params.probes)

@@ -86,7 +86,7 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
         DecodeError: it can't be read.
         TruthError: the round is not there, or the tensors are not those of the spec.
     """
-    wanted = get_method(view.spec.method).private_parts
+    wanted = get_method(view.spec.method).payload.private
     if place.is_dir():
         states = {one.round: one for one in map(_generation, sorted((place / "generations").glob("*")))}
         if view.round not in states:
@@ -169,6 +169,6 @@ def _check_layout(view: View, parts: PrivateParts | None, place: Path) -> None:
             raise TruthError(
                 f"{place}: its {part.value} has other tensors than the federation's: another network or device?"
             )
-    missing = sorted(part.value for part in get_method(view.spec.method).private_parts - (parts or {}).keys())
+    missing = sorted(part.value for part in get_method(view.spec.method).payload.private - (parts or {}).keys())
     if parts is not None and missing:
         raise TruthError(f"{place} holds no {', '.join(missing)}")

@@ -11,7 +11,7 @@ from torch import nn
 
 from audit.evidence.case import Knowledge, View
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import ClientState, RoundContext, TrainingParams, Weights
+from fedcg.learning.method import ClientState, Masking, RoundContext, TrainingParams, Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.initial_weights import shadow_spec
 from fedcg.learning.networks.layers.layer_randomness import lent_generators
@@ -161,7 +161,7 @@ def _surrogate(
     spec: FederationSpec, start: Weights, classifier: Weights, images: ImageSet, streams: Streams, epochs: int
 ) -> Weights:
     extractor = load_part(spec, Part.EXTRACTOR, start)
-    ctx = RoundContext(spec, 1, 1, 1, streams.at("surrogate"))
+    ctx = RoundContext(spec, 1, 1, streams.at("surrogate"))
     params = TrainingParams(epochs=epochs, batch_size=_SURROGATE_BATCH)
     of_images = image_tensors(images, spec, Augmenter(spec, ctx.streams))
 
@@ -192,7 +192,7 @@ def trained_alone(
     """Extractor and classifier after training on images as a device trains alone: shadow and reference models, overfitted controls."""
     spec = _of_epochs(shadow_spec(view.spec), epochs)
     state = ClientState({part: start[part] for part in (Part.EXTRACTOR, Part.CLASSIFIER)})
-    ctx = RoundContext(spec, view.round, 1, spec.rounds, streams)
+    ctx = RoundContext(spec, view.round, 1, streams)
     return dict(get_method("local").local_round(state, images, None, ctx).private.parts)
 
 
@@ -204,7 +204,7 @@ def of_simulated_client(view: View, images: ImageSet, streams: Streams, epochs: 
     spec = _of_epochs(view.spec, epochs)
     state = view.method.init_client(spec, {**view.start(), **view.before.parts})
     # Whoever simulates a client knows no cohort's secret, and takes one of its own.
-    ctx = RoundContext(spec, view.round, 1, spec.rounds, streams, cohort=streams)
+    ctx = RoundContext(spec, view.round, 1, streams, masking=Masking(streams))
     sent = view.method.local_round(state, images, view.before, ctx).shared.parts
     update = {part: sent[part] for part in view.update}
     return replace(view, spec=spec, update=update, report=Report(examples=len(images)))

@@ -122,7 +122,7 @@ class RecordedUpdates:
 
     def _decoded(self, id_: str, base: Base | None = None) -> Artifact:
         spec, header, method = self.spec, self.headers[id_], get_method(self.spec.method)
-        parts = method.shared_down if header.kind == "aggregate" else frozenset(spec.upload)
+        parts = method.payload.down if header.kind == "aggregate" else frozenset(spec.upload)
         codec = spec.aggregate_codec if header.kind == "aggregate" else spec.codec
         layouts = {part: spec.layouts[part] for part in sorted(parts)}
         known = (

@@ -27,7 +27,7 @@ MAX_LINE = 120
 
 def aggregate_layouts(spec: FederationSpec, method: Method) -> PartLayouts:
     """The tensors that an aggregate of this federation holds."""
-    return {part: spec.layouts[part] for part in sorted(method.shared_down)}
+    return {part: spec.layouts[part] for part in sorted(method.payload.down)}
 
 
 def pack_aggregate(
@@ -95,7 +95,7 @@ def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Met
         AggregationError: it has other parts.
         DivergedError: a number is not finite.
     """
-    wanted = {part for part in method.shared_down if spec.layouts.get(part)}
+    wanted = {part for part in method.payload.down if spec.layouts.get(part)}
     if set(parts) != wanted:
         found = sorted(part.value for part in parts)
         raise AggregationError(f"method {spec.method} made parts {found}, not {sorted(part.value for part in wanted)}")

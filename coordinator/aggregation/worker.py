@@ -144,7 +144,7 @@ class JobRunner:
         from coordinator.aggregation.server_state import decode_extras, unpack_aggregate
         from fedcg.learning.aggregation.averaging import PartsAverage
         from fedcg.learning.aggregation.row_store import DirectorySpill
-        from fedcg.learning.method import RoundContext, ServerState
+        from fedcg.learning.method import Callbacks, Machine, Masking, RoundContext, ServerState
         from fedcg.learning.registry import get_method
         from fedcg.learning.seeds import Streams
         from fedcg.learning.spec import FederationSpec
@@ -161,16 +161,11 @@ class JobRunner:
             spec=self._spec,
             round=job.round,
             attempt=job.attempt,
-            horizon=self._spec.rounds,
             streams=Streams(self._settings.secret).at(job.federation, job.round, job.attempt),
-            device=self._device,
-            progress=steps,
-            watch_loss=steps.watch_loss,
-            public=self._public(self._spec.image) if self._method.needs_public else None,
-            graphs=not job.ease,
-            most_rows=EASED_ROWS if job.ease else None,
-            unmasking=self._unmasking,
-            warn=self._lose_sum,
+            machine=Machine(self._device, graphs=not job.ease, most_rows=EASED_ROWS if job.ease else None),
+            callbacks=Callbacks(steps, steps.watch_loss, self._lose_sum),
+            masking=Masking(unmasking=self._unmasking),
+            public=self._public(self._spec.image) if self._method.needs.public else None,
         )
         self._streams = context.streams
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
@@ -180,8 +175,8 @@ class JobRunner:
                 (limits, job.ease) if job.ease else limits
             )  # clipped updates and smaller batches have other rows
             rows = DirectorySpill(folder / sha256(plan.encode()).hexdigest()[:16])
-            if job.ease >= jobs.AVERAGE and not self._method.summed:
-                return PartsAverage(self._method.shared_up, state, rows)
+            if job.ease >= jobs.AVERAGE and not self._method.payload.summed:
+                return PartsAverage(self._method.payload.up, state, rows)
             return self._method.aggregator(state, context, rows)
 
         self._start = start
@@ -269,7 +264,7 @@ class JobRunner:
 
         from fedcg.learning.method import Unmasking
 
-        if not self._method.summed:
+        if not self._method.payload.summed:
             return None
         numbers = np.frombuffer(self._opened.correction, "<u4").astype(np.int64)
         return Unmasking(dict(self._opened.weights), torch.from_numpy(numbers) if len(numbers) else None)
@@ -284,7 +279,7 @@ class JobRunner:
         decoded = unpack_update(data, self._spec, yardstick.base)
         if client not in self._movements:
             seed = self._streams.seed("sketch")  # of the coordinator's secret: no device knows the sums
-            self._movements[client] = movement_of(decoded.parts, yardstick, self._method.with_base, seed)
+            self._movements[client] = movement_of(decoded.parts, yardstick, self._method.payload.with_base, seed)
         distances = self._movements[client].distances
         parts = clipped(decoded.parts, yardstick.base.parts, over(distances, self._limits))
         report = decoded.header.report or Report()

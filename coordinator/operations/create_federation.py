@@ -252,7 +252,7 @@ def _make(request: _Request) -> InitialArtifacts | None:
     if request.artifacts is None:
         return None
     store = ArtifactStore(request.artifacts)
-    if method.needs_public:
+    if method.needs.public:
         if public_data is None:
             raise PlanError(
                 f"method {spec.method} distils on unlabelled public images: name a folder or an .npz file as "
@@ -260,7 +260,7 @@ def _make(request: _Request) -> InitialArtifacts | None:
             )
         read_public(public_data, spec.image, request.public_images)
     # Without the private parts: a backbone's weights need not be on this machine.
-    parts = initial_parts(spec, spec_root(spec.seed), method.shared_up | method.shared_down)
+    parts = initial_parts(spec, spec_root(spec.seed), method.payload.up | method.payload.down)
     if request.start is not None:
         parts |= _last_weights(spec, store, *request.start)
     state = method.init_server(spec, parts)
@@ -313,7 +313,9 @@ def _all_refused(plan: FederationPlan, first: Exception) -> list[str]:
         problems = problems_of(get_method(plan.method).params_type, first)
         return [f"params.{line.removeprefix('(file): ')}" for line in problems] + (others.split("\n") if code else [])
     found: dict[str, str] = {}
-    for part in sorted(get_method(plan.method).parts - {Part.STATISTICS}) if isinstance(first, NetworkError) else ():
+    for part in (
+        sorted(get_method(plan.method).payload.parts - {Part.STATISTICS}) if isinstance(first, NetworkError) else ()
+    ):
         try:
             layouts(plan, frozenset({part}))
         except NetworkError as error:  # noqa: PERF203 - one for each network

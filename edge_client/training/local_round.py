@@ -167,17 +167,17 @@ def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
     if spec is None:
         raise RoundError(DeclineReason.SPEC_REFUSED, f"spec {digest} is not in the store")
     method = get_method(spec.method)
-    if frozenset(spec.upload) != method.shared_up:
+    if frozenset(spec.upload) != method.payload.up:
         raise RoundError(DeclineReason.SPEC_REFUSED, f"the spec's upload list is not that of method {spec.method}")
-    if frozenset(spec.with_base) != (method.with_base if is_delta(spec.codec) else frozenset()):
+    if frozenset(spec.with_base) != (method.payload.with_base if is_delta(spec.codec) else frozenset()):
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts to code as differences")
     if method_layouts(spec, method) != dict(spec.layouts):
         raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
-    if frozenset(spec.summed) != method.summed:
+    if frozenset(spec.summed) != method.payload.summed:
         raise RoundError(
             DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts that leave behind masks only"
         )
-    if method.needs_cohort and work.store.cohort_secret() is None:
+    if method.needs.cohort and work.store.cohort_secret() is None:
         way = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others"
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the cohort secret: {way}")
     return device_spec(spec, own_backbone(work.config, work.store, spec)), method
@@ -189,7 +189,7 @@ def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, 
     Raises:
         WireError: it is damaged, or not an aggregate of this federation and method.
     """
-    parts = {part: spec.layouts[part] for part in sorted(method.shared_down)}
+    parts = {part: spec.layouts[part] for part in sorted(method.payload.down)}
     decoded = unpack(store.artifacts.get(artifact), parts, codecs=codecs_for(parts, spec.aggregate_codec))
     header = decoded.header
     if (header.kind, header.federation, header.method) != ("aggregate", spec.federation, spec.method):
@@ -243,9 +243,8 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     at_pace = paced(spec, method, command.share, len(data.train))
     masks = _masks(work, spec, attempt)
     sum_weight = None if masks is None else masks.weight
-    ctx = replace(
-        work.context(at_pace, attempt.round, attempt.attempt, progress), validation=seen.val, sum_weight=sum_weight
-    )
+    ctx = work.context(at_pace, attempt.round, attempt.attempt, progress)
+    ctx = replace(ctx, validation=seen.val, masking=replace(ctx.masking, sum_weight=sum_weight))
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
     result = protected_round(method, start.personal, seen.train, as_aggregate(base), ctx)
@@ -332,9 +331,8 @@ def _train_shadow(
     if start.shadow is None or (trained_at and ctx.round - trained_at < work.config.training.shadow_every):
         return start.shadow
     of_shadow = None if ctx.checkpoint is None else ctx.checkpoint.named("shadow")
-    beside = replace(
-        ctx, spec=shadow_spec(ctx.spec), progress=progress.named("shadow"), privacy=OFF, checkpoint=of_shadow
-    )
+    callbacks = replace(ctx.callbacks, progress=progress.named("shadow"))
+    beside = replace(ctx, spec=shadow_spec(ctx.spec), callbacks=callbacks, privacy=OFF, checkpoint=of_shadow)
     try:
         trained = get_method("local").local_round(start.shadow, data.train, None, beside).private
         check_finite(trained.parts, "after the round")
@@ -346,7 +344,7 @@ def _train_shadow(
 
 def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _Outcome) -> Generation:
     personal, attempt = done.result.private.parts, command.round_attempt
-    done.ctx.progress("evaluate", 0, 1)
+    done.ctx.callbacks.progress("evaluate", 0, 1)
     own = measure(spec, personal, done.seen, done.common, work.place)
     alone = shadow_spec(spec)
     shadow = None if done.shadow is None else measure(alone, done.shadow.parts, done.seen, done.common, work.place)
@@ -430,7 +428,7 @@ def _audit(
     before, after, labels = done.start.personal.parts, done.result.private.parts, done.base.header.label_distribution
     release = Release(spec, update, base, labels, done.data, before, after, done.ctx.streams)
     started = work.clock()
-    judged = audit_release(work.config, release, done.ctx.progress)
+    judged = audit_release(work.config, release, done.ctx.callbacks.progress)
     about = {"round": done.ctx.round, "attempt": done.ctx.attempt, "seconds": round(work.clock() - started, 1)}
     work.events.write("audited", **about, **judged.as_event())
     judged.check()
@@ -465,6 +463,6 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
 def _determinism(work: Workplace, ctx: RoundContext) -> dict[str, str]:
     cpu = "".join(letter for letter in (platform.processor() or platform.machine()) if " " <= letter <= "~")[:120]
     batch = str(ctx.spec.params.get("batch_size", ""))
-    later = {} if ctx.most_rows is None else {"most_rows": str(ctx.most_rows)}
-    later |= {} if ctx.precision == "f32" else {"precision": ctx.precision}
+    later = {} if ctx.machine.most_rows is None else {"most_rows": str(ctx.machine.most_rows)}
+    later |= {} if ctx.machine.precision == "f32" else {"precision": ctx.machine.precision}
     return {"device": work.place, "threads": str(work.threads), "cpu": cpu, "batch_size": batch, **later}

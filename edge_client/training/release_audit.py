@@ -148,7 +148,7 @@ def _auxiliary(root: Path | None, spec: FederationSpec) -> ImageSet | None:
 
 def _case(release: Release, auxiliary: ImageSet | None) -> Case:
     """The bytes as a coordinator decodes them, beside the truth."""
-    sent, private = _decoded(release), get_method(release.spec.method).private_parts
+    sent, private = _decoded(release), get_method(release.spec.method).payload.private
     view = View(
         release.spec,
         sent.header.client or "",

@@ -14,7 +14,7 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData, RoundData
 from fedcg.event_log import EventLog
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Progress, RoundContext
+from fedcg.learning.method import Callbacks, Machine, Masking, Progress, RoundContext
 from fedcg.learning.networks.pretrained.features import KeptFeatures
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
@@ -101,15 +101,13 @@ class Workplace:
             spec=spec,
             round=round_number,
             attempt=attempt,
-            horizon=spec.rounds,
             streams=self.streams(spec, round_number, attempt),
-            device=self.place,
-            progress=progress,
+            machine=Machine(self.place, self.config.training.precision, most_rows=most_rows),
+            callbacks=Callbacks(progress, warn=lambda text: self._warn(round_number, attempt, text)),
+            masking=Masking(
+                None if (secret := self.store.cohort_secret()) is None else Streams(secret).at(spec.federation)
+            ),
             privacy=self.config.privacy,
-            precision=self.config.training.precision,
-            most_rows=most_rows,
-            cohort=None if (secret := self.store.cohort_secret()) is None else Streams(secret).at(spec.federation),
-            warn=lambda text: self._warn(round_number, attempt, text),
         )
 
     def _warn(self, round_number: int, attempt: int, text: str) -> None:

@@ -222,7 +222,7 @@ def _check_method(setting: RunSetting) -> None:
     ):
         if name is not None and name not in known:
             raise OptionError(f"no {kind} {name!r}; there are {', '.join(sorted(known))}")
-    if method.needs_public and not setting.public_images:
+    if method.needs.public and not setting.public_images:
         raise OptionError(f"{method.name} distils on unlabelled public images: hold some out with --public-images N")
 
 

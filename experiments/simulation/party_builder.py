@@ -35,7 +35,7 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
     Raises:
         SourceError: the method's server needs public images, and none were held out.
     """
-    if cohort.public is None and get_method(spec.method).needs_public:
+    if cohort.public is None and get_method(spec.method).needs.public:
         raise SourceError(f"{spec.method} distils on unlabelled public images: hold some out with --public-images N")
     roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
     if run.start == "public":  # as on devices without a cohort secret

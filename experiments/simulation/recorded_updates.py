@@ -151,7 +151,7 @@ class RecordedUpdates:
         """Write a client's private parts as the round found and left them, its extras; of shared parts, what came down and what was sent."""
         found = {**before.states[client].parts, **before.aggregate.parts}
         left = {**now.states[client].parts, **now.sent[client].shared.parts}
-        wanted = sorted((self._method.private_parts | _WITH_TRUTH) & self._method.parts)
+        wanted = sorted((self._method.payload.private | _WITH_TRUTH) & self._method.payload.parts)
         tensors = {
             f"{when}/{part.value}/{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for when, parts in (("before", found), ("after", left))

@@ -102,8 +102,8 @@ def record_of(
         "params": spec.params,
         "network": spec.network.model_dump(mode="json"),
         "bytes": {
-            "up": _bytes(spec, method.shared_up, spec.codec),
-            "down": _bytes(spec, method.shared_down, spec.aggregate_codec),
+            "up": _bytes(spec, method.payload.up, spec.codec),
+            "down": _bytes(spec, method.payload.down, spec.aggregate_codec),
             "up_artifact": _whole(mean([size for size in result.update_bytes if size])),
         },
         "mean": {

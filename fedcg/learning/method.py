@@ -3,7 +3,7 @@
 The caller (trainer, aggregation worker, simulation) never asks for a method's name; it calls these functions.
 Laws (tested over every method that is installed, with its `example`; `docs/adding-a-method.md` explains them):
   * `local_round` with the same state, data, aggregate and streams returns the same result bit for bit on one CPU;
-  * `LocalResult.shared` holds exactly the parts of `shared_up`; `private` holds every part of the client; both in storage of their own;
+  * `LocalResult.shared` holds exactly the parts of `payload.up`; `private` holds every part of the client; both in storage of their own;
   * `local_round` changes neither the state nor the aggregate nor the data that it is given;
   * `finish` does not depend on the order of `add`, nor on `add` having been called for a client, or more than once;
   * a loss that is not finite raises `DivergedError`, and fewer than two training images raise `DataError`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -39,7 +39,6 @@ Progress = Callable[[str, int, int], None]
 Precision = Literal["f32", "bf16"]
 Combination = Literal["mean", "median", "trimmed"]
 """How the clients' numbers become one: weighted by examples, or by a statistic that a minority does not move far."""
-Ensemble = Literal["sum", "standardised", "median", "trimmed"]
 
 
 class DivergedError(Exception):
@@ -81,60 +80,40 @@ class TrainingParams(Settings):
         return False
 
 
-class AveragedParams(TrainingParams):
-    """Parameters of methods whose server averages the clients' weights."""
-
-    average: Combination = Field(
-        default="mean",
-        # Specs that leave these fields out keep the digest that they had before the fields existed.
+# Parameters that several methods have, each with the default beside its name. Specs that leave one out keep the digest that they had
+# before it existed.
+Average = Annotated[
+    Combination,
+    Field(
         exclude_if=lambda average: average == "mean",
         description="of the clients' weights: mean by examples, or median or trimmed mean of every number, each client once",
-    )
-
-
-class ClassifierParams(AveragedParams):
-    """Parameters of those that share a classifier."""
-
-    aux: float = Field(
-        default=0.0,
+    ),
+]
+Aux = Annotated[
+    float,
+    Field(
         ge=0,
         exclude_if=lambda aux: aux == 0.0,
         description="weight of a second cross-entropy, through the downloaded classifier, which stays as it came; from round 2 on",
-    )
-
-
-class MomentumParams(ClassifierParams):
-    """Parameters of methods whose aggregate is the average itself."""
-
-    server_momentum: float = Field(
-        default=0.0,
+    ),
+]
+ServerMomentum = Annotated[
+    float,
+    Field(
         ge=0,
         lt=1,
         exclude_if=lambda momentum: momentum == 0.0,
         description="of the averaged classifier from round to round (FedAvgM, Hsu et al. 2019, for that part alone)",
-    )
-
-
-class StudentParams(TrainingParams):
-    """Parameters of methods whose server trains by steps."""
-
-    server_flat_steps: int = Field(
-        default=0,
-        ge=0,
-        exclude_if=lambda steps: steps == 0,
-        description="end the server's training when the mean loss of so many steps is less than 1 % below the best; 0: never",
-    )
-
-
-class TaughtParams(ClassifierParams, StudentParams):
-    """Parameters of methods whose server distils an ensemble of the clients' models."""
-
-    ensemble: Ensemble = Field(
-        default="sum",
+    ),
+]
+Taught = Annotated[
+    Literal["sum", "standardised", "median", "trimmed"],
+    Field(
         exclude_if=lambda ensemble: ensemble == "sum",
         description="of the teachers' outputs: weighted sum of logits; the same with every teacher scaled alike (standardised); "
         "median or trimmed mean of log-probabilities, each teacher once",
-    )
+    ),
+]
 
 
 def silent(phase: str, step: int, steps: int) -> None:
@@ -150,8 +129,41 @@ def unwatched(loss: float) -> None:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What a half of a method runs on.
+
+    Attributes:
+        device: torch device string.
+        precision: of training steps; "bf16" for CUDA devices (see `precision`).
+        graphs: whether training steps on a CUDA device may run as CUDA graphs.
+        most_rows: rows that go through a teacher, or forth and back through the networks of a training step, at once, where memory is short;
+            None: as many as are fast. Other last digits.
+    """
+
+    device: str = "cpu"
+    precision: Precision = "f32"
+    graphs: bool = True
+    most_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Where a half of a method reports to.
+
+    Attributes:
+        progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
+        watch_loss: called with the mean loss of the last steps of "distil", at intervals, each time before the `progress` of its step.
+        warn: called with a sentence for the owner of the device.
+    """
+
+    progress: Progress = silent
+    watch_loss: Callable[[float], None] = unwatched
+    warn: Callable[[str], None] = unwarned
+
+
+@dataclass(frozen=True)
 class Unmasking:
-    """What opens the sum of the clients' masked numbers (`Method.summed`).
+    """What opens the sum of the clients' masked numbers (`Payload.summed`).
 
     Attributes:
         weights: of the clients in the sum, as each announced its own.
@@ -168,49 +180,50 @@ def no_unmasking() -> Unmasking | None:
 
 
 @dataclass(frozen=True)
+class Masking:
+    """The cohort's secret, and the masks that it puts on summed parts.
+
+    Attributes:
+        cohort: randomness of the secret, scoped to the federation: alike on all clients, unknown to the coordinator. None on a server, or
+            where there is no secret.
+        sum_weight: what the client announced that its numbers count for in a masked sum; None: nothing, they count for its images.
+        unmasking: what opens the updates' summed parts, asked for as they are merged; None: they are not masked, as in a simulation.
+    """
+
+    cohort: Streams | None = None
+    sum_weight: int | None = None
+    unmasking: Callable[[], Unmasking | None] = no_unmasking
+
+
+@dataclass(frozen=True)
 class RoundContext:
     """What a half of a method may use besides its state and data.
 
     Attributes:
-        spec: the federation's spec; `round` counts from 1; `horizon` is the number of rounds ramps are spread over.
+        spec: the federation's spec; `round` counts from 1, to `spec.rounds` unless the federation is prolonged.
         streams: scoped to (federation, round, attempt) already.
-        device: torch device string.
         public: unlabelled images, [N, C, H, W] uint8, that the server half may use; None where there are none.
-        precision: of training steps; "bf16" for CUDA devices (see `precision`).
-        graphs: whether training steps on a CUDA device may run as CUDA graphs.
-        privacy: this client's mechanisms; all off by default. A server half has none.
         validation: the client's validation images, to choose by and never to train on; None on a server, or where a client has none.
-        cohort: randomness of the cohort's secret, scoped to the federation: alike on all clients, unknown to the coordinator. None on a
-            server, or where there is no secret.
-        unmasking: what opens the updates' summed parts, asked for as they are merged; None: they are not masked, as in a simulation.
-        sum_weight: what the client announced that its numbers count for in a masked sum; None: nothing, they count for its images.
-        warn: called with a sentence for the owner of the device.
+        privacy: this client's mechanisms; all off by default. A server half has none.
         checkpoint: keeps the state inside a local round; None: a round that is killed begins anew.
-        most_rows: rows that go through a teacher, or forth and back through the networks of a training step, at once, where memory is short;
-            None: as many as are fast. Other last digits.
-        progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
-        watch_loss: called with the mean loss of the last steps of "distil", at intervals, each time before the `progress` of its step.
     """
 
     spec: FederationSpec
     round: int
     attempt: int
-    horizon: int
     streams: Streams
-    device: str = "cpu"
-    progress: Progress = silent
-    watch_loss: Callable[[float], None] = unwatched
+    machine: Machine = Machine()
+    callbacks: Callbacks = Callbacks()
+    masking: Masking = Masking()
     public: torch.Tensor | None = None
-    precision: Precision = "f32"
-    graphs: bool = True
-    privacy: PrivacySettings = OFF
-    most_rows: int | None = None
     validation: ImageSet | None = None
+    privacy: PrivacySettings = OFF
     checkpoint: RoundCheckpoint | None = None
-    cohort: Streams | None = None
-    warn: Callable[[str], None] = unwarned
-    unmasking: Callable[[], Unmasking | None] = no_unmasking
-    sum_weight: int | None = None
+
+    @property
+    def device(self) -> str:
+        """Torch device string of all training."""
+        return self.machine.device
 
 
 @dataclass(frozen=True)
@@ -332,30 +345,99 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Payload:
+    """The parts of a client: what goes up, what comes down, what stays.
+
+    Attributes:
+        up: parts of every update.
+        down: parts of the aggregate.
+        private: parts that the client trains and never shares.
+        continued: parts that a local round goes on training from the aggregate's weights; None: all that come down. Updates of others
+            are not coded as the difference to it.
+        statistics: (plan or spec) -> the layout of the part `statistics`, with bounds; None for a method without that part.
+        is_summed: whether only the sum of the clients' `statistics` may be known: one by one they give away what the method keeps private.
+            Their tensors are `outputs`, whole numbers, and `weight`; devices send them behind masks, a simulation as they are.
+    """
+
+    up: frozenset[Part]
+    down: frozenset[Part]
+    private: frozenset[Part] = frozenset()
+    continued: frozenset[Part] | None = None
+    statistics: Callable[[NetworkSpec], tuple[TensorLayout, ...]] | None = None
+    is_summed: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what masks can be put on.
+
+        Raises:
+            ValueError: the statistics are to be summed, and are not shared or not laid out.
+        """
+        if self.is_summed and not (Part.STATISTICS in self.up and self.statistics is not None):
+            raise ValueError(
+                "is_summed puts masks on whole numbers of the part statistics: share that part, with a layout of its own "
+                "(`statistics`), or leave is_summed out"
+            )
+
+    @property
+    def parts(self) -> frozenset[Part]:
+        """Every part that a client has."""
+        return self.up | self.private | self.down
+
+    @property
+    def with_base(self) -> frozenset[Part]:
+        """Parts of an update that lie near the aggregate which the round started from."""
+        return self.up & (self.down if self.continued is None else self.continued)
+
+    @property
+    def summed(self) -> frozenset[Part]:
+        """Parts of updates that only their sum over clients may be known of."""
+        return frozenset({Part.STATISTICS}) if self.is_summed else frozenset()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method can't do without.
+
+    Attributes:
+        label_counts: `OPTIONAL` ones are left out where a device does not allow them; without `REQUIRED` ones it declines.
+        public: whether the server half needs `RoundContext.public`.
+        cohort: whether clients need `Masking.cohort`.
+        networks: (plan or spec) -> why the method can't work with its networks, as a sentence with the setting to change, or nothing;
+            asked when a federation is planned.
+    """
+
+    label_counts: LabelCounts = LabelCounts.NEVER
+    public: bool = False
+    cohort: bool = False
+    networks: Callable[[NetworkSpec], str] = lambda spec: ""
+
+
+@dataclass(frozen=True)
+class Personal:
+    """A client's model.
+
+    Attributes:
+        parts: that it is made of.
+        predict: (spec, those parts) -> the model, from images [B, C, H, W] float32, normalised, to logits [B, classes]; evaluation, gates and
+            export use it alike. None: the classifier on the extractor.
+        align: (a client's own parts, aggregate, context) -> further parts of its own that a download changes; what measures, exports or
+            goes on from a downloaded model uses them. None: a download replaces the parts that it holds, and that is all.
+    """
+
+    parts: frozenset[Part] = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
+    predict: Callable[[NetworkSpec, Mapping[Part, Weights]], nn.Module] | None = None
+    align: Callable[[Mapping[Part, Weights], Aggregate, RoundContext], Mapping[Part, Weights]] | None = None
+
+
+@dataclass(frozen=True)
 class Method:
     """A federated method. Both halves, its parameters and its payload in one value.
 
     Attributes:
-        private_parts: parts that the client trains and never shares.
-        label_counts: `OPTIONAL` ones are left out where a device does not allow them; without `REQUIRED` ones it declines.
         init_client: (spec, initial) -> ClientState; `initial` gives every part's initial weights.
-        continued: parts that a local round goes on training from the aggregate's weights; None: all that come down. Updates of others
-            are not coded as the difference to it.
-        needs_public: the server half can't do without `RoundContext.public`.
-        summed: parts of updates that only their sum over clients may be known of: one by one they give away what the method keeps private.
-            Their tensors are `outputs`, whole numbers, and `weight`; devices send them behind masks, a simulation as they are.
-        needs_cohort: clients can't do without `RoundContext.cohort`.
-        align: (a client's own parts, aggregate, context) -> further parts of its own that a download changes; what measures, exports or
-            goes on from a downloaded model uses them. None: a download replaces the parts that it holds, and that is all.
         private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
-        statistics: (plan or spec) -> the layout of the part `statistics`, with bounds; None for a method without that part.
-        example: what its laws are tested with; it has to fit `networks`.
-        networks: (plan or spec) -> why the method can't work with its networks, as a sentence with the setting to change, or nothing;
-            asked when a federation is planned.
-        personal: the parts that a client's model is made of.
-        predict: (spec, those parts) -> the model, from images [B, C, H, W] float32, normalised, to logits [B, classes]; evaluation, gates and
-            export use it alike. None: the classifier on the extractor.
+        example: what its laws are tested with; it has to fit `Needs.networks`.
         local_rounds: `local_round` of several clients of a simulation together on one device, the same results within 1e-4; an
             error that is one client's alone stands in its result's place. None where only one after the other will do.
     """
@@ -363,47 +445,13 @@ class Method:
     name: str
     title: str
     params_type: type[TrainingParams]
-    shared_up: frozenset[Part]
-    shared_down: frozenset[Part]
-    private_parts: frozenset[Part]
-    label_counts: LabelCounts
+    payload: Payload
     init_client: Callable[[FederationSpec, Mapping[Part, Weights]], ClientState]
     local_round: Callable[[ClientState, ImageSet, Aggregate | None, RoundContext], LocalResult]
     init_server: Callable[[FederationSpec, Mapping[Part, Weights]], ServerState]
     aggregator: Callable[[ServerState, RoundContext, Spill], Aggregator]
-    continued: frozenset[Part] | None = None
-    needs_public: bool = False
-    summed: frozenset[Part] = frozenset()
-    needs_cohort: bool = False
-    align: Callable[[Mapping[Part, Weights], Aggregate, RoundContext], Mapping[Part, Weights]] | None = None
+    needs: Needs = Needs()
+    personal: Personal = Personal()
     private_stages: int = 0
-    statistics: Callable[[NetworkSpec], tuple[TensorLayout, ...]] | None = None
     example: Example = Example()
-    networks: Callable[[NetworkSpec], str] | None = None
-    personal: frozenset[Part] = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
-    predict: Callable[[NetworkSpec, Mapping[Part, Weights]], nn.Module] | None = None
     local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
-
-    def __post_init__(self) -> None:
-        """Check what masks can be put on.
-
-        Raises:
-            ValueError: `summed` has other parts than `statistics`, or the method does not share that one or does not lay it out.
-        """
-        is_laid_out = Part.STATISTICS in self.shared_up and self.statistics is not None
-        if self.summed and not (self.summed == {Part.STATISTICS} and is_laid_out):
-            names = ", ".join(sorted(self.summed))
-            raise ValueError(
-                f"method {self.name}: summed = {names}, and masks are for whole numbers of the part statistics alone: share that part, "
-                "with a layout of its own (`statistics`), or leave summed out"
-            )
-
-    @property
-    def with_base(self) -> frozenset[Part]:
-        """Parts of an update that lie near the aggregate which the round started from."""
-        return self.shared_up & (self.shared_down if self.continued is None else self.continued)
-
-    @property
-    def parts(self) -> frozenset[Part]:
-        """Every part a client of this method has."""
-        return self.shared_up | self.private_parts | self.shared_down

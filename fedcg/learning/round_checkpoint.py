@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from fedcg.learning.method import RoundContext
 
 Block = TypeVar("Block")
 Tensors = Mapping[str, torch.Tensor]
@@ -67,7 +64,16 @@ class RoundCheckpoint:
     def blocks(
         self, stage: str, kept: Mapping[str, Kept], source: Iterable[Block], device: str
     ) -> Iterator[tuple[Block, bool]]:
-        """See `stage_blocks`."""
+        """The blocks of a stage, each with whether it is to be trained on; a block that is not was trained on before a checkpoint.
+
+        What else draws from streams block by block must do so for every block.
+
+        Args:
+            stage: its name, of which a round has one.
+            kept: all that its steps change, by name.
+            source: the blocks, a function of the round's streams alone.
+            device: torch device string of the stage.
+        """
         name = f"{self.prefix}{stage}"
         saved = {key[len(name) + 1 :]: one for key, one in self.saved.items() if key.startswith(f"{name}/")}
         done, is_finished = saved[_PROGRESS].tolist() if saved else (0, 0)
@@ -89,24 +95,6 @@ class RoundCheckpoint:
                 _restore(kept, saved)
         state = {**_state(lasting), _PROGRESS: torch.tensor([0, 1])}
         self._finished.update({f"{name}/{key}": one for key, one in state.items()})
-
-
-def stage_blocks(
-    ctx: RoundContext, stage: str, source: Iterable[Block], /, **kept: Kept
-) -> Iterator[tuple[Block, bool]]:
-    """The blocks of a stage, each with whether it is to be trained on; a block that is not was trained on before a checkpoint.
-
-    What else draws from streams block by block must do so for every block. Nothing is kept without `RoundContext.checkpoint`.
-
-    Args:
-        ctx: of the round.
-        stage: its name, of which a round has one.
-        source: the blocks, a function of the round's streams alone.
-        **kept: all that its steps change, by name.
-    """
-    if ctx.checkpoint is None:
-        return ((block, True) for block in source)
-    return ctx.checkpoint.blocks(stage, kept, source, ctx.device)
 
 
 def optimiser_state(optimiser: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -111,7 +111,7 @@ class Defence:
         measured: dict[str, Movement] = {}
         reasons: dict[str, str] = {}
         method = get_method(self._party.spec.method)
-        hidden = method.summed  # behind masks: nobody can look into it
+        hidden = method.payload.summed  # behind masks: nobody can look into it
         for client, update in updates.items():
             seen = replace(update, parts={part: some for part, some in update.parts.items() if part not in hidden})
             arrays = to_arrays(seen.parts)
@@ -122,7 +122,7 @@ class Defence:
                 reasons[client] = error.reason
                 continue
             seed = self._party.server_context(number).streams.seed("sketch")
-            measured[client] = movement_of(arrays, yardstick, method.with_base, seed)
+            measured[client] = movement_of(arrays, yardstick, method.payload.with_base, seed)
         figures = figures_of(measured)
         verdicts = verdicts_of(figures, self._settings, figures, self._quorum)
         reported = {client: updates[client].examples for client in measured}
@@ -172,7 +172,7 @@ def attacked_run(
     """
     *honest, hostile = sorted(party.datasets)
     defence = None if settings is None else Defence(party, settings, quorum)
-    has_counts = get_method(party.spec.method).label_counts is LabelCounts.REQUIRED
+    has_counts = get_method(party.spec.method).needs.label_counts is LabelCounts.REQUIRED
 
     def screen(number: int, updates: Updates, aggregate: Aggregate) -> Updates:
         sent = {name: one if has_counts else replace(one, label_counts=None) for name, one in updates.items()}

@@ -98,7 +98,7 @@ def _run_cases(
     from fedcg.files import READABLE, replace_durably
     from fedcg.learning.registry import get_method
 
-    attacks = {**ATTACKS, **(PROBE_ATTACKS if get_method(setting["method"]).summed else {})}
+    attacks = {**ATTACKS, **(PROBE_ATTACKS if get_method(setting["method"]).payload.summed else {})}
     unknown = sorted(set(chosen or ()) - attacks.keys())
     if unknown:
         raise typer.BadParameter(

@@ -15,7 +15,7 @@ from devices.detect import detect
 from devices.power import EnergyMeter
 from devices.telemetry import read_power
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, RoundContext
+from fedcg.learning.method import Aggregate, Callbacks, Machine, Masking, RoundContext
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
@@ -65,7 +65,7 @@ def measure(plan: BoxRound, announce: Callable[[str], None]) -> dict[str, Any]:
     )
     spec, method, streams = complete_spec(asked), get_method(plan.method), Streams(bytes(32))
     parts = initial_parts(spec, bytes(32))
-    aggregate = Aggregate({part: parts[part] for part in method.shared_down})
+    aggregate = Aggregate({part: parts[part] for part in method.payload.down})
     steps: dict[str, int] = {}
     meter = EnergyMeter(read_power)
 
@@ -76,7 +76,7 @@ def measure(plan: BoxRound, announce: Callable[[str], None]) -> dict[str, Any]:
     def run(count: int) -> float:
         drawn = torch.randint(0, 256, (count, 3, plan.size, plan.size), generator=streams.generator("images"))
         data = ImageSet(drawn.to(torch.uint8), torch.arange(count) % len(_CLASSES), _CLASSES)
-        ctx = RoundContext(spec, 2, 1, 2, streams, device=plan.device, progress=progress, cohort=streams)
+        ctx = RoundContext(spec, 2, 1, streams, Machine(plan.device), Callbacks(progress), Masking(streams))
         started = time.perf_counter()
         method.local_round(method.init_client(spec, parts), data, aggregate, ctx)
         if plan.device.startswith("cuda"):

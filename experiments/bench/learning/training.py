@@ -122,7 +122,7 @@ def context_of(setting: Setting, steps: int) -> RoundContext:
         augment_flip=True,
     )
     streams = Streams(b"bench").at("bench", _LATE_ROUND, 1)
-    return RoundContext(complete_spec(plan), _LATE_ROUND, 1, plan.rounds, streams)
+    return RoundContext(complete_spec(plan), _LATE_ROUND, 1, streams)
 
 
 def random_images(count: int) -> ImageSet:

@@ -398,7 +398,7 @@ class CrossedAggregator:
                 self._keep(update, logits)
                 continue
             weight = shares[number][taught_bank.bank.labels]
-            block_rows = max(self._settings.batch, (self._ctx.most_rows or BLOCK_ROWS) // len(updates))
+            block_rows = max(self._settings.batch, (self._ctx.machine.most_rows or BLOCK_ROWS) // len(updates))
             teacher, log_teacher = load_pair(update.parts, self._ctx), self._crossing.divergence.log_softmax(logits)
             teachers.append(FrozenTeacher(teacher, taught_bank.bank, log_teacher, weight, block_rows, self._ctx.device))
         if few:

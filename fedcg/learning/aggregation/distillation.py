@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import Merged, RunningAverage, robust_average, robust_rows
@@ -21,11 +22,13 @@ from fedcg.learning.aggregation.label_distribution import row_weights
 from fedcg.learning.aggregation.robust_statistics import combined
 from fedcg.learning.method import (
     Aggregate,
+    Combination,
     DivergedError,
     RoundContext,
     ServerState,
     Spill,
-    TaughtParams,
+    Taught,
+    TrainingParams,
     Update,
     Weights,
 )
@@ -44,6 +47,20 @@ FLAT = 0.99
 """A loss is flat when it is more than this share of the least one before it."""
 
 
+class DistilledParams(TrainingParams):
+    """Parameters of methods whose server trains by steps."""
+
+    server_iterations: int = Field(default=2000, ge=1, description="steps of the server's training")
+    server_batch: int = Field(default=16, ge=2, description="rows of such a step")
+    server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the server's training")
+    server_flat_steps: int = Field(
+        default=0,
+        ge=0,
+        exclude_if=lambda steps: steps == 0,
+        description="end the server's training when the mean loss of so many steps is less than 1 % below the best; 0: never",
+    )
+
+
 @dataclass(frozen=True)
 class Distillation:
     """Settings of a student loop; it ends early when `flat_steps` steps have not brought the mean loss down (0: never)."""
@@ -53,6 +70,12 @@ class Distillation:
     lr: float
     weight_decay: float
     flat_steps: int = 0
+
+    @staticmethod
+    def of(params: DistilledParams) -> Distillation:
+        """The settings that a method's parameters ask for."""
+        steps, batch, lr = params.server_iterations, params.server_batch, params.server_lr
+        return Distillation(steps, batch, lr, params.weight_decay, params.server_flat_steps)
 
     @property
     def rows(self) -> int:
@@ -121,7 +144,7 @@ def generator_blocks(teacher: Pair, bank: Bank, ctx: RoundContext) -> Iterator[t
     The blocks are always the same: how rows are put together shows in their last digits.
     """
     teacher.generator.eval()
-    for rows in slices(len(bank), ctx.most_rows or frozen_rows(torch.device(ctx.device))):
+    for rows in slices(len(bank), ctx.machine.most_rows or frozen_rows(torch.device(ctx.device))):
         yield rows, teacher.generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
 
 
@@ -141,7 +164,7 @@ def teacher_logits(teacher: Pair, bank: Bank, ctx: RoundContext, watch: Watch | 
         logits.append(teacher.classifier(features).cpu())
         if watch is not None:
             watch(rows, features)
-        ctx.progress("teacher", rows.stop, len(bank))
+        ctx.callbacks.progress("teacher", rows.stop, len(bank))
     return torch.cat(logits)
 
 
@@ -267,16 +290,22 @@ class TaughtAverage:
         parts: what to average.
         teach: an update's logits over the rows that the student will learn from; asked for once, then they are spilled.
         spill: keeps the logits, and for another average than the mean the weights.
-        params: how weights and logits are put together.
+        average: how the weights are put together.
+        ensemble: how the logits are.
     """
 
     def __init__(
-        self, parts: frozenset[Part], teach: Callable[[Update], torch.Tensor], spill: Spill, params: TaughtParams
+        self,
+        parts: frozenset[Part],
+        teach: Callable[[Update], torch.Tensor],
+        spill: Spill,
+        average: Combination = "mean",
+        ensemble: Taught = "sum",
     ) -> None:
         self._parts = parts
         self._teach = teach
         self._spill = spill
-        self._params = params
+        self._combination, self._how = average, ensemble
         self._begin()
 
     def _begin(self) -> None:
@@ -286,17 +315,17 @@ class TaughtAverage:
     @property
     def merged(self) -> Merged:
         """The average of the updates added so far, and what they reported."""
-        return robust_average(self._average.merged(), self._spill, self._params.average)
+        return robust_average(self._average.merged(), self._spill, self._combination)
 
     def add(self, update: Update) -> None:
         """Count an update; a second time it counts for nothing."""
         if update.client in self._average.clients:
             return
         if not self._spill.has(update.client):
-            weights = robust_rows(update, self._parts, self._params.average)
+            weights = robust_rows(update, self._parts, self._combination)
             self._spill.put(update.client, {"logits": self._teach(update), **weights})
         logits = self._spill.get(update.client)["logits"]
-        if self._params.ensemble == "standardised":
+        if self._how == "standardised":
             spread = self._spreads[update.client] = _spread(logits)
             logits = logits.to(torch.float64) / spread
         self._ensemble.add(update.examples, logits)
@@ -308,12 +337,11 @@ class TaughtAverage:
             self._begin()
         for client in sorted(updates.keys() - self._average.clients):
             self.add(updates[client]())
-        how = self._params.ensemble
-        if how == "sum":
+        if self._how == "sum":
             return self._ensemble.logits()
-        if how == "standardised":
+        if self._how == "standardised":
             return self._ensemble.logits() * statistics.median_low(self._spreads.values())
-        robust = combined(self._spill, updates, "logits", how, lambda rows: rows.to(torch.float64).log_softmax(1))
+        robust = combined(self._spill, updates, "logits", self._how, lambda rows: rows.to(torch.float64).log_softmax(1))
         return robust.to(torch.float32)
 
 
@@ -338,11 +366,16 @@ class EnsembleAggregator:
     """
 
     def __init__(
-        self, settings: Distillation, ctx: RoundContext, spill: Spill, params: TaughtParams = TaughtParams()
+        self,
+        settings: Distillation,
+        ctx: RoundContext,
+        spill: Spill,
+        average: Combination = "mean",
+        ensemble: Taught = "sum",
     ) -> None:
         self._settings = settings
         self._ctx = ctx
-        self._taught = TaughtAverage(SHARED, self._teacher_pass, spill, params)
+        self._taught = TaughtAverage(SHARED, self._teacher_pass, spill, average, ensemble)
 
     @cached_property
     def bank(self) -> Bank:

@@ -52,13 +52,13 @@ def _described(method: Method) -> dict[str, object]:
     return {
         "name": method.name,
         "title": method.title,
-        "shared_up": sorted(part.value for part in method.shared_up),
-        "shared_down": sorted(part.value for part in method.shared_down),
-        "private": sorted(part.value for part in method.private_parts),
-        "label_counts": method.label_counts.value,
-        "needs_public": method.needs_public,
-        "needs_cohort": method.needs_cohort,
-        "summed": sorted(part.value for part in method.summed),
+        "shared_up": sorted(part.value for part in method.payload.up),
+        "shared_down": sorted(part.value for part in method.payload.down),
+        "private": sorted(part.value for part in method.payload.private),
+        "label_counts": method.needs.label_counts.value,
+        "needs_public": method.needs.public,
+        "needs_cohort": method.needs.cohort,
+        "summed": sorted(part.value for part in method.payload.summed),
         "params": {key: {"default": field.default, "about": field.description or ""} for key, field in fields.items()},
     }
 
@@ -71,16 +71,16 @@ def _as_text(method: Method) -> str:
     width = max(len(key) for key in fields)
     lines = [
         f"{method.name}: {method.title}",
-        f"  goes up: {names(frozenset(method.shared_up))}" + _LABEL_COUNTS[method.label_counts.value],
-        f"  comes down: {names(frozenset(method.shared_down))}",
-        f"  stays on the box: {names(frozenset(method.private_parts))}",
+        f"  goes up: {names(frozenset(method.payload.up))}" + _LABEL_COUNTS[method.needs.label_counts.value],
+        f"  comes down: {names(frozenset(method.payload.down))}",
+        f"  stays on the box: {names(frozenset(method.payload.private))}",
         *(
-            f"  {part.value}: {SUMMED_MEANING if part in method.summed else part.meaning}"
-            for part in sorted(method.shared_up - DEFAULT_ALLOW_UPLOAD)
+            f"  {part.value}: {SUMMED_MEANING if part in method.payload.summed else part.meaning}"
+            for part in sorted(method.payload.up - DEFAULT_ALLOW_UPLOAD)
         ),
-        *(["  needs unlabelled public images on the coordinator"] if method.needs_public else []),
-        *(["  needs the cohort secret on every device"] if method.needs_cohort else []),
-        *(_masked_lines(names(frozenset(method.summed))) if method.summed else []),
+        *(["  needs unlabelled public images on the coordinator"] if method.needs.public else []),
+        *(["  needs the cohort secret on every device"] if method.needs.cohort else []),
+        *(_masked_lines(names(frozenset(method.payload.summed))) if method.payload.summed else []),
         "  parameters (--set key=value):",
     ]
     lines += [f"    {key:<{width}}  {field.default!s:<10}  {field.description or ''}" for key, field in fields.items()]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from fedcg.learning.defences.defence import Defence, DefenceParams, DefencePlace, Defended
+from fedcg.learning.defences.defence import Defence, DefencePlace, Defended
+from fedcg.learning.defences.params import DefenceParams
 
 if TYPE_CHECKING:
     from fedcg.learning.image_set import ImageSet

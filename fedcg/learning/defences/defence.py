@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from fedcg.config_file import Settings, nearest, problems_of
+from fedcg.config_file import nearest, problems_of
 from fedcg.files import replace_durably
+from fedcg.learning.defences.params import DefenceParams, Size
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
 
 SAMPLES_FILE = "samples.png"
 _PACKAGE = "fedcg.learning.defences"
-Size = tuple[int, int, int]
-"""Channels, height and width of an image."""
-
-
-class DefenceParams(Settings):
-    """Base of a defence's parameters."""
 
 
 @dataclass(frozen=True)

@@ -12,57 +12,15 @@ evaluated or served; and devices with different keys have images of different lo
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import Field, field_validator
-
-from fedcg.learning.defences.defence import Defence, DefenceParams, DefencePlace, Defended, Size
+from fedcg.learning.defences.defence import Defence, DefencePlace, Defended
+from fedcg.learning.defences.params import EtcParams, Size
 from fedcg.learning.errors import DefenceError
 
 if TYPE_CHECKING:
     from fedcg.learning.defences.scrambling import Scrambling
     from fedcg.learning.image_set import ImageSet
-
-DEFAULT_BLOCK = 4
-
-
-class ScramblingStep(str, Enum):
-    """A step of algorithm 1, by the paper's name."""
-
-    ROTATE = "IR"
-    COMPLEMENT = "IA"
-    FLIP = "IF"
-    PERMUTE_CHANNELS = "IC"
-    SHUFFLE = "IS"
-
-
-class EtcParams(DefenceParams):
-    """Parameters of the block scrambling; `ppidsg` has them too."""
-
-    scrambling: str = Field(
-        default="", description="steps of the encryption in their order, e.g. IR,IA,IF,IC,IS; empty: all that fit"
-    )
-    block: Annotated[int, Field(ge=1, description="pixels of a side of the blocks that are scrambled")] = DEFAULT_BLOCK
-    key: Literal["device", "cohort"] = Field(
-        default="device", description="of the scrambling: each box's own, or alike"
-    )
-
-    @field_validator("scrambling")
-    @classmethod
-    def _steps_exist(cls, text: str) -> str:
-        known, names = [step.value for step in ScramblingStep], text.split(",") if text else []
-        if strange := [name for name in names if name not in known]:
-            raise ValueError(f"no step {strange[0]!r}; there are {', '.join(known)}")
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]} is there twice, and each step can run once; leave out the second")
-        return text
-
-    def order(self, channels: int) -> tuple[ScramblingStep, ...]:
-        """The steps of images with so many channels; without a choice of its own the paper's order, of grey images without IC."""
-        if self.scrambling:
-            return tuple(map(ScramblingStep, self.scrambling.split(",")))
-        return tuple(step for step in ScramblingStep if channels > 1 or step is not ScramblingStep.PERMUTE_CHANNELS)
 
 
 def _input_layer(params: EtcParams, place: DefencePlace, size: Size) -> Scrambling:

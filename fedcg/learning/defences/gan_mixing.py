@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from fedcg.learning.backbone_names import BACKBONES
-from fedcg.learning.defences.antigan import AntiGanParams
 from fedcg.learning.defences.defence import DefencePlace, Defended
 from fedcg.learning.defences.gan_training import trained_generator
+from fedcg.learning.defences.params import AntiGanParams
 from fedcg.learning.defences.sample_pictures import shown
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet

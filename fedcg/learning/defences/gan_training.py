@@ -27,8 +27,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fedcg.files import replace_durably
-from fedcg.learning.defences.antigan import AntiGanParams
 from fedcg.learning.defences.defence import DefencePlace
+from fedcg.learning.defences.params import AntiGanParams
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.assembly import allocated
 from fedcg.learning.networks.discriminators import ConcatenatingDiscriminator, Passes

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fedcg.learning.defences.defence import Size
-from fedcg.learning.defences.etc import DEFAULT_BLOCK, ScramblingStep
+from fedcg.learning.defences.params import DEFAULT_BLOCK, ScramblingStep, Size
 from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.seeds import Streams

@@ -65,7 +65,7 @@ def check_dp_sgd(spec: NetworkSpec, method: Method) -> None:
             f"dp_sgd can't cover {method.name}: a network of it is trained on images or labels without a gradient for each "
             f"image; choose one of {', '.join(covered)}"
         )
-    for part in sorted(method.private_parts | method.shared_up):
+    for part in sorted(method.payload.private | method.payload.up):
         if part in _SETTINGS and (layer := _unfit_layer(spec, part)):
             setting, choices = _SETTINGS[part]
             name = spec.network.discriminator if part is Part.DISCRIMINATOR else spec.network.split

@@ -172,7 +172,7 @@ def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings
     """
     if privacy.dp_sgd is not None:
         check_dp_sgd(spec, method)
-    if privacy.balance != "none" and Part.CLASSIFIER in method.shared_up:
+    if privacy.balance != "none" and Part.CLASSIFIER in method.payload.up:
         last_bias(spec)
 
 
@@ -192,7 +192,7 @@ def protected_round(
         return method.local_round(state, data, aggregate, ctx)
     check_mechanisms(ctx.spec, method, privacy)
     if privacy.dp_sgd is not None or privacy.gradient_noise:
-        ctx = replace(ctx, precision="f32", graphs=False)
+        ctx = replace(ctx, machine=replace(ctx.machine, precision="f32", graphs=False))
     start = None if aggregate is None else replace(aggregate, parts=personal_parts(aggregate.parts, data, ctx))
     result = method.local_round(state, data, start, ctx)
     base = {**state.parts, **({} if aggregate is None else aggregate.parts)}
@@ -209,13 +209,13 @@ def personal_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
 def downloaded_parts(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
     """What a download changes of a client's parts `own`: those of the aggregate, and what its method aligns to them."""
     method = get_method(ctx.spec.method)
-    aligned = {} if method.align is None else method.align(own, aggregate, ctx)
+    aligned = {} if method.personal.align is None else method.personal.align(own, aggregate, ctx)
     return {**personal_parts(aggregate.parts, data, ctx), **aligned}
 
 
 def neutral_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
     """A client's own parts without what `personal_parts` fitted to its labels."""
-    shares = Part.CLASSIFIER in get_method(ctx.spec.method).shared_up
+    shares = Part.CLASSIFIER in get_method(ctx.spec.method).payload.up
     if ctx.privacy.balance != "logits" or not shares or Part.CLASSIFIER not in parts:
         return parts
     return with_added(parts, last_bias(ctx.spec), -log_prior(data.label_counts()))

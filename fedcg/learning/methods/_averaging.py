@@ -20,15 +20,18 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
-    AveragedParams,
-    ClassifierParams,
+    Aux,
+    Average,
     ClientState,
+    Combination,
     DivergedError,
     LabelCounts,
     LocalResult,
     Method,
-    MomentumParams,
+    Needs,
+    Payload,
     RoundContext,
+    ServerMomentum,
     ServerState,
     SharedResult,
     Spill,
@@ -50,6 +53,14 @@ Params = TypeVar("Params", bound=TrainingParams)
 PenaltyOf = Callable[[Mapping[Part, nn.Module], Params, RoundContext], Penalty | None]
 """(networks as loaded at the start of the round, parameters, context) -> the penalty of the round."""
 MakeAggregator = Callable[[ServerState, RoundContext, Spill], Aggregator]
+
+
+class MomentumParams(TrainingParams):
+    """Parameters of methods whose aggregate is the average itself."""
+
+    average: Average = "mean"
+    aux: Aux = 0.0
+    server_momentum: ServerMomentum = 0.0
 
 
 def unpenalised(nets: Mapping[Part, nn.Module], params: TrainingParams, ctx: RoundContext) -> Penalty | None:
@@ -87,15 +98,12 @@ def averaging_method(
         name=name,
         title=title,
         params_type=params_type,
-        shared_up=shared,
-        shared_down=shared | downloads,
-        private_parts=PERSONAL - shared,
-        label_counts=label_counts,
+        payload=Payload(shared, shared | downloads, PERSONAL - shared),
+        needs=Needs(label_counts, needs_public),
         init_client=partial(init_client_of, PERSONAL | downloads),
         local_round=half.round_of,
         init_server=partial(init_server_of, shared | downloads),
         aggregator=aggregator or partial(average_of, params_type, shared),
-        needs_public=needs_public,
         private_stages=1,
         local_rounds=half.rounds_of if penalty_of is unpenalised else None,
     )
@@ -106,10 +114,10 @@ def average_of(
 ) -> Aggregator:
     """The server half of a method with these parameters that averages these parts."""
     params = params_type.model_validate(ctx.spec.params)
-    average = AverageAggregator(shared, spill, params.average if isinstance(params, AveragedParams) else "mean")
-    if isinstance(params, MomentumParams) and params.server_momentum:
-        return WithMomentum(average, state, params.server_momentum)
-    return average
+    how: Combination = getattr(params, "average", "mean")
+    momentum: float = getattr(params, "server_momentum", 0.0)
+    average = AverageAggregator(shared, spill, how)
+    return WithMomentum(average, state, momentum) if momentum else average
 
 
 def init_client_of(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
@@ -154,8 +162,8 @@ class LocalHalf(Generic[Params]):
         """One client's local round."""
         params, nets, data = self._ready(Turn(state, data, ctx), aggregate)
         penalty = self.penalty_of(nets, params, ctx)
-        if isinstance(params, ClassifierParams) and aggregate is not None and Part.CLASSIFIER in aggregate.parts:
-            penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], params.aux, ctx)
+        if aggregate is not None and Part.CLASSIFIER in aggregate.parts:
+            penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], _aux(params), ctx)
         average = moving_average(nets, params)
         after = () if average is None else (average,)
         loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, after)
@@ -182,11 +190,7 @@ class LocalHalf(Generic[Params]):
 
     def _is_stacked(self, params: Params, data: ImageSet) -> bool:
         """Whether a client's training is a stack's: plain batches, no frozen classifier beside its own, and no average."""
-        return (
-            not params.ema
-            and bool(usable_rows(len(data), params.batch_size))
-            and not (isinstance(params, ClassifierParams) and params.aux)
-        )
+        return not params.ema and not _aux(params) and bool(usable_rows(len(data), params.batch_size))
 
     def _ready(self, turn: Turn, aggregate: Aggregate | None) -> tuple[Params, dict[Part, nn.Module], ImageSet]:
         """Parameters, networks and images on the device."""
@@ -199,3 +203,9 @@ class LocalHalf(Generic[Params]):
         self, nets: Mapping[Part, nn.Module], data: ImageSet, loss: float, average: MovingAverage | None = None
     ) -> LocalResult:
         return local_result(nets, self.shared, data, loss, self.label_counts, average)
+
+
+def _aux(params: TrainingParams) -> float:
+    """Weight of the cross-entropy through the downloaded classifier, of methods that have it."""
+    weight: float = getattr(params, "aux", 0.0)
+    return weight

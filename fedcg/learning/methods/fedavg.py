@@ -7,7 +7,6 @@ A device takes part only when its `allow_upload` lists the extractor.
 
 from __future__ import annotations
 
-from fedcg.learning.method import MomentumParams
-from fedcg.learning.methods._averaging import PERSONAL, averaging_method
+from fedcg.learning.methods._averaging import PERSONAL, MomentumParams, averaging_method
 
 METHOD = averaging_method("fedavg", "FedAvg: extractor and classifier averaged by data size", MomentumParams, PERSONAL)

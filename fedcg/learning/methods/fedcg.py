@@ -24,20 +24,24 @@ from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
-from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator
+from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, EnsembleAggregator
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
+    Aux,
+    Average,
     ClientState,
     LabelCounts,
     LocalResult,
     Method,
+    Needs,
+    Payload,
     RoundContext,
     ServerState,
     Spill,
-    TaughtParams,
+    Taught,
 )
 from fedcg.learning.methods._averaging import init_client_of, init_server_of, local_result
 from fedcg.learning.networks import NETWORKS, load_part
@@ -65,9 +69,12 @@ PRIVATE = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})
 _GAN_BETAS = (0.5, 0.999)
 
 
-class FedcgParams(TaughtParams):
+class FedcgParams(DistilledParams):
     """Parameters of FedCG; the defaults are the paper's, except for `diversity`: the paper gives no weight, 0.1 is ours."""
 
+    average: Average = "mean"
+    aux: Aux = 0.0
+    ensemble: Taught = "sum"
     gan_lr: float = Field(default=3e-4, gt=0, description="learning rate of generator and discriminator (eta_2)")
     gamma_max: float = Field(default=1.0, ge=0, description="weight of the feature loss, eq. 3, at the end of its ramp")
     ramp_rounds: int = Field(default=50, ge=1, description="rounds over which gamma rises from 0")
@@ -78,9 +85,6 @@ class FedcgParams(TaughtParams):
         description="whether real and generated rows share a pass, and so one power iteration of spectral norm; a "
         "discriminator with batch norm always takes one for each, as published",
     )
-    server_iterations: int = Field(default=2000, ge=1, description="student steps on the server (T)")
-    server_batch: int = Field(default=16, ge=2, description="rows of a student step (B)")
-    server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student (eta_3)")
     generator_training: Literal["gan", "moments"] = Field(
         default="gan",
         exclude_if=lambda how: how == "gan",
@@ -233,26 +237,21 @@ def adversarial(
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """Algorithm 2, or an aggregation that FedMD-CG compares it with."""
     params = FedcgParams.model_validate(ctx.spec.params)
-    settings = Distillation(
-        params.server_iterations, params.server_batch, params.server_lr, params.weight_decay, params.server_flat_steps
-    )
+    settings = Distillation.of(params)
     if params.aggregation == "average":
         return AverageAggregator(SHARED, spill, params.average)
     if params.aggregation == "crossed_kd":
         return CrossedAggregator(settings, Crossing("auto", params.exact_clients, Divergence()), state, ctx, spill)
-    return EnsembleAggregator(settings, ctx, spill, params)
+    return EnsembleAggregator(settings, ctx, spill, params.average, params.ensemble)
 
 
 METHOD = Method(
     name="fedcg",
     title="FedCG: shared classifier and GAN generator, ensemble distillation",
     params_type=FedcgParams,
-    shared_up=SHARED,
-    shared_down=SHARED,
-    private_parts=PRIVATE,
-    label_counts=LabelCounts.OPTIONAL,
+    payload=Payload(SHARED, SHARED, PRIVATE),
+    needs=Needs(LabelCounts.OPTIONAL, networks=networks),
     private_stages=2,
-    networks=networks,
     init_client=partial(init_client_of, frozenset(NETWORKS)),
     local_round=local_round,
     init_server=partial(init_server_of, SHARED),

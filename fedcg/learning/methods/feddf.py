@@ -16,19 +16,19 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
-from pydantic import Field
 from torch import nn
 
-from fedcg.learning.aggregation.distillation import Distillation, TaughtAverage, distillation
+from fedcg.learning.aggregation.distillation import Distillation, DistilledParams, TaughtAverage, distillation
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
 from fedcg.learning.method import (
     Aggregate,
-    Aggregator,
+    Aux,
+    Average,
     RoundContext,
     ServerState,
     Spill,
-    TaughtParams,
+    Taught,
     Update,
     Weights,
 )
@@ -45,12 +45,12 @@ _TEACHER_ROWS = (
 )
 
 
-class FeddfParams(TaughtParams):
+class FeddfParams(DistilledParams):
     """Parameters of FedDF; iterations and batch are those of FedCG's comparison."""
 
-    server_iterations: int = Field(default=2000, ge=1, description="student steps on the server")
-    server_batch: int = Field(default=16, ge=2, description="public images of a student step")
-    server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student")
+    average: Average = "mean"
+    aux: Aux = 0.0
+    ensemble: Taught = "sum"
 
 
 def public_order(images: int, rows: int, streams: Streams) -> torch.Tensor:
@@ -78,13 +78,17 @@ class PublicEnsembleAggregator:
     """The server half: average, then distil the ensemble of the present clients into it.
 
     Weights and logits are summed as updates arrive; after the last one only the student's loop is left.
+
+    Raises:
+        DataError: there are no public images.
     """
 
-    def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill, params: TaughtParams) -> None:
-        self._settings = settings
+    def __init__(self, state: ServerState, ctx: RoundContext, spill: Spill) -> None:
+        params = FeddfParams.model_validate(ctx.spec.params)
+        self._settings = Distillation.of(params)
         self._ctx = ctx
         self._public = public_of(ctx)
-        self._taught = TaughtAverage(PERSONAL, self._teacher_logits, spill, params)
+        self._taught = TaughtAverage(PERSONAL, self._teacher_logits, spill, params.average, params.ensemble)
 
     @cached_property
     def _batches(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,10 +129,10 @@ class PublicEnsembleAggregator:
     def _teacher_logits(self, update: Update) -> torch.Tensor:
         extractor, classifier = (net.eval() for net in self._load(update.parts))
         used, logits = self._batches[0], []
-        for some in used.split(self._ctx.most_rows or _TEACHER_ROWS):
+        for some in used.split(self._ctx.machine.most_rows or _TEACHER_ROWS):
             images = normalise(self._public[some].to(self._ctx.device), self._ctx.spec.image)
             logits.append(classifier(extractor(images)).cpu())
-            self._ctx.progress("teacher", sum(map(len, logits)), len(used))
+            self._ctx.callbacks.progress("teacher", sum(map(len, logits)), len(used))
         return torch.cat(logits)
 
     def _load(self, parts: Mapping[Part, Weights]) -> tuple[nn.Module, nn.Module]:
@@ -138,24 +142,11 @@ class PublicEnsembleAggregator:
         return extractor, classifier
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
-    """The server half of a round.
-
-    Raises:
-        DataError: there are no public images.
-    """
-    params = FeddfParams.model_validate(ctx.spec.params)
-    settings = Distillation(
-        params.server_iterations, params.server_batch, params.server_lr, params.weight_decay, params.server_flat_steps
-    )
-    return PublicEnsembleAggregator(settings, ctx, spill, params)
-
-
 METHOD = averaging_method(
     "feddf",
     "FedDF: FedAvg, distilled on unlabelled public images",
     FeddfParams,
     PERSONAL,
-    aggregator=aggregator,
+    aggregator=PublicEnsembleAggregator,
     needs_public=True,
 )

@@ -33,16 +33,16 @@ from pydantic import Field
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator, Merged
-from fedcg.learning.aggregation.distillation import Bank, Distillation, distillation, draw_bank
+from fedcg.learning.aggregation.distillation import Bank, Distillation, DistilledParams, distillation, draw_bank
 from fedcg.learning.aggregation.label_distribution import label_probabilities
 from fedcg.learning.method import (
     Aggregate,
-    ClassifierParams,
+    Aux,
+    Average,
     LabelCounts,
     RoundContext,
     ServerState,
     Spill,
-    StudentParams,
     Update,
     Weights,
 )
@@ -57,9 +57,11 @@ from fedcg.wire.parts import Part
 SHARED = frozenset({Part.CLASSIFIER})
 
 
-class FedgenParams(ClassifierParams, StudentParams):
+class FedgenParams(DistilledParams):
     """Parameters of FedGen; the published comparison gives every term the weight 1."""
 
+    average: Average = "mean"
+    aux: Aux = 0.0
     replay: float = Field(default=1.0, ge=0, description="weight of the classifier's loss on generated features")
     replay_labels: Literal["batch", "uniform"] = Field(
         default="batch",
@@ -68,9 +70,6 @@ class FedgenParams(ClassifierParams, StudentParams):
         description="labels of the replayed features: those of the client's batch, or drawn from all classes",
     )
     diversity: float = Field(default=1.0, ge=0, description="weight of the mode-seeking term in the generator's loss")
-    server_iterations: int = Field(default=2000, ge=1, description="generator steps on the server")
-    server_batch: int = Field(default=16, ge=2, description="rows of a generator step")
-    server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the generator")
 
 
 def replay_penalty(nets: Mapping[Part, nn.Module], params: FedgenParams, ctx: RoundContext) -> Penalty | None:
@@ -143,13 +142,7 @@ class GeneratorAggregator:
 
     def _train(self, updates: Mapping[str, Callable[[], Update]], merged: Merged) -> Weights:
         ctx, params = self._ctx, FedgenParams.model_validate(self._ctx.spec.params)
-        settings = Distillation(
-            params.server_iterations,
-            params.server_batch,
-            params.server_lr,
-            params.weight_decay,
-            params.server_flat_steps,
-        )
+        settings = Distillation.of(params)
         total, judges = sum(merged.examples.values()), {}
         for client in merged.examples:
             weights = updates[client]().parts[Part.CLASSIFIER]

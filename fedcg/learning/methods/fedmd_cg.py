@@ -27,7 +27,7 @@ from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
-from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator, uniform
+from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, EnsembleAggregator, uniform
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
@@ -36,10 +36,11 @@ from fedcg.learning.method import (
     LabelCounts,
     LocalResult,
     Method,
+    Needs,
+    Payload,
     RoundContext,
     ServerState,
     Spill,
-    StudentParams,
     Update,
     Weights,
 )
@@ -59,7 +60,7 @@ _PARTS = SHARED | PRIVATE
 _LEAST_SCALE = 1e-3  # keeps the normalised diversity finite for a class with one image or dead features
 
 
-class FedmdCgParams(StudentParams):
+class FedmdCgParams(DistilledParams):
     """Parameters of FedMD-CG; the weights λ are the paper's (all 1)."""
 
     generator_lr: float = Field(default=3e-4, gt=0, description="learning rate of the local generator")
@@ -82,7 +83,6 @@ class FedmdCgParams(StudentParams):
     )
     server_iterations: int = Field(default=50, ge=1, description="student steps on the server (I_s)")
     server_batch: int = Field(default=64, ge=2, description="rows of a student step")
-    server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student")
     bank: Literal["auto", "exact", "arrival"] = Field(
         default="auto",
         description="server labels from this round's p(y), or from the last one's, weighted; auto: above exact_clients",
@@ -128,7 +128,7 @@ def global_penalty(
     teacher: nn.Module, label_probabilities: torch.Tensor, params: FedmdCgParams, ctx: RoundContext
 ) -> Penalty | None:
     """λ1 · eq. 3 + λ2 · MSE + λ3 · KL (eq. 2), ramped, against the frozen global generator; fresh z for every image."""
-    factor = ramp(ctx.round, ctx.horizon, params.ramp_power)
+    factor = ramp(ctx.round, ctx.spec.rounds, params.ramp_power)
     replay, pull, agree = (factor * weight for weight in (params.lambda1, params.lambda2, params.lambda3))
     if replay == pull == agree == 0.0:
         return None
@@ -240,9 +240,7 @@ class _WithLabels:
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """Algorithm 1 lines 19-24 (`crossed_kd`), or one of the simpler aggregations that the paper compares with."""
     params = FedmdCgParams.model_validate(ctx.spec.params)
-    settings = Distillation(
-        params.server_iterations, params.server_batch, params.server_lr, params.weight_decay, params.server_flat_steps
-    )
+    settings = Distillation.of(params)
     if params.aggregation == "crossed_kd":
         crossing = Crossing(params.bank, params.exact_clients, divergence_of(params))
         return CrossedAggregator(settings, crossing, state, ctx, spill)
@@ -255,11 +253,8 @@ METHOD = Method(
     name="fedmd_cg",
     title="FedMD-CG: shared classifier and distilled generator, crossed distillation",
     params_type=FedmdCgParams,
-    shared_up=SHARED,
-    shared_down=SHARED,
-    continued=frozenset({Part.CLASSIFIER}),
-    private_parts=PRIVATE,
-    label_counts=LabelCounts.REQUIRED,
+    payload=Payload(SHARED, SHARED, PRIVATE, continued=frozenset({Part.CLASSIFIER})),
+    needs=Needs(LabelCounts.REQUIRED),
     init_client=partial(init_client_of, _PARTS),
     local_round=local_round,
     init_server=init_server,

@@ -6,10 +6,17 @@ are trained together in every local step. A device takes part only when its `all
 
 from __future__ import annotations
 
-from fedcg.learning.method import AveragedParams
+from fedcg.learning.method import Average, TrainingParams
 from fedcg.learning.methods._averaging import averaging_method
 from fedcg.wire.parts import Part
 
+
+class FedPerParams(TrainingParams):
+    """Parameters of FedPer."""
+
+    average: Average = "mean"
+
+
 METHOD = averaging_method(
-    "fedper", "FedPer: extractor averaged by data size, private classifier", AveragedParams, frozenset({Part.EXTRACTOR})
+    "fedper", "FedPer: extractor averaged by data size, private classifier", FedPerParams, frozenset({Part.EXTRACTOR})
 )

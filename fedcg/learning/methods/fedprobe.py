@@ -26,6 +26,9 @@ from fedcg.learning.method import (
     LabelCounts,
     LocalResult,
     Method,
+    Needs,
+    Payload,
+    Personal,
     RoundContext,
     ServerState,
     SharedResult,
@@ -72,7 +75,7 @@ def align(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContext) 
     try:
         mean = mean_outputs(aggregate.parts[Part.STATISTICS], params)
     except DivergedError as error:  # one client's numbers must not end everybody's round
-        ctx.warn(f"{error}: it is not believed, and this round does without probes")
+        ctx.callbacks.warn(f"{error}: it is not believed, and this round does without probes")
         return {}
     if mean is None:
         return {}
@@ -80,14 +83,14 @@ def align(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContext) 
     inputs = probe_inputs(ctx, params.probes)
     away = distance(outputs_on(extractor, inputs), mean)
     if not away <= params.trust:
-        ctx.warn(
+        ctx.callbacks.warn(
             f"the mean of outputs on the probes is not believed: it is {away:.3g} variances away from this device's own "
             f"(trust: {params.trust:g}); this round does without probes"
         )
         return {}
     before, after = fit(extractor, inputs, mean, params.align_steps, params.align_lr, params.align_until, ctx)
     if not (after <= before and math.isfinite(after)):
-        ctx.warn(
+        ctx.callbacks.warn(
             f"the extractor can't be fitted to the mean of outputs on the probes: its residual went from {before:.3g} to {after:.3g}; "
             "this round does without probes"
         )
@@ -105,7 +108,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     extractor = load_part(ctx.spec, Part.EXTRACTOR, result.private.parts[Part.EXTRACTOR], ctx.device)
     outputs = outputs_on(extractor, probe_inputs(ctx, params.probes))
     _warn_of_cut(outputs, params.clip, ctx)
-    told = counted(outputs, ctx.sum_weight or len(data), params)
+    told = counted(outputs, ctx.masking.sum_weight or len(data), params)
     kept = {name: tensor.clone() for name, tensor in told.items()}
     return replace(
         result,
@@ -118,7 +121,7 @@ def _warn_of_cut(outputs: torch.Tensor, clip: float, ctx: RoundContext) -> None:
     """Warn where many outputs [M, D] are cut to [0, clip] as they are told: their mean is another then."""
     share = float(((outputs < 0.0) | (outputs > clip)).float().mean())
     if share > _MOST_CUT:
-        ctx.warn(
+        ctx.callbacks.warn(
             f"{share:.1%} of the outputs on the probes lie outside [0, {clip:g}] (lowest {float(outputs.min()):.3g}, highest "
             f"{float(outputs.max()):.3g}) and are cut to it, which biases their mean: plan with a higher clip (--set clip=N), or "
             "where they are negative with a network whose extractor ends in a ReLU"
@@ -128,25 +131,21 @@ def _warn_of_cut(outputs: torch.Tensor, clip: float, ctx: RoundContext) -> None:
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """The average of the classifiers, and the sums of outputs."""
     params = FedprobeParams.model_validate(ctx.spec.params)
-    return WithProbeSums(average_of(FedprobeParams, HEAD, state, ctx, spill), params, ctx.unmasking, ctx.warn)
+    return WithProbeSums(
+        average_of(FedprobeParams, HEAD, state, ctx, spill), params, ctx.masking.unmasking, ctx.callbacks.warn
+    )
 
 
 METHOD = Method(
     name="fedprobe",
     title="classifiers averaged, private extractors aligned by the mean of their outputs on a cohort's probe images",
     params_type=FedprobeParams,
-    shared_up=SHARED,
-    shared_down=SHARED,
-    private_parts=frozenset({Part.EXTRACTOR}),
-    label_counts=LabelCounts.NEVER,
+    payload=Payload(SHARED, SHARED, frozenset({Part.EXTRACTOR}), HEAD, sums_layout, is_summed=True),
+    needs=Needs(cohort=True),
+    personal=Personal(align=align),
     init_client=partial(init_client_of, SHARED | {Part.EXTRACTOR}),
     local_round=local_round,
     init_server=partial(init_server_of, SHARED),
     aggregator=aggregator,
-    continued=HEAD,
     private_stages=1,
-    statistics=sums_layout,
-    summed=frozenset({Part.STATISTICS}),
-    needs_cohort=True,
-    align=align,
 )

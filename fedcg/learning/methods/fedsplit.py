@@ -6,8 +6,7 @@ LG-FedAvg: no model of the first rounds is shared as a whole beforehand; all sta
 
 from __future__ import annotations
 
-from fedcg.learning.method import MomentumParams
-from fedcg.learning.methods._averaging import averaging_method
+from fedcg.learning.methods._averaging import MomentumParams, averaging_method
 from fedcg.wire.parts import Part
 
 METHOD = averaging_method(

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
-from fedcg.learning.defences.etc import EtcParams
+from fedcg.learning.defences.params import EtcParams
 from fedcg.learning.defences.scrambling import Scrambling, ScramblingKeys, draw_keys, scrambling_of
 from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet
@@ -30,9 +30,11 @@ from fedcg.learning.method import (
     Aggregator,
     ClientState,
     Example,
-    LabelCounts,
     LocalResult,
     Method,
+    Needs,
+    Payload,
+    Personal,
     RoundContext,
     ServerState,
     SharedResult,
@@ -171,10 +173,9 @@ METHOD = Method(
     name="ppidsg",
     title="PPIDSG: an encrypting image generator is averaged; extractor and classifier stay private",
     params_type=PpidsgParams,
-    shared_up=SHARED,
-    shared_down=SHARED,
-    private_parts=PRIVATE,
-    label_counts=LabelCounts.NEVER,
+    payload=Payload(SHARED, SHARED, PRIVATE),
+    needs=Needs(networks=problem_with),
+    personal=Personal(SHARED | PRIVATE, predict),
     init_client=init_client,
     local_round=local_round,
     init_server=partial(init_server_of, SHARED),
@@ -182,7 +183,4 @@ METHOD = Method(
     example=Example(
         NetworkChoice(split="image_small"), ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.5,))
     ),
-    networks=problem_with,
-    personal=SHARED | PRIVATE,
-    predict=predict,
 )

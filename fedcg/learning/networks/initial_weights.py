@@ -36,9 +36,9 @@ def initial_parts(
         NetworkError: the weights that the spec pins are not here, or do not fit.
     """
     method = get_method(spec.method)
-    public = method.shared_up | method.shared_down | DEFAULT_ALLOW_UPLOAD
+    public = method.payload.up | method.payload.down | DEFAULT_ALLOW_UPLOAD
     result: dict[Part, Weights] = {}
-    for part in sorted(method.parts if wanted is None else method.parts & wanted):
+    for part in sorted(method.payload.parts if wanted is None else method.payload.parts & wanted):
         if part is Part.STATISTICS:
             result[part] = {layout.name: _zeros(layout) for layout in spec.layouts[part]}
             continue
@@ -59,10 +59,10 @@ def method_layouts(spec: NetworkSpec, method: Method) -> dict[Part, tuple[Tensor
     Raises:
         NetworkError: statistics that masks can't be put on.
     """
-    stated = {} if method.statistics is None else {Part.STATISTICS: method.statistics(spec)}
-    if method.summed and {one.name for one in stated[Part.STATISTICS]} != {SUM_NUMBERS, SUM_WEIGHT}:
+    stated = {} if method.payload.statistics is None else {Part.STATISTICS: method.payload.statistics(spec)}
+    if method.payload.summed and {one.name for one in stated[Part.STATISTICS]} != {SUM_NUMBERS, SUM_WEIGHT}:
         raise NetworkError(f"{method.name}: its masked statistics must be the tensors {SUM_NUMBERS} and {SUM_WEIGHT}")
-    return layouts(spec, method.parts - stated.keys()) | stated
+    return layouts(spec, method.payload.parts - stated.keys()) | stated
 
 
 def complete_spec(plan: FederationPlan) -> FederationSpec:
@@ -77,11 +77,11 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
     """
     method = get_method(plan.method)
     params = method.params_type.model_validate(plan.params)
-    if method.networks is not None and (problem := method.networks(plan)):
+    if problem := method.needs.networks(plan):
         raise NetworkError(f"{method.name}: {problem}")
-    check_backbones(plan, method.shared_up | method.shared_down)
-    counts = () if method.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
-    optional = method.label_counts is LabelCounts.OPTIONAL and not params.needs_label_counts
+    check_backbones(plan, method.payload.up | method.payload.down)
+    counts = () if method.needs.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
+    optional = method.needs.label_counts is LabelCounts.OPTIONAL and not params.needs_label_counts
     return FederationSpec(
         federation=plan.federation,
         classes=plan.classes,
@@ -93,14 +93,14 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         seed=plan.seed,
         augment_flip=plan.augment_flip,
         augment_crop=plan.augment_crop,
-        upload=tuple(sorted(method.shared_up)),
+        upload=tuple(sorted(method.payload.up)),
         report=(*_REPORT, *counts),
         optional_report=counts if optional else (),
         layouts=method_layouts(plan, method),
         codec=plan.codec,
         aggregate_codec=plan.aggregate_codec,
-        with_base=tuple(sorted(method.with_base)) if is_delta(plan.codec) else (),
-        summed=tuple(sorted(method.summed)),
+        with_base=tuple(sorted(method.payload.with_base)) if is_delta(plan.codec) else (),
+        summed=tuple(sorted(method.payload.summed)),
     )
 
 
@@ -110,7 +110,7 @@ def shadow_spec(spec: FederationSpec) -> FederationSpec:
     Only for use beside `spec` on the same device: its federation name, and so every stream, is the same.
     """
     params = {name: value for name, value in spec.params.items() if name in TrainingParams.model_fields}
-    parts = get_method("local").parts
+    parts = get_method("local").payload.parts
     return spec.model_copy(
         update={
             "method": "local",

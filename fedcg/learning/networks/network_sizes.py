@@ -71,11 +71,11 @@ def sizes_of(spec: NetworkSpec) -> Sizes:
     methods, refusals = {}, {}
     for name in method_names():
         method = get_method(name)
-        if method.networks is not None and (problem := method.networks(spec)):
+        if problem := method.needs.networks(spec):
             refusals[name] = problem
             continue
         tensors = method_layouts(spec, method)
-        methods[name] = Traffic(*(_total(tensors, shared) for shared in (method.shared_up, method.shared_down)))
+        methods[name] = Traffic(*(_total(tensors, shared) for shared in (method.payload.up, method.payload.down)))
     return Sizes(feature_shape(spec), split.feature_range.value, split.smallest_side, parts, methods, refusals)
 
 

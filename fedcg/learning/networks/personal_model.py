@@ -49,8 +49,8 @@ def personal_model(
         NetworkError: weights that do not fit the spec's networks.
     """
     method = get_method(spec.method)
-    if method.predict is not None:
-        model = method.predict(spec, parts)
+    if method.personal.predict is not None:
+        model = method.personal.predict(spec, parts)
     else:
         nets = (load_part(spec, part, parts[part], device) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
         model = ExtractorAndClassifier(*nets)
@@ -59,4 +59,4 @@ def personal_model(
 
 def personal_parts(spec: FederationSpec, parts: Mapping[Part, Weights]) -> dict[Part, Weights]:
     """Those that the client's model is made of."""
-    return {part: parts[part] for part in sorted(get_method(spec.method).personal)}
+    return {part: parts[part] for part in sorted(get_method(spec.method).personal.parts)}

@@ -19,8 +19,8 @@ _MOST_KINDS = 100
 
 def probe_inputs(ctx: RoundContext, count: int) -> torch.Tensor:
     """The cohort's probes as the extractor takes them, on the context's device; a frozen backbone's features where they stand for images."""
-    assert ctx.cohort is not None  # methods with probes need the secret
-    images = probe_images(ctx.cohort, count, ctx.spec.image)
+    assert ctx.masking.cohort is not None  # methods with probes need the secret
+    images = probe_images(ctx.masking.cohort, count, ctx.spec.image)
     unlabelled = ImageSet(images, torch.zeros(count, dtype=torch.int64), ctx.spec.classes)
     (made,) = with_features(ctx.spec, [unlabelled], ctx.device)
     return normalise(made.images.to(ctx.device), ctx.spec.image)
@@ -78,5 +78,5 @@ def fit(
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        ctx.progress("align", done + 1, steps)
+        ctx.callbacks.progress("align", done + 1, steps)
     return first, found

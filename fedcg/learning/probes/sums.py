@@ -16,9 +16,12 @@ from typing_extensions import Self
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
+    Aux,
+    Average,
     DivergedError,
-    MomentumParams,
+    ServerMomentum,
     ServerState,
+    TrainingParams,
     Unmasking,
     Update,
     Weights,
@@ -32,9 +35,12 @@ OUTPUTS, WEIGHT = SUM_NUMBERS, SUM_WEIGHT
 MODULUS = 1 << 32
 
 
-class ProbeParams(MomentumParams):
+class ProbeParams(TrainingParams):
     """Parameters of methods that send outputs on probes."""
 
+    average: Average = "mean"
+    aux: Aux = 0.0
+    server_momentum: ServerMomentum = 0.0
     probes: int = Field(
         default=32,
         ge=2,

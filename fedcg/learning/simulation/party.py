@@ -10,7 +10,7 @@ import torch
 
 from fedcg.learning.defences.scrambling import Scrambling
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Precision, RoundContext, Weights
+from fedcg.learning.method import Machine, Masking, Precision, RoundContext, Weights
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
@@ -115,9 +115,9 @@ class Party:
     def client_context(self, client: str, number: int) -> RoundContext:
         """The context of a client in a round."""
         context = self._context(self.roots.devices[client], number, None)
-        cohort = Streams(self.roots.cohort).at(self.spec.federation)
+        masking = Masking(Streams(self.roots.cohort).at(self.spec.federation))
         validation = self.datasets[client].val
-        return replace(context, spec=self.spec_of(client), privacy=self.privacy, validation=validation, cohort=cohort)
+        return replace(context, spec=self.spec_of(client), privacy=self.privacy, validation=validation, masking=masking)
 
     def server_context(self, number: int) -> RoundContext:
         """The context of the server half in a round."""
@@ -125,13 +125,5 @@ class Party:
 
     def _context(self, root: bytes, number: int, public: torch.Tensor | None) -> RoundContext:
         streams = Streams(root).at(self.spec.federation, number, ATTEMPT)
-        return RoundContext(
-            self.spec,
-            number,
-            ATTEMPT,
-            self.spec.rounds,
-            streams,
-            device=self.device,
-            public=public,
-            precision=self.precision,
-        )
+        machine = Machine(self.device, self.precision)
+        return RoundContext(self.spec, number, ATTEMPT, streams, machine, public=public)

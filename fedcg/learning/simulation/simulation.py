@@ -308,7 +308,7 @@ def _global_accuracy(party: Party, states: Mapping[str, ClientState], number: in
     }
     average: dict[Part, Weights] = {
         part: weighted_average((weights[name], models[name][part]) for name in names if weights[name] > 0)
-        for part in sorted(get_method(party.spec.method).personal)
+        for part in sorted(get_method(party.spec.method).personal.parts)
     }
     is_alike = all(party.datasets[name].input_layer is None for name in names)
     images = party.common if is_alike and party.common is not None and len(party.common) else _together(party, names)

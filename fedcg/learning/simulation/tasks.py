@@ -16,6 +16,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts, protected_round
 from fedcg.learning.method import (
     Aggregate,
+    Callbacks,
     ClientState,
     DivergedError,
     Evaluation,
@@ -153,7 +154,7 @@ def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) 
         Turn(
             task.state,
             party.datasets[task.client].train,
-            replace(party.client_context(task.client, task.number), warn=told[task.client].append),
+            replace(party.client_context(task.client, task.number), callbacks=Callbacks(warn=told[task.client].append)),
         )
         for task in tasks
     ]

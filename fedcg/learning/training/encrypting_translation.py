@@ -249,5 +249,5 @@ def _optimiser(name: str, network: nn.Module, params: TranslationParams, ctx: Ro
         optimiser = task_optimiser(network.parameters(), params)
         if params.optimiser == "sgd":
             optimiser.param_groups[0]["momentum"] = params.momentum
-    optimiser.param_groups[0]["lr"] *= rate_factor(ctx.round, ctx.horizon, params.constant_rounds)
+    optimiser.param_groups[0]["lr"] *= rate_factor(ctx.round, ctx.spec.rounds, params.constant_rounds)
     return optimiser

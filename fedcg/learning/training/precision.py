@@ -15,7 +15,7 @@ from fedcg.learning.method import RoundContext
 
 def in_precision(network: nn.Module, ctx: RoundContext) -> nn.Module:
     """A network (no discriminator) as a training step of this round is to run it; answers in float32."""
-    return network if ctx.precision == "f32" else _InBfloat16(network, torch.device(ctx.device).type)
+    return network if ctx.machine.precision == "f32" else _InBfloat16(network, torch.device(ctx.device).type)
 
 
 class _InBfloat16(nn.Module):

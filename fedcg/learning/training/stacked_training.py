@@ -6,8 +6,9 @@ taken its last step is read off, and the further steps of the stack in its place
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -15,14 +16,15 @@ from torch import nn
 
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
+from fedcg.learning.method import Callbacks, DivergedError, RoundContext, TrainingParams
 from fedcg.learning.networks.layers.stacked import Stacked
 from fedcg.learning.training.augmentation import Augmentation, Augmenter
 from fedcg.learning.training.batches import BLOCK_ROWS, images_at_once, index_blocks, steps_of
-from fedcg.learning.training.cuda_graph import Step, graphed
-from fedcg.learning.training.losses import check_loss
+from fedcg.learning.training.classification import CLASSIFY, TASK
+from fedcg.learning.training.losses import LossMeter, check_loss
 from fedcg.learning.training.optimisers import task_optimiser
-from fedcg.learning.training.precision import in_precision
+from fedcg.learning.training.stage import Batches, Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
+from fedcg.wire.parts import Part
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class _Draws:
 
 def _draws(learner: Learner, params: TrainingParams) -> _Draws:
     spec, batch = learner.ctx.spec, params.batch_size
-    streams = learner.ctx.streams.at("classify")
+    streams = learner.ctx.streams.at(CLASSIFY)
     shuffle, augmenter = streams.generator("order"), Augmenter(spec, streams)
     steps = steps_of(params, len(learner.data))
     index, choices = [], []
@@ -67,6 +69,22 @@ def _draws(learner: Learner, params: TrainingParams) -> _Draws:
         index.append(F.pad(block, missing, value=-1).view(-1, batch))
         choices.append(F.pad(augmenter.draw(len(block)).choices, (0, 0, *missing)).view(-1, batch, 3))
     return _Draws(torch.cat(index), torch.cat(choices), tuple(map(len, index)))
+
+
+class _Curves(LossMeter):
+    """Keeps the clients' losses of every step; one that diverges is that client's affair, and found at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(CLASSIFY, "cpu")
+        self.steps: list[torch.Tensor] = []
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Keep the losses of a step, [N]."""
+        self.steps.append(loss.clone())
+
+    def check(self) -> float:
+        """Nothing yet."""
+        return 0.0
 
 
 def train_classifiers(learners: Sequence[Learner], params: TrainingParams) -> list[float | DivergedError]:
@@ -79,56 +97,71 @@ def train_classifiers(learners: Sequence[Learner], params: TrainingParams) -> li
     Returns:
         Per client its mean cross-entropy over the last block, or why its weights can't be used.
     """
-    spec, device = learners[0].ctx.spec, learners[0].ctx.device
     draws = [_draws(learner, params) for learner in learners]
-    ends = [len(one.index) for one in draws]
-    steps = max(ends)
+    ends, taken, curves = [len(one.index) for one in draws], itertools.count(1), _Curves()
+    extractor = Stacked([learner.extractor for learner in learners])
+    classifier = Stacked([learner.classifier for learner in learners])
+
+    def read_off() -> None:
+        """Give each client that has taken its last step its weights."""
+        step = next(taken)
+        for at, learner in enumerate(learners):
+            if ends[at] == step:
+                learner.extractor.load_state_dict(extractor.weights_of(at))
+                learner.classifier.load_state_dict(classifier.weights_of(at))
+
+    ctx = replace(learners[0].ctx, checkpoint=None, callbacks=Callbacks())
+    optimiser = task_optimiser([*extractor.parameters(), *classifier.parameters()], params)
+    stage = Stage(
+        name=CLASSIFY,
+        losses=(CLASSIFY,),
+        networks={Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier},
+        trained={TASK: Trained((Part.EXTRACTOR, Part.CLASSIFIER), optimiser)},
+        batches=_stacked_batches(learners, draws, ctx),
+        step=_stacked_step,
+        after=(read_off,),
+        meter=lambda what, device: curves,
+    )
+    run_stage(stage, ctx)
+    each = torch.stack(curves.steps).t().cpu()
+    return [_last_mean(curve, one.blocks) for curve, one in zip(each, draws, strict=True)]
+
+
+def _stacked_batches(learners: Sequence[Learner], draws: Sequence[_Draws], ctx: RoundContext) -> Batches:
+    """Of a step: images [1, N, B, C, H, W], labels [1, N, B] and each row's share of its client's mean, [1, N, B]."""
+    steps = max(len(one.index) for one in draws)
     index, choices = (
-        torch.stack(column, dim=1).to(device)  # [steps, N, B, ...]
+        torch.stack(column, dim=1).to(ctx.device)  # [steps, N, B, ...]
         for column in zip(*((one.index, one.choices) for one in (some.padded(steps) for some in draws)), strict=True)
     )
     images, labels = (torch.cat([getattr(learner.data, name) for learner in learners]) for name in ("images", "labels"))
-    first = torch.tensor([0, *(len(learner.data) for learner in learners[:-1])]).cumsum(0).to(device).view(1, -1, 1)
-    extractor = Stacked([learner.extractor for learner in learners])
-    classifier = Stacked([learner.classifier for learner in learners])
-    step = _stacked_step(extractor, classifier, params, steps, learners[0].ctx)
-    losses = []
-    at_once = max(1, BLOCK_ROWS // index[0].numel())
-    for start in range(0, steps, at_once):
-        some = index[start : start + at_once]
-        rows = (some.clamp(min=0) + first).flatten()
-        augmentation = Augmentation(spec, choices[start : start + at_once].flatten(0, 2))
-        pixels = normalise(augmentation.apply(images[rows]), spec.image).unflatten(0, some.shape)
-        present = (some >= 0).to(pixels.dtype)
-        shares = present / present.sum(dim=2, keepdim=True).clamp(min=1.0)
-        for number, inputs in enumerate(zip(pixels, labels[rows].view(some.shape), shares, strict=True), start + 1):
-            losses.append(step(*inputs).clone())
-            for at, learner in enumerate(learners):
-                if ends[at] == number:
-                    learner.extractor.load_state_dict(extractor.weights_of(at))
-                    learner.classifier.load_state_dict(classifier.weights_of(at))
-    curves = torch.stack(losses).t().cpu()
-    return [_last_mean(curve, one.blocks) for curve, one in zip(curves, draws, strict=True)]
+    first = torch.tensor([0, *(len(learner.data) for learner in learners[:-1])]).cumsum(0).to(ctx.device).view(1, -1, 1)
+
+    def blocks() -> Iterator[Tensors]:
+        at_once = max(1, BLOCK_ROWS // index[0].numel())
+        for some, chosen in zip(index.split(at_once), choices.split(at_once), strict=True):
+            rows = (some.clamp(min=0) + first).flatten()
+            pixels = normalise(Augmentation(ctx.spec, chosen.flatten(0, 2)).apply(images[rows]), ctx.spec.image)
+            present = (some >= 0).to(pixels.dtype)
+            shares = present / present.sum(dim=2, keepdim=True).clamp(min=1.0)
+            yield pixels.unflatten(0, some.shape), labels[rows].view(some.shape), shares
+
+    return Batches(blocks(), steps, size=1)
 
 
-def _stacked_step(
-    extractor: Stacked, classifier: Stacked, params: TrainingParams, steps: int, ctx: RoundContext
-) -> Step:
-    """A step on images [N, B, ...], labels [N, B] and each row's share of its client's mean, [N, B]; returns losses [N]."""
-    optimiser = task_optimiser([*extractor.parameters(), *classifier.parameters()], params)
+def _stacked_step(nets: Nets, batch: Tensors) -> Descents:
+    """One step of all clients; tells their losses, [N]."""
+    images, labels, shares = (tensor.squeeze(0) for tensor in batch)
+    losses: list[torch.Tensor] = []
 
-    extract, classify = (in_precision(stack, ctx) for stack in (extractor, classifier))
-
-    def step(images: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        logits = classify(extract(images))
+    def summed() -> torch.Tensor:
+        logits = nets[Part.CLASSIFIER](nets[Part.EXTRACTOR](images))
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(shares)
-        losses = (each * shares).sum(dim=1)
-        optimiser.zero_grad()
-        losses.sum().backward()
-        optimiser.step()
-        return losses.detach()
+        losses.append((each * shares).sum(dim=1))
+        return losses[0].sum()
 
-    return graphed(step, [extractor, classifier], [optimiser], steps if ctx.graphs else 0)
+    yield Descent(TASK, summed)
+    return losses
 
 
 def _last_mean(curve: torch.Tensor, blocks: Sequence[int]) -> float | DivergedError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from fedcg.learning.mechanisms.dp_sgd import PrivateSteps, private_steps
 from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import RoundContext, unwatched
 from fedcg.learning.networks.layers.layer_randomness import seeded_layers
-from fedcg.learning.round_checkpoint import Kept, Restorable, stage_blocks
+from fedcg.learning.round_checkpoint import Kept, Restorable
 from fedcg.learning.training.cuda_graph import graphed
 from fedcg.learning.training.losses import LossMeter
 from fedcg.learning.training.precision import in_precision
@@ -116,6 +116,7 @@ class Stage:
         kept: what else its steps change, for checkpoints.
         after: called after each step; one with a state that is not `Restorable` leaves the stage without checkpoints.
         is_pure: a step branches on no value and draws from torch's default generators alone. Others get no CUDA graph and no pieces.
+        meter: (what a loss is called, device) -> what sums it and looks whether it diverges.
         until: asked with the first loss's mean since the last check, and the least mean before, whether the stage ends there.
     """
 
@@ -129,6 +130,7 @@ class Stage:
     kept: Mapping[str, Kept] = field(default_factory=dict)
     after: tuple[AfterStep, ...] = ()
     is_pure: bool = True
+    meter: Callable[[str, str], LossMeter] = LossMeter
     until: Callable[[float, float], bool] = lambda mean, least: False
 
     def modules_of(self, name: str) -> list[nn.Module]:
@@ -148,7 +150,7 @@ def run_stage(stage: Stage, ctx: RoundContext) -> tuple[float, ...]:
     in_training = {name for one in stage.trained.values() for name in one.networks}
     for name, network in stage.networks.items():
         network.train(name in in_training)
-    meters = [LossMeter(what, ctx.device) for what in stage.losses]
+    meters = [stage.meter(what, ctx.device) for what in stage.losses]
     with seeded_layers(ctx, stage.name), closing(_Descending(stage, ctx)) as descending:
         _go_over(stage, ctx, meters, descending)
     return tuple(meter.latest for meter in meters)
@@ -156,13 +158,17 @@ def run_stage(stage: Stage, ctx: RoundContext) -> tuple[float, ...]:
 
 def _go_over(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], descending: _Descending) -> None:
     kept = descending.kept | {f"{what} loss": meter for what, meter in zip(stage.losses, meters, strict=True)}
+    checkpoint = ctx.checkpoint
     for number, follow in enumerate(stage.after):
         if isinstance(follow, Restorable):
             kept[f"after {number}"] = follow
         else:  # a state of its own would be lost
-            ctx = replace(ctx, checkpoint=None)
+            checkpoint = None
     take, every, steps, done = descending.step(), stage.batches.check_every, stage.batches.steps, 0
-    for block, is_new in stage_blocks(ctx, stage.name, stage.batches.blocks, **kept):
+    blocks: Iterable[tuple[Tensors, bool]] = ((block, True) for block in stage.batches.blocks)
+    if checkpoint is not None:
+        blocks = checkpoint.blocks(stage.name, kept, stage.batches.blocks, ctx.device)
+    for block, is_new in blocks:
         batches = stage.batches.cut(block)
         if not is_new:
             done += len(batches)
@@ -182,13 +188,13 @@ def _go_over(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], desce
 def _told(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], done: int, *, is_due: bool) -> bool:
     """Look at the losses where it is time, and tell how far the stage is; whether it ends here."""
     steps, ends = stage.batches.steps, False
-    if ctx.watch_loss is not unwatched and (done % max(1, steps // LOOKS) == 0 or done == steps):
-        ctx.watch_loss(meters[0].look())
+    if ctx.callbacks.watch_loss is not unwatched and (done % max(1, steps // LOOKS) == 0 or done == steps):
+        ctx.callbacks.watch_loss(meters[0].look())
     if is_due:
         least = meters[0].least
         means = [meter.check() for meter in meters]
         ends = stage.until(means[0], least)
-    ctx.progress(stage.name, done, done if ends else steps)
+    ctx.callbacks.progress(stage.name, done, done if ends else steps)
     return ends
 
 
@@ -240,7 +246,7 @@ class _Descending:
             return self._whole
         modules = [network for name in stage.trained for network in stage.modules_of(name)]
         return graphed(
-            self._in_pieces, modules, list(self._optimisers.values()), stage.batches.steps if ctx.graphs else 0
+            self._in_pieces, modules, list(self._optimisers.values()), stage.batches.steps if ctx.machine.graphs else 0
         )
 
     def _in_pieces(self, *batch: torch.Tensor) -> torch.Tensor:
@@ -249,7 +255,7 @@ class _Descending:
         Batch norm then sees pieces, and dropout draws for each.
         """
         size = len(batch[0])
-        cut = pieces(size, self._ctx.most_rows)
+        cut = pieces(size, self._ctx.machine.most_rows)
         if len(cut) == 1:
             return self._whole(*batch)
         shares = [(rows.stop - rows.start) / size for rows in cut]

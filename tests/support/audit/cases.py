@@ -49,7 +49,7 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
     party = party_of(run, spec, build_cohort(source, spec.image, run.deal()))
     before, after = _last_two(list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=run.rounds))))
     method, data = get_method(spec.method), party.datasets[client]
-    sent = {name: _some(state.parts, method.shared_up) for name, state in after.states.items()}
+    sent = {name: _some(state.parts, method.payload.up) for name, state in after.states.items()}
     assert party.common is not None
     view = View(
         spec,
@@ -63,7 +63,7 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
         _first(party.common, auxiliary),
         colluder=Colluder.of(spec, party.roots.cohort, after.aggregate, steps=100) if helped else None,
     )
-    start, end = (_some(one.states[client].parts, method.private_parts) for one in (before, after))
+    start, end = (_some(one.states[client].parts, method.payload.private) for one in (before, after))
     truth = Truth(data.train, joined(data.val, data.test), start, end, after.states[client].extras)
     return Case(view, truth, Streams(root_secret(run.seed, "audit")))
 

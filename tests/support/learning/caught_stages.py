@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from fedcg.learning.method import RoundContext
+from fedcg.learning.method import Machine, RoundContext
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.round_checkpoint import Restorable, Tensors
@@ -101,10 +101,10 @@ def stages_of(case: str, device: str = "cpu") -> tuple[Caught, ...]:
             if module.__name__ != __name__ and vars(module).get("run_stage") is run_stage:
                 patch.setattr(module, "run_stage", caught)
         for client, images in (("a", 26), ("b", 20)):
-            ctx = replace(context(spec, 3, client.encode()), device=device)
+            ctx = replace(context(spec, 3, client.encode()), machine=Machine(device))
             result = local_round_of(spec, bright_images(images, images, form=spec.image), incoming, ctx)
             updates[client] = update_of(client, result)
-        merged(aggregator_of(spec, replace(context(spec, 3, b"coordinator"), device=device)), updates)
+        merged(aggregator_of(spec, replace(context(spec, 3, b"coordinator"), machine=Machine(device))), updates)
     return tuple(found.values())
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fedcg.learning.aggregation.distillation import SHARED, Pair, load_pair
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, Aggregator, Example, LocalResult, RoundContext, Update, Weights
+from fedcg.learning.method import Aggregate, Aggregator, Example, LocalResult, Masking, RoundContext, Update, Weights
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
@@ -84,9 +84,9 @@ def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES, for
 def context(spec: FederationSpec, round_number: int = 2, root: bytes = b"device") -> RoundContext:
     """A round's context, scoped as the trainer scopes it, with public images for the methods that need some."""
     streams = Streams(root).at(spec.federation, round_number, 1)
-    public = bright_images(10, 77, form=spec.image).images if get_method(spec.method).needs_public else None
+    public = bright_images(10, 77, form=spec.image).images if get_method(spec.method).needs.public else None
     cohort = Streams(b"cohort").at(spec.federation)
-    return RoundContext(spec, round_number, 1, spec.rounds, streams, public=public, cohort=cohort)
+    return RoundContext(spec, round_number, 1, streams, public=public, masking=Masking(cohort))
 
 
 def same(first: Weights, second: Weights) -> bool:
@@ -119,7 +119,7 @@ def client_data(name: str, train: int = 24, form: ImageForm = GREY) -> ClientDat
 def party_of(method: str, names: Iterable[str] = NAMES, **params: ParameterValue) -> Party:
     """A quick federation of up to three clients, with public images for the methods that need some."""
     spec = quick_spec(method, **params)
-    public = bright_images(10, 77, form=spec.image).images if get_method(method).needs_public else None
+    public = bright_images(10, 77, form=spec.image).images if get_method(method).needs.public else None
     datasets = {name: client_data(name, form=spec.image) for name in names}
     common = bright_images(6, 99, form=spec.image)
     return Party(spec, datasets, roots_from_seed(0, NAMES), common=common, public=public)

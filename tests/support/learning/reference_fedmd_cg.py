@@ -61,7 +61,7 @@ def classify(
     nets.classifier.train()
     nets.generator.eval()
     divergence = Divergence(params.divergence, params.temperature)
-    factor = ramp(ctx.round, ctx.horizon, params.ramp_power)
+    factor = ramp(ctx.round, ctx.spec.rounds, params.ramp_power)
     weights = [*nets.extractor.parameters(), *nets.classifier.parameters()]
     make = torch.optim.SGD if params.optimiser == "sgd" else torch.optim.Adam
     optimiser = make(weights, lr=params.lr, weight_decay=params.weight_decay)

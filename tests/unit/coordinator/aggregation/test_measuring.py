@@ -79,7 +79,7 @@ def test_a_teacher_pass_without_memory_is_done_in_smaller_batches(
     real = distillation.teacher_logits
 
     def hungry(teacher: Any, bank: Any, ctx: Any, watch: Any = None) -> torch.Tensor:
-        if ctx.most_rows is None:
+        if ctx.machine.most_rows is None:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
         return real(teacher, bank, ctx, watch)
 

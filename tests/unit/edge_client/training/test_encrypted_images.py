@@ -17,7 +17,7 @@ from export.model.manifest import read_manifest
 from export.model.versions import Slots
 from fedcg.event_log import EventLog
 from fedcg.files import checked_secret
-from fedcg.learning.defences.etc import EtcParams
+from fedcg.learning.defences.params import EtcParams
 from fedcg.learning.defences.scrambling import Scrambling, draw_keys, scrambling_of
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.seeds import Streams

@@ -33,7 +33,7 @@ AVERAGING = '''
 """FedSplit with a moving average of the extractor over all steps, which is what is served; the trained one is remembered."""
 from dataclasses import replace
 
-from fedcg.learning.method import AveragedParams, ClientState, LocalResult
+from fedcg.learning.method import ClientState, LocalResult
 from fedcg.learning.methods import fedsplit
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.classification import train_classifier
@@ -57,7 +57,7 @@ def local_round(state, data, aggregate, ctx):
         for name, tensor in extractor.state_dict().items():
             mean[name] = 0.9 * mean[name] + 0.1 * tensor.detach()
 
-    params = AveragedParams.model_validate(ctx.spec.params)
+    params = fedsplit.METHOD.params_type.model_validate(ctx.spec.params)
     loss = train_classifier(extractor, classifier, data, params, ctx, after=(after_step,))
     kept = {Part.EXTRACTOR: mean, Part.CLASSIFIER: weights_of(classifier)}
     done = state.extras.get("done", {"steps": torch.zeros(1, dtype=torch.int64)})["steps"] + steps
@@ -100,7 +100,7 @@ def test_what_a_method_remembers_is_kept_from_round_to_round_and_never_sent(fold
 
 
 def allowing(site: Site) -> Site:
-    policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | get_method(site.spec.method).shared_up)
+    policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | get_method(site.spec.method).payload.up)
     site.config = site.config.model_copy(update={"policy": policy})
     return site
 
@@ -115,7 +115,9 @@ def test_a_spec_without_masks_is_declined_for_a_method_that_has_some_and_so_is_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = allowing(Site(tmp_path, real_spec("fedprobe")))
-    monkeypatch.setattr(local_round, "get_method", lambda name: replace(get_method(name), summed=frozenset()))
+    method = get_method("fedprobe")
+    plain = replace(method, payload=replace(method.payload, is_summed=False))
+    monkeypatch.setattr(local_round, "get_method", lambda _name: plain)
     report = site.declined()
     assert (report.reason, report.detail) == (
         DeclineReason.SPEC_REFUSED,

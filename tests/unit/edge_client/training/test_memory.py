@@ -34,7 +34,7 @@ def rows_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     seen: list[int | None] = []
 
     def noted(method: Method, state: object, data: object, aggregate: object, ctx: RoundContext) -> object:
-        seen.append(ctx.most_rows)
+        seen.append(ctx.machine.most_rows)
         return protected_round(method, state, data, aggregate, ctx)  # type: ignore[arg-type]
 
     monkeypatch.setattr(local_round, "protected_round", noted)

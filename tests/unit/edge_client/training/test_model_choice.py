@@ -19,7 +19,7 @@ from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
 from edge_client.training.model_selection import Candidate, choose
 from fedcg.files import checked_secret
-from fedcg.learning.method import Weights
+from fedcg.learning.method import Masking, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.probes.alignment import outputs_on, probe_inputs, residual
 from fedcg.learning.probes.sums import ProbeParams, counted
@@ -145,7 +145,7 @@ def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
     command = ChooseModel(site.spec.digest, site.aggregate)
     assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
     assert len(seen) == (5 if brought else 1)
-    held = {part: site.spec.layouts[part] for part in get_method(method).shared_down}
+    held = {part: site.spec.layouts[part] for part in get_method(method).payload.down}
     first, latest = unpack(site.store.artifacts.get(site.aggregate), held).parts, site.state().slots["personal"]
     for part in (Part.EXTRACTOR, Part.CLASSIFIER) if brought else ():
         wanted = first[part] if part in brought else latest[part]
@@ -162,7 +162,7 @@ def test_the_downloaded_candidate_of_a_fedprobe_device_has_the_extractor_that_wa
     site.config = site.config.model_copy(update={"policy": policy})
     site.trainer().do(site.round())
     latest = to_weights(site.state().slots["personal"])
-    inputs = probe_inputs(replace(context(site.spec), cohort=Streams(b"c" * 32).at(site.spec.federation)), 4)
+    inputs = probe_inputs(replace(context(site.spec), masking=Masking(Streams(b"c" * 32).at(site.spec.federation))), 4)
 
     def outputs(parts: Mapping[Part, Weights]) -> torch.Tensor:
         return outputs_on(load_part(site.spec, Part.EXTRACTOR, parts[Part.EXTRACTOR]), inputs)

@@ -58,7 +58,7 @@ def site_of(
     )
     training = TrainingSection(shadow_every=shadow, device="cpu", threads=1, checkpoint_s=every_s)
     policy = PolicySection(
-        allow_upload=get_method(method).shared_up,
+        allow_upload=get_method(method).payload.up,
         allow_report=site.config.policy.allow_report | {ReportField.LABEL_COUNTS},
     )
     site.config = site.config.model_copy(update={"training": training, "policy": policy, "privacy": privacy or OFF})
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_round_or_of_other_settings_is_not_used(
         monkeypatch.setattr("edge_client.training.trainer_child.detect", lambda: box)
     else:
         first = initial_parts(site.spec, spec_root(site.spec.seed))
-        parts = to_arrays({part: first[part] for part in get_method("fedavg").shared_down})
+        parts = to_arrays({part: first[part] for part in get_method("fedavg").payload.down})
         command = replace(command, aggregate=site.store.artifacts.put(aggregate_of(parts, site.spec, 1)))
     saves = count_saves(monkeypatch)
     assert site.trainer().do(command) == Committed(command.round_attempt)

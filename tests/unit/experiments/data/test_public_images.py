@@ -60,5 +60,5 @@ def test_a_simulation_without_public_images_is_refused_when_its_method_needs_som
 
 
 def test_a_demo_holds_images_out_for_exactly_the_methods_that_need_some() -> None:
-    assert all(get_method(name).needs_public for name in DEMO_PUBLIC_IMAGES)
+    assert all(get_method(name).needs.public for name in DEMO_PUBLIC_IMAGES)
     assert get_method("feddf").name in DEMO_PUBLIC_IMAGES

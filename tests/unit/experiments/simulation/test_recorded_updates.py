@@ -96,7 +96,7 @@ def ids(folder: Path, kind: str, number: int) -> dict[str, str]:
 
 def aggregate_in(folder: Path, spec: FederationSpec, number: int) -> tuple[str, Artifact]:
     ((_, artifact),) = ids(folder, "aggregate", number).items()
-    layouts = {part: spec.layouts[part] for part in sorted(get_method(spec.method).shared_down)}
+    layouts = {part: spec.layouts[part] for part in sorted(get_method(spec.method).payload.down)}
     data = (folder / "artifacts" / artifact).read_bytes()
     return artifact, unpack(data, layouts, codecs=codecs_for(layouts, spec.aggregate_codec))
 

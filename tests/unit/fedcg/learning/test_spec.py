@@ -42,7 +42,7 @@ def test_only_what_a_round_goes_on_from_is_taken_to_the_aggregate() -> None:
     assert bases["fedavg"] == {Part.EXTRACTOR, Part.CLASSIFIER}
     assert bases["local"] == set()
     for name in method_names():
-        assert bases[name] <= get_method(name).shared_up & get_method(name).shared_down
+        assert bases[name] <= get_method(name).payload.up & get_method(name).payload.down
         assert coded(name, "i8").with_base == ()
 
 

@@ -15,7 +15,7 @@ from fedcg.learning.aggregation.averaging import AverageAggregator, PartsAverage
 from fedcg.learning.aggregation.distillation import Distillation, TaughtAverage, distillation
 from fedcg.learning.aggregation.robust_statistics import combine, combined
 from fedcg.learning.aggregation.row_store import DirectorySpill
-from fedcg.learning.method import Aggregate, Combination, DivergedError, ServerState, TaughtParams, Update
+from fedcg.learning.method import Aggregate, Callbacks, Combination, DivergedError, ServerState, Taught, Update
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.stage import Nets, Tensors, run_stage
@@ -79,18 +79,17 @@ def test_a_median_of_weights_ignores_one_of_five_whatever_it_sends_and_claims() 
     assert average("mean", *honest, update("e", 1e6, -1e6, examples=10**9))[0] > 9e5
 
 
-def taught(ensemble: str, logits: dict[str, list[list[float]]]) -> torch.Tensor:
+def taught(ensemble: Taught, logits: dict[str, list[list[float]]]) -> torch.Tensor:
     spill = MemorySpill()
-    ensemble_of = TaughtAverage(
-        ONLY, lambda each: torch.tensor(logits[each.client]), spill, TaughtParams(ensemble=ensemble)
-    )
+    ensemble_of = TaughtAverage(ONLY, lambda each: torch.tensor(logits[each.client]), spill, ensemble=ensemble)
     return ensemble_of.settle(loaders({client: update(client, 1.0) for client in logits}))
 
 
 def test_a_loud_teacher_decides_a_sum_and_no_standardised_median_or_trimmed_ensemble() -> None:
     logits = {"a": [[2.0, 0.0]], "b": [[2.0, 0.0]], "c": [[0.0, 1000.0]]}
     assert taught("sum", logits).argmax(1).tolist() == [1]
-    for ensemble in ("standardised", "median", "trimmed"):
+    others: tuple[Taught, ...] = ("standardised", "median", "trimmed")
+    for ensemble in others:
         assert taught(ensemble, logits).argmax(1).tolist() == [0], ensemble
 
 
@@ -136,7 +135,9 @@ def test_a_distillation_whose_loss_is_flat_ends_early_where_that_is_asked_for(fl
         return nothing + 1.0  # as flat as can be: the second ten steps bring nothing
 
     settings = Distillation(40, 2, 1e-3, 0.0, flat_steps)
-    ctx = replace(context(quick_spec("fedcg")), progress=lambda phase, step, of: progress.append((step, of)))
+    ctx = replace(
+        context(quick_spec("fedcg")), callbacks=Callbacks(lambda phase, step, of: progress.append((step, of)))
+    )
     student = {"student": torch.nn.Linear(1, 1)}
     run_stage(distillation(student, loss_of, lambda rows: (torch.ones(80, 1)[rows],), settings, ctx), ctx)
     assert len(taken) == steps
@@ -151,11 +152,10 @@ def test_the_loss_of_a_distillation_is_watched_as_the_mean_of_the_steps_since_th
         nothing: torch.Tensor = 0.0 * nets["student"](*batch).sum()
         return nothing + batch[0].mean()
 
-    ctx = replace(
-        context(quick_spec("fedcg")),
-        watch_loss=lambda loss: seen.append(("loss", loss)),
-        progress=lambda phase, step, steps: seen.append((phase, step)),
+    callbacks = Callbacks(
+        lambda phase, step, steps: seen.append((phase, step)), lambda loss: seen.append(("loss", loss))
     )
+    ctx = replace(context(quick_spec("fedcg")), callbacks=callbacks)
     settings, student = Distillation(44, 2, 1e-3, 0.0, flat_steps), {"student": torch.nn.Linear(1, 1)}
     run_stage(distillation(student, loss_of, lambda rows: (losses[rows],), settings, ctx), ctx)
     watched = [loss for name, loss in seen if name == "loss"]

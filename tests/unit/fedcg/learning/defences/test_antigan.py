@@ -15,7 +15,7 @@ from PIL import Image
 
 from fedcg.learning.backbone_names import Backbone
 from fedcg.learning.defences import gan_mixing
-from fedcg.learning.defences.antigan import DEFENCE, AntiGanParams
+from fedcg.learning.defences.antigan import DEFENCE
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, Defended
 from fedcg.learning.defences.gan_mixing import generated_images, mix, mixed_images, stem_for
 from fedcg.learning.defences.gan_training import (
@@ -26,6 +26,7 @@ from fedcg.learning.defences.gan_training import (
     window_variance_loss,
     windows_of,
 )
+from fedcg.learning.defences.params import AntiGanParams
 from fedcg.learning.errors import DataError, DefenceError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import silent

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fedcg.image_form import ImageForm
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.defences.defence import DefencePlace, defence_of
-from fedcg.learning.defences.etc import EtcParams, ScramblingStep
+from fedcg.learning.defences.params import EtcParams, ScramblingStep
 from fedcg.learning.defences.scrambling import Scrambling, ScramblingKeys, draw_keys, scrambling_of
 from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet

@@ -45,7 +45,7 @@ def round_of(name: str, privacy: PrivacySettings, data: ImageSet) -> tuple[Local
     spec, method = quick_spec(name), get_method(name)
     initial = initial_parts(spec, b"cohort")
     aggregate = method.init_server(spec, initial).aggregate
-    ctx = RoundContext(spec, 2, 1, 4, context(spec).streams, privacy=privacy)
+    ctx = RoundContext(spec, 2, 1, context(spec).streams, privacy=privacy)
     return protected_round(method, method.init_client(spec, initial), data, aggregate, ctx), aggregate, ctx
 
 
@@ -134,7 +134,7 @@ def test_the_generator_asks_for_all_labels_alike_where_they_are_to_stay_secret(
     privacy: PrivacySettings, classes: set[int]
 ) -> None:
     spec, generator = quick_spec("fedcg"), Asked()
-    ctx = RoundContext(spec, 2, 1, 4, context(spec).streams, privacy=privacy)
+    ctx = RoundContext(spec, 2, 1, context(spec).streams, privacy=privacy)
     source = cast("FeatureSource", GivenFeatures(torch.zeros(40, 2)))  # all of class 0
     params = fedcg.FedcgParams.model_validate({**spec.params, "epochs": 8})
     run_stage(fedcg.adversarial(generator, Sum(), source, params, ctx), ctx)

@@ -16,7 +16,7 @@ from fedcg.learning.errors import DataError, PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd, poisson_batches, private_steps
 from fedcg.learning.mechanisms.protected_round import check_mechanisms, protected_round
-from fedcg.learning.method import Aggregate, ClientState, LocalResult, RoundContext, TrainingParams
+from fedcg.learning.method import Aggregate, ClientState, LocalResult, Machine, RoundContext, TrainingParams
 from fedcg.learning.methods import fedcg, fedgen, fedmd_cg, fedprox
 from fedcg.learning.networks import build_part, load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
@@ -281,16 +281,20 @@ def test_steps_with_noise_of_their_own_run_in_f32_and_without_graphs() -> None:
 
     def spy(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
         seen.append(ctx)
-        return method.local_round(state, data, aggregate, replace(ctx, precision="f32"))
+        return method.local_round(state, data, aggregate, replace(ctx, machine=Machine()))
 
     spec = private_spec("fedavg")
     initial = initial_parts(spec, b"cohort")
     for privacy in (PRIVATE, PrivacySettings(gradient_noise=0.1), PrivacySettings(update_clip=1.0)):
-        ctx = replace(private_context(spec, privacy), precision="bf16")
+        ctx = replace(private_context(spec, privacy), machine=Machine(precision="bf16"))
         aggregate = method.init_server(spec, initial).aggregate
         spied = replace(method, local_round=spy)
         protected_round(spied, method.init_client(spec, initial), bright_images(8, 0), aggregate, ctx)
-    assert [(ctx.precision, ctx.graphs) for ctx in seen] == [("f32", False), ("f32", False), ("bf16", True)]
+    assert [(ctx.machine.precision, ctx.machine.graphs) for ctx in seen] == [
+        ("f32", False),
+        ("f32", False),
+        ("bf16", True),
+    ]
 
 
 def test_dropout_hides_a_share_of_the_features_from_the_classifier() -> None:

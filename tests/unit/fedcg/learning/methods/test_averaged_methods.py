@@ -38,7 +38,7 @@ from tests.support.learning.learning_cases import (
 from tests.support.learning.stub_networks import FIRST, SECOND, Scale, drawn, on_labels
 
 STILL = 1e-30  # a learning rate at which nothing moves, so that a student's start shows
-SHARING = [name for name in method_names() if get_method(name).shared_up - {Part.STATISTICS}]
+SHARING = [name for name in method_names() if get_method(name).payload.up - {Part.STATISTICS}]
 
 
 def shifted(parts: Mapping[Part, Weights], shift: float) -> dict[Part, Weights]:
@@ -61,7 +61,7 @@ def test_the_average_is_weighted_over_the_clients_that_are_present(name: str) ->
         still |= {"server_lr": STILL, "server_iterations": 1}
     spec, method = quick_spec(name, **still), get_method(name)
     start = initial_parts(spec, b"cohort")
-    up = {part: start[part] for part in method.shared_up}
+    up = {part: start[part] for part in method.payload.up}
     updates = {
         client: Update(client, shifted(up, shift), images, (images, 0, 0))
         for client, shift, images in (("a", 1.0, 1), ("b", 5.0, 3), ("c", 50.0, 96))
@@ -70,7 +70,7 @@ def test_the_average_is_weighted_over_the_clients_that_are_present(name: str) ->
     merge.add(updates["c"])
     merge.add(updates["b"])
     aggregate, _ = merge.finish(loaders(updates, "a", "b"))
-    for part in method.shared_up - {Part.STATISTICS}:  # sums have tests of their own
+    for part in method.payload.up - {Part.STATISTICS}:  # sums have tests of their own
         for key, tensor in aggregate.parts[part].items():
             statistic = (
                 "running_" in key and "server_lr" in still
@@ -111,13 +111,13 @@ def test_an_averaged_batch_norm_keeps_float_statistics_and_whole_counters() -> N
 )
 def test_a_client_trains_from_what_came_down_and_from_what_it_kept(name: str, up: set[Part], kept: set[Part]) -> None:
     spec, method = quick_spec(name, lr=STILL, weight_decay=0.0), get_method(name)
-    assert set(method.shared_up) == up
-    assert set(method.private_parts) == kept
-    assert set(method.shared_down) == (up | {Part.GENERATOR} if name == "fedgen" else up)
+    assert set(method.payload.up) == up
+    assert set(method.payload.private) == kept
+    assert set(method.payload.down) == (up | {Part.GENERATOR} if name == "fedgen" else up)
     initial = initial_parts(spec, b"cohort")
     own, came = shifted(initial, 0.01), shifted(initial, 0.02)
     state = method.init_client(spec, own)
-    incoming = Aggregate({part: came[part] for part in method.shared_down})
+    incoming = Aggregate({part: came[part] for part in method.payload.down})
     result = method.local_round(state, bright_images(24, 0), incoming, context(spec))
     for part, weights in result.private.parts.items():
         assert same(weights, (own if part in kept else came)[part]), part
@@ -193,7 +193,7 @@ def test_the_auxiliary_loss_changes_a_round_from_the_second_on(name: str) -> Non
         spec = quick_spec(name, aux=aux)
         method = get_method(name)
         initial = initial_parts(spec, b"cohort")
-        came = Aggregate({part: shifted(initial, 0.02)[part] for part in method.shared_down})
+        came = Aggregate({part: shifted(initial, 0.02)[part] for part in method.payload.down})
         for number in (1, 2):
             ctx = replace(context(spec), round=number)
             results[aux, number] = method.local_round(method.init_client(spec, initial), data, came, ctx).private.parts
@@ -277,7 +277,7 @@ def distilled(monkeypatch: pytest.MonkeyPatch, spilled: Mapping[str, tuple[torch
     ctx = replace(context(spec), public=bright_images(4, 0).images)
     empty: Mapping[Part, Weights] = {part: {"w": torch.zeros(1)} for part in nets}
     updates = {client: Update(client, empty, size) for client, (_, size) in spilled.items()}
-    merge = feddf.aggregator(get_method("feddf").init_server(spec, initial_parts(spec, b"c")), ctx, spill)
+    merge = feddf.PublicEnsembleAggregator(get_method("feddf").init_server(spec, initial_parts(spec, b"c")), ctx, spill)
     merge.finish(loaders(updates))
     return list(nets[Part.CLASSIFIER](torch.zeros(1, 1)).softmax(1)[0].tolist())
 

@@ -69,21 +69,28 @@ def test_a_package_that_cannot_be_imported_is_named(folder: Path) -> None:
         get_method("our_prototypes")
 
 
-def test_a_method_whose_masks_are_to_cover_other_parts_than_its_statistics_is_refused(folder: Path) -> None:
+def test_a_method_with_masks_and_no_statistics_of_its_own_to_put_them_on_is_refused(folder: Path) -> None:
     (folder / "our_package.py").write_text(
         "from dataclasses import replace\n"
         "from fedcg.learning.methods import fedsplit\n"
-        "METHOD = replace(fedsplit.METHOD, name='masked', summed=fedsplit.METHOD.shared_up)\n"
+        "payload = replace(fedsplit.METHOD.payload, is_summed=True)\n"
+        "METHOD = replace(fedsplit.METHOD, name='masked', payload=payload)\n"
     )
     register(folder, "ours", "fedcg.methods", "masked", "our_package:METHOD")
-    with pytest.raises(ExtensionError, match="method masked: summed = classifier, and masks are for whole numbers of"):
+    with pytest.raises(
+        ExtensionError,
+        match="our_package:METHOD: ValueError: is_summed puts masks on whole numbers of the part statistics",
+    ):
         get_method("masked")
-    for without in ({"statistics": None}, {"shared_up": frozenset({Part.CLASSIFIER})}):
-        with pytest.raises(ValueError, match="method fedprobe: summed = statistics"):
-            replace(get_method("fedprobe"), **without)
+    method = get_method("fedprobe")
+    for without in ({"statistics": None}, {"up": frozenset({Part.CLASSIFIER})}):
+        with pytest.raises(ValueError, match="is_summed puts masks on"):
+            replace(method.payload, **without)
     means = (TensorLayout(name="means", dtype="int64", shape=(3,), low=0.0, high=9.0),)
     with pytest.raises(NetworkError, match="fedprobe: its masked statistics must be the tensors outputs and weight"):
-        method_layouts(quick_spec("fedprobe"), replace(get_method("fedprobe"), statistics=lambda _spec: means))
+        method_layouts(
+            quick_spec("fedprobe"), replace(method, payload=replace(method.payload, statistics=lambda _spec: means))
+        )
 
 
 def test_a_package_cannot_take_the_name_of_a_built_in_method(folder: Path) -> None:

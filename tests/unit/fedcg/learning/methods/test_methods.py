@@ -11,7 +11,7 @@ import torch
 
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.errors import DataError, UnknownMethodError
-from fedcg.learning.method import Aggregate, DivergedError, LabelCounts, LocalResult, TrainingParams
+from fedcg.learning.method import Aggregate, Callbacks, DivergedError, LabelCounts, LocalResult, TrainingParams
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method, method_names
@@ -63,12 +63,12 @@ def test_a_local_round_repeats_bit_for_bit_whatever_the_global_random_state(name
 @pytest.mark.parametrize("name", METHODS)
 def test_shared_and_private_results_hold_what_the_method_says_in_storage_of_their_own(name: str) -> None:
     method, result = get_method(name), one_round(name)
-    assert frozenset(result.shared.parts) == method.shared_up
-    assert frozenset(result.private.parts) == method.parts
+    assert frozenset(result.shared.parts) == method.payload.up
+    assert frozenset(result.private.parts) == method.payload.parts
     places = [tensor.data_ptr() for tensor in all_tensors(result).values() if tensor.numel()]
     assert len(set(places)) == len(places)
     assert result.report.examples == 25
-    assert (result.report.label_counts is not None) == (method.label_counts is not LabelCounts.NEVER)
+    assert (result.report.label_counts is not None) == (method.needs.label_counts is not LabelCounts.NEVER)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -84,7 +84,7 @@ def test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data(
         assert all(same(weights, untouched[part]) for part, weights in parts.items())
     assert torch.equal(data.images, images)
     assert not any(
-        same(result.private.parts[part], untouched[part]) for part in method.shared_up | method.private_parts
+        same(result.private.parts[part], untouched[part]) for part in method.payload.up | method.payload.private
     )
 
 
@@ -109,7 +109,7 @@ def test_the_order_of_arrival_and_a_restart_never_change_the_aggregate(
     for other in outcomes[1:]:
         assert other.label_distribution == outcomes[0].label_distribution
         assert same_parts(other.parts, outcomes[0].parts)
-    assert frozenset(outcomes[0].parts) == get_method(name).shared_down
+    assert frozenset(outcomes[0].parts) == get_method(name).payload.down
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -128,7 +128,7 @@ OWN = '''
 """PPIDSG, for colour images that are not square, beside a convolutional generator; anything else is refused."""
 from dataclasses import replace
 
-from fedcg.learning.method import Example
+from fedcg.learning.method import Example, Needs
 from fedcg.learning.methods import ppidsg
 from fedcg.learning.spec import ImageForm, NetworkChoice
 
@@ -142,7 +142,7 @@ def networks(spec):
     return "" if (spec.network, spec.image) == (EXAMPLE.network, EXAMPLE.image) else "this is not the example"
 
 
-METHOD = replace(ppidsg.METHOD, name="ours", example=EXAMPLE, networks=networks)
+METHOD = replace(ppidsg.METHOD, name="ours", example=EXAMPLE, needs=Needs(networks=networks))
 '''
 
 
@@ -250,7 +250,8 @@ def test_progress_reports_every_phase_of_a_round() -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
     ctx = context(quick_spec("fedcg"))
     round_of_one_client(
-        replace(ctx, progress=lambda phase, step, steps: seen.setdefault(phase, []).append((step, steps))), 24
+        replace(ctx, callbacks=Callbacks(lambda phase, step, steps: seen.setdefault(phase, []).append((step, steps)))),
+        24,
     )
     assert set(seen) == {"classify", "generate", "teacher", "distil"}
     assert all(steps[-1][0] == steps[-1][1] for steps in seen.values())

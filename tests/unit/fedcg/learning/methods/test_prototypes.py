@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from fedcg.learning.aggregation.prototypes import HELD, PROTOTYPES, filled, merg
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import protected_round
-from fedcg.learning.method import Aggregate, Update
+from fedcg.learning.method import Aggregate, Needs, Update
 from fedcg.learning.methods.fedproto import NearestPrototype, towards
 from fedcg.learning.networks import feature_shape, load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
@@ -132,7 +133,7 @@ def test_a_method_refuses_networks_with_a_sentence_when_a_federation_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     method = get_method("fedgh")
-    refusing = method.__class__(**{**method.__dict__, "networks": lambda spec: "network.split must be ours"})
+    refusing = replace(method, needs=Needs(networks=lambda spec: "network.split must be ours"))
     monkeypatch.setattr("fedcg.learning.networks.initial_weights.get_method", lambda name: refusing)
     with pytest.raises(NetworkError, match=r"fedgh: network\.split must be ours"):
         complete_spec(plan("fedgh"))

@@ -11,7 +11,16 @@ import torch
 from pydantic import ValidationError
 
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
-from fedcg.learning.method import Aggregate, DivergedError, RoundContext, ServerState, Unmasking, Update, Weights
+from fedcg.learning.method import (
+    Aggregate,
+    Callbacks,
+    DivergedError,
+    RoundContext,
+    ServerState,
+    Unmasking,
+    Update,
+    Weights,
+)
 from fedcg.learning.methods.fedprobe import align
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
@@ -131,7 +140,7 @@ def test_an_extractor_is_fitted_to_outputs_of_another_and_stops_where_it_is_aske
     inputs = probe_inputs(context(SPEC), 4)
     wanted = outputs_on(drifted(), inputs)
     own, steps = own_extractor(), list[int]()
-    ctx = replace(context(SPEC), progress=lambda _phase, step, _steps: steps.append(step))
+    ctx = replace(context(SPEC), callbacks=Callbacks(lambda _phase, step, _steps: steps.append(step)))
     before, after = fit(own, inputs, wanted, 200, 3e-3, 0.05, ctx)
     assert 0.0 < after <= 0.05 < before
     assert 0 < len(steps) < 200
@@ -146,7 +155,7 @@ def aggregate_of(outputs: torch.Tensor) -> Aggregate:
 
 
 def warned_context(said: list[str]) -> RoundContext:
-    return replace(context(SPEC), warn=said.append)
+    return replace(context(SPEC), callbacks=Callbacks(warn=said.append))
 
 
 def test_a_round_goes_on_from_the_aligned_extractor() -> None:

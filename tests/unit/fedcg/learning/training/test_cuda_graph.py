@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.aggregation.distillation import Distillation, distillation
+from fedcg.learning.method import Machine
 from fedcg.learning.round_checkpoint import optimiser_state
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training.cuda_graph import graphed
@@ -42,7 +43,7 @@ def trained(device: str, *, graphs: bool) -> dict[str, torch.Tensor]:
         some, wanted = batch
         return cross_entropy(nets["student"](some), wanted)
 
-    ctx = replace(context(quick_spec("fedcg")), device=device, graphs=graphs)
+    ctx = replace(context(quick_spec("fedcg")), machine=Machine(device, graphs=graphs))
     run_stage(distillation({"student": net}, loss_of, lambda rows: (inputs[rows], labels[rows]), SETTINGS, ctx), ctx)
     return {name: tensor.cpu() for name, tensor in net.state_dict().items()}
 

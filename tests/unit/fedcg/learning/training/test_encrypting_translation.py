@@ -12,10 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from fedcg.learning.data.image_folder import normalise
-from fedcg.learning.defences.etc import EtcParams
+from fedcg.learning.defences.params import EtcParams
 from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import DivergedError, RoundContext
+from fedcg.learning.method import Callbacks, DivergedError, RoundContext
 from fedcg.learning.networks.image_networks import WIDTHS, Widths
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.seeds import Streams
@@ -59,7 +59,7 @@ def context(round_number: int = 1, *, classes: tuple[str, ...] = CLASSES, flip: 
         report=(),
         layouts={},
     )
-    return RoundContext(spec, round_number, 1, 50, Streams(b"device").at(round_number))
+    return RoundContext(spec, round_number, 1, Streams(b"device").at(round_number))
 
 
 def quick(**changed: object) -> TranslationParams:
@@ -299,7 +299,7 @@ def test_the_same_streams_give_the_same_bits_and_the_global_random_state_stays()
 
 def test_progress_counts_every_step() -> None:
     steps: list[tuple[str, int, int]] = []
-    ctx = replace(context(), progress=lambda phase, step, count: steps.append((phase, step, count)))
+    ctx = replace(context(), callbacks=Callbacks(lambda phase, step, count: steps.append((phase, step, count))))
     trained(ctx=ctx, steps=0, epochs=2, batch_size=10)  # 24 images: 10, 10 and 4
     assert steps == [("generate", step, 6) for step in range(1, 7)]
 

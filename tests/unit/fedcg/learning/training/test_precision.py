@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.method import Precision, RoundContext, Weights
+from fedcg.learning.method import Machine, Precision, RoundContext, Weights
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.training.precision import in_precision
@@ -17,7 +17,7 @@ from tests.support.learning.learning_cases import GREY, context, plan_of, quick_
 
 
 def in_bf16(ctx: RoundContext) -> RoundContext:
-    return replace(ctx, precision="bf16")
+    return replace(ctx, machine=Machine(precision="bf16"))
 
 
 def test_products_run_in_bfloat16_and_answers_come_in_float32() -> None:
@@ -38,7 +38,7 @@ def test_products_run_in_bfloat16_and_answers_come_in_float32() -> None:
 def round_in(method: str, precision: Precision) -> tuple[float, dict[str, Weights]]:
     choice = NetworkChoice(noise_dim=8, generator="mlp", discriminator="mlp")
     spec = complete_spec(plan_of(method, choice, GREY, {"epochs": 5, "lr": 0.003}))
-    result, aggregate = round_of_one_client(replace(context(spec, 3), precision=precision), 44)
+    result, aggregate = round_of_one_client(replace(context(spec, 3), machine=Machine(precision=precision)), 44)
     assert result.report.loss is not None
     return result.report.loss, {
         **{f"client {part}": weights for part, weights in result.private.parts.items()},

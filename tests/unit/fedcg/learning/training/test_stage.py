@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fedcg.learning.method import DivergedError, RoundContext
+from fedcg.learning.method import Callbacks, DivergedError, Machine, RoundContext
 from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method, method_names
@@ -121,7 +121,7 @@ def test_a_step_in_pieces_is_that_of_the_batch(most_rows: int | None) -> None:
     losses, weights = outcome(without_dropout := toy_without_dropout())
     cut = toy_without_dropout()
     cut.networks["body"].register_forward_pre_hook(note_rows)
-    cut_losses, cut_weights = outcome(cut, replace(CTX, most_rows=most_rows))
+    cut_losses, cut_weights = outcome(cut, replace(CTX, machine=Machine(most_rows=most_rows)))
     assert widest == max(rows.stop - rows.start for rows in pieces(8, most_rows))
     assert cut_losses == pytest.approx(losses, rel=1e-5)
     for name, weight in weights.items():
@@ -168,7 +168,7 @@ def test_a_stage_in_pieces_keeps_fewer_activations_and_takes_the_same_steps(case
     for one in stages_of(case):
         if not one.stage.is_pure:
             continue
-        few = replace(one.ctx, most_rows=3)
+        few = replace(one.ctx, machine=replace(one.ctx.machine, most_rows=3))
         assert activations(one.again(), few) < 0.8 * activations(one.again(), one.ctx), one.stage.name
         if is_mean_of_rows(one):
             (losses, states), (cut_losses, cut_states) = outcome(one.again(), one.ctx), outcome(one.again(), few)
@@ -222,7 +222,7 @@ def test_a_toy_killed_after_any_block_goes_on_to_the_same_bits(ending: dict[str,
     assert_goes_on_after_any_block(lambda: toy(**ending), CTX, blocks, "toy")
     saved = killed_after(2, toy(**ending), CTX)
     seen: list[int] = []
-    ctx = replace(CTX, checkpoint=checkpoint(saved), progress=lambda phase, step, steps: seen.append(step))
+    ctx = replace(CTX, checkpoint=checkpoint(saved), callbacks=Callbacks(lambda phase, step, steps: seen.append(step)))
     assert same_outcome(outcome(toy(**ending)), outcome(toy(**ending), ctx))
     assert seen == ([5, 6] if ending else [5, 6, 7, 8])
 
@@ -363,7 +363,7 @@ def test_a_toy_replayed_trains_as_the_plain_one_does_and_one_that_wants_no_graph
     with replays():
         assert same_outcome(plain, outcome(toy_without_dropout()))
         assert (ReplayedStep.made, ReplayedStep.eager) == (1, 2)  # the last batch of each epoch is smaller
-        outcome(toy_without_dropout(), replace(CTX, graphs=False))
+        outcome(toy_without_dropout(), replace(CTX, machine=Machine(graphs=False)))
         outcome(toy(is_pure=False))
         assert ReplayedStep.made == 1
 
@@ -384,7 +384,7 @@ def test_a_stage_replayed_trains_as_the_plain_one_does(case: str) -> None:
 def test_a_stage_under_a_graph_is_the_stage_without_it(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
     for one in stages_of(case, "cuda"):
-        losses, states = outcome(one.again(), replace(one.ctx, graphs=False))
+        losses, states = outcome(one.again(), replace(one.ctx, machine=replace(one.ctx.machine, graphs=False)))
         graphed_losses, graphed_states = outcome(one.again(), one.ctx)
         assert graphed_losses == pytest.approx(losses, abs=1e-3)
         for name, tensor in states.items():
@@ -398,8 +398,9 @@ def test_a_toy_reports_every_step_the_mean_of_its_last_block_and_what_is_watched
     told: list[tuple[str, object]] = []
     ctx = replace(
         CTX,
-        progress=lambda phase, step, steps: told.append((phase, (step, steps))),
-        watch_loss=lambda loss: told.append(("watched", loss)),
+        callbacks=Callbacks(
+            lambda phase, step, steps: told.append((phase, (step, steps))), lambda loss: told.append(("watched", loss))
+        ),
     )
     stage, every = toy_without_dropout(), list[float]()
 
@@ -437,7 +438,7 @@ def test_a_toy_ends_when_it_is_to_and_says_that_this_was_all() -> None:
         means.append((mean, least))
         return len(means) == 3
 
-    ctx = replace(CTX, progress=lambda phase, step, steps: seen.append((step, steps)))
+    ctx = replace(CTX, callbacks=Callbacks(lambda phase, step, steps: seen.append((step, steps))))
     run_stage(toy(until=until), ctx)
     assert seen == [(1, 8), (2, 8), (3, 8), (4, 8), (5, 8), (6, 6)]
     assert [least for _, least in means] == [math.inf, means[0][0], min(means[0][0], means[1][0])]
@@ -448,7 +449,7 @@ def test_a_stage_reports_every_step_and_one_with_a_weight_that_is_no_number_ends
     for make, ctx, what in rounds(case):
         seen: list[tuple[str, int, int]] = []
         stage = make()
-        run_stage(stage, replace(ctx, progress=lambda *told, seen=seen: seen.append(told)))
+        run_stage(stage, replace(ctx, callbacks=Callbacks(lambda *told, seen=seen: seen.append(told))))
         steps = stage.batches.steps
         assert seen == [(stage.name, step, steps) for step in range(1, steps + 1)], what
         stage = make()
@@ -482,7 +483,7 @@ def test_all_networks_run_in_bfloat16_but_the_exact_ones_and_weights_stay_in_flo
     for make, ctx, what in [(toy, CTX, "toy"), *rounds(case)]:
         stage = make()
         dtypes = {name: one.dtype for name, one in outcome(make(), ctx)[1].items()}
-        found = autocast_in(stage, replace(ctx, precision="bf16"))
+        found = autocast_in(stage, replace(ctx, machine=replace(ctx.machine, precision="bf16")))
         assert found == {name: {name not in stage.exact} for name in found}, what
         assert found.keys() >= {name for one in stage.trained.values() for name in one.networks}, what
         states = {f"{name}/{key}": one for name, net in stage.networks.items() for key, one in net.state_dict().items()}

@@ -332,7 +332,7 @@ def test_the_server_needs_the_file_only_for_parts_that_are_shared(
     monkeypatch.setenv(WEIGHTS_VARIABLE, "")
     backbones._weights.cache_clear()
     method = get_method("fedcg")
-    parts = initial_parts(spec, b"public", method.shared_up | method.shared_down)
+    parts = initial_parts(spec, b"public", method.payload.up | method.payload.down)
     assert parts.keys() == {Part.CLASSIFIER, Part.GENERATOR}
     with pytest.raises(NetworkError, match="sha256 of no file here"):
         initial_parts(spec, b"public")

@@ -1,0 +1,96 @@
+"""The parameters of defences, apart from what applies them: a configuration is read without torch."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from fedcg.config_file import Settings
+
+Size = tuple[int, int, int]
+"""Channels, height and width of an image."""
+DEFAULT_BLOCK = 4
+
+
+_Steps = Annotated[int, Field(ge=0, le=1_000_000)]
+
+
+class DefenceParams(Settings):
+    """Base of a defence's parameters."""
+
+
+class ScramblingStep(str, Enum):
+    """A step of algorithm 1, by the paper's name."""
+
+    ROTATE = "IR"
+    COMPLEMENT = "IA"
+    FLIP = "IF"
+    PERMUTE_CHANNELS = "IC"
+    SHUFFLE = "IS"
+
+
+class EtcParams(DefenceParams):
+    """Parameters of the block scrambling; `ppidsg` has them too."""
+
+    scrambling: str = Field(
+        default="", description="steps of the encryption in their order, e.g. IR,IA,IF,IC,IS; empty: all that fit"
+    )
+    block: Annotated[int, Field(ge=1, description="pixels of a side of the blocks that are scrambled")] = DEFAULT_BLOCK
+    key: Literal["device", "cohort"] = Field(
+        default="device", description="of the scrambling: each box's own, or alike"
+    )
+
+    @field_validator("scrambling")
+    @classmethod
+    def _steps_exist(cls, text: str) -> str:
+        known, names = [step.value for step in ScramblingStep], text.split(",") if text else []
+        if strange := [name for name in names if name not in known]:
+            raise ValueError(f"no step {strange[0]!r}; there are {', '.join(known)}")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]} is there twice, and each step can run once; leave out the second")
+        return text
+
+    def order(self, channels: int) -> tuple[ScramblingStep, ...]:
+        """The steps of images with so many channels; without a choice of its own the paper's order, of grey images without IC."""
+        if self.scrambling:
+            return tuple(map(ScramblingStep, self.scrambling.split(",")))
+        return tuple(step for step in ScramblingStep if channels > 1 or step is not ScramblingStep.PERMUTE_CHANNELS)
+
+
+class AntiGanParams(DefenceParams):
+    """Parameters; defaults are the paper's where it states them, and steps and width those of a box without a GPU.
+
+    Attributes:
+        v_e: variance that every window of a generated image is pulled to, pixels in [-1, 1] (at most 1.0).
+        mu: share of the real image in the mixed one (μ).
+        obfuscation_weight: λ of eq. 4.
+        window: side of a window, pixels.
+        gan_steps: steps of the first training, without obfuscation.
+        obfuscation_steps: steps of the second training, with eq. 4.
+        batch_size: images of a step.
+        lr: learning rate of Adam; the paper's 1e-4 is for longer training.
+        width: maps of the generator before its last layer; 64 in the paper, four times the work.
+        noise_dim: numbers in z.
+        features: C; `auto` is the pretrained convolution where its weights are at hand, else the Gabor bank.
+        checkpoint_every: steps after which training is made durable.
+    """
+
+    v_e: Annotated[float, Field(ge=0, le=1)] = 0.5
+    mu: Annotated[float, Field(ge=0, le=1)] = 0.5
+    obfuscation_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 250.0
+    window: Annotated[int, Field(ge=2, le=1024)] = 4
+    gan_steps: _Steps = 600
+    obfuscation_steps: _Steps = 200
+    batch_size: Annotated[int, Field(ge=2, le=4096)] = 50
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-4
+    width: Annotated[int, Field(ge=1, le=256)] = 32
+    noise_dim: Annotated[int, Field(ge=1, le=1024)] = 100
+    features: Literal["auto", "efficientnet_lite0", "gabor"] = "auto"
+    checkpoint_every: Annotated[int, Field(ge=1)] = 100
+
+    @property
+    def steps(self) -> int:
+        """Of both trainings."""
+        return self.gan_steps + self.obfuscation_steps
