@@ -15,7 +15,7 @@ from edge_client.training.local_data import LocalData, RoundData
 from fedcg.event_log import EventLog
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Callbacks, Machine, Masking, Progress, RoundContext
-from fedcg.learning.networks.pretrained.features import KeptFeatures
+from fedcg.learning.networks.own_backbone import KeptFeatures
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.messages import RoundAttempt

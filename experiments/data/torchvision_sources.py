@@ -16,7 +16,7 @@ from experiments.errors import SourceError
 from fedcg.learning.data.formats import ArrayData
 from fedcg.learning.data.formats.arrays import LabelledImages
 from fedcg.learning.errors import LearningError
-from fedcg.learning.networks.torchvision_import import vision
+from fedcg.learning.networks.torchvision_backbones import vision
 
 
 @dataclass(frozen=True)

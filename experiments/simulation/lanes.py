@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from experiments.simulation.batch import RunSetting
     from experiments.simulation.single_run import Simulator
-    from fedcg.learning.simulation.runners import Runner
+    from fedcg.learning.simulation.tasks import Runner
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def open_lanes(workers: int, threads: int, *, batched: bool | None = None) -> It
         batched: of one process: whether clients train together, where the method can; None: on a GPU.
     """
     from experiments.parallel.pool_runner import PoolRunner
-    from fedcg.learning.simulation.runners import SerialRunner
     from fedcg.learning.simulation.simulation import simulate
+    from fedcg.learning.simulation.tasks import SerialRunner
 
     runner: Runner = SerialRunner(batched=batched) if workers == 1 else PoolRunner(workers, threads)
     try:

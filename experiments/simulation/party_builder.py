@@ -16,8 +16,7 @@ from experiments.settings.options import root_secret
 from experiments.simulation.batch import RunSetting
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, Weights
-from fedcg.learning.networks.own_backbone import device_spec
-from fedcg.learning.networks.pretrained.features import with_features
+from fedcg.learning.networks.own_backbone import device_spec, with_features
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.simulation.party import ClientData, Party, Roots

@@ -32,7 +32,7 @@ from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.networks.pretrained.features import keeps_features
+from fedcg.learning.networks.own_backbone import keeps_features
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.simulation import NONE_TRAINED, beginning
 from fedcg.learning.simulation.state import Schedule, Simulation

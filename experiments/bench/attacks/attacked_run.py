@@ -28,10 +28,9 @@ from experiments.bench.attacks.attackers import Attack
 from fedcg.learning.method import Aggregate, LabelCounts, Update, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.runners import Runner, SerialRunner
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Updates
-from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask
+from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, Runner, SerialRunner
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.tensors import assert_finite

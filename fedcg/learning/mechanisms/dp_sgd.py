@@ -33,7 +33,7 @@ from fedcg.learning.errors import PrivacyError
 from fedcg.learning.method import Method, TrainingParams
 from fedcg.learning.networks.assembly import skeleton
 from fedcg.learning.networks.layers.layer_randomness import lent_generators
-from fedcg.learning.networks.pretrained.backbone import constant_layers
+from fedcg.learning.networks.timm_backbones import constant_layers
 from fedcg.learning.privacy import DpSgdSettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import NetworkSpec

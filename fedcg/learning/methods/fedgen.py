@@ -33,8 +33,14 @@ from pydantic import Field
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator, Merged
-from fedcg.learning.aggregation.distillation import Bank, Distillation, DistilledParams, distillation, draw_bank
-from fedcg.learning.aggregation.label_distribution import label_probabilities
+from fedcg.learning.aggregation.distillation import (
+    Bank,
+    Distillation,
+    DistilledParams,
+    distillation,
+    draw_bank,
+    label_probabilities,
+)
 from fedcg.learning.method import (
     Aggregate,
     Aux,

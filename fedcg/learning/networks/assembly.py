@@ -17,15 +17,15 @@ from torch import nn
 
 from fedcg.learning.backbone_names import is_projected
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import generator_builder
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
 from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.networks.own_splits import Rehearsal, load_split, rehearse
-from fedcg.learning.networks.pretrained.backbone import check_plain, projected_split
 from fedcg.learning.networks.split import SPLITS, Split
+from fedcg.learning.networks.timm_backbones import check_plain, projected_split
+from fedcg.learning.networks.torchvision_backbones import backbone_split
 from fedcg.learning.spec import NetworkSpec
 from fedcg.learning.split_names import is_backbone
 from fedcg.wire.parts import Part, TensorLayout

@@ -10,7 +10,7 @@ from torch import nn
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
-from fedcg.learning.networks.pretrained.features import with_features
+from fedcg.learning.networks.own_backbone import with_features
 from fedcg.learning.probes.images import probe_images
 from fedcg.learning.training.optimisers import adam
 

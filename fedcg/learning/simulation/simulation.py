@@ -32,13 +32,14 @@ from fedcg.learning.method import (
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.runners import Runner, SerialRunner
 from fedcg.learning.simulation.state import Failure, Schedule, Sent, Simulation, Updates
 from fedcg.learning.simulation.tasks import (
     LocalOutcome,
     LocalTask,
     MeasureTask,
     MemorySpill,
+    Runner,
+    SerialRunner,
 )
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.learning.training.moving_average import averaged_parts

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from fedcg.learning.mechanisms.dp_sgd import PrivateSteps, private_steps
-from fedcg.learning.mechanisms.noisy_gradients import with_gradient_noise
 from fedcg.learning.method import RoundContext, unwatched
 from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.round_checkpoint import Kept, Restorable
 from fedcg.learning.training.cuda_graph import graphed
 from fedcg.learning.training.losses import LossMeter
-from fedcg.learning.training.precision import in_precision
+from fedcg.learning.training.optimisers import with_gradient_noise
 
 LOOKS = 20
 """So often a watched loss is looked at while a stage runs."""
@@ -328,3 +327,25 @@ def pieces(rows: int, most_rows: int | None) -> list[slice]:
     count = 1 if most_rows is None else min(math.ceil(rows / most_rows), max(1, rows // 2))
     edges = [rows * at // count for at in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+def in_precision(network: nn.Module, ctx: RoundContext) -> nn.Module:
+    """A network (no discriminator) as a training step of this round is to run it; answers in float32.
+
+    In bfloat16, where that is safe: matrix products and convolutions of forward and backward passes. Weights, optimisers, losses, batch
+    norm's statistics and discriminators (spectral norm) stay in float32, and autocast keeps the sensitive operations inside it there.
+    The results are others in the third digit, so it is used only on request.
+    """
+    return network if ctx.machine.precision == "f32" else _InBfloat16(network, torch.device(ctx.device).type)
+
+
+class _InBfloat16(nn.Module):
+    def __init__(self, network: nn.Module, device: str) -> None:
+        super().__init__()
+        self.network, self._device = network, device
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        # A cast weight that was kept from one step to the next would be an old one: a CUDA graph would replay it.
+        with torch.autocast(self._device, torch.bfloat16, cache_enabled=False):
+            output: torch.Tensor = self.network(*inputs)
+        return output.float()

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedcg.learning.backbone_names import weights_digest
 from fedcg.learning.networks.layers.layer_randomness import lent_generators
-from fedcg.learning.networks.pretrained.backbone import timm_library
+from fedcg.learning.networks.timm_backbones import timm_library
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
 
 TIMM = "test_efficientnet"

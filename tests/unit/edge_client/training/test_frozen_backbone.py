@@ -23,8 +23,8 @@ from fedcg.event_log import EventLog
 from fedcg.files import checked_secret
 from fedcg.learning.backbone_names import WEIGHTS_VARIABLE, weights_digest
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.networks.pretrained import features
-from fedcg.learning.networks.pretrained.backbone import ProjectedBackbone
+from fedcg.learning.networks.own_backbone import keeps_features
+from fedcg.learning.networks.timm_backbones import ProjectedBackbone
 from fedcg.learning.spec import BackboneChoice
 from fedcg.log.settings import LogSettings
 from fedcg.wire.artifacts.artifacts import unpack
@@ -103,7 +103,7 @@ def test_the_owner_names_a_folder_of_weights_in_agent_toml(
     assert os.environ[WEIGHTS_VARIABLE] == str(weights.parent)
     assert check_spec(site.spec, PolicySection()) is None
     assert site.spec.network.weights == weights_digest(weights)
-    assert features.keeps_features(site.spec)
+    assert keeps_features(site.spec)
 
 
 def test_the_status_names_the_public_backbone_and_where_the_projection_starts(tmp_path: Path, weights: Path) -> None:

@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 
 from fedcg.learning.backbone_names import BACKBONES, WEIGHTS_VARIABLE, weights_digest
-from fedcg.learning.networks.pretrained import features, fetch
-from fedcg.learning.networks.pretrained.backbone import ProjectedBackbone
+from fedcg.learning.networks import own_backbone, timm_backbones
+from fedcg.learning.networks.timm_backbones import ProjectedBackbone
 from fedcg.learning.spec import FederationSpec
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.tiny_backbone import SPLIT, TIMM, write_tiny_weights
@@ -39,13 +39,13 @@ def test_a_simulation_on_a_frozen_backbone_computes_its_features_once_for_all_me
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
-    plain = features.frozen_backbone
+    plain = own_backbone.frozen_backbone
 
     def counted(spec: FederationSpec, device: str) -> ProjectedBackbone:
         passes.append(device)
         return plain(spec, device)
 
-    monkeypatch.setattr(features, "frozen_backbone", counted)
+    monkeypatch.setattr(own_backbone, "frozen_backbone", counted)
     out = tmp_path / "out"
     both = ("--network", SPLIT, "--method", "fedsplit", "--method", "fedcg", "--set", "fedcg.server_iterations=3")
     done = run_fedcg("simulate", *TINY, *both, "--freeze", "all", "--weights", weights.parent, "--out", out)
@@ -149,19 +149,19 @@ def test_fetch_keeps_a_download_that_holds_the_networks_tensors(
         return opened
 
     out = tmp_path / "fetched"
-    monkeypatch.setattr(fetch, "urlopen", serve(weights.read_bytes()))
+    monkeypatch.setattr(timm_backbones, "urlopen", serve(weights.read_bytes()))
     done = data_of(run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", out, "--json").output)
     path = out / f"{TIMM}.safetensors"
     assert done == {"file": str(path), "sha256": weights_digest(weights), "fetched": True}
     assert path.read_bytes() == weights.read_bytes()
     assert asked[0].startswith("https://")
-    monkeypatch.setattr(fetch, "urlopen", serve(safetensors.torch.save({})))
+    monkeypatch.setattr(timm_backbones, "urlopen", serve(safetensors.torch.save({})))
     other = run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", tmp_path / "other")
     assert other.exit_code == 2
     assert "not the weights of this network" in said(other.output)
     assert list((tmp_path / "other").iterdir()) == []
-    monkeypatch.setattr(fetch, "MAX_WEIGHT_BYTES", 1000)
-    monkeypatch.setattr(fetch, "urlopen", serve(weights.read_bytes()))
+    monkeypatch.setattr(timm_backbones, "MAX_WEIGHT_BYTES", 1000)
+    monkeypatch.setattr(timm_backbones, "urlopen", serve(weights.read_bytes()))
     assert run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", tmp_path / "other").exit_code == 2
 
 
@@ -171,7 +171,7 @@ def test_fetch_without_a_network_says_what_to_do_and_needs_none_for_an_installed
     def refuse(address: str, timeout: float) -> None:
         raise URLError("no route")
 
-    monkeypatch.setattr(fetch, "urlopen", refuse)
+    monkeypatch.setattr(timm_backbones, "urlopen", refuse)
     done = run_fedcg("network", "fetch", "resnet18", "--out", tmp_path)
     assert done.exit_code == 4, "as the table of exit codes says: no connection"
     assert (

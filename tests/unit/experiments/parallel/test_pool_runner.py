@@ -22,10 +22,9 @@ from fedcg.learning.method import ClientState
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.runners import SerialRunner
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
-from fedcg.learning.simulation.tasks import LocalTask
+from fedcg.learning.simulation.tasks import LocalTask, SerialRunner
 from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of, same_parts
 
 

@@ -29,10 +29,9 @@ from fedcg.learning.methods.ppidsg import SCRAMBLING
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
-from fedcg.learning.simulation.runners import SerialRunner
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
-from fedcg.learning.simulation.tasks import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill, SerialRunner
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack

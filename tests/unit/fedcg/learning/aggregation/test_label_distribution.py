@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from fedcg.learning.aggregation import distillation
-from fedcg.learning.aggregation.distillation import Distillation, EnsembleAggregator, Pair
-from fedcg.learning.aggregation.label_distribution import label_probabilities, row_weights
+from fedcg.learning.aggregation.distillation import (
+    Distillation,
+    EnsembleAggregator,
+    Pair,
+    label_probabilities,
+    row_weights,
+)
 from fedcg.learning.method import Update
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part

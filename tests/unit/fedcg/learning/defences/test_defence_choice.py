@@ -12,7 +12,7 @@ from fedcg.learning.defences.defence import check_defence, defence_label, defenc
 
 def test_defences_are_the_files_that_assign_one() -> None:
     assert {"antigan", "ats"} <= set(defence_names())
-    assert {"defence", "gan_training", "gan_mixing", "sample_pictures"}.isdisjoint(defence_names())
+    assert {"defence", "params", "gan_mixing", "sample_pictures"}.isdisjoint(defence_names())
     for name in defence_names():
         assert defence_of(name, {})[0].name == name
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from edge_client.config import PolicySection
 from edge_client.firewall import _allowed_report
-from fedcg.learning.mechanisms.noisy_gradients import NoisyOptimiser
 from fedcg.learning.mechanisms.protected_round import noisy_counts, pruned, reduced_update
 from fedcg.learning.method import Weights
 from fedcg.learning.privacy import OFF, PrivacySettings
+from fedcg.learning.training.optimisers import NoisyOptimiser
 from fedcg.wire.parts import Part, Report, ReportField
 from tests.support.learning.learning_cases import quick_spec, same_parts
 

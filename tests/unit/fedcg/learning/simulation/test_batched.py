@@ -14,10 +14,9 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.networks.layers.stacked import Stacked, can_stack
 from fedcg.learning.simulation.party import ClientData, Party
-from fedcg.learning.simulation.runners import SerialRunner
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
-from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask
+from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, SerialRunner
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training import batches, cuda_graph
 from fedcg.learning.training import stacked_training as batched_loops
@@ -184,14 +183,13 @@ def test_a_method_that_cant_be_batched_trains_one_after_the_other_beside_batched
 
 
 def test_batched_clients_are_the_default_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    aggregate, asked = simulate(party("local"), Schedule(rounds=1)).aggregate, list[int]()
 
     def remember(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) -> list[LocalOutcome]:
         asked.append(len(tasks))
         return []
 
-    monkeypatch.setattr("fedcg.learning.simulation.runners.local_tasks", remember)
-    aggregate = simulate(party("local"), Schedule(rounds=1)).aggregate
+    monkeypatch.setattr("fedcg.learning.simulation.tasks.local_tasks", remember)
     runner = SerialRunner(batched=None)
     runner.start(party("local"))
     runner.local([], aggregate)

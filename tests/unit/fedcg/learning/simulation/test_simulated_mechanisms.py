@@ -18,9 +18,9 @@ from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.simulation import simulation, tasks
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.runners import SerialRunner
 from fedcg.learning.simulation.simulation import NONE_TRAINED, simulate, simulated_rounds
 from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.tasks import SerialRunner
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part

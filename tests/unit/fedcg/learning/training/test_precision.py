@@ -12,7 +12,7 @@ from torch import nn
 from fedcg.learning.method import Machine, Precision, RoundContext, Weights
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.spec import NetworkChoice
-from fedcg.learning.training.precision import in_precision
+from fedcg.learning.training.stage import in_precision
 from tests.support.learning.learning_cases import GREY, context, plan_of, quick_spec, round_of_one_client, same
 
 

@@ -3,20 +3,59 @@
 `resnet18` is FedCG's backbone for larger images as its authors' code has it: cut after `layer2`, then a sigmoid. With a layer
 (`resnet18@layer2`) the cut is bare: every layer offered ends in a ReLU, whose features are >= 0. MobileNetV3's blocks end in
 a linear layer with batch norm, of both signs, so a sigmoid follows every cut; a ReLU would throw half of it away.
+
+`vision` is the one door to torchvision, which is optional: imported when a backbone or a data set of its is named, never before.
+torchvision's wheels carry an extension compiled for one build of torch. Beside another build (a CPU torch from elsewhere) it
+does not load, and `import torchvision` then fails over two operators that nothing here uses. Their schemas are declared by
+hand in that case, and models, data sets and transforms work; `torchvision.ops` that need the extension do not.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
 
+import torch
 from torch import nn
 
+from fedcg.learning.errors import LearningError
 from fedcg.learning.networks.split import FeatureRange, Split
-from fedcg.learning.networks.torchvision_import import vision
-from fedcg.learning.split_names import BACKBONES, backbone_cut, check_name
+from fedcg.learning.split_names import BACKBONES, INSTALL_VISION, backbone_cut, check_name
+
+_SCHEMAS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
+
+
+@functools.cache
+def vision(submodule: str) -> ModuleType:
+    """`torchvision.<submodule>`, e.g. "models" or "datasets".
+
+    Raises:
+        LearningError: torchvision is not installed, or does not fit this torch; names what to install.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        raise LearningError(f"this needs torchvision, which is not installed here; {INSTALL_VISION}")
+    try:
+        return importlib.import_module(f"torchvision.{submodule}")
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise LearningError(
+                f"torchvision does not fit torch {torch.__version__}: {error}; {INSTALL_VISION}"
+            ) from error
+    _declare_schemas()
+    return importlib.import_module(f"torchvision.{submodule}")
+
+
+@functools.cache  # also because the schemas live only as long as this object
+def _declare_schemas() -> torch.library.Library:
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    return library
+
 
 # Share of a batch in batch norm's running averages. torchvision gives MobileNetV3 0.01, which suits a million steps: after a client's
 # few hundred, the averages still are what they started as, and the model, right in train mode, is at chance in eval mode.

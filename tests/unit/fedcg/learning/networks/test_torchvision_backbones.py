@@ -18,7 +18,6 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, TrainingParams
 from fedcg.learning.networks import NETWORKS, FeatureRange, build_part, feature_shape, load_part, weights_of
 from fedcg.learning.networks.assembly import allocated, skeleton, split_of
-from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
@@ -26,7 +25,7 @@ from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.networks.split import SPLITS
-from fedcg.learning.networks.torchvision_import import vision
+from fedcg.learning.networks.torchvision_backbones import backbone_split, vision
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
 from fedcg.learning.split_names import BACKBONES, BUILT_IN, check_name
@@ -184,7 +183,7 @@ def test_the_names_known_without_torch_are_the_splits_there_are() -> None:
 
 def test_building_lenet_imports_neither_torchvision_nor_torchs_compiler() -> None:
     code = (
-        "import sys; from tests.unit.fedcg.learning.networks.test_backbones import plan_for; from fedcg.learning.networks import build; "
+        "import sys; from tests.unit.fedcg.learning.networks.test_torchvision_backbones import plan_for; from fedcg.learning.networks import build; "
         "before = set(sys.modules); build(plan_for('lenet5', kind='conv')); new = set(sys.modules) - before; "
         "sys.exit(len(new) > 20 or 'torchvision' in sys.modules or 'sympy' in new)"
     )

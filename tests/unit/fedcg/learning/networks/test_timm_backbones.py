@@ -28,12 +28,11 @@ from fedcg.learning.errors import NetworkError, PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
 from fedcg.learning.networks import build_part, feature_shape, weights_of
+from fedcg.learning.networks import timm_backbones as backbones
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.own_backbone import KeptFeatures, with_features
 from fedcg.learning.networks.personal_model import personal_model
-from fedcg.learning.networks.pretrained import backbone as backbones
-from fedcg.learning.networks.pretrained.backbone import ProjectedBackbone
-from fedcg.learning.networks.pretrained.features import KeptFeatures, with_features
-from fedcg.learning.networks.pretrained.weights import read_weights
+from fedcg.learning.networks.timm_backbones import ProjectedBackbone, read_weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.learning.training.evaluation import logits_of

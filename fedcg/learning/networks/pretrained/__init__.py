@@ -1,1 +1,0 @@
-"""Backbones from timm, weights that others trained, and what follows from freezing them."""
