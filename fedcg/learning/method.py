@@ -71,7 +71,7 @@ class TrainingParams(Settings):
         ge=0,
         lt=1,
         exclude_if=lambda ema: ema == 0.0,
-        description="decay of a moving average of extractor and classifier over a round's steps, a further candidate of the final choice",
+        description="decay of a moving average of the client's model over a round's steps, a further candidate of the final choice",
     )
 
     @property

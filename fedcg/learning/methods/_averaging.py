@@ -43,7 +43,7 @@ from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.layers.stacked import can_stack
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
-from fedcg.learning.training.moving_average import MovingAverage, moving_average
+from fedcg.learning.training.moving_average import MovingAverage, average_extras, moving_average
 from fedcg.learning.training.stacked_training import Learner, train_classifiers
 from fedcg.wire.parts import Part, Report
 
@@ -136,13 +136,13 @@ def local_result(
     data: ImageSet,
     loss: float,
     label_counts: LabelCounts,
-    average: MovingAverage | None = None,
+    averages: Sequence[MovingAverage] = (),
 ) -> LocalResult:
     """What a local round returns: copies of all networks for the client, of the shared ones for the server, and a report."""
     counts = None if label_counts is LabelCounts.NEVER else data.label_counts()
     return LocalResult(
         SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
-        ClientState({part: weights_of(net) for part, net in nets.items()}, {} if average is None else average.extras()),
+        ClientState({part: weights_of(net) for part, net in nets.items()}, average_extras(averages)),
         Report(examples=len(data), loss=loss, label_counts=counts),
     )
 
@@ -165,8 +165,7 @@ class LocalHalf(Generic[Params]):
         if aggregate is not None and Part.CLASSIFIER in aggregate.parts:
             penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], _aux(params), ctx)
         average = moving_average(nets, params)
-        after = () if average is None else (average,)
-        loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, after)
+        loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average)
         return self._result(nets, data, loss, average)
 
     def rounds_of(self, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[LocalResult | Exception]:
@@ -200,9 +199,9 @@ class LocalHalf(Generic[Params]):
         return self.params_type.model_validate(ctx.spec.params), nets, turn.data.to(ctx.device)
 
     def _result(
-        self, nets: Mapping[Part, nn.Module], data: ImageSet, loss: float, average: MovingAverage | None = None
+        self, nets: Mapping[Part, nn.Module], data: ImageSet, loss: float, averages: Sequence[MovingAverage] = ()
     ) -> LocalResult:
-        return local_result(nets, self.shared, data, loss, self.label_counts, average)
+        return local_result(nets, self.shared, data, loss, self.label_counts, averages)
 
 
 def _aux(params: TrainingParams) -> float:

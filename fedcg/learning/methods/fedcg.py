@@ -138,8 +138,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     if aggregate is not None:
         penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], params.aux, ctx)
     average = moving_average(nets, params)
-    after = () if average is None else (average,)
-    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, after)
+    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average)
     if params.generator_training == "moments":
         take_moments(nets[Part.GENERATOR], nets[Part.EXTRACTOR], data, ctx)
     else:

@@ -39,6 +39,7 @@ from fedcg.learning.methods._averaging import init_client_of, init_server_of
 from fedcg.learning.networks import feature_shape, load_part, weights_of
 from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.losses import cross_entropy
+from fedcg.learning.training.moving_average import average_extras, moving_average
 from fedcg.learning.training.stage import Nets, Tensors, run_stage
 from fedcg.wire.parts import Part, Report
 
@@ -57,11 +58,16 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     params, data = FedGhParams.model_validate(ctx.spec.params), data.to(ctx.device)
     weights = {**state.parts, **(aggregate.parts if aggregate else {})}
     nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(_PERSONAL)}
-    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx)
+    average = moving_average(nets, params)
+    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, after=average)
     ours = prototypes_of(nets[Part.EXTRACTOR], data, ctx.spec)
     kept = {part: weights_of(net) for part, net in nets.items()}
     kept[Part.STATISTICS] = {name: tensor.clone() for name, tensor in ours.items()}
-    return LocalResult(SharedResult({Part.STATISTICS: ours}), ClientState(kept), Report(examples=len(data), loss=loss))
+    return LocalResult(
+        SharedResult({Part.STATISTICS: ours}),
+        ClientState(kept, average_extras(average)),
+        Report(examples=len(data), loss=loss),
+    )
 
 
 def trained_head(state: ServerState, ctx: RoundContext, updates: Mapping[str, Callable[[], Update]]) -> Aggregate:

@@ -115,8 +115,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     labels = uniform(ctx.spec.class_count) if published is None else torch.tensor(published, dtype=torch.float64)
     penalty = global_penalty(teacher, labels, params, ctx)
     average = moving_average(nets, params)
-    after = () if average is None else (average,)
-    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, after)
+    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average)
     source = FeatureSource(
         nets[Part.EXTRACTOR], data, ctx.spec, local_steps(params, len(data), ctx) * params.batch_size
     )

@@ -8,6 +8,7 @@ counts (eq. 6 divides by the number of clients once more, which would shrink it)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from pydantic import Field
@@ -40,9 +41,11 @@ from fedcg.learning.method import (
     TrainingParams,
     Weights,
 )
+from fedcg.learning.methods._averaging import init_client_of, init_server_of
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.spec import FederationSpec, NetworkSpec
+from fedcg.learning.spec import NetworkSpec
 from fedcg.learning.training.classification import Penalty, train_classifier
+from fedcg.learning.training.moving_average import EXTRA, average_extras, moving_average
 from fedcg.learning.training.stage import Nets
 from fedcg.wire.parts import Part, Report
 
@@ -56,25 +59,22 @@ class FedProtoParams(TrainingParams):
     pull: float = Field(default=1.0, ge=0, description="weight of the squared distance to the global prototype (eq. 7)")
 
 
-def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
-    """A client starts with initial networks and without prototypes."""
-    return ClientState({part: initial[part] for part in sorted(SHARED | PRIVATE)})
-
-
 def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
     """Train towards the global prototypes, then compute the client's own."""
     params = FedProtoParams.model_validate(ctx.spec.params)
     known = (aggregate.parts if aggregate else state.parts)[Part.STATISTICS]
-    extractor, classifier = (
-        load_part(ctx.spec, part, state.parts[part], ctx.device) for part in (Part.EXTRACTOR, Part.CLASSIFIER)
-    )
-    data = data.to(ctx.device)
-    loss = train_classifier(extractor, classifier, data, params, ctx, towards(known, params.pull, ctx.device))
+    nets = {part: load_part(ctx.spec, part, state.parts[part], ctx.device) for part in sorted(PRIVATE)}
+    extractor, data = nets[Part.EXTRACTOR], data.to(ctx.device)
+    average = moving_average(nets, params, (Part.EXTRACTOR,))
+    penalty = towards(known, params.pull, ctx.device)
+    loss = train_classifier(extractor, nets[Part.CLASSIFIER], data, params, ctx, penalty, average)
     ours = prototypes_of(extractor, data, ctx.spec)
-    kept = {Part.EXTRACTOR: weights_of(extractor), Part.CLASSIFIER: weights_of(classifier)}
-    kept[Part.STATISTICS] = filled(ours, known)
+    kept = {part: weights_of(net) for part, net in nets.items()} | {Part.STATISTICS: filled(ours, known)}
+    extras = average_extras(average)
+    for one in average:
+        extras[EXTRA + Part.STATISTICS.value] = filled(prototypes_of(one.means[Part.EXTRACTOR], data, ctx.spec), known)
     report = Report(examples=len(data), loss=loss, label_counts=data.label_counts())
-    return LocalResult(SharedResult({Part.STATISTICS: ours}), ClientState(kept), report)
+    return LocalResult(SharedResult({Part.STATISTICS: ours}), ClientState(kept, extras), report)
 
 
 def towards(known: Weights, weight: float, device: str) -> Penalty:
@@ -113,11 +113,6 @@ def predict(spec: NetworkSpec, parts: Mapping[Part, Weights]) -> nn.Module:
     return NearestPrototype(load_part(spec, Part.EXTRACTOR, parts[Part.EXTRACTOR]), parts[Part.STATISTICS])
 
 
-def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
-    """The first aggregate holds no prototypes."""
-    return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}))
-
-
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """The server half of a round: the mean of the prototypes by class."""
     return FinishOnlyAggregator(spill, lambda updates: Aggregate({Part.STATISTICS: merged_prototypes(updates)}))
@@ -130,8 +125,8 @@ METHOD = Method(
     payload=Payload(SHARED, SHARED, PRIVATE, continued=frozenset(), statistics=prototype_layout),
     needs=Needs(LabelCounts.OPTIONAL),
     personal=Personal(frozenset({Part.EXTRACTOR, Part.STATISTICS}), predict),
-    init_client=init_client,
+    init_client=partial(init_client_of, SHARED | PRIVATE),
     local_round=local_round,
-    init_server=init_server,
+    init_server=partial(init_server_of, SHARED),
     aggregator=aggregator,
 )

@@ -54,6 +54,7 @@ from fedcg.learning.training.encrypting_translation import (
     TranslationParams,
     translation,
 )
+from fedcg.learning.training.moving_average import average_extras, moving_average
 from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part, Report
 
@@ -128,14 +129,17 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         load_part(spec, Part.CLASSIFIER, state.extras[_KEY], ctx.device),
     )
     encrypt = scrambling_by(spec, kept).encrypt
-    told = run_stage(translation(nets, data.to(ctx.device), encrypt, params, ctx), ctx)
-    losses = dict(zip(TRANSLATION_LOSSES, told, strict=True))
-    parts = {
-        Part.IMAGE_GENERATOR: weights_of(nets.generator),
-        Part.EXTRACTOR: weights_of(nets.extractor),
-        Part.CLASSIFIER: weights_of(nets.classifier),
+    own = {
+        Part.IMAGE_GENERATOR: nets.generator,
+        Part.EXTRACTOR: nets.extractor,
+        Part.CLASSIFIER: nets.classifier,
     }
+    average = moving_average(own, params, own)
+    told = run_stage(translation(nets, data.to(ctx.device), encrypt, params, ctx, average), ctx)
+    losses = dict(zip(TRANSLATION_LOSSES, told, strict=True))
+    parts = {part: weights_of(net) for part, net in own.items()}
     extras = {
+        **average_extras(average),
         _KEY: {name: tensor.clone() for name, tensor in state.extras[_KEY].items()},
         SCRAMBLING: {name: tensor.clone() for name, tensor in kept.items()},
         _DISCRIMINATOR: weights_of(nets.discriminator),

@@ -1,7 +1,7 @@
 """Many clients and the server, round after round, calling exactly the functions that agents and coordinator call.
 
 Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a
-round consists of is in `tasks`, who runs it in `runners`.
+round consists of, and who runs it, is in `tasks`.
 
 What the DP-SGD of simulated clients has spent, and who has no budget left for a round.
 """

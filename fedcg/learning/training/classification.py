@@ -97,7 +97,7 @@ def train_classifier(
     penalty: Penalty | None = None,
     after: tuple[AfterStep, ...] = (),
 ) -> float:
-    """Run `classification`.
+    """Run `classification`, which has the same arguments.
 
     Returns:
         Mean cross-entropy over the last block.

@@ -36,7 +36,7 @@ from fedcg.learning.training.batches import images_at_once, local_batches
 from fedcg.learning.training.classification import dropped
 from fedcg.learning.training.losses import cross_entropy, fake_loss, real_loss
 from fedcg.learning.training.optimisers import adam, task_optimiser
-from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained
+from fedcg.learning.training.stage import AfterStep, Descent, Descents, Nets, Stage, Tensors, Trained
 
 GAN_BETAS = (0.5, 0.999)
 Encrypt = Callable[[torch.Tensor], torch.Tensor]
@@ -186,7 +186,12 @@ class ImagePool:
 
 
 def translation(
-    networks: TranslationNetworks, data: ImageSet, encrypt: Encrypt, params: TranslationParams, ctx: RoundContext
+    networks: TranslationNetworks,
+    data: ImageSet,
+    encrypt: Encrypt,
+    params: TranslationParams,
+    ctx: RoundContext,
+    after: tuple[AfterStep, ...] = (),
 ) -> Stage:
     """One round of PPIDSG's local training.
 
@@ -196,6 +201,7 @@ def translation(
         encrypt: `defences.scrambling.Scrambling.encrypt` with the device's keys and steps; of the augmented images, as the paper does it.
         params: weights of the losses, learning rates, pool.
         ctx: spec, round of how many, streams of every random draw, progress (phase "generate").
+        after: as of `Stage`.
     """
     streams, spec = ctx.streams.at(_NAME), ctx.spec
     augmenter, pool = Augmenter(spec, streams), ImagePool(params.pool_images, streams.generator("pool"))
@@ -234,6 +240,7 @@ def translation(
         step=step,
         exact=frozenset(named),
         kept={"pool": pool},
+        after=after,
         is_pure=False,  # the pool
     )
 

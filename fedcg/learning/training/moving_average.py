@@ -6,7 +6,7 @@ Never sent: what goes up is what the steps left. The average starts anew in ever
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -25,11 +25,14 @@ class MovingAverage:
     Args:
         nets: as the round starts; averaged while they are trained in place.
         decay: in (0, 1).
+
+    Attributes:
+        means: the networks so far, by part.
     """
 
     def __init__(self, nets: Mapping[Part, nn.Module], decay: float) -> None:
         self._nets = dict(nets)
-        self._means = {part: copy.deepcopy(net) for part, net in nets.items()}
+        self.means = {part: copy.deepcopy(net) for part, net in nets.items()}
         self._decay, self._steps = decay, torch.zeros((), dtype=torch.int64)
 
     @torch.no_grad()
@@ -39,7 +42,7 @@ class MovingAverage:
         step = int(self._steps)
         kept = min(self._decay, (1 + step) / (10 + step))
         for part, net in self._nets.items():
-            mean = self._means[part]
+            mean = self.means[part]
             for old, new in zip(mean.parameters(), net.parameters(), strict=True):
                 old.lerp_(new, 1.0 - kept)
             for buffer, now in zip(mean.buffers(), net.buffers(), strict=True):
@@ -55,7 +58,7 @@ class MovingAverage:
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Go on from a checkpoint."""
         self._steps = kept["steps"].clone()
-        for part, net in self._means.items():
+        for part, net in self.means.items():
             net.load_state_dict({name: kept[f"{part.value}/{name}"] for name in net.state_dict()})
 
     def extras(self) -> dict[str, Weights]:
@@ -63,14 +66,21 @@ class MovingAverage:
         return {EXTRA + part.value: weights for part, weights in self._weights()}
 
     def _weights(self) -> list[tuple[Part, Weights]]:
-        return [(part, weights_of(net)) for part, net in self._means.items()]
+        return [(part, weights_of(net)) for part, net in self.means.items()]
 
 
-def moving_average(nets: Mapping[Part, nn.Module], params: TrainingParams) -> MovingAverage | None:
-    """Of extractor and classifier, where the parameters ask for it."""
-    if not params.ema:
-        return None
-    return MovingAverage({part: nets[part] for part in (Part.EXTRACTOR, Part.CLASSIFIER)}, params.ema)
+def moving_average(
+    nets: Mapping[Part, nn.Module],
+    params: TrainingParams,
+    parts: Iterable[Part] = (Part.EXTRACTOR, Part.CLASSIFIER),
+) -> tuple[MovingAverage, ...]:
+    """Of these parts, where the parameters ask for it; for `Stage.after`."""
+    return (MovingAverage({part: nets[part] for part in parts}, params.ema),) if params.ema else ()
+
+
+def average_extras(averages: Iterable[MovingAverage]) -> dict[str, Weights]:
+    """For `ClientState.extras`."""
+    return {name: weights for average in averages for name, weights in average.extras().items()}
 
 
 def averaged_parts(extras: Mapping[str, Weights]) -> dict[Part, Weights] | None:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fedcg.learning.networks.initial_weights import initial_parts
-from fedcg.learning.registry import get_method
+from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule
-from fedcg.learning.training.moving_average import MovingAverage, averaged_parts, moving_average
+from fedcg.learning.training.evaluation import evaluate
+from fedcg.learning.training.moving_average import MovingAverage, averaged_parts
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
     NAMES,
@@ -64,28 +65,19 @@ def test_the_average_keeps_more_of_itself_from_step_to_step_up_to_the_decay(deca
     assert net.weight.item() == 2.0
 
 
-def test_an_average_that_goes_on_from_a_checkpoint_ends_as_an_undisturbed_one() -> None:
-    net, other = Counted(), Counted()
-    whole, first, second = (MovingAverage({Part.CLASSIFIER: one}, 0.9) for one in (net, other, other))
-    drive(whole, net, (1.0, 3.0, 5.0))
-    drive(first, other, (1.0, 3.0))
-    second.restore({name: tensor.clone() for name, tensor in first.kept().items()})
-    drive(second, other, (5.0,))
-    assert mean_of(second) == mean_of(whole)
-
-
-@pytest.mark.parametrize("name", ["fedsplit", "fedcg", "fedmd_cg"])
-def test_a_round_with_an_average_sends_and_keeps_the_same_and_has_the_average_beside_it(name: str) -> None:
-    data = bright_images(24, 0)
+@pytest.mark.parametrize("name", method_names())
+def test_a_round_with_an_average_sends_and_keeps_the_same_and_has_the_averaged_model_beside_it(name: str) -> None:
+    spec = quick_spec(name)
+    data = bright_images(24, 0, form=spec.image)
     plain, averaged = (local_round_of(quick_spec(name, ema=ema), data) for ema in (0.0, 0.9))
     assert same_parts(plain.shared.parts, averaged.shared.parts)
     assert same_parts(plain.private.parts, averaged.private.parts)
-    assert plain.private.extras == {}
     assert averaged_parts(plain.private.extras) is None
     found = averaged_parts(averaged.private.extras)
     assert found is not None
-    assert found.keys() == {Part.EXTRACTOR, Part.CLASSIFIER}
+    assert found.keys() == get_method(name).personal.parts
     assert not any(same(weights, averaged.private.parts[part]) for part, weights in found.items())
+    assert evaluate(spec, found, data).images == 24
 
 
 def test_it_begins_anew_in_every_round() -> None:
@@ -96,13 +88,6 @@ def test_it_begins_anew_in_every_round() -> None:
         method.local_round(one, data, None, context(spec)).private for one in (after, replace(after, extras={}))
     )
     assert same(again.extras["ema_extractor"], fresh.extras["ema_extractor"])
-
-
-def test_without_the_parameter_there_is_none() -> None:
-    nets = {part: nn.Linear(2, 2) for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
-    params = get_method("fedsplit").params_type
-    assert moving_average(nets, params()) is None
-    assert moving_average(nets, params(ema=0.5)) is not None
 
 
 def test_a_simulation_measures_the_average_where_there_is_one() -> None:
