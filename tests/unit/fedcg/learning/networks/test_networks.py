@@ -208,12 +208,6 @@ def test_initial_weights_have_torchs_default_bounds() -> None:
     assert first.std().item() == pytest.approx(1 / math.sqrt(25) / math.sqrt(3), rel=0.1)
 
 
-def test_building_and_drawing_leave_the_global_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    initial_parts(quick_spec("fedcg"), b"cohort")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_loading_copies_and_refuses_weights_that_do_not_fit() -> None:
     spec = quick_spec("fedcg")
     weights = initial_parts(spec, b"cohort")[Part.CLASSIFIER]

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.learning.errors import ExtensionError, NetworkError
-from fedcg.learning.networks.generators import generator_builder, generator_names
+from fedcg.learning.errors import ExtensionError
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.networks.split import FeatureRange
 from fedcg.learning.spec import NetworkChoice
 from tests.support.commands import data_of, run_fedcg
 from tests.support.installed import importable, register
@@ -104,14 +102,3 @@ def test_a_broken_generator_ends_a_simulation_before_it_starts(folder: Path, tmp
     assert done.exit_code == 2
     assert "our_generators:one_layer: ModuleNotFoundError" in " ".join(done.output.split())
     assert not (tmp_path / "out").exists()
-
-
-def test_a_registered_generator_cannot_take_the_name_of_a_built_in_one(folder: Path) -> None:
-    install(folder, "one_layer = None", "mlp")
-    with pytest.raises(ExtensionError, match=r"registers 'mlp' in fedcg\.generators .* that name is built in"):
-        generator_names()
-
-
-def test_a_generator_that_is_not_installed_is_answered_with_those_there_are(folder: Path) -> None:
-    with pytest.raises(NetworkError, match="no generator named 'one_layer'; there are conv"):
-        generator_builder("one_layer")((4,), 3, 8, FeatureRange.UNIT)

@@ -273,7 +273,11 @@ def test_an_update_and_an_aggregate_of_resnet_cross_the_wire_bit_for_bit_within_
             assert same(weights, weights_of(load_part(spec, part, weights)))
 
 
-def _short_round(split: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("split", "kind"),
+    [("resnet18@layer3", "conv"), ("resnet18@layer3", "mlp"), ("mobilenet_v3_small@features.3", "mlp")],
+)
+def test_a_local_round_on_a_backbone_repeats_bit_for_bit(split: str, kind: str) -> None:
     spec = complete_spec(
         plan_for(split, 16, "L", kind=kind, steps=2, batch_size=4, server_iterations=2, server_batch=4)
     )
@@ -289,14 +293,6 @@ def _short_round(split: str, kind: str) -> None:
     for part in NETWORKS:
         assert same(first.private.parts[part], again.private.parts[part])
         assert not same(first.private.parts[part], initial[part])
-
-
-@pytest.mark.parametrize(
-    ("split", "kind"),
-    [("resnet18@layer3", "conv"), ("resnet18@layer3", "mlp"), ("mobilenet_v3_small@features.3", "mlp")],
-)
-def test_a_local_round_on_a_backbone_repeats_bit_for_bit(split: str, kind: str) -> None:
-    _short_round(split, kind)
 
 
 def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_small_ones(

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.aggregation.distillation import Distillation, distillation
-from fedcg.learning.method import Machine
+from fedcg.learning.aggregation.distillation import Distillation
 from fedcg.learning.round_checkpoint import optimiser_state
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training.cuda_graph import graphed
-from fedcg.learning.training.losses import cross_entropy
-from fedcg.learning.training.stage import Nets, Tensors, run_stage
-from tests.support.learning.learning_cases import context, quick_spec
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MANY = 1000
@@ -31,31 +26,6 @@ def network() -> nn.Sequential:
     for parameter in net.parameters():
         nn.init.uniform_(parameter, -0.5, 0.5, generator=stream)
     return net
-
-
-def trained(device: str, *, graphs: bool) -> dict[str, torch.Tensor]:
-    stream = torch.Generator().manual_seed(1)
-    inputs = torch.randn(ROWS, 5, generator=stream).to(device)
-    labels = torch.randint(0, 3, (ROWS,), generator=stream).to(device)
-    net = network().to(device)
-
-    def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
-        some, wanted = batch
-        return cross_entropy(nets["student"](some), wanted)
-
-    ctx = replace(context(quick_spec("fedcg")), machine=Machine(device, graphs=graphs))
-    run_stage(distillation({"student": net}, loss_of, lambda rows: (inputs[rows], labels[rows]), SETTINGS, ctx), ctx)
-    return {name: tensor.cpu() for name, tensor in net.state_dict().items()}
-
-
-def test_on_the_cpu_the_step_is_the_plain_one() -> None:
-    def step(rows: torch.Tensor) -> torch.Tensor:
-        return rows
-
-    zeros = torch.zeros(2)
-    assert graphed(step, [], [], MANY)(zeros) is zeros
-    plain, graph = trained("cpu", graphs=False), trained("cpu", graphs=True)
-    assert all(torch.equal(plain[name], graph[name]) for name in plain)
 
 
 class Refusing:
@@ -107,14 +77,6 @@ def test_a_few_steps_are_not_worth_a_graph() -> None:
 
     assert graphed(step, [], [], 49) is step
     assert graphed(step, [], [], 50) is not step
-
-
-@needs_cuda
-def test_a_graph_trains_as_the_plain_step_does() -> None:
-    plain, graph = trained("cuda", graphs=False), trained("cuda", graphs=True)
-    assert int(graph["1.num_batches_tracked"]) == int(plain["1.num_batches_tracked"]) == SETTINGS.iterations
-    for name in plain:
-        assert torch.allclose(plain[name].float(), graph[name].float(), atol=1e-5), name
 
 
 @needs_cuda

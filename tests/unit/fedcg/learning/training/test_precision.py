@@ -6,33 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
-from fedcg.learning.method import Machine, Precision, RoundContext, Weights
+from fedcg.learning.method import Machine, Precision, Weights
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.spec import NetworkChoice
-from fedcg.learning.training.stage import in_precision
-from tests.support.learning.learning_cases import GREY, context, plan_of, quick_spec, round_of_one_client, same
-
-
-def in_bf16(ctx: RoundContext) -> RoundContext:
-    return replace(ctx, machine=Machine(precision="bf16"))
-
-
-def test_products_run_in_bfloat16_and_answers_come_in_float32() -> None:
-    seen: list[torch.dtype] = []
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    net[0].register_forward_hook(lambda module, given, output: seen.append(output.dtype))
-    ctx = context(quick_spec("local"))
-    rows = torch.randn(6, 4)
-    assert in_precision(net, ctx) is net
-    answer = in_precision(net, in_bf16(ctx))(rows)
-    assert seen == [torch.bfloat16]
-    assert answer.dtype == torch.float32
-    answer.sum().backward()
-    assert all(weight.grad is not None and weight.grad.dtype == torch.float32 for weight in net.parameters())
-    assert all(buffer.dtype != torch.bfloat16 for buffer in net.buffers())
+from tests.support.learning.learning_cases import GREY, context, plan_of, round_of_one_client, same
 
 
 def round_in(method: str, precision: Precision) -> tuple[float, dict[str, Weights]]:

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.aggregation.distillation import Distillation, distillation
 from fedcg.learning.method import TrainingParams
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.networks.layers.layer_randomness import lent_generators, seeded_layers
 from fedcg.learning.training.classification import train_classifier
-from fedcg.learning.training.stage import Nets, Tensors, run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import bright_images, context, quick_spec, same
 
@@ -44,27 +42,6 @@ def test_a_stage_with_dropout_repeats_bit_for_bit_whatever_was_drawn_before_it()
     first = trained_with_dropout(b"device", 0)
     assert same(first, trained_with_dropout(b"device", 1000))
     assert not same(first, trained_with_dropout(b"another", 0))
-
-
-def test_a_student_with_dropout_repeats_bit_for_bit_whatever_was_drawn_before() -> None:
-    def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
-        answers: torch.Tensor = nets["student"](*batch)
-        return answers.square().mean()
-
-    def student(drawn_before: int) -> dict[str, torch.Tensor]:
-        linear = nn.Linear(4, 2, bias=False)
-        with torch.no_grad():
-            linear.weight.fill_(0.5)
-        module = nn.Sequential(nn.Dropout(0.5), linear)
-        with torch.random.fork_rng(devices=[]):
-            torch.rand(drawn_before)
-            settings = Distillation(iterations=4, batch=2, lr=0.1, weight_decay=0.0)
-            rows, ctx = torch.ones(8, 4), context(quick_spec("fedcg"))
-            run_stage(distillation({"student": module}, loss_of, lambda some: (rows[some],), settings, ctx), ctx)
-        return weights_of(module)
-
-    with lent_generators(0):  # nn.Linear draws its first values from the default generator
-        assert same(student(0), student(1000))
 
 
 def test_stages_and_rounds_draw_different_numbers() -> None:
