@@ -284,7 +284,7 @@ def _key_control(case: Case, known: ImageSet, streams: Streams) -> Control:
     """A planted generator that encrypts exactly, by keys of its own, but for some noise."""
     form, params = case.view.spec.image, _params(case.view)
     size = form.channels, form.height, form.width
-    planted = scrambling_of(draw_keys(streams, size, params.block), size, params.order(form.channels))
+    planted = scrambling_of(draw_keys(streams, size, params.block), size, params.etc.order(form.channels))
     stream = streams.generator("planted")
 
     def make(images: torch.Tensor) -> torch.Tensor:

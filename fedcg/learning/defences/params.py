@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from fedcg.config_file import Settings
 
@@ -31,26 +31,31 @@ class ScramblingStep(str, Enum):
     SHUFFLE = "IS"
 
 
+def _steps_exist(text: str) -> str:
+    known, names = [step.value for step in ScramblingStep], text.split(",") if text else []
+    if strange := [name for name in names if name not in known]:
+        raise ValueError(f"no step {strange[0]!r}; there are {', '.join(known)}")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]} is there twice, and each step can run once; leave out the second")
+    return text
+
+
+# The method `ppidsg` has these three too.
+ScramblingSteps = Annotated[
+    str,
+    AfterValidator(_steps_exist),
+    Field(description="steps of the encryption in their order, e.g. IR,IA,IF,IC,IS; empty: all that fit"),
+]
+Block = Annotated[int, Field(ge=1, description="pixels of a side of the blocks that are scrambled")]
+ScramblingKey = Annotated[Literal["device", "cohort"], Field(description="of the scrambling: each box's own, or alike")]
+
+
 class EtcParams(DefenceParams):
-    """Parameters of the block scrambling; `ppidsg` has them too."""
+    """Parameters of the block scrambling."""
 
-    scrambling: str = Field(
-        default="", description="steps of the encryption in their order, e.g. IR,IA,IF,IC,IS; empty: all that fit"
-    )
-    block: Annotated[int, Field(ge=1, description="pixels of a side of the blocks that are scrambled")] = DEFAULT_BLOCK
-    key: Literal["device", "cohort"] = Field(
-        default="device", description="of the scrambling: each box's own, or alike"
-    )
-
-    @field_validator("scrambling")
-    @classmethod
-    def _steps_exist(cls, text: str) -> str:
-        known, names = [step.value for step in ScramblingStep], text.split(",") if text else []
-        if strange := [name for name in names if name not in known]:
-            raise ValueError(f"no step {strange[0]!r}; there are {', '.join(known)}")
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]} is there twice, and each step can run once; leave out the second")
-        return text
+    scrambling: ScramblingSteps = ""
+    block: Block = DEFAULT_BLOCK
+    key: ScramblingKey = "device"
 
     def order(self, channels: int) -> tuple[ScramblingStep, ...]:
         """The steps of images with so many channels; without a choice of its own the paper's order, of grey images without IC."""

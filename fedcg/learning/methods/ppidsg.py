@@ -1,27 +1,44 @@
 """PPIDSG (Ma et al., 2024): only a generator is shared, which turns images into block-scrambled ones; the classifier works on those.
 
 A box trains a generator, which imitates the encryption of its own images, a feature extractor and a classifier on generated images, and a
-discriminator (`training.encrypting_translation` has the losses, eq. 7-11). The generator alone goes up and is averaged (eq. 5). It takes
+discriminator (eq. 7-11). The generator alone goes up and is averaged (eq. 5). It takes
 IMAGES, so a device shares it only where its owner lists `image_generator`. The classifier starts every round from its key, weights that the
 coordinator does not know where the federation has a cohort secret.
 
 `key = device`: each box scrambles by keys of its own, drawn in its first round. `key = cohort`: all that hold the cohort secret scramble
 alike, as the authors' code does; their generators then have one target.
+
+One step is one batch x with labels and its encryption y. G takes a step on eq. 11, then a pool mixes its images with earlier ones, on
+which F (eq. 9), C (eq. 10) and D (eq. 7) take one each. Readings, where the text is garbled or silent:
+  * eq. 7 is log D(y) + log(1 - D(G(x))), which D maximises: minimised here as FedCG's eq. 4 is, with the non-saturating form for G, a
+    mean over patches. `adversarial = least_squares` is what the authors' code has, and CycleGAN;
+  * eq. 8 is the mean of |G(x) - y|;
+  * eq. 9 is the mean squared difference of an image and what F's decoder makes of its features;
+  * eq. 11 is a weighted sum of the adversarial, semantic and classification loss; its weights are lost, 1, 1 and 2 are those of the
+    authors' code, as are the momentum of SGD and the betas of Adam;
+  * F and C are trained apart: the cross-entropy moves C alone, the MSE F alone (and G moves neither).
+Deviations: a pooled image keeps its own label for C, which the authors' code gives that of the batch's image at its place; one draw from
+the pool serves all three networks, and the pool is empty at the start of a round; one step of G a batch, where their code takes two
+(`generator_steps`). Their code gives all clients one key for the encryption; here each device has its own, so an averaged generator
+follows as many targets as there are devices.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from pydantic import Field
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
-from fedcg.learning.defences.params import EtcParams
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.defences.params import DEFAULT_BLOCK, Block, EtcParams, ScramblingKey, ScramblingSteps
 from fedcg.learning.defences.scrambling import Scrambling, ScramblingKeys, draw_keys, scrambling_of
 from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet
@@ -39,6 +56,7 @@ from fedcg.learning.method import (
     ServerState,
     SharedResult,
     Spill,
+    TrainingParams,
     Weights,
 )
 from fedcg.learning.methods._averaging import init_server_of
@@ -48,24 +66,51 @@ from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencode
 from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
-from fedcg.learning.training.encrypting_translation import (
-    TRANSLATION_LOSSES,
-    TranslationNetworks,
-    TranslationParams,
-    translation,
-)
+from fedcg.learning.training.augmentation import Augmenter
+from fedcg.learning.training.batches import images_at_once, local_batches
+from fedcg.learning.training.classification import dropped
+from fedcg.learning.training.losses import cross_entropy, fake_loss, real_loss
 from fedcg.learning.training.moving_average import average_extras, moving_average
-from fedcg.learning.training.stage import run_stage
+from fedcg.learning.training.optimisers import adam, task_optimiser
+from fedcg.learning.training.stage import AfterStep, Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
 from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.IMAGE_GENERATOR})
 PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
 SCRAMBLING = "scrambling"  # the extras that hold the keys of a device
 _KEY, _DISCRIMINATOR = "key", "discriminator"
+GAN_BETAS = (0.5, 0.999)
+Encrypt = Callable[[torch.Tensor], torch.Tensor]
+"""[N, C, H, W] uint8 -> the same, encrypted with the device's keys."""
+ScoreLoss = Callable[[torch.Tensor], torch.Tensor]
+Adversarial = Literal["logarithm", "least_squares"]
 
 
-class PpidsgParams(TranslationParams, EtcParams):
-    """Training, and the encryption that the generator imitates."""
+class PpidsgParams(TrainingParams):
+    """Training, and the encryption that the generator imitates; defaults are the paper's, or the authors' code's where it has none."""
+
+    scrambling: ScramblingSteps = ""
+    block: Block = DEFAULT_BLOCK
+    key: ScramblingKey = "device"
+    epochs: int = Field(default=1, ge=1, description="local epochs a round")
+    batch_size: int = Field(default=64, ge=2, description="local batch size")
+    optimiser: str = Field(default="sgd", pattern="^(adam|sgd)$", description="optimiser of extractor and classifier")
+    lr: float = Field(default=0.01, gt=0, description="learning rate of extractor and classifier")
+    weight_decay: float = Field(default=1e-3, ge=0, description="of extractor and classifier")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd; adam has its own")
+    gan_lr: float = Field(default=2e-4, gt=0, description="learning rate of Adam for generator and discriminator")
+    constant_rounds: int = Field(default=20, ge=1, description="rounds before learning rates fall linearly towards 0")
+    adversarial: Adversarial = Field(default="logarithm", description="eq. 7 as printed, or squares as the authors do")
+    adversarial_weight: float = Field(default=1.0, ge=0, description="of eq. 7 in the generator's loss, eq. 11")
+    semantic_weight: float = Field(default=1.0, ge=0, description="of eq. 8, the distance to the encrypted images")
+    classification_weight: float = Field(default=2.0, ge=0, description="of the cross-entropy through both networks")
+    generator_steps: int = Field(default=1, ge=1, description="steps of the generator a batch")
+    pool_images: int = Field(default=10, ge=0, description="earlier generated images that are kept; 0 for none")
+
+    @property
+    def etc(self) -> EtcParams:
+        """The encryption alone."""
+        return EtcParams(scrambling=self.scrambling, block=self.block, key=self.key)
 
 
 def problem_with(spec: NetworkSpec) -> str:
@@ -78,7 +123,7 @@ def problem_with(spec: NetworkSpec) -> str:
         return unfit
     try:
         size = form.channels, form.height, form.width
-        scrambling_of(draw_keys(Streams(b""), size, params.block), size, params.order(form.channels))
+        scrambling_of(draw_keys(Streams(b""), size, params.block), size, params.etc.order(form.channels))
     except DefenceError as error:
         return f"params: {error}"
     return ""
@@ -112,7 +157,203 @@ def _stored(keys: ScramblingKeys) -> Weights:
 def scrambling_by(spec: NetworkSpec, keys: Weights) -> Scrambling:
     """What a generator imitates: the scrambling by a device's keys (its extras `scrambling`)."""
     params = PpidsgParams.model_validate(spec.params)
-    return scrambling_of(ScramblingKeys(params.block, **keys), _size(spec), params.order(spec.image.channels))
+    return scrambling_of(ScramblingKeys(params.block, **keys), _size(spec), params.etc.order(spec.image.channels))
+
+
+@dataclass(frozen=True)
+class TranslationNetworks:
+    """Four modules on one device, trained in place (`networks.image_networks`).
+
+    Attributes:
+        generator: G, image -> encrypted image, in [-1, 1].
+        discriminator: D, image -> logits of patches.
+        extractor: F, image -> features, and back by `restore`.
+        classifier: C, features -> logits; holds the device's key, its initial weights, at the start of every round.
+    """
+
+    generator: nn.Module
+    discriminator: nn.Module
+    extractor: ImageAutoencoder
+    classifier: nn.Module
+
+
+TRANSLATION_LOSSES = ("generator", "restoration", "classification", "discriminator")
+"""Eq. 11, 9, 10, and eq. 7 as the discriminator's, in the order in which the stage tells them."""
+_NAME = "generate"
+
+
+def rate_factor(round_number: int, rounds: int, constant_rounds: int) -> float:
+    """What learning rates are multiplied by in a round counted from 1.
+
+    1 at first, then a line that would be 0 after the last round. A federation that is prolonged goes on at the last round's rate.
+    """
+    falling = max(rounds - constant_rounds, 0) + 1
+    return min(1.0, max(rounds - round_number + 1, 1) / falling)
+
+
+def _square_to_one(scores: torch.Tensor) -> torch.Tensor:
+    return (scores - 1.0).square().mean()
+
+
+def _square_to_zero(scores: torch.Tensor) -> torch.Tensor:
+    return scores.square().mean()
+
+
+# Losses of scores of real and of generated images; the generator's is that of real ones, on its own images.
+_ADVERSARIAL: Mapping[Adversarial, tuple[ScoreLoss, ScoreLoss]] = {
+    "logarithm": (real_loss, fake_loss),
+    "least_squares": (_square_to_one, _square_to_zero),
+}
+
+
+def discriminator_objective(real: torch.Tensor, fake: torch.Tensor, kind: Adversarial) -> torch.Tensor:
+    """Eq. 7 as D minimises it, from its scores [B, 1, h, w] of encrypted and of generated images."""
+    of_real, of_fake = _ADVERSARIAL[kind]
+    return of_real(real) + of_fake(fake)
+
+
+def generator_objective(
+    scores: torch.Tensor,
+    made: torch.Tensor,
+    encrypted: torch.Tensor,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    params: PpidsgParams,
+) -> torch.Tensor:
+    """Eq. 11: weighted adversarial loss (eq. 7), L1 distance to the encrypted images (eq. 8), and cross-entropy.
+
+    Args:
+        scores: D's of the made images, [B, 1, h, w].
+        made: G(x), [B, C, H, W].
+        encrypted: y, [B, C, H, W].
+        logits: C(F(G(x))), [B, classes].
+        labels: [B] int64.
+        params: the three weights, and the form of eq. 7.
+    """
+    adversarial = params.adversarial_weight * _ADVERSARIAL[params.adversarial][0](scores)
+    semantic = params.semantic_weight * F.l1_loss(made, encrypted)
+    return adversarial + semantic + params.classification_weight * cross_entropy(logits, labels)
+
+
+class ImagePool:
+    """CycleGAN's history: half of the images that come are exchanged for earlier ones, each with its label."""
+
+    def __init__(self, size: int, stream: torch.Generator) -> None:
+        """`size`: images kept; `stream`: which are exchanged, and for which."""
+        self._size = size
+        self._stream = stream
+        self._images: torch.Tensor | None = None
+        self._labels: torch.Tensor | None = None
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Its state for a checkpoint."""
+        pooled = (
+            {} if self._images is None or self._labels is None else {"images": self._images, "labels": self._labels}
+        )
+        return {**pooled, "stream": self._stream.get_state()}
+
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Take the state of a checkpoint."""
+        self._stream.set_state(kept["stream"])
+        self._images, self._labels = kept.get("images"), kept.get("labels")
+
+    def exchange(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As many images and labels as came: the first ones fill the pool and come back, then half are exchanged for pooled ones."""
+        if self._size == 0:
+            return images, labels
+        kept = 0 if self._images is None else len(self._images)
+        if self._images is not None and self._labels is not None:
+            images = torch.cat([self._images.to(images.device), images])
+            labels = torch.cat([self._labels.to(labels.device), labels])
+        exchanged = torch.rand(len(images), generator=self._stream) < 0.5
+        places = torch.randint(self._size, (len(images),), generator=self._stream).tolist()
+        pool, given = list(range(kept)), []
+        for row in range(kept, len(images)):
+            if len(pool) < self._size:
+                pool.append(row)
+                given.append(row)
+            elif exchanged[row]:
+                given.append(pool[places[row]])
+                pool[places[row]] = row
+            else:
+                given.append(row)
+        self._images, self._labels = images[pool], labels[pool]
+        return images[given], labels[given]
+
+
+def translation(
+    networks: TranslationNetworks,
+    data: ImageSet,
+    encrypt: Encrypt,
+    params: PpidsgParams,
+    ctx: RoundContext,
+    after: tuple[AfterStep, ...] = (),
+) -> Stage:
+    """One round of PPIDSG's local training.
+
+    Args:
+        networks: trained in place, on `ctx.device`; the classifier comes with the device's key as its weights.
+        data: the training images, on `ctx.device`.
+        encrypt: `defences.scrambling.Scrambling.encrypt` with the device's keys and steps; of the augmented images, as the paper does it.
+        params: weights of the losses, learning rates, pool.
+        ctx: spec, round of how many, streams of every random draw, progress (phase "generate").
+        after: as of `Stage`.
+    """
+    streams, spec = ctx.streams.at(_NAME), ctx.spec
+    augmenter, pool = Augmenter(spec, streams), ImagePool(params.pool_images, streams.generator("pool"))
+
+    def of_images(index: torch.Tensor) -> Tensors:
+        raw = data.rows(index.to(data.labels.device))
+        images = augmenter.draw(len(index)).apply(raw.images)
+        return normalise(images, spec.image), normalise(encrypt(images), spec.image), raw.labels
+
+    def step(nets: Nets, batch: Tensors) -> Descents:
+        images, encrypted, labels = batch
+        generator, judge, classifier = nets["generator"], nets["discriminator"], nets["classifier"]
+        extractor = cast(ImageAutoencoder, nets["extractor"])
+        for _ in range(params.generator_steps):
+            made = generator(images)
+            forged = generator_objective(judge(made), made, encrypted, classifier(extractor(made)), labels, params)
+            yield Descent("generator", partial(_same, forged))
+        pooled, pooled_labels = pool.exchange(made.detach(), labels)
+        restoration = F.mse_loss(extractor.restore(extractor(pooled)), pooled)
+        yield Descent("extractor", lambda: restoration)
+        with torch.no_grad():
+            features = extractor(pooled)
+        classified = cross_entropy(classifier(dropped(features, ctx.privacy.dropout)), pooled_labels)
+        yield Descent("classifier", lambda: classified)
+        judged = discriminator_objective(judge(encrypted), judge(pooled), params.adversarial)
+        yield Descent("discriminator", lambda: judged)
+        return forged, restoration, classified, judged
+
+    named = {field.name: getattr(networks, field.name) for field in fields(networks)}
+    return Stage(
+        name=_NAME,
+        losses=tuple(f"{name} loss of the image translation" for name in TRANSLATION_LOSSES),
+        networks=named,
+        trained={name: Trained((name,), _optimiser(name, one, params, ctx)) for name, one in named.items()},
+        batches=local_batches(_NAME, len(data), params, ctx, of_images, at_once=images_at_once(spec.image)),
+        step=step,
+        exact=frozenset(named),
+        kept={"pool": pool},
+        after=after,
+        is_pure=False,  # the pool
+    )
+
+
+def _same(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _optimiser(name: str, network: nn.Module, params: PpidsgParams, ctx: RoundContext) -> torch.optim.Optimizer:
+    if name in {"generator", "discriminator"}:
+        optimiser = adam(network.parameters(), params.gan_lr, 0.0, GAN_BETAS)
+    else:
+        optimiser = task_optimiser(network.parameters(), params)
+        if params.optimiser == "sgd":
+            optimiser.param_groups[0]["momentum"] = params.momentum
+    optimiser.param_groups[0]["lr"] *= rate_factor(ctx.round, ctx.spec.rounds, params.constant_rounds)
+    return optimiser
 
 
 def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:

@@ -11,6 +11,7 @@ from torch import nn
 
 from experiments.data.source import read_digits
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.methods.ppidsg import TranslationNetworks
 from fedcg.learning.networks.assembly import allocated
 from fedcg.learning.networks.image_networks import (
     ImageAutoencoder,
@@ -20,7 +21,6 @@ from fedcg.learning.networks.image_networks import (
     image_split,
 )
 from fedcg.learning.networks.layers.initial_values import draw_weights
-from fedcg.learning.training.encrypting_translation import TranslationNetworks
 
 DIGITS = tuple("0123456789")
 

@@ -16,22 +16,22 @@ from fedcg.learning.defences.params import EtcParams
 from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
-from fedcg.learning.networks.image_networks import WIDTHS, Widths
-from fedcg.learning.privacy import PrivacySettings
-from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
-from fedcg.learning.training import encrypting_translation
-from fedcg.learning.training.encrypting_translation import (
+from fedcg.learning.methods import ppidsg
+from fedcg.learning.methods.ppidsg import (
     TRANSLATION_LOSSES,
     Encrypt,
     ImagePool,
+    PpidsgParams,
     TranslationNetworks,
-    TranslationParams,
     discriminator_objective,
     generator_objective,
     rate_factor,
     translation,
 )
+from fedcg.learning.networks.image_networks import WIDTHS, Widths
+from fedcg.learning.privacy import PrivacySettings
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.learning.training.stage import Batches, Tensors, run_stage
 from tests.support.learning.image_translation import DIGITS, digit_images, networks_of
 from tests.support.learning.learning_cases import CLASSES, bright_images
@@ -62,19 +62,19 @@ def context(round_number: int = 1, *, classes: tuple[str, ...] = CLASSES, flip: 
     return RoundContext(spec, round_number, 1, Streams(b"device").at(round_number))
 
 
-def quick(**changed: object) -> TranslationParams:
-    return TranslationParams.model_validate({"steps": 2, "batch_size": 8, **changed})
+def quick(**changed: object) -> PpidsgParams:
+    return PpidsgParams.model_validate({"steps": 2, "batch_size": 8, **changed})
 
 
 def learn(
-    nets: TranslationNetworks, data: ImageSet, encrypt: Encrypt, params: TranslationParams, ctx: RoundContext
+    nets: TranslationNetworks, data: ImageSet, encrypt: Encrypt, params: PpidsgParams, ctx: RoundContext
 ) -> dict[str, float]:
     """Train in place; the mean losses by name."""
     losses = run_stage(translation(nets, data, encrypt, params, ctx), ctx)
     return dict(zip(TRANSLATION_LOSSES, losses, strict=True))
 
 
-def blocks(data: ImageSet, params: TranslationParams, ctx: RoundContext) -> list[Tensors]:
+def blocks(data: ImageSet, params: PpidsgParams, ctx: RoundContext) -> list[Tensors]:
     """What a round goes over."""
     return list(translation(networks_of(TINY, SIZE, len(CLASSES)), data, SCRAMBLE, params, ctx).batches.blocks)
 
@@ -121,7 +121,7 @@ def test_the_generators_loss_is_the_weighted_sum_of_three() -> None:
 
 
 def test_the_default_weights_are_one_one_and_two() -> None:
-    params = TranslationParams()
+    params = PpidsgParams()
     assert (params.adversarial_weight, params.semantic_weight, params.classification_weight) == (1.0, 1.0, 2.0)
 
 
@@ -187,7 +187,7 @@ def test_learning_rates_are_constant_at_first_and_then_fall_on_a_line() -> None:
 
 def test_optimisers_are_adam_for_the_gan_and_sgd_with_momentum_for_the_rest() -> None:
     nets = networks_of(TINY, SIZE, len(CLASSES))
-    trained = translation(nets, bright_images(24, 0), SCRAMBLE, TranslationParams(), context(50)).trained
+    trained = translation(nets, bright_images(24, 0), SCRAMBLE, PpidsgParams(), context(50)).trained
     for name in ("generator", "discriminator"):
         group = trained[name].optimiser.param_groups[0]
         assert (group["betas"], group["weight_decay"]) == ((0.5, 0.999), 0.0)
@@ -243,7 +243,7 @@ def test_extractor_classifier_and_discriminator_are_trained_on_pooled_images_and
     nets, twins = (networks_of(TINY, SIZE, len(CLASSES)) for _ in range(2))
     images, encrypted, pooled = (normalise(bright_images(6, seed).images, GREY) for seed in (1, 2, 3))
     labels, pooled_labels = torch.zeros(6, dtype=torch.int64), torch.full((6,), 2)
-    monkeypatch.setattr(encrypting_translation, "ImagePool", lambda size, stream: OneAnswer(pooled, pooled_labels))
+    monkeypatch.setattr(ppidsg, "ImagePool", lambda size, stream: OneAnswer(pooled, pooled_labels))
     stage = translation(nets, bright_images(6, 1), SCRAMBLE, quick(lr=1e-12), context())
     one_batch = replace(stage, batches=Batches([(images, encrypted, labels)], 1, None))
     _, restoration, classification, judged = run_stage(one_batch, context())
@@ -302,7 +302,7 @@ def test_the_digits_are_learned_in_their_encrypted_form() -> None:
 
     accuracy, distance = figures()
     assert accuracy < 0.25
-    params = TranslationParams(epochs=8, batch_size=16, gan_lr=1e-3)
+    params = PpidsgParams(epochs=8, batch_size=16, gan_lr=1e-3)
     learn(nets, train, SCRAMBLE, params, context(classes=DIGITS))
     learned, nearer = figures()
     assert learned > 0.5
