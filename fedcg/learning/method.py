@@ -116,16 +116,8 @@ Taught = Annotated[
 ]
 
 
-def silent(phase: str, step: int, steps: int) -> None:
-    """A progress callback that does nothing."""
-
-
-def unwarned(text: str) -> None:
-    """A callback for warnings that does nothing."""
-
-
-def unwatched(loss: float) -> None:
-    """A callback for losses that does nothing."""
+def silent(*_: object) -> None:
+    """A callback that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +149,8 @@ class Callbacks:
     """
 
     progress: Progress = silent
-    watch_loss: Callable[[float], None] = unwatched
-    warn: Callable[[str], None] = unwarned
+    watch_loss: Callable[[float], None] = silent
+    warn: Callable[[str], None] = silent
 
 
 @dataclass(frozen=True)
@@ -174,11 +166,6 @@ class Unmasking:
     correction: torch.Tensor | None
 
 
-def no_unmasking() -> Unmasking | None:
-    """Nothing is masked."""
-    return None
-
-
 @dataclass(frozen=True)
 class Masking:
     """The cohort's secret, and the masks that it puts on summed parts.
@@ -192,7 +179,7 @@ class Masking:
 
     cohort: Streams | None = None
     sum_weight: int | None = None
-    unmasking: Callable[[], Unmasking | None] = no_unmasking
+    unmasking: Callable[[], Unmasking | None] = silent
 
 
 @dataclass(frozen=True)
@@ -434,7 +421,8 @@ class Method:
     """A federated method. Both halves, its parameters and its payload in one value.
 
     Attributes:
-        init_client: (spec, initial) -> ClientState; `initial` gives every part's initial weights.
+        client_start: (spec, initial) -> the state of a new client; `initial` gives every part's initial weights. None: those weights.
+        server_start: (spec, initial) -> the first aggregate, and what the server keeps. None: the initial weights of what comes down.
         private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
         example: what its laws are tested with; it has to fit `Needs.networks`.
@@ -446,12 +434,24 @@ class Method:
     title: str
     params_type: type[TrainingParams]
     payload: Payload
-    init_client: Callable[[FederationSpec, Mapping[Part, Weights]], ClientState]
     local_round: Callable[[ClientState, ImageSet, Aggregate | None, RoundContext], LocalResult]
-    init_server: Callable[[FederationSpec, Mapping[Part, Weights]], ServerState]
     aggregator: Callable[[ServerState, RoundContext, Spill], Aggregator]
+    client_start: Callable[[FederationSpec, Mapping[Part, Weights]], ClientState] | None = None
+    server_start: Callable[[FederationSpec, Mapping[Part, Weights]], ServerState] | None = None
     needs: Needs = Needs()
     personal: Personal = Personal()
     private_stages: int = 0
     example: Example = Example()
     local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
+
+    def init_client(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+        """The state of a new client."""
+        if self.client_start is not None:
+            return self.client_start(spec, initial)
+        return ClientState({part: initial[part] for part in sorted(self.payload.parts)})
+
+    def init_server(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+        """The server's state before the first round: everyone starts from the same aggregate."""
+        if self.server_start is not None:
+            return self.server_start(spec, initial)
+        return ServerState(Aggregate({part: initial[part] for part in sorted(self.payload.down)}))

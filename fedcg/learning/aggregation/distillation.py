@@ -397,7 +397,7 @@ def _spread(logits: torch.Tensor) -> float:
 class EnsembleAggregator:
     """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
 
-    When all clients reported their label counts, rows of a label that none of them has weigh nothing (`label_distribution`).
+    When all clients reported their label counts, rows of a label that none of them has weigh nothing (`row_weights`).
     Weights and logits are summed as updates arrive, so that after the last one nothing is left to do but the student's loop.
     """
 

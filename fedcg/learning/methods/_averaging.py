@@ -37,11 +37,9 @@ from fedcg.learning.method import (
     Spill,
     TrainingParams,
     Turn,
-    Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.layers.stacked import can_stack
-from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
 from fedcg.learning.training.moving_average import MovingAverage, average_extras, moving_average
 from fedcg.learning.training.stacked_training import Learner, train_classifiers
@@ -100,9 +98,7 @@ def averaging_method(
         params_type=params_type,
         payload=Payload(shared, shared | downloads, PERSONAL - shared),
         needs=Needs(label_counts, needs_public),
-        init_client=partial(init_client_of, PERSONAL | downloads),
         local_round=half.round_of,
-        init_server=partial(init_server_of, shared | downloads),
         aggregator=aggregator or partial(average_of, params_type, shared),
         private_stages=1,
         local_rounds=half.rounds_of if penalty_of is unpenalised else None,
@@ -118,16 +114,6 @@ def average_of(
     momentum: float = getattr(params, "server_momentum", 0.0)
     average = AverageAggregator(shared, spill, how)
     return WithMomentum(average, state, momentum) if momentum else average
-
-
-def init_client_of(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
-    """A client starts with the initial weights of these parts."""
-    return ClientState({part: initial[part] for part in sorted(parts)})
-
-
-def init_server_of(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
-    """The first aggregate is the initial weights of these parts: everyone starts from the same."""
-    return ServerState(Aggregate({part: initial[part] for part in sorted(parts)}))
 
 
 def local_result(

@@ -15,7 +15,6 @@ Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, w
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Literal
 
 import torch
@@ -43,7 +42,7 @@ from fedcg.learning.method import (
     Spill,
     Taught,
 )
-from fedcg.learning.methods._averaging import init_client_of, init_server_of, local_result
+from fedcg.learning.methods._averaging import local_result
 from fedcg.learning.networks import NETWORKS, load_part
 from fedcg.learning.networks.discriminators import rows_are_independent
 from fedcg.learning.networks.generators import ClassGaussians
@@ -251,8 +250,6 @@ METHOD = Method(
     payload=Payload(SHARED, SHARED, PRIVATE),
     needs=Needs(LabelCounts.OPTIONAL, networks=networks),
     private_stages=2,
-    init_client=partial(init_client_of, frozenset(NETWORKS)),
     local_round=local_round,
-    init_server=partial(init_server_of, SHARED),
     aggregator=aggregator,
 )

@@ -35,7 +35,6 @@ from fedcg.learning.method import (
     TrainingParams,
     Update,
 )
-from fedcg.learning.methods._averaging import init_client_of, init_server_of
 from fedcg.learning.networks import feature_shape, load_part, weights_of
 from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.losses import cross_entropy
@@ -104,8 +103,6 @@ METHOD = Method(
         private=frozenset({Part.EXTRACTOR}),
         statistics=prototype_layout,
     ),
-    init_client=partial(init_client_of, _PERSONAL | {Part.STATISTICS}),
     local_round=local_round,
-    init_server=partial(init_server_of, frozenset({Part.CLASSIFIER})),
     aggregator=aggregator,
 )

@@ -18,7 +18,6 @@ The published set-up trains 20 steps of 64 images a round with SGD; here both `e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Literal
 
 import torch
@@ -44,7 +43,7 @@ from fedcg.learning.method import (
     Update,
     Weights,
 )
-from fedcg.learning.methods._averaging import init_client_of, local_result
+from fedcg.learning.methods._averaging import local_result
 from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import FeatureSource, feature_batches, generate, local_steps
@@ -254,8 +253,7 @@ METHOD = Method(
     params_type=FedmdCgParams,
     payload=Payload(SHARED, SHARED, PRIVATE, continued=frozenset({Part.CLASSIFIER})),
     needs=Needs(LabelCounts.REQUIRED),
-    init_client=partial(init_client_of, _PARTS),
     local_round=local_round,
-    init_server=init_server,
+    server_start=init_server,
     aggregator=aggregator,
 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from pydantic import Field
@@ -35,7 +34,7 @@ from fedcg.learning.method import (
     Spill,
     Weights,
 )
-from fedcg.learning.methods._averaging import LocalHalf, average_of, init_client_of, init_server_of, unpenalised
+from fedcg.learning.methods._averaging import LocalHalf, average_of, unpenalised
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.probes.alignment import distance, fit, outputs_on, probe_inputs
 from fedcg.learning.probes.sums import ProbeParams, WithProbeSums, counted, mean_outputs, sums_layout
@@ -143,9 +142,7 @@ METHOD = Method(
     payload=Payload(SHARED, SHARED, frozenset({Part.EXTRACTOR}), HEAD, sums_layout, is_summed=True),
     needs=Needs(cohort=True),
     personal=Personal(align=align),
-    init_client=partial(init_client_of, SHARED | {Part.EXTRACTOR}),
     local_round=local_round,
-    init_server=partial(init_server_of, SHARED),
     aggregator=aggregator,
     private_stages=1,
 )

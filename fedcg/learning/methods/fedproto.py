@@ -8,7 +8,6 @@ counts (eq. 6 divides by the number of clients once more, which would shrink it)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from pydantic import Field
@@ -41,7 +40,6 @@ from fedcg.learning.method import (
     TrainingParams,
     Weights,
 )
-from fedcg.learning.methods._averaging import init_client_of, init_server_of
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.spec import NetworkSpec
 from fedcg.learning.training.classification import Penalty, train_classifier
@@ -125,8 +123,6 @@ METHOD = Method(
     payload=Payload(SHARED, SHARED, PRIVATE, continued=frozenset(), statistics=prototype_layout),
     needs=Needs(LabelCounts.OPTIONAL),
     personal=Personal(frozenset({Part.EXTRACTOR, Part.STATISTICS}), predict),
-    init_client=partial(init_client_of, SHARED | PRIVATE),
     local_round=local_round,
-    init_server=partial(init_server_of, SHARED),
     aggregator=aggregator,
 )

@@ -59,7 +59,6 @@ from fedcg.learning.method import (
     TrainingParams,
     Weights,
 )
-from fedcg.learning.methods._averaging import init_server_of
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.assembly import allocated, split_of
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencoder, unfit_form
@@ -421,9 +420,8 @@ METHOD = Method(
     payload=Payload(SHARED, SHARED, PRIVATE),
     needs=Needs(networks=problem_with),
     personal=Personal(SHARED | PRIVATE, predict),
-    init_client=init_client,
+    client_start=init_client,
     local_round=local_round,
-    init_server=partial(init_server_of, SHARED),
     aggregator=aggregator,
     example=Example(
         NetworkChoice(split="image_small"), ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.5,))

@@ -25,7 +25,7 @@ from fedcg.learning.method import (
     Unmasking,
     Update,
     Weights,
-    no_unmasking,
+    silent,
 )
 from fedcg.learning.networks.assembly import feature_shape
 from fedcg.learning.spec import NetworkSpec
@@ -124,7 +124,7 @@ class WithProbeSums:
         self,
         inner: Aggregator,
         params: ProbeParams,
-        unmasking: Callable[[], Unmasking | None] = no_unmasking,
+        unmasking: Callable[[], Unmasking | None] = silent,
         warn: Callable[[str], None] = lambda _sentence: None,
     ) -> None:
         self._inner, self._params, self._unmasking, self._warn = inner, params, unmasking, warn

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.mechanisms.dp_sgd import PrivateSteps, private_steps
-from fedcg.learning.method import RoundContext, unwatched
+from fedcg.learning.method import RoundContext, silent
 from fedcg.learning.networks.layers.layer_randomness import seeded_layers
 from fedcg.learning.round_checkpoint import Kept, Restorable
 from fedcg.learning.training.cuda_graph import graphed
@@ -187,7 +187,7 @@ def _go_over(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], desce
 def _told(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], done: int, *, is_due: bool) -> bool:
     """Look at the losses where it is time, and tell how far the stage is; whether it ends here."""
     steps, ends = stage.batches.steps, False
-    if ctx.callbacks.watch_loss is not unwatched and (done % max(1, steps // LOOKS) == 0 or done == steps):
+    if ctx.callbacks.watch_loss is not silent and (done % max(1, steps // LOOKS) == 0 or done == steps):
         ctx.callbacks.watch_loss(meters[0].look())
     if is_due:
         least = meters[0].least
