@@ -11,27 +11,28 @@ import ssl
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
+import typer
 from fastapi import FastAPI
 
-from coordinator.cli.shared_options import store_of
 from coordinator.errors import AccessError, CoordinatorError, HomeError, NotFoundError, RequestError
 from coordinator.http.app import add_api
+from coordinator.http.facts_api import LEFT_OUT
 from coordinator.http.problems import EXISTS_KIND
 from coordinator.members.api_tokens import ApiTokens, local_token
-from coordinator.operations.steering import nobody_follows
+from coordinator.operations.operations import nobody_follows
 from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
+from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
 from fedcg.errors import EXISTS, FAILED, NOT_FOUND, NoAnswerInTimeError
-from fedcg.event_log import EventLog
 
 API = "/api/v1"
 TOKEN_VARIABLE = "FEDCG_API_TOKEN"  # noqa: S105 - the name of a variable
@@ -80,16 +81,15 @@ class Client:
         return self._asked("GET", f"{API}{path}", params=_given(query)).json()
 
     def all(self, path: str, **query: object) -> list[Any]:
-        """Read a whole list, page after page."""
-        answer = self._asked("GET", f"{API}{path}", params=_given({"limit": 1000, **query}))
+        """Read a list; where it has more items than one answer, standard error gets their number."""
+        answer = self._asked("GET", f"{API}{path}", params=_given(query))
         found: list[Any] = answer.json()
-        while following := answer.links.get("next"):
-            answer = self._asked("GET", following["url"])
-            found += answer.json()
+        if left_out := answer.headers.get(LEFT_OUT):
+            typer.echo(f"{left_out} more are left out: one answer has {len(found)}", err=True)
         return found
 
     def change(self, method: str, path: str, content: object = None) -> Any:
-        """Change something; when the connection breaks, the request is repeated once and counts once."""
+        """Change something; when the connection breaks, the request is repeated once and is made at most once."""
         key = {"Idempotency-Key": str(uuid.uuid4())}
         return self._asked(method, f"{API}{path}", json=content, headers=key).json()
 
@@ -185,7 +185,7 @@ def client_of(directory: Path | None, url: str | None) -> Iterator[Client]:
         api = home.config().api
         yield Client(api.url, _own_token(home), home=home, verify=_trusting(home))
         return
-    with store_of(directory) as (_, store):
+    with closing(Store.of(home)) as store:
         token = local_token(home, ApiTokens(store.api))
         yield Client("http://127.0.0.1", token, _application(home, store), home)
 
@@ -196,7 +196,7 @@ def _given(query: Mapping[str, object]) -> dict[str, str]:
 
 
 def _own_token(home: Home) -> str:
-    with store_of(home.root) as (_, store):
+    with closing(Store.of(home)) as store:
         return local_token(home, ApiTokens(store.api))
 
 
@@ -217,7 +217,7 @@ def _application(home: Home, store: Store) -> FastAPI:
         raise AssertionError(f"{record.id} is not run by a command")
 
     context_of: Any = no_context
-    events = EventLog(home.events_file, time.time)
+    events = coordinator_log(home.events_file, store.events)
     application = FastAPI()
     add_api(application, home, Coordinator(store, artifacts_of(home), events, context_of), nobody_follows)
     return application

@@ -32,7 +32,7 @@ from coordinator.members.admission import Admission
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.revocation import evict
 from coordinator.messaging.floods import LineLimit
-from coordinator.page.site import add_page
+from coordinator.page import add_page
 from coordinator.page.webhook import watching
 from coordinator.paths import Home
 from coordinator.pki.authority import (
@@ -49,11 +49,12 @@ from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
 from coordinator.service.tensorboard import RoundCurves
 from coordinator.storage.database import check_whole
+from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.locks import sole_writer
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
 from fedcg.errors import FedcgError
-from fedcg.event_log import EventLog, EventValue, log_event
+from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 from fedcg.wire.messages.messages import COORDINATOR
@@ -223,17 +224,13 @@ def _opened(home: Home, config: CoordinatorConfig, *, accepts_loss: bool = False
         store = Store.of(home, accepts_loss=accepts_loss)
         opened.callback(store.close)
         end_silences(home)  # completes what a killed coordinator left undone; blocks while a federation is being opened
-        followers = [log_event]
-        if config.tensorboard.directory is not None:
-            curves = RoundCurves(home.root / config.tensorboard.directory, store)
-            opened.callback(curves.close)
-            followers.append(curves.follow)
-
-        def watch(event: dict[str, EventValue]) -> None:
-            for follow in followers:
-                follow(event)
-
-        yield store, EventLog(home.events_file, time.time, LineLimit().allows, watch=watch)
+        limit = LineLimit()
+        if config.tensorboard.directory is None:
+            yield store, coordinator_log(home.events_file, store.events, limit.allows)
+            return
+        curves = RoundCurves(home.root / config.tensorboard.directory, store)
+        opened.callback(curves.close)
+        yield store, coordinator_log(home.events_file, store.events, limit.allows, curves.follow)
 
 
 def _contexts(home: Home, config: CoordinatorConfig, store: Store, events: EventLog) -> ContextOf:

@@ -1,11 +1,14 @@
-"""What devices reported of themselves: the findings of their own doctors as sentences with remedies, and the exported models in use."""
+"""What devices reported of themselves: the findings of their own doctors with remedies, the figures of their audits, and their privacy budgets."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from coordinator.facts.known import Known
-from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, ServedModel
+from coordinator.storage.overview_store import Delivery
+from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding
 
 ENROL_AGAIN = "`fedcg token create --replaces DEVICE` here, then `fedcg enrol` on the device into a new folder."
 LOOK = "On the device: `fedcg doctor` names what is wrong and what to do."
@@ -45,6 +48,24 @@ FINDINGS = {
 }
 """Sentence and remedy by check and state."""
 PAUSED = ("its owner has paused it", "Nothing is broken. On the device: `fedcg agent resume` ends the pause.")
+AUDIT_TITLES = {
+    "label_l1": "label distribution, L1 distance",
+    "label_accuracy": "labels of a batch, share that is right",
+    "psnr": "reconstructed images, PSNR in dB",
+    "ssim": "reconstructed images, SSIM",
+    "rank": "rank of the true image among candidates",
+    "reid": "true image found among candidates, share",
+    "mia_auc": "membership of an image, AUC",
+    "mia_tpr": "membership, true positives at 1 % false positives",
+    "class_recognised": "images of a class by a GAN, probability of the class by independent judges",
+    "class_ssim": "images of a class by a GAN, SSIM",
+    "memory_auc": "training images or others, by the generator, AUC",
+    "inverter_psnr": "images from the generator's features, PSNR in dB",
+    "inverter_ssim": "images from the generator's features, SSIM",
+    "extractor": "private extractor, share of its features that is told",
+    "epsilon": "lower bound on epsilon, by canaries",
+}
+"""What each figure of a device's audit is."""
 
 
 @dataclass(frozen=True)
@@ -55,32 +76,6 @@ class Finding:
     what: str
     remedy: str
     at: float
-
-
-@dataclass(frozen=True)
-class ServedAt:
-    """The exported model that a device uses; `at` is when the report came, unix time, `gain` the accuracy less that of the model before it."""
-
-    device: str
-    at: float
-    model: ServedModel
-    gain: float | None
-
-
-def served_models(known: Known, federation: str) -> list[ServedAt]:
-    """The exported models in use, by device, of the members that report them.
-
-    Raises:
-        NotFoundError: there is no such federation.
-    """
-    members, found = {device.id for device in known.store.members()}, []
-    for record in known.store.presence.conditions(known.federation(federation).id):
-        model = DeviceCondition.model_validate_json(record.content).model
-        if model is not None and record.device in members:
-            both = model.accuracy, model.before
-            gain = None if both[0] is None or both[1] is None else both[0] - both[1]
-            found.append(ServedAt(record.device, record.at, model, gain))
-    return found
 
 
 def doctor_findings(known: Known, device: str) -> list[Finding] | None:
@@ -97,3 +92,33 @@ def doctor_findings(known: Known, device: str) -> list[Finding] | None:
                 fallback = (f"its check of {one.check}: {one.state}", LOOK)
                 found[one] = Finding(one.state, *FINDINGS.get((one.check, one.state), fallback), record.at)
     return sorted(found.values(), key=lambda one: one.state) if is_reported else None
+
+
+@dataclass(frozen=True)
+class ReportedPrivacy:
+    """What a device's last update reports, as far as its owner allows it.
+
+    Attributes:
+        round: of the update.
+        gains: (what was attacked, gain over the best guess at most), in a fixed order.
+        spent: in words, e.g. "epsilon 3.2 of 8 at delta 1e-05"; empty where it is not reported.
+    """
+
+    round: int
+    gains: list[tuple[str, float]]
+    spent: str
+
+
+def reported_privacy(last: Delivery) -> ReportedPrivacy | None:
+    """The privacy figures in an update; None where it reports none."""
+    found = last.report.get("audit") or {}
+    gains = [(AUDIT_TITLES[name], float(found[name])) for name in AUDIT_TITLES if name in found]
+    spent = _in_words(last.report.get("epsilon"))
+    return ReportedPrivacy(last.round, gains, spent) if gains or spent else None
+
+
+def _in_words(spent: Mapping[str, Any] | None) -> str:
+    if not spent:
+        return ""
+    budget = "" if spent.get("budget") is None else f" of {spent['budget']:g}"
+    return f"epsilon {spent['epsilon']:.3g}{budget} at delta {spent['delta']:g}"

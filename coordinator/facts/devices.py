@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
-from coordinator.errors import NotFoundError
-from coordinator.facts.conditions import Finding, doctor_findings
+from coordinator.broker.access_lists import silenced_in
+from coordinator.facts.conditions import Finding, ReportedPrivacy, doctor_findings, reported_privacy
 from coordinator.facts.known import Known
-from coordinator.facts.privacy import ReportedPrivacy, reported_privacy
 from coordinator.facts.worth import ClassWorth, by_class
-from coordinator.rounds.records import AttemptState, DeviceRecord, DeviceState
-from coordinator.storage.overview_store import Delivery, Validity
+from coordinator.operations.operations import device_of
+from coordinator.paths import Home
+from coordinator.rounds.records import AttemptState, CertificateRecord, DeviceRecord, DeviceState
+from coordinator.service.reports import DeviceProgress
+from coordinator.storage.overview_store import Delivery
 from coordinator.storage.presence_store import PresenceRecord
 from fedcg.wire.messages.conditions import Readings
 
@@ -18,26 +22,48 @@ DAY_S = 86_400.0
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
-    """A device as a view shows it. None means unavailable: the coordinator does not have it now.
+class CertificateFacts:
+    """A TLS certificate of a device; `serial` in hex, times are unix times."""
+
+    serial: str
+    issued_at: float
+    expires_at: float
+    revoked_at: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts(DeviceRecord):
+    """A device that is or was enrolled. None means unavailable: the coordinator does not have it now.
 
     Attributes:
-        state: online | offline | disabled | revoked | left.
-        seen_at: when it was last seen, the present for one that is online; unix time.
-        health: from its last report, only while it is online.
-        certificate_days: until its certificate ends; None for one that holds none of this register.
-        last_round: of its last update.
+        last_seen_at: unix time; of a device that is online, when it came.
+        seen_at: the same, but the present for a device that is online.
+        standing: online | offline | disabled | revoked | left.
+        online: the federations in which it has a session.
+        participates: the federations whose open attempt it was invited to.
+        left_out: by federation, why it is not invited while enough others are there, or at all.
+        odd: by federation, what became of its last update where that was unlike the others.
+        refused: messages of it that were refused since the coordinator started.
+        progress: by federation, how far its training is.
+        certificates: all of them, oldest first; `certificate_expires_at` is of the last that is not revoked, `certificate_days` the
+            days until then, None for a device that is no member.
+        health, accuracy: from its last update, only while it is online; `last_round` is that update's round.
         remarks: why it is not invited, and other things to look at.
     """
 
-    device: str
-    state: str
-    online: list[str]
-    enrolled_at: float
     seen_at: float | None
-    agent: str | None
-    health: str | None
+    standing: str
+    online: list[str]
+    participates: list[str]
+    left_out: dict[str, str]
+    odd: dict[str, str]
+    refused: int
+    silenced: bool
+    progress: dict[str, DeviceProgress]
+    certificate_expires_at: float | None
     certificate_days: float | None
+    certificates: list[CertificateFacts]
+    health: str | None
     accuracy: float | None
     last_round: int | None
     remarks: list[str]
@@ -75,7 +101,6 @@ class DeviceHistory:
     """
 
     facts: DeviceFacts
-    record: DeviceRecord
     answers: dict[str, list[tuple[int, int, str, str]]] = field(default_factory=dict)
     deliveries: dict[str, list[Delivery]] = field(default_factory=dict)
     points: dict[str, list[Delivery]] = field(default_factory=dict)
@@ -88,13 +113,32 @@ class DeviceHistory:
 
 def device_facts(known: Known) -> list[DeviceFacts]:
     """All devices that were ever enrolled, sorted by id."""
-    ends = known.store.overview.certificates()
-    last: dict[str, Delivery] = {}
-    for record in known.store.federations():
-        for client, delivery in known.store.overview.last_deliveries(record.id).items():
-            if client not in last or delivery.stored_at > last[client].stored_at:
-                last[client] = delivery
-    return [_facts(known, device, ends.get(device.id), last.get(device.id)) for device in known.store.devices()]
+    certificates: dict[str, list[CertificateRecord]] = defaultdict(list)
+    for certificate in known.store.register.certificates():
+        certificates[certificate.device].append(certificate)
+    last, silenced = _last_deliveries(known), frozenset(silenced_in(Home(known.home)))
+    return [
+        _facts(known, device, certificates[device.id], last.get(device.id), silenced)
+        for device in known.store.devices()
+    ]
+
+
+def one_device(known: Known, device: str) -> DeviceFacts:
+    """One device.
+
+    Raises:
+        NotFoundError: there never was one of that id.
+    """
+    record = device_of(known.store, device)
+    certificates, last = known.store.register.certificates(device), _last_deliveries(known).get(device)
+    return _facts(known, record, certificates, last, frozenset(silenced_in(Home(known.home))))
+
+
+def in_order(devices: Sequence[DeviceFacts], field: str, *, descending: bool = False) -> list[DeviceFacts]:
+    """Devices sorted by a field and then by id; those that lack the field come last in both directions."""
+    there = [each for each in devices if getattr(each, field) is not None]
+    there.sort(key=lambda each: (getattr(each, field), each.id), reverse=descending)
+    return there + [each for each in devices if getattr(each, field) is None]
 
 
 def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistory:
@@ -103,19 +147,14 @@ def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistor
     Raises:
         NotFoundError: there never was one of that id.
     """
-    record = known.store.device(device)
-    if record is None:
-        raise NotFoundError(f"there is no device {device!r}; `fedcg device list` has all")
+    facts = one_device(known, device)
     overview, federations = known.store.overview, [each.id for each in known.store.federations()]
     deliveries = {each: found for each in federations if (found := overview.deliveries(each, device))}
-    newest = max((found[-1] for found in deliveries.values()), key=lambda each: each.stored_at, default=None)
-    validity = overview.certificates().get(device)
     since = known.now - days * DAY_S
     told = [pair for each in known.services.values() if (pair := each.conditions.readings.get(device)) is not None]
     changes = known.store.presence.before(device, since) + known.store.presence.changes(device, since)
     return DeviceHistory(
-        _facts(known, record, validity, newest),
-        record,
+        facts,
         {each: asked for each in federations if (asked := overview.answers(each, device))},
         deliveries,
         {each: _points(known, each, found) for each, found in deliveries.items()},
@@ -143,32 +182,74 @@ def stretches(changes: list[PresenceRecord], federation: str, since: float, unti
     return found
 
 
-def _facts(known: Known, device: DeviceRecord, validity: Validity | None, last: Delivery | None) -> DeviceFacts:
-    online = [name for name, service in known.services.items() if device.id in service.state.online]
+def _last_deliveries(known: Known) -> dict[str, Delivery]:
+    """The last update of each device, whatever its federation and its outcome."""
+    last: dict[str, Delivery] = {}
+    for record in known.store.federations():
+        for client, delivery in known.store.overview.last_deliveries(record.id).items():
+            if client not in last or delivery.stored_at > last[client].stored_at:
+                last[client] = delivery
+    return last
+
+
+def _facts(
+    known: Known,
+    device: DeviceRecord,
+    certificates: Sequence[CertificateRecord],
+    last: Delivery | None,
+    silenced: frozenset[str],
+) -> DeviceFacts:
+    services = known.services
+    states = {federation: service.state for federation, service in services.items()}
+    online = [federation for federation, state in states.items() if device.id in state.online]
     is_member = device.state is DeviceState.ENROLLED
-    state = (
-        device.state.value if not is_member else "disabled" if device.disabled_at else "online" if online else "offline"
-    )
+    ended = "disabled" if device.disabled_at else "" if is_member else device.state.value
+    expires_at = max((each.expires_at for each in certificates if each.revoked_at is None), default=None)
     report = last.report if last is not None and online else {}
+    left_out = {
+        federation: reason
+        for federation, state in states.items()
+        if (reason := state.barred.get(device.id) or state.left_out.get(device.id))
+    }
     return DeviceFacts(
-        device=device.id,
-        state=state,
-        online=online,
-        enrolled_at=device.enrolled_at,
+        **asdict(device),
         seen_at=known.now if online else device.last_seen_at,
-        agent=device.agent,
+        standing=ended or ("online" if online else "offline"),
+        online=online,
+        participates=[federation for federation, state in states.items() if device.id in state.participants],
+        left_out=left_out,
+        odd={
+            federation: f"round {odd.round}: {odd.reason}"
+            for federation, service in services.items()
+            if (odd := service.round_driver.odd.get(device.id)) is not None
+        },
+        refused=sum(service.refused_of(device.id) for service in services.values()),
+        silenced=device.id in silenced or any(service.floods.is_silenced(device.id) for service in services.values()),
+        progress={
+            federation: progress
+            for federation, service in services.items()
+            if (progress := service.progress.get(device.id)) is not None
+        },
+        certificate_expires_at=expires_at,
+        certificate_days=(expires_at - known.now) / DAY_S if expires_at is not None and is_member else None,
+        certificates=[
+            CertificateFacts(each.serial, each.issued_at, each.expires_at, each.revoked_at) for each in certificates
+        ],
         health=report.get("health"),
-        certificate_days=(validity.expires_at - known.now) / DAY_S if validity is not None and is_member else None,
         accuracy=report.get("accuracy"),
         last_round=None if last is None else last.round,
-        remarks=_remarks(known, device) if is_member else [device.ended_because] if device.ended_because else [],
+        remarks=_remarks(known, device, left_out)
+        if is_member
+        else [device.ended_because]
+        if device.ended_because
+        else [],
     )
 
 
-def _remarks(known: Known, device: DeviceRecord) -> list[str]:
+def _remarks(known: Known, device: DeviceRecord, left_out: Mapping[str, str]) -> list[str]:
     remarks = [f"disabled: {device.disabled_because or 'no reason given'}"] if device.disabled_at else []
     for federation, service in known.services.items():
-        why = service.state.barred.get(device.id) or service.state.left_out.get(device.id)
+        why = left_out.get(federation, "")
         if why and not why.startswith("disabled"):
             remarks.append(f"not invited to {federation}: {why}")
         if (odd := service.round_driver.odd.get(device.id)) is not None:

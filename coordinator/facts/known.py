@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.errors import NotFoundError, StoreError
-from coordinator.paths import Home
+from coordinator.operations.operations import federation_of
 from coordinator.rounds.records import FederationRecord
 from coordinator.rounds.round_engine import RoundState
 from coordinator.service.coordinator import Coordinator
@@ -35,22 +34,13 @@ class Known:
     services: Mapping[str, Service] = field(default_factory=dict)
     now: float = field(default_factory=time.time)
 
-    @property
-    def events_file(self) -> Path:
-        """The event log."""
-        return Home(self.home).events_file
-
     def federation(self, federation: str) -> FederationRecord:
         """A federation of this coordinator.
 
         Raises:
             NotFoundError: there is none of that name; names those that there are.
         """
-        try:
-            return self.store.federation(federation)
-        except StoreError as error:
-            there = ", ".join(record.id for record in self.store.federations()) or "none"
-            raise NotFoundError(f"there is no federation {federation!r}; there are: {there}") from error
+        return federation_of(self.store, federation)
 
     def state(self, federation: str) -> RoundState:
         """Where a federation stands: of its running service, else as stored, where nobody is online."""

@@ -1,4 +1,4 @@
-"""The versions of the shared model: the aggregate of each round, who has it as far as their updates show, and what it brought."""
+"""The versions of the shared model: the aggregate of each round, who has it and what it brought; and the exported models in use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from coordinator.facts.known import Known
+from fedcg.wire.messages.conditions import DeviceCondition, ServedModel
 from fedcg.wire.messages.messages import Outcome
 
 
@@ -30,6 +31,16 @@ class ModelVersion:
     accuracy: float | None
     gain: float | None
     devices: list[str]
+
+
+@dataclass(frozen=True)
+class ServedAt:
+    """The exported model that a device uses; `at` is when the report came, unix time, `gain` the accuracy less that of the model before it."""
+
+    device: str
+    at: float
+    model: ServedModel
+    gain: float | None
 
 
 def model_versions(known: Known, federation: str) -> list[ModelVersion]:
@@ -60,3 +71,19 @@ def model_versions(known: Known, federation: str) -> list[ModelVersion]:
             )
         )
     return found[::-1]
+
+
+def served_models(known: Known, federation: str) -> list[ServedAt]:
+    """The exported models in use, by device, of the members that report them.
+
+    Raises:
+        NotFoundError: there is no such federation.
+    """
+    members, found = {device.id for device in known.store.members()}, []
+    for record in known.store.presence.conditions(known.federation(federation).id):
+        model = DeviceCondition.model_validate_json(record.content).model
+        if model is not None and record.device in members:
+            both = model.accuracy, model.before
+            gain = None if both[0] is None or both[1] is None else both[0] - both[1]
+            found.append(ServedAt(record.device, record.at, model, gain))
+    return found

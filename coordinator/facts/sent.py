@@ -7,8 +7,8 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from coordinator.facts.conditions import served_models
 from coordinator.facts.known import Known
+from coordinator.facts.models import served_models
 from coordinator.storage.overview_store import Delivery
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.leaving import COMMON, SENT, own_fields

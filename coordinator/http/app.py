@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hmac
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -13,18 +11,16 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-from cryptography.fernet import Fernet
 from fastapi import FastAPI
 from starlette.middleware.gzip import GZipMiddleware
 
-from coordinator.http import facts_api, operator_api, steering_api
+from coordinator.http import event_stream, facts_api, steering_api
 from coordinator.http.access import Access
 from coordinator.http.changes import AuditLog, Changes
 from coordinator.http.guard import Guard
 from coordinator.http.problems import answer_problems
 from coordinator.members.api_tokens import ApiTokens
-from coordinator.operations.operations import Operations
-from coordinator.operations.steering import Follow
+from coordinator.operations.operations import Follow, Operations
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import TICK_S
@@ -87,7 +83,7 @@ def create_app(
         title="FedCG Edge coordinator",
         version=version("fedcg-edge"),
         lifespan=life,
-        openapi_url=None,  # `operator_api` serves it, to those with a token; the pages would load scripts from elsewhere
+        openapi_url=None,  # `facts_api` serves it, to those with a token; the pages would load scripts from elsewhere
     )
     application.state.failure = None
     application.add_middleware(GZipMiddleware, compresslevel=COMPRESSION)  # leaves event streams as they are
@@ -105,24 +101,24 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: 
         coordinator: runs the federations, or is never started.
         follow: in place of the coordinator's own.
     """
-    store, secret = coordinator.store, home.secret()
+    store = coordinator.store
     state = application.state
     state.coordinator = coordinator
     state.home = home
-    state.access = Access(ApiTokens(store.api), secret, kept=home.sessions)
-    state.events = facts_api.EventStream(home.events_file)
+    state.access = Access(ApiTokens(store.api), home.secret(), kept=home.sessions)
+    state.events = event_stream.EventStream(store.events)
     state.operations = Operations(home, store, coordinator.events, follow or coordinator.follow)
     state.waiting = anyio.CapacityLimiter(1)  # the thread that waits for the members' lock
     state.creating = anyio.CapacityLimiter(1)  # the thread that waits for a new federation's weights
-    seal = Fernet(base64.urlsafe_b64encode(hmac.digest(secret, b"answers of the coordinator's API", "sha256")))
     audit = AuditLog(home.audit_file, home.config().storage.audit_days)
-    state.changes = Changes(store.api, seal, audit, coordinator.events)
+    state.changes = Changes(store.api, audit, coordinator.events)
     answer_problems(application)
     for router in (
-        operator_api.health,
+        facts_api.health,
+        facts_api.plain,
         facts_api.router,
-        operator_api.router,
-        operator_api.admin,
+        facts_api.admin,
+        event_stream.router,
         steering_api.router,
         steering_api.admin,
     ):

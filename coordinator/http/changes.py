@@ -1,45 +1,42 @@
-"""What every request that changes something passes: one answer per Idempotency-Key, and two lines in the audit log.
+"""What every request that changes something passes: an Idempotency-Key is used once, and the audit log gets two lines.
 
 `ChangeRoute` is the route class of such routes: `APIRouter(route_class=ChangeRoute)`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain, islice
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-from cryptography.fernet import Fernet
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 
 from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, form_fields, unauthorised
-from coordinator.http.problems import MEDIA_TYPE, UNFORESEEN, ProblemError, problem_of, too_many
+from coordinator.http.problems import UNFORESEEN, USED_KIND, ProblemError, problem_of, too_many
 from coordinator.http.refusals import CountedEvent, Rate
 from coordinator.members.api_tokens import Identity
-from coordinator.storage.api_store import ApiStore, StoredAnswer
+from coordinator.storage.api_store import ApiStore
 from coordinator.token_buckets import Buckets
 from fedcg.event_log import ROTATE_BYTES, EventLog, EventValue, log_text
 from fedcg.files import advice_for, append_line
 
 KEY_HEADER = "Idempotency-Key"
-KEEP_S = 86_400.0
 MAX_CHANGED = 8000
 """Characters of a request's content that stand in the audit log; a change with more is refused."""
 MAX_TEXT, MAX_ITEMS = 1000, 30
 """Of them, those of one text (a plan), and the items of one list (classes)."""
-UNSTORED = (401, 403, 429)
-"""Answers that say nothing about the change itself: a repeated request is tried again."""
 SECRET_FIELDS = (FORM_FIELD, "token", "secret", "password")
 MAX_NAME = 100
 """Characters of a name in a request's address, and of the address that a proxy names."""
@@ -68,6 +65,7 @@ class AuditLog:
         self.path = path
         self._keep_s = keep_days * DAY_S
         self._writing = threading.Lock()
+        self._last = 0.0
 
     def write(self, fields: Mapping[str, EventValue]) -> None:
         """Append a line.
@@ -75,10 +73,27 @@ class AuditLog:
         Raises:
             OSError: the disk did not take it; the file is as before.
         """
-        line = json.dumps({"t": round(time.time(), 3), **fields})
         with self._writing:
-            if append_line(self.path, line) > ROTATE_BYTES:
+            at = round(max(time.time(), self._last + 0.001), 3)  # no other line has this time
+            if append_line(self.path, json.dumps({"t": at, **fields})) > ROTATE_BYTES:
                 self._rotate()
+            self._last = at
+
+    def last(self, limit: int, identity: str = "", before: float | None = None) -> list[dict[str, Any]]:
+        """The last lines of the newest two files, newest first.
+
+        Args:
+            limit: at most so many.
+            identity: only lines about changes of this one.
+            before: only lines of an earlier time `t`.
+        """
+        files = (self.path, self.path.with_suffix(".old.jsonl"))
+        found = (
+            line
+            for line in chain.from_iterable(map(_backwards, files))
+            if (before is None or line["t"] < before) and identity in ("", line.get("identity"))
+        )
+        return list(islice(found, limit))
 
     def _rotate(self) -> None:
         earlier = self.path.with_suffix(".old.jsonl")
@@ -92,25 +107,22 @@ class AuditLog:
 
 
 class Changes:
-    """The audit log, and the answers to requests that named a key.
+    """The audit log, and the keys that requests have used.
 
     Args:
-        store: where answers are kept, encrypted: the answer to a new token holds it.
-        seal: encrypts them.
+        store: where used keys are kept.
         audit: the audit log, for changes that were permitted.
         events: the event log, where refused requests are counted: they are in no audit log, which so nobody can fill.
     """
 
-    def __init__(self, store: ApiStore, seal: Fernet, audit: AuditLog, events: EventLog) -> None:
+    def __init__(self, store: ApiStore, audit: AuditLog, events: EventLog) -> None:
         self._store = store
-        self._seal = seal
-        self._audit = audit
+        self.audit = audit
         self._refused = CountedEvent(events, "api_refused")
         self._failing: Buckets[str] = Buckets(FAILING.per_s, FAILING.burst)
-        self._open: set[tuple[str, str]] = set()
 
     async def make(self, request: Request, handler: Handler) -> Response:
-        """Answer a request that changes something; `require` writes the intent once the role suffices."""
+        """Answer a request that changes something; `require` writes the intent once the role suffices. Errors are the caller's."""
         body = await request.body()
         intended: dict[str, EventValue] = {}
 
@@ -126,23 +138,20 @@ class Changes:
         try:
             identity = await access_of(request).identify(request)
             if identity is None:
-                raise unauthorised()  # noqa: TRY301 - answered as every other error
+                raise unauthorised()  # noqa: TRY301 - its end is counted below
             request.state.identity = identity
-            response = await self._once(request, identity, body, handler)
+            response = await self._once(request, identity, handler)
         except Exception as error:
-            problem = problem_of(error)
-            await self._end(request, intended, problem.status)
-            if problem.status == UNFORESEEN:
-                raise
-            return problem.answer(request.url.path)
+            await self._end(request, intended, problem_of(error).status)
+            raise
         await self._end(request, intended, response.status_code)
         return response
 
     def _intend(self, intended: Mapping[str, EventValue], body: bytes, media: str) -> None:
         try:
-            self._audit.write({"event": "intent", **intended, "changed": _content(body, media)})
+            self.audit.write({"event": "intent", **intended, "changed": _content(body, media)})
         except OSError as error:
-            advice = advice_for(error, self._audit.path.parent)
+            advice = advice_for(error, self.audit.path.parent)
             raise ProblemError(
                 503, f"nothing was changed: the audit log can't be written ({error}). {advice}"
             ) from error
@@ -157,49 +166,43 @@ class Changes:
             if status < 400:
                 self._failing.give_back(str(intended["token"]))
             try:
-                await run_in_threadpool(self._audit.write, {"event": "outcome", **intended, "outcome": status})
+                await run_in_threadpool(self.audit.write, {"event": "outcome", **intended, "outcome": status})
             except OSError as error:
                 log.error("the outcome of a change is not in the audit log, its intent is: %s", error)  # noqa: TRY400
 
-    async def _once(self, request: Request, identity: Identity, body: bytes, handler: Handler) -> Response:
+    async def _once(self, request: Request, identity: Identity, handler: Handler) -> Response:
+        """Make a change whose key was not used before; one that is refused leaves its key unused."""
         key = request.headers.get(KEY_HEADER)
         if key is None:
-            return await self._answer(request, handler)
+            return await handler(request)
         if not _KEY.fullmatch(key):
             raise ProblemError(422, f"{KEY_HEADER}: use 1 to 255 printable ASCII characters, e.g. a UUID")
-        content = f"{request.method}\0{request.url.path}\0{request.url.query}\0".encode() + body
-        digest, place = hashlib.sha256(content).hexdigest(), (identity.token_id, key)
-        if place in self._open:
-            raise ProblemError(409, f"a request with the same {KEY_HEADER} is being answered; ask again")
-        self._open.add(place)
-        try:
-            earlier = await run_in_threadpool(self._store.answer, identity.token_id, key)
-            if earlier is not None:
-                return self._repeated(earlier, digest)
-            response = await self._answer(request, handler)
-            if response.status_code < 500 and response.status_code not in UNSTORED:
-                sealed = self._seal.encrypt(bytes(response.body)).decode()
-                kept = StoredAnswer(key, identity.token_id, digest, response.status_code, sealed, time.time())
-                await run_in_threadpool(self._store.add_answer, kept, KEEP_S)
-        finally:
-            self._open.discard(place)
-        return response
-
-    async def _answer(self, request: Request, handler: Handler) -> Response:
+        if not await run_in_threadpool(self._store.use_key, identity.token_id, key, time.time()):
+            raise ProblemError(
+                409,
+                f"a change with this {KEY_HEADER} was asked for before: look whether it was made; another change needs a new key",
+                kind=USED_KIND,
+            )
         try:
             return await handler(request)
         except Exception as error:
-            problem = problem_of(error)
-            if problem.status == UNFORESEEN:
-                raise
-            return problem.answer(request.url.path)  # which is stored like any other
+            if problem_of(error).status != UNFORESEEN:
+                await run_in_threadpool(self._store.free_key, identity.token_id, key)
+            raise
 
-    def _repeated(self, earlier: StoredAnswer, digest: str) -> Response:
-        if earlier.request_hash != digest:
-            raise ProblemError(409, f"this {KEY_HEADER} was used for another request; choose a new key")
-        media = "application/json" if earlier.status < 400 else MEDIA_TYPE
-        body = self._seal.decrypt(earlier.body.encode())
-        return Response(body, earlier.status, {"Idempotency-Replayed": "true"}, media)
+
+def _backwards(file: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file, the last one first; none where there is no file."""
+    try:
+        with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+            while end:
+                start = data.rfind(b"\n", 0, end - 1) + 1
+                with suppress(ValueError):  # a line that a power cut tore
+                    yield json.loads(data[start:end])
+                end = start
+    except (FileNotFoundError, ValueError):  # an empty file can't be mapped
+        return
 
 
 async def in_turn(request: Request, create: Callable[[], Made]) -> Made:
@@ -220,7 +223,7 @@ async def in_turn(request: Request, create: Callable[[], Made]) -> Made:
 
 
 class ChangeRoute(APIRoute):
-    """A route whose changes are made once per key, and audited; reading passes through.
+    """A route whose changes are made once for a key, and audited; reading passes through.
 
     FastAPI reads a body before it asks what a route depends on: so the route's `require` is asked here, before that.
     """
@@ -241,32 +244,6 @@ class ChangeRoute(APIRoute):
             return await changes.make(request, handler)
 
         return handle
-
-
-class ViewRoute(APIRoute):
-    """A route that is read: its answers have an ETag, and one that is unchanged is not sent again."""
-
-    def get_route_handler(self) -> Handler:
-        """The handler of a request."""
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            response = await handler(request)
-            if response.status_code != 200:
-                return response
-            tag = response.headers.setdefault("ETag", etag_of(bytes(response.body)))
-            known = [one.strip().removeprefix("W/") for one in request.headers.get("If-None-Match", "").split(",")]
-            if tag in known or known == ["*"]:
-                kept = {name: response.headers[name] for name in ("ETag", "Link") if name in response.headers}
-                return Response(None, 304, kept)
-            return response
-
-        return handle
-
-
-def etag_of(content: bytes) -> str:
-    """The ETag of a view."""
-    return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
 def _about(request: Request, identity: Identity) -> dict[str, EventValue]:

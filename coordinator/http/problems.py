@@ -26,7 +26,7 @@ from fedcg.text_output import wrong_value
 
 MEDIA_TYPE = "application/problem+json"
 MAX_PROBLEMS = 100
-ANY_KIND, EXISTS_KIND = "about:blank", "urn:fedcg:exists"
+ANY_KIND, EXISTS_KIND, USED_KIND = "about:blank", "urn:fedcg:exists", "urn:fedcg:used-key"
 Answer = Callable[[Request, Exception], Awaitable[Response]]
 UNFORESEEN = 500
 """The status of an error that nobody expects: `fedcg.listening` logs it, within what one peer may cause."""

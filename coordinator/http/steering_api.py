@@ -1,8 +1,8 @@
-"""The routes that change something: federations, devices, enrolment tokens, API tokens. The work is in `service.operations`."""
+"""The routes that change something: federations, devices, enrolment tokens, API tokens. The work is in `operations`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from functools import partial
 from typing import Annotated
 
@@ -10,26 +10,18 @@ import anyio.to_thread
 from fastapi import APIRouter, Body, Depends, Header, Request, Response
 from pydantic import ConfigDict, Field
 
+from coordinator.facts.devices import DeviceFacts, one_device
+from coordinator.facts.federations import FederationFacts, federation_facts
+from coordinator.facts.tokens import ApiTokenFacts, TokenFacts, api_token_facts, token_facts
 from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute, in_turn
-from coordinator.http.operator_api import Running, policy_tag
+from coordinator.http.facts_api import known_from, policy_tag
 from coordinator.http.problems import PROBLEMS, ProblemError
 from coordinator.members.api_tokens import DAYS, MAX_DAYS
 from coordinator.members.revocation import Revoked
 from coordinator.members.tokens import MAX_TOKEN_HOURS, TOKEN_HOURS
 from coordinator.operations.create_federation import OperatorPlan
-from coordinator.operations.operations import MadeToken, Operations
-from coordinator.operations.steering import MAX_REASON, Steering
-from coordinator.operations.views import (
-    ApiTokenView,
-    DeviceView,
-    FederationView,
-    TokenView,
-    api_token_view,
-    device_view,
-    federation_view,
-    token_view,
-)
+from coordinator.operations.operations import MAX_REASON, MadeToken, Operations
 from coordinator.rounds.records import DeviceRecord, FederationRecord
 from fedcg.config_file import Settings
 from fedcg.learning.spec import RoundPolicy
@@ -91,7 +83,7 @@ class NewApiToken(_Content):
     days: Annotated[float, Field(gt=0, le=MAX_DAYS)] = DAYS
 
 
-class NewApiTokenView(ApiTokenView):
+class MadeApiToken(ApiTokenFacts, frozen=True):
     """A new API token; `token` is shown this once."""
 
     token: str
@@ -117,49 +109,49 @@ router, admin = changing(Role.OPERATOR), changing(Role.ADMIN)
 
 @router.post("/federations", status_code=201)
 async def create_federation(
-    wanted: NewFederation, doing: Doing, running: Running, request: Request, response: Response
-) -> FederationView:
+    wanted: NewFederation, doing: Doing, request: Request, response: Response
+) -> FederationFacts:
     """Open a federation; it takes some seconds, one after the other."""
     create = partial(doing.create_federation, wanted.plan, start=wanted.start, continued_from=wanted.continued_from)
     record = await in_turn(request, create)
     response.headers["Location"] = f"/api/v1/federations/{record.id}"
-    return await anyio.to_thread.run_sync(federation_view, running, record)
+    return await anyio.to_thread.run_sync(_federation, request, record)
 
 
 @router.post("/federations/{federation}/start")
-def start(federation: str, doing: Doing, running: Running) -> FederationView:
+def start(federation: str, doing: Doing, request: Request) -> FederationFacts:
     """Start a federation that was created and not started."""
-    return _steered(doing, running, lambda steering: steering.start(federation))
+    return _federation(request, doing.start(federation))
 
 
 @router.post("/federations/{federation}/pause")
-def pause(federation: str, doing: Doing, running: Running, why: Reason = NO_REASON) -> FederationView:
+def pause(federation: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> FederationFacts:
     """Open no further attempt; the open one ends as it would."""
-    return _steered(doing, running, lambda steering: steering.pause(federation, why.reason))
+    return _federation(request, doing.pause(federation, why.reason))
 
 
 @router.post("/federations/{federation}/resume")
-def resume(federation: str, doing: Doing, running: Running) -> FederationView:
+def resume(federation: str, doing: Doing, request: Request) -> FederationFacts:
     """Let a federation go on that an operator paused, or that stalled after failed attempts."""
-    return _steered(doing, running, lambda steering: steering.resume(federation))
+    return _federation(request, doing.resume(federation))
 
 
 @router.post("/federations/{federation}/stop")
-def stop(federation: str, doing: Doing, running: Running, why: Reason = NO_REASON) -> FederationView:
+def stop(federation: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> FederationFacts:
     """End a federation now; its devices keep the last aggregate."""
-    return _steered(doing, running, lambda steering: steering.stop(federation, why.reason))
+    return _federation(request, doing.stop(federation, why.reason))
 
 
 @router.post("/federations/{federation}/extend")
-def extend(federation: str, more: MoreRounds, doing: Doing, running: Running) -> FederationView:
+def extend(federation: str, more: MoreRounds, doing: Doing, request: Request) -> FederationFacts:
     """Add rounds, also to a federation that is over or was stopped."""
-    return _steered(doing, running, lambda steering: steering.extend(federation, more.rounds))
+    return _federation(request, doing.extend(federation, more.rounds))
 
 
 @router.post("/federations/{federation}/archive")
-def archive(federation: str, doing: Doing, running: Running) -> FederationView:
+def archive(federation: str, doing: Doing, request: Request) -> FederationFacts:
     """Take one that is over, or was never started, off the lists; its data stays, and `extend` brings it back."""
-    return _steered(doing, running, lambda steering: steering.archive(federation))
+    return _federation(request, doing.archive(federation))
 
 
 @router.patch("/federations/{federation}/policy")
@@ -185,15 +177,15 @@ def change_policy(
 
 
 @router.post("/devices/{device}/disable")
-def disable(device: str, doing: Doing, running: Running, why: Reason = NO_REASON) -> DeviceView:
+def disable(device: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> DeviceFacts:
     """Invite a device no more until it is enabled; it stays enrolled."""
-    return _device(doing, running, lambda steering: steering.disable(device, why.reason))
+    return _device(request, doing.disable(device, why.reason))
 
 
 @router.post("/devices/{device}/enable")
-def enable(device: str, doing: Doing, running: Running) -> DeviceView:
+def enable(device: str, doing: Doing, request: Request) -> DeviceFacts:
     """Invite a disabled device again."""
-    return _device(doing, running, lambda steering: steering.enable(device))
+    return _device(request, doing.enable(device))
 
 
 @router.post("/devices/{device}/revoke")
@@ -210,28 +202,27 @@ def create_enrolment_token(wanted: NewToken, doing: Doing) -> MadeToken:
 
 
 @router.delete("/enrolment-tokens/{token}")
-def revoke_enrolment_token(token: str, doing: Doing) -> TokenView:
+def revoke_enrolment_token(token: str, doing: Doing) -> TokenFacts:
     """Make a token that was not used yet unusable."""
-    return token_view(doing.revoke_enrolment_token(token))
+    return token_facts(doing.revoke_enrolment_token(token), time.time())
 
 
 @admin.post("/api-tokens", status_code=201)
-def create_api_token(wanted: NewApiToken, request: Request) -> NewApiTokenView:
+def create_api_token(wanted: NewApiToken, request: Request) -> MadeApiToken:
     """Make a token of this API; it is shown this once."""
     made = access_of(request).tokens.create(wanted.name, wanted.role, wanted.days)
-    return NewApiTokenView(token=made.text, **api_token_view(made.record).model_dump())
+    return MadeApiToken(token=made.text, **api_token_facts(made.record, time.time()).model_dump())
 
 
 @admin.delete("/api-tokens/{token}")
-def revoke_api_token(token: str, request: Request) -> ApiTokenView:
+def revoke_api_token(token: str, request: Request) -> ApiTokenFacts:
     """Make a token of this API unusable, with every session that was opened with it."""
-    return api_token_view(access_of(request).tokens.revoke(token))
+    return api_token_facts(access_of(request).tokens.revoke(token), time.time())
 
 
-def _steered(doing: Operations, running: Running, change: Callable[[Steering], FederationRecord]) -> FederationView:
-    return federation_view(running, doing.steer(change))
+def _federation(request: Request, changed: FederationRecord) -> FederationFacts:
+    return federation_facts(known_from(request), changed)
 
 
-def _device(doing: Operations, running: Running, change: Callable[[Steering], DeviceRecord]) -> DeviceView:
-    device = doing.steer(change)
-    return device_view(running, device, running.store.register.certificates(device.id))
+def _device(request: Request, changed: DeviceRecord) -> DeviceFacts:
+    return one_device(known_from(request), changed.id)

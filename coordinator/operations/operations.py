@@ -1,6 +1,7 @@
 """All that operators can do with a coordinator, in one place: the API, the page and the commands without a coordinator call it.
 
-Blocks; from any thread. Changes are made one after the other.
+Blocks; from any thread. Changes are made one after the other, each in one transaction of the database: a running coordinator follows
+it at once, one that starts later finds it there.
 """
 
 from __future__ import annotations
@@ -8,26 +9,93 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from pydantic import ValidationError
 
 from coordinator.broker.access_lists import publish_access
-from coordinator.errors import StoppingError
+from coordinator.errors import NotFoundError, PlanError, SteeringError, StoppingError, StoreError
 from coordinator.members.revocation import Revoked, revoke
 from coordinator.members.tokens import create_token, revoke_token
 from coordinator.operations import create_federation
-from coordinator.operations.open_federation import open_federation
-from coordinator.operations.steering import Follow, Steering, bounded_reason, federation_of
+from coordinator.operations.create_federation import Complete, make_artifacts, too_few_for_sums
 from coordinator.paths import Home
-from coordinator.rounds.records import FederationRecord, FederationStatus, TokenRecord
+from coordinator.pki.signing_keys import links_for
+from coordinator.rounds.records import (
+    AggregateRecord,
+    DeviceRecord,
+    DeviceState,
+    FederationRecord,
+    FederationStatus,
+    TokenRecord,
+)
+from coordinator.rounds.round_engine import Phase
 from coordinator.storage.locks import changing_members
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
-from fedcg.event_log import EventLog
+from fedcg.config_file import listed, problems_of
+from fedcg.errors import EXISTS
+from fedcg.event_log import EventLog, log_text
 from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
 
+NO_REASON = "no reason given"
+MAX_REASON = 300
+
+
 ResultT = TypeVar("ResultT")
+GivenP = ParamSpec("GivenP")
+
+
+class Follow(Protocol):
+    """Brings a running coordinator's service of a federation to what the database holds."""
+
+    def __call__(self, federation: str, *, resume: bool = False) -> None:
+        """Do so; `resume` lets a federation go on that stalled."""
+
+
+def nobody_follows(federation: str, *, resume: bool = False) -> None:
+    """Do nothing: no coordinator runs, and one that starts later finds the change in the database."""
+
+
+def federation_of(store: Store, federation: str) -> FederationRecord:
+    """One federation.
+
+    Raises:
+        NotFoundError: there is none of that id.
+    """
+    try:
+        return store.federation(federation)
+    except StoreError as error:
+        there = ", ".join(record.id for record in store.federations()) or "none"
+        raise NotFoundError(f"there is no federation {federation[:80]!r}; there are: {there}") from error
+
+
+def device_of(store: Store, device: str) -> DeviceRecord:
+    """One device, whatever its state.
+
+    Raises:
+        NotFoundError: there is none of that id.
+    """
+    found = store.device(device)
+    if found is None:
+        raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
+    return found
+
+
+def _one_at_a_time(
+    change: Callable[Concatenate[Operations, GivenP], ResultT],
+) -> Callable[Concatenate[Operations, GivenP], ResultT]:
+    """A change that waits until the one before it is made."""
+
+    @wraps(change)
+    def alone(operations: Operations, /, *given: GivenP.args, **named: GivenP.kwargs) -> ResultT:
+        with operations._changing:  # noqa: SLF001 - a method of the class
+            return change(operations, *given, **named)
+
+    return alone
 
 
 @dataclass(frozen=True)
@@ -58,37 +126,131 @@ class Operations:
     home: Home
     store: Store
     events: EventLog
-    follow: Follow
+    follow: Follow = nobody_follows
     clock: Callable[[], float] = time.time
     stopping: threading.Event = field(default_factory=threading.Event)
-    _changing: threading.Lock = field(default_factory=threading.Lock)
+    _changing: threading.RLock = field(default_factory=threading.RLock)
 
-    def steer(self, change: Callable[[Steering], ResultT]) -> ResultT:
-        """Make a change of `Steering`.
+    @_one_at_a_time
+    def start(self, federation: str) -> FederationRecord:
+        """Start a federation that was created and not started. Repeating it changes nothing.
 
         Raises:
-            SteeringError: it can't be made now.
+            SteeringError: it is paused or over.
         """
-        with self._changing:
-            return change(Steering(self.store, self._spec, self.events, self.follow, self.clock))
+        record = federation_of(self.store, federation)
+        if record.status is FederationStatus.RUNNING:
+            return record
+        if record.status is not FederationStatus.CREATED:
+            raise SteeringError(f"{federation} was started already; it is {record.status.value}")
+        return self._change(record, FederationStatus.RUNNING)
 
-    def _spec(self, record: FederationRecord) -> FederationSpec:
-        return FederationSpec.parse(artifacts_of(self.home).get(record.spec))
+    @_one_at_a_time
+    def pause(self, federation: str, reason: str = "") -> FederationRecord:
+        """Let the open attempt end as it would, and open no other one. Repeating it changes the reason, where one is given.
 
+        Raises:
+            SteeringError: it is not running, or the reason is too long.
+        """
+        record, reason = federation_of(self.store, federation), bounded_reason(reason)
+        if record.status is FederationStatus.PAUSED and not reason:
+            return record
+        self._require_life(record)
+        return self._change(
+            record, FederationStatus.PAUSED, reason or f"{NO_REASON}; `fedcg federation resume` lets it go on"
+        )
+
+    @_one_at_a_time
+    def resume(self, federation: str) -> FederationRecord:
+        """Let a federation go on that an operator paused, or that stalled; failed attempts are counted anew.
+
+        Raises:
+            SteeringError: it is not running.
+        """
+        record = federation_of(self.store, federation)
+        self._require_life(record)
+        self.store.resume(federation)
+        return self._change(record, FederationStatus.RUNNING, resume=True)
+
+    @_one_at_a_time
+    def stop(self, federation: str, reason: str = "") -> FederationRecord:
+        """End a federation now: its devices keep the last aggregate; an open attempt fails. Repeating it changes the reason, where one is given.
+
+        Raises:
+            SteeringError: it was never started, or it is finished, or the reason is too long.
+        """
+        record, reason = federation_of(self.store, federation), bounded_reason(reason)
+        if record.status is not FederationStatus.STOPPED:
+            self._require_life(record)
+        elif not reason:
+            return record
+        return self._change(record, FederationStatus.STOPPED, reason or NO_REASON)
+
+    @_one_at_a_time
+    def archive(self, federation: str) -> FederationRecord:
+        """Take a federation that is over, or was never started, off lists and page; its data stays, and `extend` brings it back.
+
+        Raises:
+            SteeringError: it is not over yet.
+        """
+        record = federation_of(self.store, federation)
+        if (
+            not (record.status.is_ended or self._is_finished(federation))
+            and record.status is not FederationStatus.CREATED
+        ):
+            raise SteeringError(f"{federation} is not over; `fedcg federation stop {federation}` ends it")
+        return self._change(record, FederationStatus.ARCHIVED, record.status_reason)
+
+    @_one_at_a_time
     def change_policy(
         self, federation: str, changes: Mapping[str, Any], check: Callable[[RoundPolicy], None] = lambda policy: None
     ) -> FederationRecord:
-        """Change fields of a policy, when `check` lets the present one pass.
+        """Change fields of the policy, when `check` lets the present one pass; the open attempt goes on by the new one.
 
         Raises:
-            SteeringError: a field or a value that can't be; names all of them.
+            SteeringError: a field or a value that can't be; names all of them. Fewer clients than the method's sums take.
         """
+        record = federation_of(self.store, federation)
+        check(record.policy)
+        policy = self._changed(record, changes)
+        self.store.set_policy(federation, policy)
+        self.events.write("policy_changed", federation=federation, changed=sorted(changes))
+        return self._followed(federation)
 
-        def changed(steering: Steering) -> FederationRecord:
-            check(federation_of(self.store, federation).policy)
-            return steering.change_policy(federation, changes)
+    @_one_at_a_time
+    def extend(self, federation: str, rounds: int) -> FederationRecord:
+        """Add rounds to a federation, also to one that is over or was stopped: it goes on from its last aggregate.
 
-        return self.steer(changed)
+        Raises:
+            SteeringError: fewer than one, or it was never started.
+        """
+        record = federation_of(self.store, federation)
+        if rounds < 1:
+            raise SteeringError(f"rounds = {rounds}: add at least 1")
+        if not record.status.is_ended:
+            return self.change_policy(federation, {"rounds": record.policy.rounds + rounds})
+        closed = self.store.aggregates(federation)[-1].round
+        policy = self._changed(record, {"rounds": closed + rounds})
+        self.store.set_policy(federation, policy)
+        return self._change(record, FederationStatus.RUNNING)
+
+    @_one_at_a_time
+    def disable(self, device: str, reason: str = "") -> DeviceRecord:
+        """Invite a device no more until it is enabled; it stays enrolled. Repeating it changes nothing.
+
+        Raises:
+            SteeringError: it is no member any more, or (NotFoundError) never was.
+        """
+        return self._device(device, self.clock(), reason)
+
+    @_one_at_a_time
+    def enable(self, device: str) -> DeviceRecord:
+        """Invite a disabled device again. Repeating it changes nothing.
+
+        Raises:
+            SteeringError: it is no member any more, or (NotFoundError) never was.
+        """
+        return self._device(device, None, "")
 
     def create_federation(
         self, plan: FederationPlan, *, start: bool = True, continued_from: str | None = None
@@ -182,3 +344,143 @@ class Operations:
         revoked = revoke_token(self.store, token, self.clock())
         self.events.write("token_revoked", token=token)
         return revoked
+
+    def _spec(self, record: FederationRecord) -> FederationSpec:
+        return FederationSpec.parse(artifacts_of(self.home).get(record.spec))
+
+    def _changed(self, record: FederationRecord, changes: Mapping[str, Any]) -> RoundPolicy:
+        """The policy of a federation with other values, checked as a plan with them would be, and against its rounds."""
+        fixed = [
+            name for name in changes if name in FederationPlan.model_fields and name not in RoundPolicy.model_fields
+        ]
+        problems = [
+            f"{name}: is fixed when a federation is opened; `fedcg federation continue` opens one" for name in fixed
+        ]
+        wanted = {name: value for name, value in changes.items() if name not in fixed}
+        try:
+            policy = RoundPolicy.model_validate({**record.policy.model_dump(), **wanted})
+        except ValidationError as error:
+            problems += [line.removeprefix("(file): ") for line in problems_of(RoundPolicy, error)]
+            wrong = {one["loc"][0] for one in error.errors()}
+            right = {name: value for name, value in wanted.items() if name not in wrong}
+            policy = record.policy.model_copy(update=right)
+        if "min_clients" in changes and (problem := too_few_for_sums(self._spec(record), policy.min_clients)):
+            problems.append(f"min_clients: {problem}")
+        state = self.store.round_state(record.id)
+        least = state.round if state.phase in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED) else state.round - 1
+        if policy.rounds < least:
+            problems.append(
+                f"rounds = {policy.rounds}: {record.id} is in round {least} already; stop it to end it earlier"
+            )
+        if problems:
+            raise SteeringError(listed(f"policy of {record.id}", problems))
+        return policy
+
+    def _require_life(self, record: FederationRecord) -> None:
+        if record.status is FederationStatus.CREATED:
+            raise SteeringError(f"{record.id} was not started yet; `fedcg federation start {record.id}` does")
+        if record.status.is_ended:
+            why = f" ({record.status_reason})" if record.status_reason else ""
+            more = "`fedcg federation extend` gives it more rounds"
+            raise SteeringError(f"{record.id} was {record.status.value}{why}; {more}")
+
+        if self._is_finished(record.id):
+            more = f"`fedcg federation extend {record.id} --rounds N` adds some"
+            raise SteeringError(f"{record.id} is finished: all its rounds are closed; {more}")
+
+    def _is_finished(self, federation: str) -> bool:
+        return self.store.round_state(federation).phase is Phase.FINISHED
+
+    def _change(
+        self, record: FederationRecord, status: FederationStatus, reason: str = "", *, resume: bool = False
+    ) -> FederationRecord:
+        self.store.set_status(record.id, status, reason)
+        self.events.write("steered", federation=record.id, status=status.value, reason=reason)
+        return self._followed(record.id, resume=resume)
+
+    def _followed(self, federation: str, *, resume: bool = False) -> FederationRecord:
+        self.follow(federation, resume=resume)
+        return self.store.federation(federation)
+
+    def _device(self, device: str, at: float | None, reason: str) -> DeviceRecord:
+        known, reason = device_of(self.store, device), bounded_reason(reason)
+        if known.state is not DeviceState.ENROLLED:
+            raise SteeringError(f"{device} is not enrolled; it is {known.state.value}")
+        if (known.disabled_at is None) != (at is None):
+            self.store.disable(device, at, reason)
+            name = "device_enabled" if at is None else "device_disabled"
+            self.events.write(name, client=device, reason=reason)
+            for record in self.store.federations():
+                self.follow(record.id)
+        return device_of(self.store, device)
+
+
+def open_federation(
+    home: Home,
+    store: Store,
+    plan: FederationPlan,
+    *,
+    start: bool = True,
+    continued_from: str | None = None,
+    complete: Complete | None = None,
+    registering: AbstractContextManager[None] | None = None,
+) -> FederationRecord:
+    """Complete a plan to a spec, make the initial aggregate, and register both.
+
+    The broker's lists are as before: `publish_access` is for whoever knows that one runs.
+
+    Args:
+        home: the coordinator's directory.
+        store: its database.
+        plan: the operator's plan.
+        start: else it is only created, and `Steering.start` starts it.
+        continued_from: a federation whose last aggregate has the initial weights.
+        complete: the process that completes the plan, where one was started before.
+        registering: `changing_members`, which is held for the registration alone; None where the caller holds it.
+
+    Raises:
+        PlanError: there is a federation of that name, or the method or the networks refuse the plan.
+        StoreError: there is no federation `continued_from`.
+    """
+    _check_new(store, plan)
+    config, first = home.config(), None
+    if continued_from is not None:
+        first = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)
+        for artifact in first:
+            artifacts_of(home).local(artifact)  # the process that makes the new artifacts reads the directory
+    public = home.public_data(config)
+    made = make_artifacts(plan, home.artifacts, public, config.aggregation.public_images, first, complete)
+    artifacts = artifacts_of(home)
+    for artifact in (made.spec, made.aggregate, made.server_state):
+        artifacts.keep(artifact)
+    now = time.time()
+    record = FederationRecord(
+        id=plan.federation,
+        method=plan.method,
+        spec=made.spec,
+        policy=RoundPolicy(**plan.model_dump(include=set(RoundPolicy.model_fields))),
+        created_at=now,
+        status=FederationStatus.RUNNING if start else FederationStatus.CREATED,
+        continued_from=continued_from,
+    )
+    initial = AggregateRecord(plan.federation, 0, 0, made.aggregate, made.aggregate_bytes, made.server_state, now)
+    with registering or nullcontext():
+        _check_new(store, plan)
+        store.add_federation(record, initial, links_for(home, store, record.id), now)
+    return record
+
+
+def _check_new(store: Store, plan: FederationPlan) -> None:
+    if plan.federation in [record.id for record in store.federations()]:
+        raise PlanError(f"there is a federation {plan.federation!r} already; choose another name", exit_code=EXISTS)
+
+
+def bounded_reason(reason: str) -> str:
+    """A reason as tables and terminals show it.
+
+    Raises:
+        SteeringError: it is too long.
+    """
+    if len(reason) > MAX_REASON:
+        raise SteeringError(f"the reason has {len(reason)} characters; write at most {MAX_REASON}")
+    return log_text(reason)

@@ -16,19 +16,18 @@ from coordinator.http.changes import in_turn
 from coordinator.http.problems import ProblemError
 from coordinator.operations.create_federation import read_plan
 from coordinator.operations.operations import Operations
-from coordinator.operations.steering import Steering
 from coordinator.page.pages import Asked, enrolment_values
 from coordinator.page.views import FormRoute, PageRoute, form_of, own_path, plain_page, see_other
 from fedcg.config_file import numbered
 
 HOURS = ("1", "24", "168")
-CHANGES: dict[str, Callable[[Steering, str, str, int], object]] = {
-    "start": lambda steering, federation, _reason, _rounds: steering.start(federation),
-    "pause": lambda steering, federation, reason, _rounds: steering.pause(federation, reason),
-    "resume": lambda steering, federation, _reason, _rounds: steering.resume(federation),
-    "stop": lambda steering, federation, reason, _rounds: steering.stop(federation, reason),
-    "archive": lambda steering, federation, _reason, _rounds: steering.archive(federation),
-    "extend": lambda steering, federation, _reason, rounds: steering.extend(federation, rounds),
+CHANGES: dict[str, Callable[[Operations, str, str, int], object]] = {
+    "start": lambda doing, federation, _reason, _rounds: doing.start(federation),
+    "pause": lambda doing, federation, reason, _rounds: doing.pause(federation, reason),
+    "resume": lambda doing, federation, _reason, _rounds: doing.resume(federation),
+    "stop": lambda doing, federation, reason, _rounds: doing.stop(federation, reason),
+    "archive": lambda doing, federation, _reason, _rounds: doing.archive(federation),
+    "extend": lambda doing, federation, _reason, rounds: doing.extend(federation, rounds),
 }
 """Changes of a federation by the last part of the form's address."""
 Fields = Annotated[dict[str, str], Depends(form_of)]
@@ -93,9 +92,9 @@ def change_device(device: str, action: str, view: Asked, fields: Fields) -> Resp
     """Disable or enable a device."""
     reason = fields.get("reason", "")
     if action == "disable":
-        _operations(view.request).steer(lambda steering: steering.disable(device, reason))
+        _operations(view.request).disable(device, reason)
     elif action == "enable":
-        _operations(view.request).steer(lambda steering: steering.enable(device))
+        _operations(view.request).enable(device)
     else:
         raise SteeringError(f"a device is enabled or disabled, not {action!r}")
     view.changed()
@@ -129,7 +128,7 @@ def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response
     if action == "extend" and not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
         raise SteeringError(f"rounds = {rounds!r}: write how many rounds to add, as a whole number")
     more = int(rounds) if action == "extend" else 0
-    _operations(view.request).steer(lambda steering: change(steering, federation, reason, more))
+    change(_operations(view.request), federation, reason, more)
     view.changed()
     return see_other("/federations")
 

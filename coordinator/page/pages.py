@@ -9,18 +9,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Response
 from fastapi.responses import HTMLResponse
 
-from coordinator.facts.conditions import served_models
 from coordinator.facts.current_round import current_round
-from coordinator.facts.devices import DeviceFacts, device_facts, device_history
-from coordinator.facts.events import Event, EventFilter, last_events
+from coordinator.facts.devices import DeviceFacts, device_facts, device_history, in_order
 from coordinator.facts.known import Known
-from coordinator.facts.models import model_versions
+from coordinator.facts.models import model_versions, served_models
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import sent
+from coordinator.facts.tokens import token_facts
 from coordinator.facts.worth import worth
 from coordinator.operations.create_federation import example_plan
 from coordinator.page.views import PageRoute, View, plain_page, view_of
 from coordinator.rounds.records import FederationStatus
+from coordinator.storage.event_store import Event, EventFilter
 
 PER_PAGE = 100
 SHOWN_CLIENTS = 100
@@ -28,9 +28,14 @@ SHOWN_EVENTS = 200
 PER_KIND = 20
 ON_NOW = 8
 PRESENCE_DAYS = (1, 7, 90)
-SORTS = ("device", "state", "seen", "health", "agent", "certificate", "accuracy")
+SORTS = {"device": "id", "state": "standing", "seen": "seen_at", "certificate": "certificate_days"}
+SORTS |= {name: name for name in ("health", "agent", "accuracy")}
+"""Fields of a device by the names of the columns that the page sorts."""
 STATES = ("online", "offline", "disabled", "revoked", "left")
-COLUMNS = ("device", "state", "online", "enrolled_at", "seen_at", "agent", "health", "certificate_days", "accuracy")
+COLUMNS = {"device": "id", "state": "standing"}
+COLUMNS |= {name: name for name in ("online", "enrolled_at", "seen_at", "agent", "health", "certificate_days")}
+COLUMNS |= {name: name for name in ("accuracy", "last_round", "remarks")}
+"""Fields of a device by the columns of its table for a spreadsheet."""
 Asked = Annotated[View, Depends(view_of)]
 router = APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -96,7 +101,7 @@ def devices(view: Asked, q: str = "", state: str = "", sort: str = "device", pag
         devices=found[(page - 1) * PER_PAGE : page * PER_PAGE],
         total=len(every),
         matching=len(found),
-        counts={name: sum(each.state == name for each in every) for name in STATES},
+        counts={name: sum(each.standing == name for each in every) for name in STATES},
         asked={"q": q, "state": state, "sort": sort},
         page=page,
         pages=pages,
@@ -109,11 +114,10 @@ def devices_csv(view: Asked, q: str = "", state: str = "", sort: str = "device")
     """The same devices as a table for a spreadsheet; an empty cell is unavailable."""
     text = io.StringIO()
     rows = csv.writer(text)
-    rows.writerow((*COLUMNS, "last_round", "remarks"))
+    rows.writerow(COLUMNS)
     for each in _chosen(view.facts(device_facts), q, state, sort):
-        values = [getattr(each, name) for name in COLUMNS]
-        values[2] = " ".join(each.online)
-        rows.writerow([_cell(value) for value in (*values, each.last_round, "; ".join(each.remarks))])
+        joined = {"online": " ".join(each.online), "remarks": "; ".join(each.remarks)}
+        rows.writerow([_cell(joined.get(name, getattr(each, name))) for name in COLUMNS.values()])
     headers = {"Content-Disposition": 'attachment; filename="devices.csv"'}
     return Response(text.getvalue(), 200, headers, "text/csv")
 
@@ -141,7 +145,7 @@ def events(
 ) -> Response:
     """The last events that fit a filter, as the log's sentences."""
     wanted = EventFilter(event, client, federation, text, level)
-    found = last_events(view.known.events_file, wanted, SHOWN_EVENTS)
+    found = view.known.store.events.last(wanted, SHOWN_EVENTS)
     return view.render("events.html", found=found, wanted=wanted, shown=SHOWN_EVENTS)
 
 
@@ -173,29 +177,24 @@ def confirm(action: str, name: str, view: Asked) -> Response:
 
 def enrolment_values(view: View) -> dict[str, Any]:
     """What the enrolment page shows besides a new token: the newest tokens first."""
-    tokens = view.known.store.register.tokens()[::-1]
+    tokens = view.known.store.register.tokens()[::-1][:PER_PAGE]
     listener = view.request.app.state.home.config().enrolment_url
-    return {"tokens": [(each, each.state(view.known.now).value) for each in tokens[:PER_PAGE]], "listener": listener}
+    return {"tokens": [token_facts(each, view.known.now) for each in tokens], "listener": listener}
 
 
 def _recent_events(known: Known, federation: str) -> list[Event]:
-    return last_events(known.events_file, EventFilter(federation=federation, level="info"), ON_NOW)
+    return known.store.events.last(EventFilter(federation=federation, level="info"), ON_NOW)
 
 
 def _chosen(devices: list[DeviceFacts], text: str, state: str, sort: str) -> list[DeviceFacts]:
-    """The devices that fit, in order; unavailable values come last in both directions."""
-    name, is_down = sort.removeprefix("-"), sort.startswith("-")
-    fields = {"seen": "seen_at", "certificate": "certificate_days"}
-    field = fields.get(name, name if name in SORTS else "device")
+    """The devices that fit, in order."""
     wanted = text.lower().strip()
-    fit = [each for each in devices if (not state or each.state == state) and _mentions(each, wanted)]
-    there = [each for each in fit if getattr(each, field) is not None]
-    there.sort(key=lambda each: (getattr(each, field), each.device), reverse=is_down)
-    return there + [each for each in fit if getattr(each, field) is None]
+    fit = [each for each in devices if (not state or each.standing == state) and _mentions(each, wanted)]
+    return in_order(fit, SORTS.get(sort.removeprefix("-"), "id"), descending=sort.startswith("-"))
 
 
 def _mentions(device: DeviceFacts, wanted: str) -> bool:
-    return not wanted or any(wanted in text.lower() for text in (device.device, device.agent or "", *device.remarks))
+    return not wanted or any(wanted in text.lower() for text in (device.id, device.agent or "", *device.remarks))
 
 
 def _cell(value: object) -> object:

@@ -1,16 +1,19 @@
-"""What every route of the page shares: who asks, the facts, rendering, errors as pages, and the bounds of a form."""
+"""What every route of the page shares: who asks, the facts, rendering, errors as pages, the bounds of a form, and the files that pages load."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Coroutine, Mapping
+import threading
+import time
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from importlib.metadata import version
-from typing import Any, TypeVar
+from importlib.resources import files
+from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
@@ -19,17 +22,92 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from coordinator.errors import CoordinatorError
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.problems import open_problems
-from coordinator.facts.recent import Recent
 from coordinator.http.access import COOKIE, READING, Identity, Role, access_of, form_fields
 from coordinator.http.changes import SECRET_FIELDS, Changes
-from coordinator.http.problems import MEDIA_TYPE, ProblemError, problem_of
+from coordinator.http.problems import ProblemError, problem_of
 from coordinator.page.formats import add_formats
-from coordinator.page.static_files import address_of
 from coordinator.service.coordinator import Coordinator
 from fedcg.text_output import wrong_value
 
 FactsT = TypeVar("FactsT")
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+MAX_AGE_S = 1.0
+"""Facts are kept for so long: many watchers of one page ask for the same ones, and they are worked out once."""
+MAX_KEPT = 64
+FILES = {
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "htmx.min.js": "text/javascript",
+    "uplot.min.js": "text/javascript",
+    "uplot.min.css": "text/css",
+    "icon.svg": "image/svg+xml",
+    "LICENSES.txt": "text/plain",
+}
+FOR_GOOD, ASK_AGAIN = "public, max-age=31536000, immutable", "no-cache"
+static_files = APIRouter(include_in_schema=False)
+
+
+class Recent:
+    """Keeps facts for a moment. From any thread.
+
+    Args:
+        max_age_s: how old a kept fact may be.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, max_age_s: float = MAX_AGE_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._kept: dict[Hashable, tuple[float, threading.Lock, Any]] = {}
+        self._changing = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], FactsT]) -> FactsT:
+        """The facts of a key: kept ones that are recent, else new ones; those who ask meanwhile wait for them."""
+        with self._changing:
+            made_at, making, facts = self._kept.get(key, (float("-inf"), threading.Lock(), None))
+            if self._clock() - made_at < self._max_age_s:
+                return cast(FactsT, facts)
+            self._kept[key] = (made_at, making, facts)
+        with making:
+            made_at, _, facts = self._kept.get(key, (float("-inf"), making, None))
+            if self._clock() - made_at < self._max_age_s:
+                return cast(FactsT, facts)
+            facts = make()
+            with self._changing:
+                self._kept[key] = (self._clock(), making, facts)
+                while len(self._kept) > MAX_KEPT:
+                    del self._kept[min(self._kept, key=lambda each: self._kept[each][0])]
+            return facts
+
+    def clear(self) -> None:
+        """Forget everything: something was changed."""
+        with self._changing:
+            self._kept.clear()
+
+
+@lru_cache
+def _loaded(name: str) -> tuple[bytes, str]:
+    """The bytes of a file, and their hash."""
+    data = files("coordinator.page").joinpath("static", name).read_bytes()
+    return data, sha256(data).hexdigest()[:16]
+
+
+def _static_address(name: str) -> str:
+    """The address of a file, which changes with its content."""
+    return f"/static/{name}?{_loaded(name)[1]}"
+
+
+@static_files.get("/static/{name}")
+async def static_file(name: str, request: Request) -> Response:
+    """A file that pages load; needs no login."""
+    if name not in FILES:
+        raise HTTPException(404, f"there is no file {name!r}")
+    data, digest = _loaded(name)
+    tag = f'W/"{digest}"'  # weak: it may be sent compressed
+    headers = {"ETag": tag, "Cache-Control": FOR_GOOD if request.url.query == digest else ASK_AGAIN}
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(None, 304, headers)
+    return Response(data, 200, headers, FILES[name])
 
 
 @lru_cache(maxsize=1)
@@ -42,7 +120,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     add_formats(made)
-    made.globals.update(version=version("fedcg-edge"), static=address_of)
+    made.globals.update(version=version("fedcg-edge"), static=_static_address)
     return made
 
 
@@ -168,7 +246,7 @@ class PageRoute(APIRoute):
 
     def get_route_handler(self) -> Handler:
         """The handler of a request."""
-        handle = super().get_route_handler()
+        handle = self.plain_handler()
 
         async def guarded(request: Request) -> Response:
             try:
@@ -180,29 +258,29 @@ class PageRoute(APIRoute):
             except RequestValidationError as error:
                 found = ProblemError(422, "; ".join(wrong_value(each) for each in error.errors())[:300])
             except (ProblemError, CoordinatorError) as error:
-                found = problem_of(error) if isinstance(error, CoordinatorError) else error
-            return _error_page(request, found.status, found.detail, found.problems, await _sent(request))
+                found = problem_of(error)
+            sent = await _sent(request)
+            if found.status == 401 and request.method not in READING and not sent:
+                return see_other("/login")
+            return _error_page(request, found, sent)
 
         return guarded
+
+    def plain_handler(self) -> Handler:
+        """The handler without its errors."""
+        return super().get_route_handler()
 
 
 class FormRoute(PageRoute):
     """A route that changes something: its requests are lines of the audit log, as those of the API are."""
 
-    def get_route_handler(self) -> Handler:
-        """The handler of a request."""
-        handle = super().get_route_handler()
+    def plain_handler(self) -> Handler:
+        """The handler without its errors."""
+        handle = super().plain_handler()
 
         async def audited(request: Request) -> Response:
             changes: Changes = request.app.state.changes
-            response = await changes.make(request, handle)
-            if response.media_type != MEDIA_TYPE:
-                return response
-            sent = await _sent(request)
-            if response.status_code == 401 and not sent:
-                return see_other("/login")
-            found = json.loads(bytes(response.body))
-            return _error_page(request, found["status"], found["detail"], found.get("problems", ()), sent)
+            return await changes.make(request, handle)
 
         return audited
 
@@ -221,15 +299,15 @@ async def as_page(request: Request, error: Exception) -> Response:
     found, is_browser = problem_of(error), "text/html" in request.headers.get("Accept", "")
     if request.url.path.startswith("/api/") or not is_browser:
         return found.answer(request.url.path)
-    page = _error_page(request, found.status, found.detail, found.problems)
+    page = _error_page(request, found)
     page.headers.update(found.headers)
     return page
 
 
-def _error_page(
-    request: Request, status: int, detail: str, problems: Any = (), sent: Mapping[str, str] | None = None
-) -> HTMLResponse:
+def _error_page(request: Request, found: ProblemError, sent: Mapping[str, str] | None = None) -> HTMLResponse:
     """A page with what is wrong, and with the fields of the form that was sent, to be sent again where that is allowed."""
-    form_token = "" if status in (401, 403) else access_of(request).form_token(request.cookies.get(COOKIE, ""))
-    found = {"status": status, "detail": detail, "problems": problems, "path": request.url.path}
-    return plain_page("error.html", status, **found, sent=sent or {}, form_token=form_token)
+    may_not = found.status in (401, 403)
+    form_token = "" if may_not else access_of(request).form_token(request.cookies.get(COOKIE, ""))
+    return plain_page(
+        "error.html", found.status, found=found, path=request.url.path, sent=sent or {}, form_token=form_token
+    )

@@ -1,4 +1,4 @@
-"""Queries about the operators' API: its tokens, and the answers to repeated requests. Part of the store, with the same rules."""
+"""Queries about the operators' API: its tokens, and the keys of requests that are made once. Part of the store, with the same rules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from coordinator.storage import schema
 
 USED_EVERY_S = 60.0
 """The time of a token's last use is stored at most once in so many seconds."""
+KEEP_KEYS_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -37,28 +38,8 @@ class ApiTokenRecord:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
-@dataclass(frozen=True)
-class StoredAnswer:
-    """The answer to a change that named an Idempotency-Key.
-
-    Attributes:
-        key: as the request named it.
-        token: id of the token that made the request; keys of different tokens have nothing to do with each other.
-        request_hash: sha256 of method, path and body.
-        status: of the answer.
-        body: of the answer, text.
-    """
-
-    key: str
-    token: str
-    request_hash: str
-    status: int
-    body: str
-    created_at: float
-
-
 class ApiStore(schema.Queries):
-    """Tokens of the API, and answers to repeated requests, in the coordinator's database."""
+    """Tokens of the API, and the keys that its requests have used, in the coordinator's database."""
 
     def add_token(self, token: ApiTokenRecord) -> None:
         """Store a new token."""
@@ -85,15 +66,23 @@ class ApiStore(schema.Queries):
         is_due = or_(table.c.last_used_at.is_(None), table.c.last_used_at <= before)
         self._write(update(table).where(table.c.id == token.id, is_due).values(last_used_at=now))
 
-    def answer(self, token: str, key: str) -> StoredAnswer | None:
-        """The stored answer to a token's earlier request with this key."""
-        return self._one(StoredAnswer, select(schema.idempotency).filter_by(token=token, key=key))
+    def use_key(self, token: str, key: str, now: float) -> bool:
+        """Note that a token's request has used a key; False where an earlier one of the last day has.
 
-    def add_answer(self, answer: StoredAnswer, keep_s: float) -> None:
-        """Store an answer, and delete those that are older than `keep_s`; an earlier answer to the same key stays."""
-        table = schema.idempotency
-        self._write(delete(table).where(table.c.created_at < answer.created_at - keep_s))
+        Args:
+            token: id of the token; keys of different tokens have nothing to do with each other.
+            key: as the request named it.
+            now: unix time.
+        """
+        table = schema.used_keys
         try:
-            self._write(insert(table).values(**asdict(answer)))
+            with self._engine.begin() as connection:
+                connection.execute(delete(table).where(table.c.used_at < now - KEEP_KEYS_S))
+                connection.execute(insert(table).values(token=token, key=key, used_at=now))
         except IntegrityError:
-            return
+            return False
+        return True
+
+    def free_key(self, token: str, key: str) -> None:
+        """Let a key be used again: its request has changed nothing."""
+        self._write(delete(schema.used_keys).filter_by(token=token, key=key))

@@ -1,6 +1,6 @@
 """Tables of the coordinator's database, made of its records where there is one, and reading rows as records. Queries live in `store` and its parts.
 
-Every table is keyed by federation but those of devices, certificates, tokens, repeated requests and the lease. After the
+Every table is keyed by federation but those of devices, certificates, tokens, used keys, events and the lease. After the
 first release a change here comes with a revision in `migrations/versions`; a test compares both.
 """
 
@@ -135,15 +135,23 @@ api_tokens = Table(
     Column("revoked_at", Float),
     Column("last_used_at", Float),
 )
-idempotency = Table(
-    "idempotency",
+events = Table(
+    "events",
     metadata,
-    Column("key", String, primary_key=True),
+    Column("id", _Count, primary_key=True, autoincrement=False),
+    Column("event", String, nullable=False),
+    Column("client", String, nullable=False),
+    Column("federation", String, nullable=False),
+    Column("level", Integer, nullable=False),
+    Column("message", String, nullable=False),
+    Column("content", String, nullable=False),
+)
+used_keys = Table(
+    "used_keys",
+    metadata,
     Column("token", String, primary_key=True),
-    Column("request_hash", String, nullable=False),
-    Column("status", Integer, nullable=False),
-    Column("body", String, nullable=False),
-    Column("created_at", Float, nullable=False),
+    Column("key", String, primary_key=True),
+    Column("used_at", Float, nullable=False),
 )
 
 

@@ -35,6 +35,7 @@ from coordinator.rounds.round_engine import Phase, RoundState, transition
 from coordinator.storage import schema
 from coordinator.storage.api_store import ApiStore
 from coordinator.storage.database import checkpoint, database_of, open_database, unusable
+from coordinator.storage.event_store import Events
 from coordinator.storage.high_water import HighWater
 from coordinator.storage.overview_store import Overview
 from coordinator.storage.presence_store import Presence
@@ -72,8 +73,9 @@ class Store(schema.Queries):
         register: tokens, certificates, and the end of a device's membership.
         presence: when devices came and went.
         overview: views of many devices and rounds.
-        api: tokens of the operators' API, and answers to repeated requests.
+        api: tokens of the operators' API, and the keys that its requests have used.
         masked_sums: of the open attempts.
+        events: the last events, with their sentences.
     """
 
     def __init__(self, database: Path | URL, home: Home | None = None) -> None:
@@ -85,6 +87,7 @@ class Store(schema.Queries):
         self.overview = Overview(self._engine)
         self.api = ApiStore(self._engine, self._committed)
         self.masked_sums = SumRecords(self._engine)
+        self.events = Events(self._engine)
 
     @classmethod
     def of(cls, home: Home, *, accepts_loss: bool = False) -> Store:
@@ -112,6 +115,7 @@ class Store(schema.Queries):
 
     def close(self) -> None:
         """Close every connection."""
+        self.events.flush()
         self._engine.dispose()
 
     def next_epoch(self) -> int:

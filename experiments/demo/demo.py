@@ -22,7 +22,7 @@ from coordinator.cli.opening import create_home
 from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import make_bundles
 from coordinator.operations.create_federation import Complete
-from coordinator.operations.open_federation import open_federation
+from coordinator.operations.operations import open_federation
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coordinator.broker.access_lists import publish_access
 from coordinator.members.bundle_enrolment import enrol
-from coordinator.operations.open_federation import open_federation
+from coordinator.operations.operations import open_federation
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -19,8 +18,8 @@ from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service_context import ServiceContext
+from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
-from fedcg.event_log import EventLog
 from fedcg.listening import Caps, Connections, Listener, http_config
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from tests.support.waiting import wait_until
@@ -54,7 +53,7 @@ def running_api(home: Home, coordinator: Coordinator | None = None, **settings: 
 
     store = Store(home.database) if coordinator is None else coordinator.store
     made = coordinator or _Still(
-        store, ArtifactStore(home.artifacts), EventLog(home.events_file, time.time), no_context
+        store, ArtifactStore(home.artifacts), coordinator_log(home.events_file, store.events), no_context
     )
 
     @asynccontextmanager

@@ -7,7 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from coordinator.operations.steering import Steering
+from coordinator.config import CoordinatorConfig, render_config
+from coordinator.operations.operations import Operations
+from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.coordinator import Coordinator, _Running
 from coordinator.service.service import Service
@@ -66,7 +68,9 @@ class Federations:
             self._add(name)
         events = world.service_context().events
         self.coordinator = Coordinator(world.store, world.artifacts, events, self._context)
-        self.steering = Steering(world.store, self.coordinator.spec, events, self.coordinator.follow)
+        home = Home(world.root)
+        home.config_file.write_text(render_config(CoordinatorConfig()))
+        self.operations = Operations(home, world.store, events, self.coordinator.follow)
 
     def _add(self, name: str) -> None:
         world = self.world

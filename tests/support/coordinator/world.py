@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -21,9 +20,10 @@ from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
 from coordinator.service.service_context import MakeWorker, ServiceContext
+from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
-from fedcg.event_log import EventLog, read_events
+from fedcg.event_log import read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore, Remote
 from fedcg.wire.messages.messages import COORDINATOR
@@ -128,7 +128,7 @@ class World:
             connect=lambda will: MemoryTransport(self.broker, COORDINATOR, will),
             signing_identity=lambda: self.signing_identity,
             worker=WorkerSettings(1, "cpu", b"s" * 32, self.root / "artifacts", self.root / "spill", self.public_data),
-            events=EventLog(self.root / "events.jsonl", time.time),
+            events=coordinator_log(self.root / "events.jsonl", self.store.events),
             make_worker=make_worker,
             keep_rounds=self.keep_rounds,
             rounds=self.pacing,

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from coordinator.config import CoordinatorConfig, EnrolmentSettings, render_config
 from coordinator.http.app import create_app
 from coordinator.members.api_tokens import ApiTokens, Role
-from coordinator.page.site import add_page
+from coordinator.page import add_page
 from coordinator.paths import Home
 from coordinator.storage.high_water import HighWater
 from fedcg.files import checked_secret

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from coordinator.cli.shared_options import store_of
-from coordinator.operations.create_federation import too_few_for_sums
 from coordinator.paths import Home
-from coordinator.rounds.records import FederationStatus
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.text_output import moment
 from fedcg.wire.messages.messages import RoundAttempt
@@ -134,21 +132,7 @@ def test_a_federation_that_is_created_while_a_coordinator_runs_is_at_work_withou
     assert (code, "already" in error["message"]) == (EXISTS, True)
 
 
-def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason_takes_over(home: Home) -> None:
-    assert ask(home, "federation", "start")["status"] == "running"
-    for words in (("pause",), ("stop",)):
-        assert ask(home, "federation", *words, "--reason", "first")["reason"] == "first"
-        assert ask(home, "federation", *words, FEDERATION)["reason"] == "first"
-        assert ask(home, "federation", *words, FEDERATION, "--reason", "second")["reason"] == "second"
-    for _ in range(2):
-        assert ask(home, "federation", "archive", FEDERATION)["status"] == "archived"
-    with store_of(home.root) as (_, store):
-        store.set_status(FEDERATION, FederationStatus.ARCHIVED, "")
-    code, error = failure("federation", "resume", FEDERATION, "--dir", home.root)
-    assert (code, f"{FEDERATION} was archived; `fedcg" in error["message"]) == (BAD_INPUT, True)
-
-
-def test_a_federation_that_is_finished_is_shown_so_and_no_operator_stops_it_any_more(home: Home) -> None:
+def test_a_federation_that_is_finished_is_shown_so(home: Home) -> None:
     add_federation(home, "over", spec=tiny_spec(), policy=policy_of(1, 2))
     with store_of(home.root) as (_, store):
         first = store.aggregates("over")[0]
@@ -157,27 +141,13 @@ def test_a_federation_that_is_finished_is_shown_so_and_no_operator_stops_it_any_
     listed = run_fedcg("federation", "list", "--dir", home.root).stdout
     assert re.search(r"^over +finished +finished +1 of 1 ", listed, re.MULTILINE), listed
     assert re.search(rf"^{FEDERATION} +running +waiting ", listed, re.MULTILINE), listed
-    for change in ("stop", "pause", "resume"):
-        code, error = failure("federation", change, "over", "--dir", home.root)
-        assert (code, error["type"]) == (BAD_INPUT, "Request")
-        assert error["message"].startswith("over is finished: all its rounds are closed; ")
-        assert "`fedcg federation extend over --rounds N`" in error["message"]
-    assert ask(home, "federation", "show", "over")["status"] == "running"  # as before
-    assert ask(home, "federation", "extend", "over", "--rounds", "2")["rounds"] == 3
 
 
-def test_a_device_that_is_disabled_is_shown_with_the_end_of_its_certificate_and_a_revoked_one_is_refused(
-    home: Home,
-) -> None:
+def test_a_device_that_is_disabled_is_shown_with_the_end_of_its_certificate(home: Home) -> None:
     until = ask(home, "device", "show", "a")["certificate_expires_at"]
     for change in ("disable", "enable"):
         shown = run_fedcg("device", change, "a", "--dir", home.root).stdout
         assert moment(until) in shown.splitlines()[1], shown
-    ask(home, "device", "revoke", "b")
-    for change in ("disable", "enable"):
-        code, error = failure("device", change, "b", "--dir", home.root)
-        assert (code, error["message"]) == (BAD_INPUT, "b is not enrolled; it is revoked")
-        assert failure("device", change, "nobody", "--dir", home.root)[0] == NOT_FOUND
 
 
 @pytest.mark.parametrize("words", [("--for", "999999999d"), ("--for", "3651d")])
@@ -264,66 +234,26 @@ def test_the_output_of_a_command_ends_with_the_next_step(home: Home, tmp_path: P
     assert {words: end[: len(following[words])] for words, end in ends.items()} == following
 
 
-def test_everything_that_is_wrong_with_a_changed_policy_is_reported_at_once_with_field_and_hint(home: Home) -> None:
-    words = ("rounds=0", "fractoin=0.5", "late=never", "min_clients=two", "classes=x", "deadline_s=inf")
+def test_fields_of_a_policy_are_read_from_words_and_what_is_wrong_comes_back_a_line_each(home: Home) -> None:
+    words = ("rounds=1e24", "late=never", "deadline_s=inf", "max_clients=[1]", "min_cohort=true")
     code, error = failure("federation", "set", FEDERATION, *words, "--dir", home.root)
-    assert code == 2
-    for line in (
-        "policy of tiny: 6 problems",
-        "rounds: must be greater than or equal to 1 (1 to 100000; rounds until the federation is over)",
-        "fractoin: there is no such setting (did you mean `fraction`?)",
-        "late: must be 'drop' or 'next'",
-        "min_clients: must be a whole number",
-        "deadline_s: must be a number (above 0 to 31622400; ",
-        "classes: is fixed when a federation is opened; `fedcg federation continue` opens one",
-    ):
-        assert line in error["message"], error
-    words = ("min_clients=0", "deadline_s=1e99", "pace=fast", "nonsense=3", "rounds=1e24", "max_clients=[1]")
-    code, error = failure("federation", "set", FEDERATION, *words, "--dir", home.root)
-    assert code == 2
-    lines = error["message"].split("\n  ")
-    for line, start in zip(
-        sorted(lines[1:]),
-        (
-            "deadline_s: must be less than or equal to 31622400 (above 0 to 31622400; ",
-            "max_clients: must be a whole number",
-            "min_clients: must be greater than or equal to 1 (1 to 100000; ",
-            "nonsense: there is no such setting (known: rounds, min_clients, ",
-            "pace: must be 'equal-steps' or 'equal-time' (",
-            "rounds: must be a whole number (1 to 100000; ",
-        ),
-        strict=True,
-    ):
-        assert line.startswith(start), error
-    code, error = failure("federation", "set", FEDERATION, "min_cohort=true", "deadline_s=true", "--dir", home.root)
-    assert (code, "policy of tiny: 2 problems" in error["message"]) == (2, True)
-    assert "min_cohort: must be a whole number" in error["message"]
-    between = ("min_clients=2", "min_cohort=3", "deadline_s=1e99")
-    code, error = failure("federation", "set", FEDERATION, *between, "--dir", home.root)
-    assert "policy of tiny: 2 problems" in error["message"], error
-    twice = ("min_clients=3", "rounds=9", "min_clients=2")
-    code, error = failure("federation", "set", FEDERATION, *twice, "--dir", home.root)
+    assert code == BAD_INPUT
+    assert [line.partition(":")[0] for line in sorted(error["message"].split("\n  ")[1:])] == [
+        "deadline_s",
+        "late",
+        "max_clients",
+        "min_cohort",
+        "rounds",
+    ]
+    code, error = failure("federation", "set", FEDERATION, "min_clients=3", "min_clients=2", "--dir", home.root)
     assert (code, error["message"]) == (BAD_INPUT, "min_clients: given more than once")
-    code, error = failure("federation", "set", FEDERATION, "min_clients=2", "min_cohort=3", "--dir", home.root)
-    assert (code, "min_clients = 2 is below min_cohort = 3" in error["message"]) == (2, True)
 
 
-def test_a_policy_of_fewer_clients_than_masked_sums_take_is_refused_with_the_reason_that_a_plan_gets(
-    home: Home,
-) -> None:
+def test_a_federation_with_masked_parts_is_shown_with_what_the_coordinator_can_not_check(home: Home) -> None:
     summed = tiny_spec().model_copy(update={"federation": "masked", "method": "fedprobe", "summed": (Part.STATISTICS,)})
     add_federation(home, "masked", spec=summed, method="fedprobe", policy=policy_of(3, 5))
-    code, error = failure("federation", "set", "masked", "min_clients=3", "--dir", home.root)
-    assert code == 2
-    assert error["message"].endswith(f": 1 problem\n  min_clients: {too_few_for_sums(summed, 3)}")
-    assert "a sum of fewer than 4 devices shows too much of each: set min_clients = 4 or more" in error["message"]
-    assert ask(home, "federation", "set", "masked", "min_clients=4")["policy"]["min_clients"] == 4
-    assert ask(home, "federation", "set", FEDERATION, "min_clients=3")["policy"]["min_clients"] == 3
     shown = run_fedcg("federation", "show", "masked", "--dir", home.root).stdout
-    assert (
-        "statistics behind masks: only the sum over 4 devices or more is read, and no screening sees one device's"
-        in shown
-    )
+    assert "statistics behind masks: only the sum over 4 devices or more is read, and no screening sees one" in shown
     assert "behind masks" not in run_fedcg("federation", "show", FEDERATION, "--dir", home.root).stdout
 
 

@@ -59,7 +59,7 @@ def test_too_few_devices_have_a_remedy_that_lowers_what_asks_for_more(
     make_world: MakeWorld, min_cohort: int, lower: str
 ) -> None:
     made = Federations(make_world(clients=("a", "b"), min_clients=2))
-    made.steering.change_policy("tiny", {"min_cohort": min_cohort})
+    made.operations.change_policy("tiny", {"min_cohort": min_cohort})
     with made.running():
         made.devices["tiny"][0].start()
         services = made.coordinator.services

@@ -10,7 +10,7 @@ import pytest
 from coordinator.http.access import ACTION_HEADER, COOKIE, FORM_FIELD, MAX_SESSIONS, SESSION_S, Access, Role
 from coordinator.http.refusals import PER_ADDRESS
 from coordinator.members.api_tokens import DAYS, LOCAL_NAME, ApiTokens, local_token
-from coordinator.page.site import add_page
+from coordinator.page import add_page
 from coordinator.paths import Home
 from coordinator.storage.api_store import USED_EVERY_S
 from tests.support.coordinator.api import Api, running_api

@@ -15,7 +15,7 @@ from coordinator.http import changes
 from coordinator.http.access import READING, Access, Role
 from coordinator.http.changes import DAY_S, AuditLog
 from coordinator.http.refusals import Rate
-from coordinator.page.site import add_page
+from coordinator.page import add_page
 from coordinator.paths import Home
 from fedcg.event_log import EventValue, read_events
 from tests.support.coordinator.api import Api, running_api

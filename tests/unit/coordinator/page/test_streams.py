@@ -14,11 +14,10 @@ from typing import ClassVar
 
 import pytest
 
-from coordinator.facts.events import OLDEST, LogPage, read_on, start_of
 from coordinator.facts.known import Known
 from coordinator.facts.problems import Problem
-from coordinator.http import facts_api
-from coordinator.http.facts_api import EventStream
+from coordinator.http import event_stream
+from coordinator.http.event_stream import EventStream
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
@@ -83,62 +82,51 @@ def test_a_stream_goes_on_from_the_last_event_that_its_reader_has(page: ServedPa
     token = page.token(Role.VIEWER)
     with closing(Stream(page.port, token)) as stream:
         before = stream.first_id()
-        page.made.steering.disable("a")
+        page.made.operations.disable("a")
         assert stream.until("device_disabled") == ["device_disabled"]
-    page.made.steering.enable("a")
-    page.made.steering.disable("b")
+    page.made.operations.enable("a")
+    page.made.operations.disable("b")
     with closing(Stream(page.port, token, before)) as again:
         found = again.until("device_enabled")
         assert (found[0], found[-1]) == ("device_disabled", "device_enabled")
         found = again.until("device_disabled")
     with closing(Stream(page.port, token, "nonsense")) as fresh:
         fresh.first_id()
-        page.made.steering.pause("tiny")
+        page.made.operations.pause("tiny")
         assert fresh.until("steered")[-1] == "steered"
 
 
-def test_readers_at_one_place_of_the_log_get_the_same_bytes_which_are_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = tmp_path / "events.jsonl"
-    log.write_text('{"event": "one"}\n')
-    reads: list[str] = []
-
-    def counted(path: Path, cursor: str) -> LogPage:
-        reads.append(cursor)
-        return read_on(path, cursor)
-
-    monkeypatch.setattr("coordinator.http.facts_api.read_on", counted)
-    stream, start = EventStream(log), start_of(log, "")
-    assert stream.after(start) == (b"", start)
-    with log.open("a") as more:
-        more.write('{"event": "two"}\n')
-    text, following = stream.after(start)
-    with log.open("a") as more:
-        more.write('{"event": "three"}\n')
-    reads.clear()
-    assert all(stream.after(start) == (text, following) for _ in range(50))
-    assert not reads
-    assert b'"two"' in text
-    assert b'"three"' not in text
+def test_readers_at_one_place_get_the_same_bytes_which_are_made_once(make_world: MakeWorld) -> None:
+    events = make_world().store.events
+    stream = EventStream(events)
+    events.add({"event": "one"})
+    events.flush()
+    assert stream.after(events.newest()) == (b"", 1)
+    events.add({"event": "two"})
+    events.flush()
+    text, following = stream.after(1)
+    events.add({"event": "three"})
+    events.flush()
+    assert all(stream.after(1) == (text, following) for _ in range(50))
+    assert (b'"two"' in text, b'"three"' in text, following) == (True, False, 2)
     assert b'"three"' in stream.after(following)[0]
-    assert stream.after(OLDEST)[0].count(b"event: log") == 3
+    assert stream.after(0)[0].count(b"event: log") == 3
 
 
 def test_a_stream_ends_soon_after_its_token_was_revoked(page: ServedPage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts_api, "RECHECK_S", 0.1)
+    monkeypatch.setattr(event_stream, "RECHECK_S", 0.1)
     tokens = ApiTokens(page.made.world.store.api)
     kept, revoked = (tokens.create(name, Role.VIEWER) for name in ("kept", "revoked"))
     with closing(Stream(page.port, kept.text)) as other, closing(Stream(page.port, revoked.text)) as stream:
         stream.first_id()
         tokens.revoke(revoked.record.id)
         assert b"data:" not in stream.answer.read()  # it ends
-        page.made.steering.disable("a")
+        page.made.operations.disable("a")
         assert other.until("device_disabled") == ["device_disabled"]
 
 
 def test_a_token_has_a_bounded_number_of_streams(page: ServedPage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts_api, "MAX_OF_TOKEN", 2)
+    monkeypatch.setattr(event_stream, "MAX_OF_TOKEN", 2)
     token, headers = page.token(Role.VIEWER), "/api/v1/events/stream"
     with closing(Stream(page.port, token)) as one, closing(Stream(page.port, token)) as two:
         for stream in (one, two):
@@ -230,6 +218,7 @@ def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: Serv
     facts = json.loads(shown.stdout)["data"]
     assert (facts["federation"], facts["phase"], facts["enrolled"], facts["is_served"]) == ("tiny", "waiting", 2, False)
     page.made.world.service_context().events.write("device_disabled", federation="tiny", client="a", reason="moved")
+    world.store.events.flush()
     text = run_fedcg("federation", "watch", "tiny", "--dir", world.root, "--once").stdout
     assert "tiny: waiting, round 1 of 2" in text
     assert "no coordinator runs" in text

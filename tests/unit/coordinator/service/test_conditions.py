@@ -12,9 +12,9 @@ from typing import Any, get_args
 import pytest
 
 from coordinator.config import RoundSettings
-from coordinator.facts.conditions import FINDINGS, doctor_findings, served_models
+from coordinator.facts.conditions import AUDIT_TITLES, FINDINGS, doctor_findings
 from coordinator.facts.known import Known
-from coordinator.facts.privacy import TITLES
+from coordinator.facts.models import served_models
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.worth import by_class
 from coordinator.service.reports import ConditionBoard
@@ -146,7 +146,7 @@ def test_figures_of_a_devices_own_audit_and_its_privacy_budget_reach_its_page_an
     assert "membership" not in shown
     assert "1 min, 415 J" in reader.get("/devices/a")[1]
     assert 'id="privacy-tiny"' not in reader.get("/devices/b")[1]
-    assert set(TITLES) == set(get_args(AuditFigure))
+    assert set(AUDIT_TITLES) == set(get_args(AuditFigure))
     (attempt,) = json.loads(reader.get("/api/v1/federations/tiny/rounds/1")[1])["attempts"]
     (update,) = attempt["updates"]
     assert update["report"]["audit"] == {"label_l1": 0.0421, "reid": -0.01}

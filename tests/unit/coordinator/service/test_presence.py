@@ -97,9 +97,9 @@ def test_of_a_device_that_is_revoked_while_it_is_online_the_time_of_its_last_mes
         world.store.register.end_membership("a", DeviceState.REVOKED, "stolen", time.time())
         wait_until(lambda: running.service.state.online == set(), "the register is read again")
         known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
-        (facts,) = (each for each in device_facts(known) if each.device == "a")
+        (facts,) = (each for each in device_facts(known) if each.id == "a")
         history = device_history(known, "a")
-    assert facts.state == "revoked"
+    assert facts.standing == "revoked"
     assert facts.seen_at == pytest.approx(sent, abs=0.4)
     assert history.presence["tiny"][-1].state == "offline"
 

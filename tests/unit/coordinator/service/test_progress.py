@@ -10,16 +10,15 @@ import pytest
 
 from coordinator.config import RoundSettings
 from coordinator.facts.current_round import ClientPhase, current_round
+from coordinator.facts.devices import device_facts
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
-from coordinator.operations.views import device_view
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.service.reports import ProgressBoard
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.messages import Decline, DeclineReason, Heartbeat, Invite, RoundAttempt, decode
 from tests.support.coordinator.engine import policy_of
-from tests.support.coordinator.federations import hosting
 from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
 
@@ -63,11 +62,11 @@ def test_the_api_shows_how_far_a_device_is_until_it_delivers(make_world: MakeWor
         wait_until(lambda: bool(a.of(Invite)), "a is invited")
         a.tell(beat(10))
         wait_until(lambda: "a" in running.service.progress, "its progress is known")
-        coordinator = hosting(running.service, world.artifacts)
-        views = {view.id: view for view in (device_view(coordinator, record) for record in world.store.devices())}
-        shown = asdict(views["a"].progress["tiny"])
+        known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+        facts = {each.id: each for each in device_facts(known)}
+        shown = asdict(facts["a"].progress["tiny"])
         assert (shown["phase"], shown["step"], shown["steps"], shown["round"]) == ("classify", 10, 100, 1)
-        assert views["b"].progress == {}
+        assert facts["b"].progress == {}
         a.tell(Heartbeat(**{**ABOUT, "round": 2}, phase="classify", step=99, steps=100))  # of no open attempt
         a.silent = False
         a.act()

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from coordinator.aggregation.jobs import JobDone, JobEased
 from coordinator.config import Action, FigureRule, RobustnessSettings, RoundSettings
 from coordinator.facts.devices import device_facts
+from coordinator.facts.federations import RoundFacts, attempts_by_round, round_facts
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
-from coordinator.operations.views import round_view
 from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.odd_worker import FINE, REASON, TOO_LONG, OddC
@@ -32,8 +33,9 @@ class Unmeasured(PlainWorker):
 
 def rounds_of(world: World) -> list[dict[str, Any]]:
     """The rounds as the API shows them."""
-    attempts = world.store.attempts("tiny")
-    return [round_view(world.store, 1, attempts[:1]).model_dump(mode="json")]
+    known = Known(world.store, lambda _: world.spec, world.root)
+    found = round_facts(known, attempts_by_round(known, "tiny")[1][:1])
+    return [TypeAdapter(RoundFacts).dump_python(found, mode="json")]
 
 
 def merged(world: World) -> list[list[str]]:
@@ -152,7 +154,7 @@ def test_an_odd_update_is_an_open_problem_until_the_next_normal_one_unless_the_o
         deliver(world.devices["a"], 1)
         world.wait_event("aggregate_stored")
         known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
-        remarks = {each.device: each.remarks for each in device_facts(known)}
+        remarks = {each.id: each.remarks for each in device_facts(known)}
         assert len(remarks["c"]) == 1, "whatever the action is, the device's page names it"
         assert len(odd_problems(world, running)) == (action != "warn")
         deliver(world.devices["a"], 2)

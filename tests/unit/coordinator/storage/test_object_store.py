@@ -14,7 +14,8 @@ import pytest
 from fastapi import Response
 
 from coordinator.errors import StoreError
-from coordinator.http.operator_api import readyz
+from coordinator.facts.known import known_of
+from coordinator.http.facts_api import readyz
 from coordinator.storage.object_store import ObjectStore
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError
@@ -108,7 +109,7 @@ def test_a_round_waits_for_its_store_of_artifacts_loses_nothing_and_goes_on(moto
         wait_until(lambda: running.service.store_problem != "", "the problem is seen")
         world.wait_event("artifact_store")
         answer = Response()
-        health = asyncio.run(readyz(hosting(running.service, world.artifacts), answer))
+        health = asyncio.run(readyz(known_of(hosting(running.service, world.artifacts), world.root), answer))
         assert (answer.status_code, moto.url in health.status) == (503, True)
         deadline_at = running.service.state.deadline_at
         wait_until(lambda: time.time() > deadline_at + 0.5, "the deadline has passed")

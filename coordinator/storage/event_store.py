@@ -1,0 +1,146 @@
+"""The events of the coordinator in its database, for page, API and commands: the last ones, with their sentences. Part of the store.
+
+The event log (`events.jsonl`) has every event at once; the table gets them in one transaction every `FLUSH_S`, so a kill may lose the
+last ones here. Ids rise, and a reader goes on from the last one that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, Select, delete, func, insert, select
+from sqlalchemy.exc import DBAPIError
+
+from coordinator.storage import schema
+from fedcg.event_log import EventLog, EventValue, log_event
+from fedcg.log.sentences import LEVELS, Sentence, sentence_of
+
+FLUSH_S = 0.25
+KEEP = 100_000
+"""So many events stay: about 40 MB."""
+MAX_WAITING = 10_000
+"""Of events that a busy or full database has not taken yet; the oldest are dropped, and are in the log alone."""
+Event = dict[str, Any]
+"""The fields of an event, and `id`, `level` and `message`, its sentence in the log."""
+_NAMES = {number: name for name, number in LEVELS.items()}
+
+
+@dataclass(frozen=True)
+class EventFilter:
+    """Which events a reader wants; an empty field fits every event.
+
+    Attributes:
+        text: occurs in the event's sentence or fields, in small or capital letters.
+        level: the least one; an event that was asked for by its name is shown at any level.
+    """
+
+    event: str = ""
+    client: str = ""
+    federation: str = ""
+    text: str = ""
+    level: str = ""
+
+
+class Events(schema.Queries):
+    """Adds events from any thread, and reads them. A database that does not take them stops nobody: they are tried again."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
+        self._planning, self._writing = threading.Lock(), threading.Lock()
+        self._flushing: threading.Timer | None = None
+        self._newest: int | None = None
+
+    def add(self, event: Mapping[str, EventValue]) -> None:
+        """Add an event; the table has it a moment later."""
+        level, message = sentence_of(event) or Sentence(LEVELS["debug"], str(event["event"]).replace("_", " "))
+        named = {name: str(event.get(name) or "") for name in ("event", "client", "federation")}
+        self._waiting.append({**named, "level": level, "message": message, "content": json.dumps(event)})
+        with self._planning:
+            if self._flushing is None:
+                self._flushing = threading.Timer(FLUSH_S, self.flush)
+                self._flushing.daemon = True
+                self._flushing.start()
+
+    def flush(self) -> None:
+        """Bring what waits into the table."""
+        with self._writing:
+            with self._planning:
+                if self._flushing is not None:
+                    self._flushing.cancel()
+                self._flushing = None
+            rows, table = [self._waiting.popleft() for _ in range(len(self._waiting))], schema.events
+            if not rows:
+                return
+            try:
+                with self._engine.begin() as connection:
+                    before = connection.execute(select(func.max(table.c.id))).scalar_one() or 0
+                    numbered = [{"id": number, **row} for number, row in enumerate(rows, before + 1)]
+                    connection.execute(insert(table), numbered)
+                    connection.execute(delete(table).where(table.c.id <= before + len(rows) - KEEP))
+                self._newest = before + len(rows)
+            except DBAPIError:  # such as a full disk: the next event tries again
+                self._waiting.extendleft(reversed(rows))
+
+    def newest(self) -> int:
+        """The id of the newest event that this process knows of; 0 before the first."""
+        if self._newest is None:
+            with self._engine.connect() as connection:
+                self._newest = connection.execute(select(func.max(schema.events.c.id))).scalar_one() or 0
+        return self._newest
+
+    def last(self, wanted: EventFilter, limit: int, before: int | None = None) -> list[Event]:
+        """The last events that fit, newest first; with `before`, of those with a lower id."""
+        self.flush()
+        table = schema.events
+        query = select(table).order_by(table.c.id.desc()).limit(limit)
+        for name, value in (("event", wanted.event), ("client", wanted.client), ("federation", wanted.federation)):
+            if value:
+                query = query.filter_by(**{name: value})
+        if before is not None:
+            query = query.where(table.c.id < before)
+        if wanted.level and not wanted.event:
+            query = query.where(table.c.level >= LEVELS.get(wanted.level, 0))
+        if wanted.text:
+            query = query.where((table.c.message + " " + table.c.content).icontains(wanted.text, autoescape=True))
+        return self._events(query)
+
+    def after(self, number: int, limit: int) -> list[Event]:
+        """The events after the one with this id, oldest first."""
+        table = schema.events
+        return self._events(select(table).where(table.c.id > number).order_by(table.c.id).limit(limit))
+
+    def _events(self, query: Select[Any]) -> list[Event]:
+        return [
+            {**json.loads(row.content), "id": row.id, "level": _NAMES[row.level], "message": row.message}
+            for row in self._rows(query)
+        ]
+
+
+def coordinator_log(
+    path: Path,
+    table: Events,
+    allows: Callable[[str, str], bool] = lambda event, client: True,
+    follow: Callable[[Mapping[str, EventValue]], None] = lambda event: None,
+) -> EventLog:
+    """The event log of a coordinator: every event goes to the file, the log of this process and the table.
+
+    Args:
+        path: of the file.
+        table: in the database.
+        allows: whether one more event of (event, client) is written.
+        follow: also called with every event.
+    """
+
+    def watch(event: dict[str, EventValue]) -> None:
+        for each in (log_event, table.add, follow):
+            each(event)
+
+    return EventLog(path, time.time, allows, watch=watch)
