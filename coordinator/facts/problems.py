@@ -30,58 +30,21 @@ CLOCK_S = 60.0
 GONE_S = 3600.0
 """A device that was online in a running federation and is away for longer is named."""
 
+_NAMES = {DeclineReason.DIVERGED: "training diverged", DeclineReason.PAUSED: "paused by its owner"}
+
+
+def _kind(reason: DeclineReason) -> str:
+    """The kind of the problem of a device that declines."""
+    is_unavailable = reason.passes or reason is DeclineReason.NO_TIME
+    return "device not available" if is_unavailable else _NAMES.get(reason, reason.value.replace("_", " "))
+
+
 REMEDIES = {
-    DeclineReason.NO_DATA.value: (
-        "no data",
-        "On the device: put images where [data] root in agent.toml names them; `fedcg doctor` shows what it finds.",
-    ),
-    DeclineReason.NOT_ELIGIBLE.value: (
-        "not eligible",
-        "On the device: `fedcg doctor --hardware` names the reason: disk, temperature, power, memory or the hours of its schedule.",
-    ),
-    DeclineReason.TRAINING_FAILED.value: (
-        "training failed",
-        "On the device: the last `round_failed` in its events.jsonl has the reason; `fedcg doctor` tries a short training.",
-    ),
-    DeclineReason.DIVERGED.value: (
-        "training diverged",
-        "Look at its images: wrong labels, or an empty class. Where several devices diverge: `fedcg federation continue PLAN {federation}`, with a lower learning rate.",
-    ),
-    DeclineReason.UPLOAD_NOT_ALLOWED.value: (
-        "upload not allowed",
-        "The device's owner does not allow a part that the method uploads: `fedcg agent approve` there, or [policy] allow_upload.",
-    ),
-    DeclineReason.REPORT_NOT_ALLOWED.value: (
-        "report not allowed",
-        "The device's owner does not allow a report field that the method needs: `fedcg agent approve` there, or [policy] allow_report.",
-    ),
-    DeclineReason.PAUSED.value: (
-        "paused by its owner",
-        "Nothing is broken. On the device: `fedcg agent resume` ends the pause.",
-    ),
-    DeclineReason.NEEDS_APPROVAL.value: (
-        "needs approval",
-        "The spec asks for more than [policy] of the device: its owner decides there with `fedcg agent approve`.",
-    ),
-    DeclineReason.DAILY_LIMIT.value: (
-        "daily limit",
-        "Nothing, it takes part again after midnight UTC; [policy] max_upload_mb_per_day and max_download_mb_per_day there set it.",
-    ),
-    DeclineReason.WITHHELD.value: (
-        "withheld",
-        "Its owner's audit or privacy budget kept the update back; nothing is broken. `fedcg agent status` on the device says which.",
-    ),
-    DeclineReason.UNKNOWN_METHOD.value: ("unknown method", "Update the agent, or install the method's package there."),
-    DeclineReason.SPEC_REFUSED.value: (
-        "spec refused",
-        "On the device: its log names what it refuses in the spec; `fedcg doctor` shows its own bounds ([policy]).",
-    ),
-}
-REMEDIES |= {
-    reason.value: ("device not available", f"{DECLINE_ADVICE[reason.value]}.")
+    reason.value: (_kind(reason), f"{DECLINE_ADVICE[reason.value][:1].upper()}{DECLINE_ADVICE[reason.value][1:]}.")
     for reason in DeclineReason
-    if reason.value not in REMEDIES and (reason.passes or reason is DeclineReason.NO_TIME)
+    if reason is not DeclineReason.INTERRUPTED  # one that was stopped comes back by itself
 }
+"""By the reason of a device that declines: kind and remedy of the problem."""
 REJECTED = "update rejected", "Look at the box and at its log. `fedcg device revoke` if it is not yours any more."
 DROPPED = "dropped", "Nothing is broken. A new box takes part next time; a silenced one in ten minutes: see its log."
 SUM_REMEDIES = {

@@ -129,7 +129,7 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     text = reader.get("/f/tiny")[1]
     for device, phase in (("a", "delivered"), ("b", "declined"), ("c", "training")):
         assert phase in text.partition(f'id="c-{device}"')[2].partition("</tr>")[0]
-    shows(reader, "/repairs", "b in tiny", "put images where")
+    shows(reader, "/repairs", "b in tiny", "Put images where")
     assert "50.0 %" in reader.get("/f/tiny/worth")[1].partition('id="w-a"')[2].partition("</tr>")[0]
     worth = reader.get("/f/tiny/worth")[1]
     assert "No device reports what it would have alone" in worth

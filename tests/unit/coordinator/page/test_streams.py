@@ -206,7 +206,7 @@ def test_the_webhook_gets_each_problem_that_opens_and_closes_also_after_it_was_a
         ("problem_opened", "no data", "a"),
         ("problem_closed", "no data", "a"),
     ]
-    assert "put images where" in str(Receiver.posted[0]["remedy"])
+    assert "Put images where" in str(Receiver.posted[0]["remedy"])
     assert len(Receiver.refused) == 1
     assert [event["event"] for event in world.events()] == ["problem_opened", "problem_closed"]
 
