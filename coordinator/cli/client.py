@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from coordinator.errors import AccessError, CoordinatorError, HomeError, NotFoundError, RequestError
 from coordinator.http.app import add_api
 from coordinator.http.facts_api import LEFT_OUT
-from coordinator.http.problems import EXISTS_KIND
+from coordinator.http.problems import EXISTS_KIND, USED_KIND
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.operations.operations import nobody_follows
 from coordinator.paths import Home
@@ -129,7 +129,7 @@ class Client:
         end, broken = time.monotonic() + STARTING_S, 0
         while True:
             try:
-                return asyncio.run(self._send(method, path, request))
+                answer = asyncio.run(self._send(method, path, request))
             except httpx.ConnectError as error:  # noqa: PERF203 - a request takes far longer than the block
                 if self.home is None or time.monotonic() > end:
                     raise AccessError(f"no connection to {self.url}: {error}. {self._advice()}") from error
@@ -140,6 +140,12 @@ class Client:
                 broken += 1
                 if broken > 1:
                     raise AccessError(f"the connection to {self.url} broke: {error}. {self._advice()}") from error
+            else:
+                if broken and USED_KIND in answer.text:
+                    raise AccessError(
+                        f"the connection to {self.url} broke while the change was made: look whether it was, before you repeat it"
+                    )
+                return answer
 
     def _advice(self) -> str:
         where = (

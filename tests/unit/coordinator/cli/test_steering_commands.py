@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -272,6 +273,28 @@ def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.
         assert failure("federation", "show", "--url", url, environment=token)[0] == 3
     home.database.write_bytes(b"not a database" * 1000)
     assert failure("federation", "show", "--dir", home.root)[0] == 1
+
+
+def test_a_change_whose_connection_breaks_is_asked_for_once_more_and_not_made_twice() -> None:
+    body = b'{"type": "urn:fedcg:used-key", "detail": "asked for before"}'
+    answers = (b"", b"HTTP/1.1 409 Conflict\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    keys = []
+
+    def serve(server: socket.socket) -> None:
+        for answer in answers:
+            link, _ = server.accept()
+            with link:
+                keys.append(re.findall(rb"Idempotency-Key: (\S+)", link.recv(65_536), re.IGNORECASE))
+                link.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        code, error = failure("token", "create", "--url", url, environment={"FEDCG_API_TOKEN": "fcga_0_0"})
+        thread.join(20)
+    assert (code, "broke while the change was made: look whether it was" in error["message"]) == (4, True)
+    assert keys[0] == keys[1] != []
 
 
 def test_a_command_without_a_coordinator_keeps_one_from_starting_only_while_it_steers(home: Home) -> None:
