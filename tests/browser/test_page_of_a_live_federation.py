@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from tests.support.edge.toml_edit import set_values
 from tests.support.stack import Stack
@@ -243,29 +243,6 @@ def test_the_theme_switch_wins_over_the_system_and_is_remembered(browser: Browse
     page.get_by_role("button", name="Light or dark").click()
     page.goto("/devices")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(16, 20, 28)"
-
-
-def test_every_screen_shows_its_facts_without_script(browser: Browser, stack: Stack) -> None:
-    session = opened(browser, stack).context.cookies()
-    context: BrowserContext = browser.new_context(
-        java_script_enabled=False, base_url=f"http://127.0.0.1:{stack.api_port}"
-    )
-    context.add_cookies(
-        [{"name": each["name"], "value": each["value"], "domain": "127.0.0.1", "path": "/"} for each in session]
-    )
-    page = context.new_page()
-    for path in SCREENS.values():
-        answer = page.goto(path)
-        assert answer is not None
-        assert answer.status == 200
-        assert page.locator("h1").count() == 1
-    page.goto("/devices?q=site-3")
-    assert page.locator("tbody tr").count() == 1
-    page.goto("/confirm/disable/site-3")
-    page.get_by_role("button", name="Disable").click()
-    expect(page.locator(".badge").first).to_have_text("disabled")
-    page.get_by_role("button", name="Enable").click()
-    expect(page.locator(".badge").first).not_to_have_text("disabled")
 
 
 def _keep(page: Page, name: str) -> None:

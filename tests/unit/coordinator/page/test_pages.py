@@ -298,6 +298,8 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     assert operator.post("/federations/tiny/extend", form_of="/federations", rounds="-5")[0] == 409
     assert operator.post("/devices/a/disable", form_of="/confirm/disable/a", reason="moved")[0] == 303
     assert "disabled: moved" in operator.get("/devices/a")[1]
+    assert operator.post("/devices/a/enable", form_of="/devices/a")[0] == 303
+    assert "disabled: moved" not in operator.get("/devices/a")[1]
     for form, of in (
         ("devices/a/disable", "disable/a"),
         ("devices/b/disable", "disable/b"),
