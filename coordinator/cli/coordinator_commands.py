@@ -20,7 +20,7 @@ from fedcg.child_python import loading
 from fedcg.errors import FAILED
 from fedcg.json_output import AsJson, Result, prints
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
-from fedcg.sealing.passphrase import PassphraseFile, passphrase_of
+from fedcg.questions import PassphraseFile, passphrase_of
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from coordinator.storage.object_store import artifacts_of
 from fedcg.errors import EXISTS
 from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably
-from fedcg.sealing.archive import add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
-from fedcg.sealing.sealed_file import Seal
+from fedcg.sealing import Seal, add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 

@@ -1,6 +1,6 @@
 """Backup and restore of one device: private store, identity and configuration in one encrypted file. Torch-free.
 
-The file is a tar stream in frames under a passphrase (`fedcg.sealing.sealed_file`): `backup.json`, `agent.toml`, `identity/NAME`, `store/PATH`.
+The file is a tar stream in frames under a passphrase (`fedcg.sealing`): `backup.json`, `agent.toml`, `identity/NAME`, `store/PATH`.
 Images are not part of it.
 """
 
@@ -23,8 +23,7 @@ from edge_client.store.checkpoint_file import CHECKPOINT_FILE
 from edge_client.store.private_store import PrivateStore
 from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import fsync_path, replace_durably, write_durably
-from fedcg.sealing.archive import add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
-from fedcg.sealing.sealed_file import Seal
+from fedcg.sealing import Seal, add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
 from fedcg.wire.messages.messages import Identifier
 
 MAGIC = b"FEDCG-AGENT-BACKUP-1\n"

@@ -19,9 +19,9 @@ from coordinator.rounds.records import UpdateRecord
 from coordinator.storage import backup, schema
 from coordinator.storage.database import PASSWORD_VARIABLE
 from coordinator.storage.store import Store
+from fedcg import sealing
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
-from fedcg.sealing import sealed_file
-from fedcg.sealing.archive import add_bytes
+from fedcg.sealing import add_bytes
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.commands import data_of
@@ -36,7 +36,7 @@ UPDATE = b"an update" * 300_000  # several frames
 @pytest.fixture(scope="module", autouse=True)
 def quick_scrypt() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sealed_file, "SCRYPT_N", 1 << 10)
+        patch.setattr(sealing, "SCRYPT_N", 1 << 10)
         yield
 
 
@@ -155,8 +155,8 @@ def test_a_wrong_passphrase_and_a_file_that_is_not_whole_write_nothing(
 ) -> None:
     file = backed_up(home, words)
     whole = file.read_bytes()
-    frame = sealed_file.FRAME_BYTES + sealed_file.TAG_BYTES
-    head = len(backup.MAGIC) + sealed_file.SALT_BYTES
+    frame = sealing.FRAME_BYTES + sealing.TAG_BYTES
+    head = len(backup.MAGIC) + sealing.SALT_BYTES
     middle = head + frame + 100
     damaged = {
         "truncated in a frame": whole[:-1],

@@ -21,8 +21,8 @@ from coordinator.rounds.records import AggregateRecord, DeviceState
 from coordinator.storage.backup import read_backup, write_backup
 from coordinator.storage.database import PASSWORD_VARIABLE, checkpoint, make_engine
 from coordinator.storage.store import Store
+from fedcg import sealing
 from fedcg.config_file import set_values
-from fedcg.sealing import sealed_file
 from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.postgres import PASSWORD, Cluster
@@ -172,7 +172,7 @@ def test_a_damaged_database_file_and_a_damaged_or_missing_mark_are_refused_by_na
 def test_a_restored_coordinator_has_a_mark_of_its_own(
     killed: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed_file, "SCRYPT_N", 1 << 10)
+    monkeypatch.setattr(sealing, "SCRYPT_N", 1 << 10)
     for number in range(3):
         (killed.artifacts / file_id(number)).write_text(str(number))
     write_backup(killed, tmp_path / "backup", "correct horse battery")

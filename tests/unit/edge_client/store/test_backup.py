@@ -12,8 +12,8 @@ import pytest
 from edge_client.config import load_config
 from edge_client.store import backup
 from edge_client.store.private_store import PrivateStore, open_store
+from fedcg import sealing
 from fedcg.errors import ALREADY_RUNNING, EXISTS, NOT_FOUND
-from fedcg.sealing import sealed_file
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.filled_store import contents, files_of, fill
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
@@ -23,7 +23,7 @@ PASSPHRASE = "correct horse battery"
 
 @pytest.fixture(autouse=True)
 def quick_scrypt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed_file, "SCRYPT_N", 1 << 10)
+    monkeypatch.setattr(sealing, "SCRYPT_N", 1 << 10)
 
 
 @pytest.fixture
