@@ -32,7 +32,7 @@ from fedcg.event_log import EventLog
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.transfer.chunk_sender import ChunkFile
-from fedcg.wire.transport.memory import MemoryTransport
+from tests.support.broker.memory import MemoryTransport
 from tests.support.coordinator.hanging_children import THREADS_FILE, count_and_note_threads
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import RunningService, World

@@ -30,7 +30,7 @@ from fedcg.wire.messages.messages import COORDINATOR, AnyMessage, RoundAttempt, 
 from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import chunk_frame, parse_chunk
-from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.toy_artifacts import (
     FEDERATION,
     aggregate_bytes,

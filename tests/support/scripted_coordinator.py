@@ -35,9 +35,9 @@ from fedcg.wire.messages.ordering import Session, session_id
 from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import parse_chunk
-from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
 from fedcg.wire.versions import PROTOCOL_VERSION
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.edge.receivers import Receiver
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 

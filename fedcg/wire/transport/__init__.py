@@ -1,1 +1,1 @@
-"""The link to a broker, on paho, and its twin in one process."""
+"""The link to a broker, on paho."""

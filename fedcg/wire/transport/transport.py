@@ -1,4 +1,4 @@
-"""The seam between sessions and brokers: a small Protocol with two implementations, `mqtt` and `memory`.
+"""The seam between sessions and brokers: a small Protocol; `mqtt` implements it, and tests have a twin in one process.
 
 A transport carries bytes between topics. It knows nothing of envelopes, artifacts or rounds, and its callbacks only
 enqueue: nothing is ever computed on a transport's thread.

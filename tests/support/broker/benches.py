@@ -9,12 +9,12 @@ from typing import Protocol
 
 from coordinator.pki.authority import credential_of, server_context
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transport.memory import Action, MemoryBroker, MemoryTransport
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.mqtt_config import Protocol as MqttVersion
 from fedcg.wire.transport.transport import Will
 from tests.support.broker.brokers import HOST, Client, Intruder, Pki
+from tests.support.broker.memory import Action, MemoryBroker, MemoryTransport
 from tests.support.broker.throttle import Throttle
 from tests.support.waiting import free_port, wait_until
 

@@ -33,9 +33,9 @@ from fedcg.wire.messages.ordering import Session, session_id
 from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import parse_chunk
-from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery, Will
 from fedcg.wire.versions import SPOKEN
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.toy_artifacts import random_parts, shared_layouts, update_header
 from tests.support.edge.receivers import Receiver
 from tests.support.wire.artifact_chunks import frames_for, make_ref

@@ -17,8 +17,8 @@ from coordinator.service.service_context import ServiceContext
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import COORDINATOR, CoordinatorStatus
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.toy_artifacts import aggregate_bytes
 from tests.support.coordinator.world import World

@@ -29,7 +29,7 @@ from fedcg.wire.artifacts.artifact_store import ArtifactStore, Remote
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.no_worker import NoWorker

@@ -10,7 +10,7 @@ from edge_client.identity.keys import AgentKeys
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.signing import SigningKey
-from fedcg.wire.transport.memory import MemoryTransport
+from tests.support.broker.memory import MemoryTransport
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import World
 from tests.support.edge.world import make_config

@@ -32,8 +32,8 @@ from fedcg.wire.messages.messages import (
 )
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
-from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.worker_process import Exited
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.scripted_coordinator import ScriptedCoordinator
 
 FEDERATION = "shapes"

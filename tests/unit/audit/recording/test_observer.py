@@ -23,7 +23,7 @@ from fedcg.wire.messages.messages import Finished, KeyChain, Manifest, Offer
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.stack import wait_for
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 

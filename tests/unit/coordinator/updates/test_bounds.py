@@ -31,7 +31,7 @@ from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Carrier, Manifest, Out
 from fedcg.wire.transfer.chunk_window import Window
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transfer.partial_files import Partials
-from fedcg.wire.transport.memory import MemoryTransport
+from tests.support.broker.memory import MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until

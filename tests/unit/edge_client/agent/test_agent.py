@@ -32,8 +32,8 @@ from fedcg.wire.messages.messages import (
 )
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField
-from fedcg.wire.transport.memory import MemoryBroker
 from fedcg.worker_process import Exited
+from tests.support.broker.memory import MemoryBroker
 from tests.support.edge.world import (
     DEVICE,
     FakeTrainer,

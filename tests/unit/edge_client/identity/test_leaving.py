@@ -21,8 +21,8 @@ from fedcg.errors import BAD_INPUT, NOT_FOUND
 from fedcg.wire.messages.messages import Leave, Left, decode
 from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transport.memory import MemoryTransport
 from fedcg.wire.transport.transport import Delivery
+from tests.support.broker.memory import MemoryTransport
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk
 from tests.support.coordinator.toy_artifacts import FEDERATION

@@ -28,9 +28,9 @@ from edge_client.transfer.https_client import Direction, Line
 from fedcg.provision.agent_config import render_agent_config
 from fedcg.wire.messages.messages import ArtifactRef, Carrier
 from fedcg.wire.messages.signing import SigningKey
-from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.mqtt_config import TlsFiles
 from tests.support.broker.brokers import HOST, Pki
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.edge.world import DEVICE, FEDERATION, make_config
 from tests.support.waiting import free_port, wait_until
 

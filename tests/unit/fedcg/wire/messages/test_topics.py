@@ -13,7 +13,7 @@ from fedcg.wire.messages.topics import (
     Topics,
     check_device_id,
 )
-from fedcg.wire.transport.memory import topic_matches
+from tests.support.broker.memory import topic_matches
 
 TOPICS = Topics("casting")
 PREFIX = "fedcg/1/casting"

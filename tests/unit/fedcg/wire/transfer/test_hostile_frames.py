@@ -47,8 +47,8 @@ from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import Chunk, chunk_frame
 from fedcg.wire.transfer.partial_files import Partials
-from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import RunningService, World

@@ -1,6 +1,7 @@
 """A broker and its transports inside one process: the same laws as MQTT, without a network.
 
-For simulations of the protocol and for tests; `MemoryBroker.drop` takes a client's link away as a dead radio would.
+The contract suite holds it to the laws of `fedcg.wire.transport.transport`; `MemoryBroker.drop` takes a client's link away as a dead
+radio would.
 """
 
 from __future__ import annotations
