@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from safetensors.numpy import load, save
 
-from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, codecs_for, pack, parts_in, read_header, unpack
 from fedcg.wire.artifacts.codecs import (
     F16_LIMIT,
@@ -29,7 +27,6 @@ from fedcg.wire.artifacts.tensors import Array, data_bytes, encode_tensors, layo
 from fedcg.wire.errors import CodecError, IntegrityError, MalformedError, UnknownBaseError
 from fedcg.wire.parts import Part, TensorCodec, TensorLayout, UpdateCodec, is_delta
 
-GOLDEN = Path(__file__).parents[4] / "golden" / "artifacts"
 EPSILON = 2.0**-23
 LEAST = 2.0**-149
 Floats = npt.NDArray[np.float32]
@@ -315,16 +312,3 @@ def test_an_observer_sees_pieces_as_they_came_where_the_header_lies() -> None:
     assert short.tensors["classifier/weight:scale"].shape == (3,)
     liar = join_artifact(b'{"codecs":{"odd":"i8","x":["f32"],"y":"zip"}}', save({"odd": np.array(3, np.int8)}))
     assert decode(inspect(liar)).tensors["odd"] == 3
-
-
-def test_an_artifact_from_before_there_were_codecs_is_read_and_written_bit_for_bit() -> None:
-    data = (GOLDEN / "update-0.1.0.bin").read_bytes()
-    spec = FederationSpec.parse((GOLDEN / "spec-0.1.0.json").read_bytes())
-    assert spec.digest == "77a959a33ea4ebfef7ec7333678713294b65160743fb07e22d8c78675f6ffaab"
-    assert (spec.codec, spec.aggregate_codec, spec.with_base) == ("f32", "f32", ())
-    artifact = unpack(data, spec.layouts, codecs=codecs_for(spec.layouts, spec.codec, spec.with_base))
-    assert artifact.parts[Part.CLASSIFIER]["bias"].tolist() == [0.5, -0.25]
-    assert np.array_equal(
-        artifact.parts[Part.CLASSIFIER]["weight"], np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
-    )
-    assert pack(artifact.header, artifact.parts) == data

@@ -139,7 +139,7 @@ def test_receivers_take_turns_and_a_greedy_one_is_bounded(
 def test_without_a_link_nothing_is_kept(sender: ChunkSender, link: SlowLink, source: ChunkFile) -> None:
     link.is_up = False
     sender.serve("t", source, ((0, 50),))
-    wait_until(lambda: not sender._turns, "it is forgotten")
+    wait_until(lambda: not sender.is_busy, "it is forgotten")
     link.is_up = True
     sender.serve("t", source, ((7, 1),))
     wait_until(lambda: link.indices("t") == [7], "only what is asked for now")
@@ -169,10 +169,15 @@ def test_a_broadcast_goes_out_once_in_order_at_most_once(
 
 
 def test_a_broadcast_keeps_its_pace_and_ends_when_it_is_not_current(link: SlowLink, source: ChunkFile) -> None:
-    now, current = [0.0], [True]
+    now, current, asked = [0.0], [True], list[bool]()
+
+    def is_current() -> bool:
+        asked.append(current[0])
+        return current[0]
+
     sender = ChunkSender(link, "sending", clock=lambda: now[0])  # type: ignore[arg-type]
     sender.start()
-    sender.broadcast("all", source, lambda: current[0], 800_000.0)
+    sender.broadcast("all", source, is_current, 800_000.0)
     wait_until(lambda: len(link.sent) == 16, "the first burst")
     sender.serve("t", source, ((0, 1),))
     wait_until(lambda: link.indices("t") == [0], "others are served meanwhile")
@@ -181,7 +186,7 @@ def test_a_broadcast_keeps_its_pace_and_ends_when_it_is_not_current(link: SlowLi
     wait_until(lambda: len(link.indices("all")) == 32, "the second burst")
     current[0] = False
     now[0] = 1e6
-    wait_until(lambda: not sender._broadcasts, "it is over")
+    wait_until(lambda: False in asked, "it is over")
     assert len(link.indices("all")) == 32
     sender.close()
 
