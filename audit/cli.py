@@ -146,7 +146,7 @@ def list_attacks() -> Result:
 
     Example: fedcg audit attacks
     """
-    from audit.attacks.catalogue import chosen_attacks
+    from audit.attacks.attack import chosen_attacks
 
     found = chosen_attacks(())
     values = [{"name": one.name, "title": one.title, "question": one.question, "source": one.source} for one in found]

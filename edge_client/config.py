@@ -12,10 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from audit.attacks.catalogue import ATTACKS
+from audit.choices import ATTACKS, EXTRA, missing_packages, parse_gate
 from audit.errors import GateFormError
-from audit.report.conditions import parse_gate
-from audit.run.packages import EXTRA, missing_packages
 from devices.eligibility import EligibilitySettings
 from edge_client.errors import ConfigError
 from fedcg.config_file import Settings, from_text, nearest, read_toml, section_of

@@ -1,14 +1,23 @@
-"""The contract of an attack: one value that says what it does, what it needs, and carries it out."""
+"""What an attack is, and the one way in which every attack is carried out.
+
+An attack states what it needs to know, and is a function that yields what it finds: figures, controls, pictures, curves and notes.
+The runner here checks what is lacking, hands out the random streams and the effort, counts steps, and puts the findings together.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 
-from audit.evidence.case import Case
-from audit.measures.figures import Outcome
+from audit.choices import ATTACKS
+from audit.errors import UnknownAttackError
+from audit.evidence import Case, Truth, View
+from audit.measures.figures import Control, Curve, Figure, Outcome, Pictures
+from fedcg.learning.seeds import Streams
+from fedcg.wire.parts import Part
 
 
 class Effort(str, Enum):
@@ -29,12 +38,39 @@ class Effort(str, Enum):
 
 Progress = Callable[[int, int], None]
 """(steps done, steps in all); an attack calls it at least every few seconds."""
+Tick = Callable[[], None]
+"""Called after each step."""
+Found = Figure | Control | Pictures | Curve | str
+"""What an attack yields; a text is a note: a sentence that a reader has to know to judge the figures."""
 
 
-def counter(progress: Progress, total: int) -> Callable[[], None]:
-    """A function to call after each of `total` steps."""
-    steps = itertools.count(1)
-    return lambda: progress(next(steps), total)
+@dataclass(frozen=True)
+class Trial:
+    """One attack on one case: all that a function that carries it out is given.
+
+    Attributes:
+        streams: the only source of its random numbers.
+    """
+
+    case: Case
+    effort: Effort
+    streams: Streams
+    progress: Progress
+
+    @property
+    def view(self) -> View:
+        """What the attacker has."""
+        return self.case.view
+
+    @property
+    def truth(self) -> Truth:
+        """What only scores, ceilings and controls may read."""
+        return self.case.truth
+
+    def steps(self, total: int) -> Tick:
+        """A function to call after each of `total` steps."""
+        done = itertools.count(1)
+        return lambda: self.progress(min(next(done), total), total)
 
 
 @dataclass(frozen=True)
@@ -44,13 +80,58 @@ class Attack:
     Attributes:
         name: on the command line and in gates.
         title: for a report; `question` is what a privacy officer asks, in one sentence; `source` paper and equations.
-        lacks: why it can't be tried on a case, as a sentence with the remedy; None where it can.
-        run: carries it out; random numbers come from `case.streams.at(name)` alone; raises nothing for a failed guess.
+        carry_out: guesses from the trial's view, scores the guesses against its truth, and yields what it finds; raises nothing for
+            a failed guess.
+        parts: that have to be in the update. Whether it takes `auxiliary` images, the device's `private` networks, or `held_out` images.
+        lacking: what else keeps it from being tried on a case, as a sentence with the remedy; None where nothing does.
+        not_quick: why a quick audit leaves it out; empty where it does not.
     """
 
     name: str
     title: str
     question: str
     source: str
-    lacks: Callable[[Case], str | None]
-    run: Callable[[Case, Effort, Progress], Outcome]
+    carry_out: Callable[[Trial], Iterable[Found]]
+    parts: frozenset[Part] = frozenset()
+    auxiliary: bool = False
+    private: bool = False
+    held_out: bool = False
+    lacking: Callable[[Case], str | None] = lambda _: None
+    not_quick: str = ""
+
+    def lacks(self, case: Case) -> str | None:
+        """Why it can't be tried on a case, as a sentence with the remedy; None where it can."""
+        given = case.lacks(auxiliary=self.auxiliary, private=self.private, held_out=self.held_out, parts=self.parts)
+        return given or self.lacking(case)
+
+    def run(self, case: Case, effort: Effort, progress: Progress) -> Outcome:
+        """Carry it out on a case that lacks nothing."""
+        if effort is Effort.QUICK and self.not_quick:
+            return Outcome(self.name, skipped=self.not_quick)
+        found = list(self.carry_out(Trial(case, effort, case.streams.at(self.name), progress)))
+        return Outcome(
+            self.name,
+            tuple(one for one in found if isinstance(one, Figure)),
+            tuple(one for one in found if isinstance(one, Control)),
+            tuple(one for one in found if isinstance(one, Pictures)),
+            tuple(one for one in found if isinstance(one, Curve)),
+            tuple(one for one in found if isinstance(one, str)),
+        )
+
+
+def get_attack(name: str) -> Attack:
+    """The attack of that name; its module is imported now.
+
+    Raises:
+        UnknownAttackError: there is none; the message lists those there are.
+    """
+    if name not in ATTACKS:
+        raise UnknownAttackError(f"no attack {name!r}; there are {', '.join(ATTACKS)}")
+    attack: Attack = import_module(f"audit.attacks.{ATTACKS[name]}").ATTACK
+    return attack
+
+
+def chosen_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
+    """The attacks of these names in the order of a report, each once; all where none is named."""
+    wanted = {get_attack(name).name for name in names} if names else set(ATTACKS)
+    return tuple(get_attack(name) for name in ATTACKS if name in wanted)

@@ -15,12 +15,9 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-from audit.attacks.attack import Attack, Effort, Progress
-from audit.evidence.case import Case, Knowledge, View
-from audit.evidence.device_data import joined
-from audit.evidence.networks import Extractor, estimated_extractor, whole_model
-from audit.measures.figures import CONFIDENCE, Control, Figure, Interval, Outcome
-from audit.measures.statistics import Values
+from audit.attacks.attack import Attack, Found, Progress, Trial
+from audit.evidence import Case, Extractor, Knowledge, View, joined, networks
+from audit.measures.figures import CONFIDENCE, Control, Figure, Interval, Measure, Values
 from audit.techniques.shadow_models import confidence, learnt_by_heart
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Callbacks, ClientState, Masking, RoundContext, Weights
@@ -37,6 +34,7 @@ _QUARTERS = {"classify": 0, "generate": 1}  # of the progress, by phase of a loc
 _TINY = 1e-9
 Flags = NDArray[np.bool_]
 Extractors = tuple[Weights, Weights]
+_EPSILON = Measure("epsilon", "Lower bound on ε of one round (95 %)")
 
 
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
@@ -99,7 +97,7 @@ def make_canaries(spec: FederationSpec, count: int, streams: Streams) -> ImageSe
 def label_likelihoods(view: View, extractors: Extractors, canaries: ImageSet) -> tuple[Values, Values]:
     """Log posterior of each canary's label [N] before the round, and how much the round added to it."""
     before, after = (
-        np.log(confidence(whole_model(view.spec, extractor, parts[Part.CLASSIFIER]), canaries) + _TINY)
+        np.log(confidence(networks.whole_model(view.spec, extractor, parts[Part.CLASSIFIER]), canaries) + _TINY)
         for extractor, parts in zip(extractors, (view.before.parts, view.update), strict=True)
     )
     return before, after - before
@@ -107,16 +105,15 @@ def label_likelihoods(view: View, extractors: Extractors, canaries: ImageSet) ->
 
 def _estimates(view: View, streams: Streams) -> Iterator[tuple[Extractor, Extractors]]:
     """The extractors, before the round and after it, that the attacker has or makes."""
-    if view.shares_extractor:
-        yield Extractor.SENT, (view.before.parts[Part.EXTRACTOR], view.update[Part.EXTRACTOR])
-        return
-    for source in (Extractor.START, Extractor.SURROGATE):
-        if source is Extractor.START or view.auxiliary is not None:
-            before, after = (
-                estimated_extractor(view, source, parts[Part.CLASSIFIER], streams)
-                for parts in (view.before.parts, view.update)
-            )
-            yield source, (before, after)
+    for source in view.extractors(Extractor.START, Extractor.SURROGATE):
+        if source is Extractor.SENT:
+            yield source, (view.before.parts[Part.EXTRACTOR], view.update[Part.EXTRACTOR])
+            continue
+        before, after = (
+            networks.estimated_extractor(view, source, parts[Part.CLASSIFIER], streams)
+            for parts in (view.before.parts, view.update)
+        )
+        yield source, (before, after)
 
 
 def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Progress) -> tuple[View, Extractors]:
@@ -135,51 +132,19 @@ def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Prog
     return replace(view, update=result.shared.parts), extractors
 
 
-def _lacks(case: Case) -> str | None:
-    return case.lacks(private=True, parts=frozenset({Part.CLASSIFIER}))
-
-
-def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
-    count, streams = effort.of(0, 200, 1000), case.streams.at(ATTACK.name)
-    if not count:
-        return Outcome(ATTACK.name, skipped="it takes a whole local round: run it with default or thorough effort")
-    canaries = make_canaries(case.view.spec, count, streams)
-    included = (torch.rand(count, generator=streams.generator("coin")) < 0.5).numpy()
-    view, true = _round_with(case, canaries.rows(np.flatnonzero(included).tolist()), streams, progress)
-    figures = tuple(_figures(view, canaries, included, true, streams))
-    progress(3, 4)
-    control = _control(case, canaries, included, streams)
-    progress(4, 4)
-    return Outcome(
-        ATTACK.name,
-        figures,
-        (control,),
-        notes=(
-            f"{count} canaries, {int(included.sum())} of them in one more local round beside {len(case.truth.train)} images of the client.",
-            "The canaries' run starts where the real one did; its update is not coded for the wire.",
-            f"At δ = {DELTA:g}, a training with a smaller ε gives so many right guesses in less than 5 % of runs. 0 is no proof of privacy.",
-        ),
-    )
-
-
 def _figures(view: View, canaries: ImageSet, included: Flags, true: Extractors, streams: Streams) -> Iterator[Figure]:
     ceiling = None
     if not view.shares_extractor:
         ceiling = best_bound(label_likelihoods(view, true, canaries)[1], included)
     for source, extractors in _estimates(view, streams):
         floor, bound = (best_bound(scores, included) for scores in label_likelihoods(view, extractors, canaries))
-        used = {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.CANDIDATES} | source.knowledge
-        yield Figure(
-            "epsilon",
-            "Lower bound on ε of one round (95 %)",
+        yield _EPSILON.figure(
             f"extractor: {source.value}",
-            tuple(one for one in Knowledge if one in used),
+            {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.CANDIDATES} | source.knowledge,
             Interval(bound, bound, bound),
-            floor,
-            "the same number of guesses from the aggregate before the round",
-            Interval(bound - floor, bound - floor, bound - floor),
+            ("the same number of guesses from the aggregate before the round", floor),
             len(included),
-            ceiling,
+            ceiling=ceiling,
         )
 
 
@@ -194,11 +159,32 @@ def _control(case: Case, canaries: ImageSet, included: Flags, streams: Streams) 
     return Control(title, bound, f"a bound above {_CONTROL_BOUND}", bound > _CONTROL_BOUND)
 
 
+def _carry_out(trial: Trial) -> Iterator[Found]:
+    case, streams, count = trial.case, trial.streams, trial.effort.of(0, 200, 1000)
+    canaries = make_canaries(case.view.spec, count, streams)
+    included = (torch.rand(count, generator=streams.generator("coin")) < 0.5).numpy()
+    chosen = canaries.rows(np.flatnonzero(included).tolist())
+    view, true = _round_with(case, chosen, streams, trial.progress)
+    yield from _figures(view, canaries, included, true, streams)
+    trial.progress(3, 4)
+    yield _control(case, canaries, included, streams)
+    trial.progress(4, 4)
+    yield (
+        f"{count} canaries, {int(included.sum())} of them in one more local round beside {len(case.truth.train)} images of the client."
+    )
+    yield "The canaries' run starts where the real one did; its update is not coded for the wire."
+    yield (
+        f"At δ = {DELTA:g}, a training with a smaller ε gives so many right guesses in less than 5 % of runs. 0 is no proof of privacy."
+    )
+
+
 ATTACK = Attack(
     name="epsilon",
     title="Lower bound on ε from one run",
     question="How much do the sent weights depend, at least, on whether a single image was trained on?",
     source="Steinke, Nasr and Jagielski 2023: algorithm 1, main theorem for approximate DP, appendix D",
-    lacks=_lacks,
-    run=_run,
+    carry_out=_carry_out,
+    parts=frozenset({Part.CLASSIFIER}),
+    private=True,
+    not_quick="it takes a whole local round: run it with default or thorough effort",
 )

@@ -4,49 +4,40 @@ The received model, its last layer widened by a class "fake", is the discriminat
 other classes alone. Published for models that are sent whole; without the extractor an estimated one stands under the classifier.
 
 Two figures: the mean SSIM with the device's images (Anti-GAN eq. 5), which on photographs ranks a grey image above real images of the
-class, and the probability of the class by judges: networks that share no weights and no start with the attacked model.
-
-Judges of images: whether they show a class, by networks that share neither weights nor start with the model under attack.
-
-They belong to the truth's side of an audit: they are trained on images that no attacker has.
-
-A GAN whose discriminator starts as a classifier, its last layer widened by a class "fake" (Hitaj et al. 2017; Anti-GAN §3).
+class, and the probability of the class by judges: networks that share no weights and no start with the attacked model. Judges belong to
+the truth's side of an audit: they are trained on images that no attacker has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import nn
 
-from audit.attacks.attack import Attack, Effort, Progress, counter
-from audit.evidence.case import Case, Knowledge, Truth, View
-from audit.evidence.device_data import joined
-from audit.evidence.networks import Extractor, WholeModel, estimated_extractor, trained_alone, whole_model
-from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
+from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
+from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined, networks
+from audit.measures.figures import Control, Figure, Measure, Pictures, Values
 from audit.measures.images import png, ssim, unit_pixels
-from audit.measures.statistics import Values, bootstrap
 from audit.techniques.class_shares import last_layer
-from audit.techniques.image_generator import ImageGenerator
+from audit.techniques.image_generator import ImageGenerator, descend
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.networks.layers.layer_randomness import lent_generators
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.optimisers import adam
-from fedcg.wire.parts import AuditFigure, Part
+from fedcg.wire.parts import Part
 
 DRAWN = 200
 """Images that a GAN is asked for."""
 _NOISE = 100  # Anti-GAN table 4
 _BATCH = 16
 _GENERATOR_LR = 1e-3
-_DISCRIMINATOR_LR = (
-    1e-5  # at Anti-GAN's 1e-4 the discriminator forgets the class, which it sees no image of, within 200 steps
-)
+# At Anti-GAN's 1e-4 the discriminator forgets the class, which it sees no image of, within 200 steps.
+_DISCRIMINATOR_LR = 1e-5
 _LIKELY = 0.3  # weight of the coefficients' mean square: likely images
 _BETAS = (0.5, 0.999)
 
@@ -64,7 +55,7 @@ def widened(classifier: nn.Module, classes: int) -> nn.Module:
 
 
 def generated_images(
-    model: WholeModel, view: View, target: int, steps: int, streams: Streams, tick: Callable[[], None]
+    model: WholeModel, view: View, target: int, steps: int, streams: Streams, tick: Tick
 ) -> torch.Tensor:
     """Images of the target class by a GAN whose discriminator starts as the received model.
 
@@ -93,23 +84,17 @@ def generated_images(
         coefficients = generator.coefficients(torch.randn(_BATCH, _NOISE, generator=stream))
         fake, rows = generator.pixels(coefficients), torch.randint(len(known), (_BATCH,), generator=stream)
         seen = discriminator.logits(torch.cat([known[rows], fake.detach()]))
-        _step(discriminating, nn.functional.cross_entropy(seen, torch.cat([labels[rows], fakes])))
+        descend(discriminating, nn.functional.cross_entropy(seen, torch.cat([labels[rows], fakes])))
         loss = nn.functional.cross_entropy(discriminator.logits(fake), wanted)
-        _step(drawing, loss + _LIKELY * coefficients.square().mean())
+        descend(drawing, loss + _LIKELY * coefficients.square().mean())
         tick()
     with torch.no_grad():
         drawn: torch.Tensor = generator(torch.randn(DRAWN, _NOISE, generator=streams.generator("images")))
     return drawn.clamp(0, 1)
 
 
-def _step(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    optimiser.zero_grad()
-    loss.backward()
-    optimiser.step()
-
-
 def trained_judges(
-    view: View, images: ImageSet, count: int, epochs: int, streams: Streams, tick: Callable[[], None]
+    view: View, images: ImageSet, count: int, epochs: int, streams: Streams, tick: Tick
 ) -> list[WholeModel]:
     """Networks of the federation's kind that were trained on these images alone, each from a random start of its own.
 
@@ -126,8 +111,8 @@ def trained_judges(
         own = streams.at("judge", number)
         wanted = (Part.EXTRACTOR, Part.CLASSIFIER)
         start = {part: weights_of(build_part(view.spec, part, own.generator(part.value))) for part in wanted}
-        trained = trained_alone(view, start, images, own, epochs)
-        judges.append(whole_model(view.spec, trained[Part.EXTRACTOR], trained[Part.CLASSIFIER]))
+        trained = networks.trained_alone(view, start, images, own, epochs)
+        judges.append(networks.whole_model(view.spec, trained[Part.EXTRACTOR], trained[Part.CLASSIFIER]))
         tick()
     return judges
 
@@ -141,7 +126,6 @@ def recognised(judges: Sequence[WholeModel], images: torch.Tensor, target: int) 
     return found
 
 
-_NAME = "class_inference"
 _SHOWN = 8
 
 
@@ -173,11 +157,10 @@ _PLANS = {
 }
 
 
-_MEASURES: Mapping[AuditFigure, tuple[str, str]] = {
-    "class_recognised": ("probability of the class that independent judges give to generated images", "share"),
-    "class_ssim": ("likeness of generated images to the device's images of one class", ""),
-}
-"""Title and unit of each figure."""
+_RECOGNISED = Measure(
+    "class_recognised", "probability of the class that independent judges give to generated images", "share"
+)
+_SSIM = Measure("class_ssim", "likeness of generated images to the device's images of one class")
 _BEFORE = "the same attack on the aggregate before the round"
 _NOISY = f"{_BEFORE}, with noise as large as the update's change"
 _NOISED = 3  # aggregates with noise
@@ -208,19 +191,19 @@ class _Gans:
     target: int
     plan: _Plan
     streams: Streams
-    tick: Callable[[], None]
+    tick: Tick
 
     def guess(self, view: View, source: Extractor) -> torch.Tensor:
         """Images from the classifier that was sent, over an extractor from `source`: [DRAWN, C, H, W] in [0, 1]."""
         classifier = view.update[Part.CLASSIFIER]
-        extractor = estimated_extractor(view, source, classifier, self.streams, self.plan.surrogate_epochs)
+        extractor = networks.estimated_extractor(view, source, classifier, self.streams, self.plan.surrogate_epochs)
         return self.images({Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier})
 
     def images(self, parts: Mapping[Part, Weights]) -> torch.Tensor:
         """Images of several GANs, equally many of each: what the first weights do to one of them shall not decide."""
         drawn = []
         for number in range(self.plan.restarts):
-            model = whole_model(self.view.spec, parts[Part.EXTRACTOR], parts[Part.CLASSIFIER])
+            model = networks.whole_model(self.view.spec, parts[Part.EXTRACTOR], parts[Part.CLASSIFIER])
             streams = self.streams.at("restart", number)
             images = generated_images(model, self.view, self.target, self.plan.steps, streams, self.tick)
             drawn.append(images[: -(-DRAWN // self.plan.restarts)])
@@ -262,31 +245,25 @@ def class_ssim(guesses: torch.Tensor, images: torch.Tensor) -> Values:
     return means
 
 
-def _compared(
-    scores: Mapping[str, Values], name: str, floors: Mapping[str, str], seed: int
-) -> tuple[Interval, float, str, Interval]:
-    """Value, floor, what the floor is (by the name of its scores), and gain of one of the guesses; scores are compared pairwise."""
-    best = max(floors, key=lambda one: float(scores[one].mean()))
-    gain = bootstrap(scores[name] - scores[best], seed)
-    return bootstrap(scores[name], seed), float(scores[best].mean()), floors[best], gain
-
-
 def _scored(
-    measure: AuditFigure, scores: Mapping[str, Values], sources: Sequence[Extractor], trivial: Sequence[str], seed: int
-) -> tuple[list[Figure], Control]:
-    (title, unit), figures = _MEASURES[measure], []
+    measure: Measure, scores: Mapping[str, Values], sources: Sequence[Extractor], trivial: Sequence[str], seed: int
+) -> Iterator[Figure | Control]:
+    """A figure of each extractor, and their control: scores are compared with the floors' one by one."""
     real = float(scores[_UNSEEN].mean()) if _UNSEEN in scores else 0.0
+
+    def beside(name: str, setting: str, used: frozenset[Knowledge], floors: Mapping[str, str]) -> Figure:
+        """Guesses of a name beside those of the floors, which are given by their names, with what each of them is."""
+        found = measure.paired(setting, used, scores[name], [(one, scores[one]) for one in floors], seed)
+        return replace(found, floor_is=floors[found.floor_is], ceiling=real if real > found.floor else None)
+
     floors = {name: name for name in trivial}
     for source in sources:
-        known = {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY} | source.knowledge
-        compared = _compared(scores, source.value, {**floors, **_earlier(source)}, seed)
-        setting, used = f"extractor: {source.value}", tuple(sorted(known, key=lambda one: one.value))
-        ceiling = real if real > compared[1] else None
-        figures.append(Figure(measure, title, setting, used, *compared, len(scores[source.value]), ceiling, unit))
-    value, floor, floor_is, gain = _compared(scores, _CONTROL, {**floors, _UNTRAINED: _UNTRAINED}, seed)
-    must = f"more than {floor_is} ({floor:.2f}), confidence bound included"
-    control = f"{title}: a model that was trained long on the device's images and sent whole"
-    return figures, Control(control, value.value, must, gain.low > 0, measure)
+        used = frozenset({Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY}) | source.knowledge
+        yield beside(source.value, f"extractor: {source.value}", used, {**floors, **_earlier(source)})
+    control = beside(_CONTROL, "", frozenset(), {**floors, _UNTRAINED: _UNTRAINED})
+    must = f"more than {control.floor_is} ({control.floor:.2f}), confidence bound included"
+    title = f"{measure.title}: a model that was trained long on the device's images and sent whole"
+    yield Control(title, control.value.value, must, control.gain.low > 0, measure.name)
 
 
 def _earlier(source: Extractor) -> dict[str, str]:
@@ -295,69 +272,63 @@ def _earlier(source: Extractor) -> dict[str, str]:
     return {f"before the round ({source.value})": _BEFORE, **noised}
 
 
-def _sources(view: View, effort: Effort, private: Mapping[Part, Weights] | None) -> tuple[Extractor, ...]:
-    if view.shares_extractor:
-        return (Extractor.SENT,)
-    if effort is Effort.QUICK:
-        return (Extractor.SURROGATE,)
-    return (Extractor.SURROGATE, Extractor.START, *(() if private is None else (Extractor.TRUE,)))
-
-
 def _of_class(images: ImageSet, target: int, stream: torch.Generator) -> torch.Tensor:
     mine = unit_pixels(images.images[images.labels == target])
     return mine[torch.randperm(len(mine), generator=stream)[:DRAWN]]
 
 
-def run(case: Case, effort: Effort, progress: Progress) -> Outcome:
-    """Guess from the update and, for the floor, from the aggregate before the round; score both by every measure."""
-    plan, streams, target = _PLANS[effort], case.streams.at(_NAME), target_class(case.truth)
-    view, kept = without_class(case.view, target, plan.known, streams.generator("known"))
-    earlier, train = replace(view, update={**view.start(), **view.before.parts}), case.truth.train
+def _drawn(
+    trial: Trial, gans: _Gans, sources: Sequence[Extractor], trivial: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What the attack generates from the update and, for the floors, from the aggregate before the round; controls and trivial guesses."""
+    view, streams, truth, drawn = gans.view, trial.streams, trial.truth, dict[str, torch.Tensor]()
+    earlier = replace(view, update={**view.start(), **view.before.parts})
     noised = [with_noise(view, streams.generator("noise", number)) for number in range(_NOISED)]
-    sources, trivial = _sources(view, effort, case.truth.after), trivial_guesses(view, streams.generator("trivial"))
-    tick = counter(progress, plan.judges + plan.restarts * plan.steps * ((2 + _NOISED) * len(sources) + 2))
-    gans, drawn = _Gans(view, target, plan, streams, tick), dict[str, torch.Tensor]()
     for source in sources:
-        given = (case.truth.after or {}) if source is Extractor.TRUE else {}
+        given = (truth.after or {}) if source is Extractor.TRUE else {}
         for name, one in zip([source.value, *_earlier(source)], [view, earlier, *noised], strict=True):
             drawn[name] = gans.guess(one.with_private(given), source)
-    drawn[_CONTROL] = gans.images(trained_alone(view, view.start(), train, streams, plan.control_epochs))
+    drawn[_CONTROL] = gans.images(
+        networks.trained_alone(view, view.start(), truth.train, streams, gans.plan.control_epochs)
+    )
     drawn[_UNTRAINED] = gans.images(view.start())
-    images, unseen = (_of_class(one, target, streams.generator("scored")) for one in (train, case.truth.held_out))
-    drawn |= trivial | ({_UNSEEN: unseen} if len(unseen) else {})
+    unseen = _of_class(truth.held_out, gans.target, streams.generator("scored"))
+    return drawn | trivial | ({_UNSEEN: unseen} if len(unseen) else {})
+
+
+def _carry_out(trial: Trial) -> Iterator[Found]:
+    plan, streams, target, train = _PLANS[trial.effort], trial.streams, target_class(trial.truth), trial.truth.train
+    view, kept = without_class(trial.view, target, plan.known, streams.generator("known"))
+    if trial.effort is Effort.QUICK:
+        sources = view.extractors(Extractor.SURROGATE)
+    else:
+        given = () if trial.truth.after is None else (Extractor.TRUE,)
+        sources = view.extractors(Extractor.SURROGATE, Extractor.START, *given)
+    tick = trial.steps(plan.judges + plan.restarts * plan.steps * ((2 + _NOISED) * len(sources) + 2))
+    trivial = trivial_guesses(view, streams.generator("trivial"))
+    drawn = _drawn(trial, _Gans(view, target, plan, streams, tick), sources, trivial)
+    images = _of_class(train, target, streams.generator("scored"))
     seen = joined(kept.rows(torch.arange(min(plan.kept, len(kept)))), train)
     judges = trained_judges(view, seen, plan.judges, plan.judge_epochs, streams, tick)
-    measures: Mapping[AuditFigure, Callable[[torch.Tensor], Values]] = {
-        "class_recognised": lambda some: np.resize(recognised(judges, some, target), DRAWN),
-        "class_ssim": lambda some: class_ssim(some[: plan.images], images[: plan.images]),
-    }
-    scores = {measure: {name: score(some) for name, some in drawn.items()} for measure, score in measures.items()}
-    seed = streams.seed("bootstrap")
-    scored = [_scored(measure, found, sources, list(trivial), seed) for measure, found in scores.items()]
-    rows = tuple(
-        (name, tuple(map(png, some[:_SHOWN]))) for name, some in {"the device's images": images, **drawn}.items()
-    )
     label = view.spec.classes[target]
-    notes = (
-        f"the attacker looks for class {label} and has no image of it",
-        f"judges: {len(judges)}, trained on {len(seen)} images that the attacker has not, the device's own among them",
-        *(
-            f"{measure} of {_UNSEEN}: {found[_UNSEEN].mean():.3f}"
-            for measure, found in scores.items()
-            if _UNSEEN in found
-        ),
-        "the intervals are over generated images (SSIM: over the device's), not over repeated attacks",
-    )
-    pictures = Pictures(f"class {label}: what the device has, and what was generated", rows)
-    figures = tuple(figure for found, _ in scored for figure in found)
-    return Outcome(_NAME, figures, tuple(control for _, control in scored), (pictures,), notes=notes)
+    yield f"the attacker looks for class {label} and has no image of it"
+    yield f"judges: {len(judges)}, trained on {len(seen)} images that the attacker has not, the device's own among them"
+    measures: Mapping[Measure, Callable[[torch.Tensor], Values]] = {
+        _RECOGNISED: lambda some: np.resize(recognised(judges, some, target), DRAWN),
+        _SSIM: lambda some: class_ssim(some[: plan.images], images[: plan.images]),
+    }
+    for measure, score in measures.items():
+        scores = {name: score(some) for name, some in drawn.items()}
+        yield from _scored(measure, scores, sources, list(trivial), streams.seed("bootstrap"))
+        if _UNSEEN in scores:
+            yield f"{measure.name} of {_UNSEEN}: {scores[_UNSEEN].mean():.3f}"
+    yield "the intervals are over generated images (SSIM: over the device's), not over repeated attacks"
+    shown = {"the device's images": images, **drawn}
+    rows = tuple((name, tuple(map(png, some[:_SHOWN]))) for name, some in shown.items())
+    yield Pictures(f"class {label}: what the device has, and what was generated", rows)
 
 
-def lacks(case: Case) -> str | None:
-    """Why it can't be tried: no classifier was sent, there are no images of other classes, or its last layer is not linear."""
-    missing = case.lacks(auxiliary=True, parts=frozenset({Part.CLASSIFIER}))
-    if missing:
-        return missing
+def _lacks(case: Case) -> str | None:
     assert case.view.auxiliary is not None
     if (case.view.auxiliary.labels != target_class(case.truth)).sum() < 4:
         return (
@@ -370,10 +341,12 @@ def lacks(case: Case) -> str | None:
 
 
 ATTACK = Attack(
-    _NAME,
+    "class_inference",
     "Class inference by a GAN",
     "What do the images of a class look like that only this device has?",
     "Hitaj et al. 2017; Anti-GAN §3, eq. 5, tables 4 and 6",
-    lacks,
-    run,
+    _carry_out,
+    parts=frozenset({Part.CLASSIFIER}),
+    auxiliary=True,
+    lacking=_lacks,
 )

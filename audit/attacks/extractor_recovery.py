@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from audit.attacks.attack import Attack, Effort, Progress, counter
-from audit.evidence.case import Case, Knowledge
-from audit.evidence.colluder import Colluder
-from audit.measures.figures import Control, Figure, Interval, Outcome
-from audit.measures.statistics import Values, bootstrap
+from audit.attacks.attack import Attack, Found, Trial
+from audit.evidence import Case, Colluder, Knowledge
+from audit.measures.figures import Control, Measure, Values, bootstrap
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
@@ -25,6 +23,11 @@ from fedcg.wire.parts import Part
 
 _CONTROL_SHARE = 0.5
 _SUM = (Knowledge.AFTER, Knowledge.COLLUDER)
+_EXTRACTOR = Measure(
+    "extractor",
+    "Extractor: share of the variance of the device's features that an attacker's own extractor explains",
+    "share",
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ def _gain(rows: Values) -> float:
     return _explained(rows) - max(0.0, _explained(rows[:, 1:]))
 
 
-def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
-    view, truth, streams = case.view, case.truth, case.streams.at(ATTACK.name)
+def _carry_out(trial: Trial) -> Iterator[Found]:
+    case, view, truth, streams, effort = trial.case, trial.view, trial.truth, trial.streams, trial.effort
     assert view.colluder is not None and truth.after is not None and view.after is not None  # noqa: PT018 - `_lacks`
     colluder = replace(view.colluder, steps=effort.of(200, 2000, 10_000))
     order = torch.randperm(len(truth.held_out), generator=streams.generator("images"))
@@ -92,51 +95,31 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
     true = _features(case, truth.after[Part.EXTRACTOR], images)
     spread: Values = (true - true.mean(0)).square().sum(1).numpy()
     guesses = list(_guesses(case, colluder))
-    tick = counter(progress, len(guesses) + 1)
+    tick = trial.steps(len(guesses) + 1)
     others = colluder.mean_without(view.after, truth.after[Part.EXTRACTOR], len(truth.train))
-    base = colluder.start() if others is None else colluder.fitted(others)
-    blind = _errors(case, base, true, images)
+    blind = _errors(case, colluder.start() if others is None else colluder.fitted(others), true, images)
     tick()
-    figures = []
-    rows = {}
+    rows = []
     for guess in guesses:
-        error = _errors(case, colluder.fitted(guess.outputs), true, images)
-        rows[guess.setting] = np.stack([error, blind, spread], axis=1)
+        rows.append(np.stack([_errors(case, colluder.fitted(guess.outputs), true, images), blind, spread], axis=1))
         tick()
-    values = {setting: bootstrap(some, streams.seed("bootstrap"), _explained) for setting, some in rows.items()}
-    *_, (own, ceiling) = values.items()
-    for guess in guesses:
-        value: Interval = values[guess.setting]
-        figures.append(
-            Figure(
-                "extractor",
-                "Extractor: share of the variance of the device's features that an attacker's own extractor explains",
-                guess.setting,
-                guess.knowledge,
-                value,
-                max(0.0, _explained(rows[guess.setting][:, 1:])),
-                "an extractor fitted to the mean outputs of the other boxes",
-                bootstrap(rows[guess.setting], streams.seed("bootstrap"), _gain),
-                len(images),
-                None if guess.setting == own else ceiling.value,
-                "share",
-            )
+    seed = streams.seed("bootstrap")
+    values = [bootstrap(some, seed, _explained) for some in rows]
+    own = values[-1].value  # of its own outputs
+    for guess, some, value in zip(guesses, rows, values, strict=True):
+        yield _EXTRACTOR.figure(
+            guess.setting,
+            guess.knowledge,
+            value,
+            ("an extractor fitted to the mean outputs of the other boxes", max(0.0, _explained(some[:, 1:]))),
+            len(images),
+            gain=bootstrap(some, seed, _gain),
+            ceiling=None if guess is guesses[-1] else own,
         )
-    control = Control(
-        "share that is explained by a box's own outputs, were they sent without masks",
-        ceiling.value,
-        f"at least {_CONTROL_SHARE:.0%}",
-        ceiling.value >= _CONTROL_SHARE,
-    )
+    title = "share that is explained by a box's own outputs, were they sent without masks"
+    yield Control(title, own, f"at least {_CONTROL_SHARE:.0%}", own >= _CONTROL_SHARE)
     share = colluder.weight_of(len(truth.train)) / colluder.weight(view.after)
-    return Outcome(
-        ATTACK.name,
-        tuple(figures),
-        (control,),
-        notes=(
-            f"This device has {share:.0%} of the sum's weight. The method has every box fit its extractor to the mean.",
-        ),
-    )
+    yield f"This device has {share:.0%} of the sum's weight. The method has every box fit its extractor to the mean."
 
 
 def _lacks(case: Case) -> str | None:
@@ -157,6 +140,6 @@ ATTACK = Attack(
     "Extractor recovery",
     "Can the coordinator, helped by one other box, rebuild this device's private extractor from the sums of all devices' outputs?",
     "model extraction by fitting outputs (Tramèr et al. 2016), on sums (Bonawitz et al. 2017) of one round and of two",
-    _lacks,
-    _run,
+    _carry_out,
+    lacking=_lacks,
 )

@@ -6,40 +6,36 @@ class cancels out. FedCG §3.4 holds that a generator shows a distribution and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
 
-from audit.attacks.attack import Attack, Effort, Progress, counter
-from audit.evidence.case import Case, Knowledge, View
-from audit.evidence.networks import Extractor, estimated_extractor
-from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
-from audit.measures.images import png, psnr, ssim, unit_pixels
-from audit.measures.statistics import Values, bootstrap, percentile_interval
-from audit.techniques.image_generator import ImageGenerator
+from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
+from audit.evidence import Case, Extractor, Knowledge, View, networks
+from audit.measures.figures import Control, Figure, Interval, Measure, Pictures, Values, bootstrap, percentile_interval
+from audit.measures.images import Likeness, png, psnr, ssim, unit_pixels
+from audit.techniques.image_generator import Decoder, trained_decoder
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.batches import extract_features, generate
-from fedcg.learning.training.optimisers import adam
 from fedcg.wire.parts import Part
 
-_NAME = "memorisation"
 _MOST_NUMBERS = 1 << 24  # of the samples of one class: 64 MB
-_DECODER_LR = 1e-3
-_BATCH = 32
 _PERMUTATIONS = 1000
 _PLANTED_NOISE = 0.01
-_FAR = 3.0  # deviations of the known features: samples of a generator that is little trained lie far outside of them
+_DECODED = "likeness of decoded samples to the nearest image trained on"
+_MEMORY = Measure("memory_auc", "images trained on told from others by their distance to the generator's samples")
+_INVERTED: Sequence[tuple[Likeness, Measure]] = (
+    (psnr, Measure("inverter_psnr", _DECODED, "dB")),
+    (ssim, Measure("inverter_ssim", _DECODED)),
+)
 
 Samples = Callable[[int, int], torch.Tensor]
 """(class, how many) -> features of a generator, [n, F]."""
-Decoder = Callable[[torch.Tensor], torch.Tensor]
-"""Features [N, F] -> pictures [N, C, H, W] in [0, 1]."""
 
 
 def samples_of(view: View, generator: Weights, streams: Streams) -> Samples:
@@ -95,33 +91,7 @@ def nearness(
     return Nearness(scores[0], scores[1], float(torch.stack(shares).mean()))
 
 
-def trained_decoder(
-    known: ImageSet, features: torch.Tensor, steps: int, streams: Streams, tick: Callable[[], None]
-) -> Decoder:
-    """A network from features [N, F] back to the pixels of the images [N] that they are of, by least squares."""
-    deviation, mean = torch.std_mean(features, 0)
-    decoder, stream = ImageGenerator(features.shape[1], known, streams.generator("decoder")), streams.generator("steps")
-    optimiser, scale = adam(decoder.parameters(), _DECODER_LR, 0.0), deviation + 1e-6 + 0.01 * deviation.mean()
-    pixels, inputs = unit_pixels(known.images), (features - mean) / scale
-    for _ in range(steps):
-        rows = torch.randint(len(pixels), (_BATCH,), generator=stream)
-        loss = nn.functional.mse_loss(decoder(inputs[rows]), pixels[rows])
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        tick()
-
-    @torch.no_grad()
-    def decode(some: torch.Tensor) -> torch.Tensor:
-        pixels: torch.Tensor = decoder(((some - mean) / scale).clamp(-_FAR, _FAR))
-        return pixels.clamp(0, 1)
-
-    return decode
-
-
-def likeness(
-    measure: Callable[[torch.Tensor, torch.Tensor], Values], pictures: torch.Tensor, images: torch.Tensor
-) -> Values:
+def likeness(measure: Likeness, pictures: torch.Tensor, images: torch.Tensor) -> Values:
     """A measure of every pair, [pictures, images]."""
     pairs = measure(pictures.repeat_interleave(len(images), 0), images.repeat(len(pictures), 1, 1, 1))
     return pairs.reshape(len(pictures), len(images))
@@ -199,11 +169,16 @@ class _Setting:
         found: list[int] = self.labels.unique().tolist()
         return found
 
+    @property
+    def words(self) -> str:
+        """For a report."""
+        return f"extractor: {self.source.value}"
+
     def nearness(self, samples: Samples) -> Nearness:
         """Of all images."""
         return nearness(self.train, self.held_out, self.labels, samples, self.plan.samples)
 
-    def tables(self, samples: Samples, measure: Callable[[torch.Tensor, torch.Tensor], Values]) -> list[Values]:
+    def tables(self, samples: Samples, measure: Likeness) -> list[Values]:
         """By class, likeness of decoded samples to the images trained on and to those held out."""
         return [likeness(measure, self.decoded(samples, label), self.pixels(label)) for label in self.classes]
 
@@ -234,60 +209,41 @@ def _mean_of_pairs(table: Values, seed: int) -> Interval:
     return bootstrap(np.arange(len(table), dtype=float), seed, mean)
 
 
-def _memory_figure(setting: _Setting, found: Nearness, before: Nearness | None) -> Figure:
+def _figures(setting: _Setting, mine: Samples, found: Nearness, before: Nearness | None) -> Iterator[Figure]:
+    """Of the distances and, where there is a decoder, of decoded samples."""
+    used = {Knowledge.UPDATE} | setting.source.knowledge
     value, floor, floor_is = wins(found), np.array(0.5), "a coin's toss"
     if before is not None and wins(before).mean() > 0.5:
         floor, floor_is = wins(before), "the same distances to the generator before the round"
-    return Figure(
-        name="memory_auc",
-        title="images trained on told from others by their distance to the generator's samples",
-        setting=f"extractor: {setting.source.value}",
-        knowledge=_knowledge(setting, Knowledge.CANDIDATES),
-        value=_mean_of_pairs(value, setting.seed),
-        floor=float(floor.mean()),
-        floor_is=floor_is,
+    yield _MEMORY.figure(
+        setting.words,
+        used | {Knowledge.CANDIDATES},
+        _mean_of_pairs(value, setting.seed),
+        (floor_is, float(floor.mean())),
+        len(value),
         gain=_mean_of_pairs(value - floor, setting.seed),
-        samples=len(value),
     )
-
-
-def _knowledge(setting: _Setting, *more: Knowledge) -> tuple[Knowledge, ...]:
-    return tuple(sorted({Knowledge.UPDATE, *more} | setting.source.knowledge, key=lambda one: one.value))
-
-
-def _decoded_figures(setting: _Setting, mine: Samples) -> list[Figure]:
-    figures = []
-    for name, measure, unit in (("inverter_psnr", psnr, "dB"), ("inverter_ssim", ssim, "")):
-        value, floor, gain = nearest_gain(setting.tables(mine, measure), setting.seed)
-        figures.append(
-            Figure(
-                name=name,
-                title="likeness of decoded samples to the nearest image trained on",
-                setting=f"extractor: {setting.source.value}",
-                knowledge=_knowledge(setting, Knowledge.AUXILIARY),
-                value=value,
-                floor=floor,
-                floor_is="the nearest of equally many images of the class that were not trained on",
-                gain=gain,
-                samples=setting.plan.pictures * len(setting.classes),
-                unit=unit,
-            )
+    for alike, measure in _INVERTED if setting.decoder is not None else ():
+        nearest, other, gain = nearest_gain(setting.tables(mine, alike), setting.seed)
+        yield measure.figure(
+            setting.words,
+            used | {Knowledge.AUXILIARY},
+            nearest,
+            ("the nearest of equally many images of the class that were not trained on", other),
+            setting.plan.pictures * len(setting.classes),
+            gain=gain,
         )
-    return figures
 
 
-def _controls(setting: _Setting, streams: Streams) -> list[Control]:
+def _controls(setting: _Setting, streams: Streams) -> Iterator[Control]:
     """The same on a planted generator that has memorised."""
     memory = planted(setting.train, setting.labels, streams)
     value = float(wins(setting.nearness(memory)).mean())
-    controls = [
-        Control("planted generator that returns training features: memory_auc", value, "above 0.9", value > 0.9)
-    ]
+    yield Control("planted generator that returns training features: memory_auc", value, "above 0.9", value > 0.9)
     if setting.decoder is not None:
         gain = nearest_gain(setting.tables(memory, psnr), setting.seed)[2]
         title = "planted generator that returns training features: gain of inverter_psnr in dB"
-        controls.append(Control(title, gain.value, "above 0, confidence bound included", gain.low > 0))
-    return controls
+        yield Control(title, gain.value, "above 0, confidence bound included", gain.low > 0)
 
 
 def _pictures(setting: _Setting, mine: Samples) -> Pictures:
@@ -298,67 +254,54 @@ def _pictures(setting: _Setting, mine: Samples) -> Pictures:
         columns.append((decoded[0], images[order[0]], images[len(images) // 2 + order[1]]))
     names = ("decoded sample", "nearest image trained on", "nearest image not trained on")
     rows = tuple((name, tuple(png(column[at]) for column in columns)) for at, name in enumerate(names))
-    return Pictures(f"what the generator's samples look like (extractor: {setting.source.value})", rows)
+    return Pictures(f"what the generator's samples look like ({setting.words})", rows)
 
 
-def _settings(case: Case, plan: _Plan, streams: Streams, tick: Callable[[], None]) -> list[_Setting]:
+def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator[_Setting]:
     """The attacker's setting first, then with the true extractor."""
     view, images = case.view, case.truth.matched(streams.generator("matched"), plan.images)
-    settings = []
+    given = view.with_private(case.truth.after or {})
     for source in _sources(case):
-        given = view.with_private(case.truth.after or {})
-        weights = estimated_extractor(given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs)
+        weights = networks.estimated_extractor(
+            given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs
+        )
         extractor = load_part(view.spec, Part.EXTRACTOR, weights)
         train, held_out = (extract_features(extractor, some.images, view.spec).flatten(1) for some in images)
         decoder = None
         if view.auxiliary is not None:
             known = extract_features(extractor, view.auxiliary.images, view.spec).flatten(1)
             decoder = trained_decoder(view.auxiliary, known, plan.decoder, streams, tick)
-        settings.append(_Setting(source, images, train, held_out, decoder, plan, streams.seed("draws")))
-    return settings
+        yield _Setting(source, images, train, held_out, decoder, plan, streams.seed("draws"))
 
 
 def _sources(case: Case) -> tuple[Extractor, ...]:
-    if case.view.shares_extractor:
-        return (Extractor.SENT,)
     mine = () if case.lacks(auxiliary=True) else (Extractor.SURROGATE,)
-    return mine if case.truth.after is None else (*mine, Extractor.TRUE)
+    return case.view.extractors(*mine, *(() if case.truth.after is None else (Extractor.TRUE,)))
 
 
-def run(case: Case, effort: Effort, progress: Progress) -> Outcome:
+def _carry_out(trial: Trial) -> Iterator[Found]:
     """Distances and decoded pictures by the attacker's extractor, and by the true one where it was given."""
-    plan, streams, sources = _Plan.of(effort), case.streams.at(_NAME), _sources(case)
-    tick = counter(progress, len(sources) * plan.decoder)
+    case, plan, streams = trial.case, _Plan.of(trial.effort), trial.streams
+    tick = trial.steps(len(_sources(case)) * plan.decoder)
     mine = samples_of(case.view, case.view.update[Part.GENERATOR], streams)
     earlier = case.view.before.parts.get(Part.GENERATOR)
     before = None if earlier is None else samples_of(case.view, earlier, streams)
-    figures: list[tuple[Extractor, Figure]] = []
-    pictures, notes = [], ["images trained on are compared with equally many of the same classes that were not"]
-    settings = _settings(case, plan, streams, tick)
+    yield "images trained on are compared with equally many of the same classes that were not"
+    figures: list[Figure] = []
+    settings = list(_settings(case, plan, streams, tick))
     for setting in settings:
         found = setting.nearness(mine)
-        figures.append((setting.source, _memory_figure(setting, found, before and setting.nearness(before))))
-        notes.append(
-            f"{found.nearer:.0%} of the samples are nearer to an image trained on than to any held out (extractor: {setting.source.value})"
-        )
+        figures += _figures(setting, mine, found, before and setting.nearness(before))
+        yield f"{found.nearer:.0%} of the samples are nearer to an image trained on than to any held out ({setting.words})"
         if setting.decoder is not None:
-            figures += [(setting.source, one) for one in _decoded_figures(setting, mine)]
-            pictures.append(_pictures(setting, mine))
-    own = {one.name: one.value.value for source, one in figures if source.is_own}
-    return Outcome(
-        _NAME,
-        tuple(replace(one, ceiling=own.get(one.name)) if one.is_possible else one for _, one in figures),
-        tuple(_controls(settings[-1], streams)),
-        tuple(pictures),
-        notes=tuple(notes),
-    )
+            yield _pictures(setting, mine)
+    own = {one.name: one.value.value for one in figures} if settings[-1].source.is_own else {}
+    for one in figures:
+        yield replace(one, ceiling=own.get(one.name)) if one.is_possible else one
+    yield from _controls(settings[-1], streams)
 
 
-def lacks(case: Case) -> str | None:
-    """Why it can't be tried: no generator was sent, or nothing to compare training images with."""
-    missing = case.lacks(held_out=True, parts=frozenset({Part.GENERATOR, Part.CLASSIFIER}))
-    if missing:
-        return missing
+def _lacks(case: Case) -> str | None:
     if not _sources(case):
         return case.lacks(auxiliary=True)
     both = [set(some.labels.tolist()) for some in (case.truth.train, case.truth.held_out)]
@@ -368,10 +311,12 @@ def lacks(case: Case) -> str | None:
 
 
 ATTACK = Attack(
-    _NAME,
+    "memorisation",
     "Memorisation by the generator",
     "Does the generator that is sent give away training images?",
     "FedCG §3.4 (the claim); distances as SDMetrics' DCROverfittingProtection; an inverter of features",
-    lacks,
-    run,
+    _carry_out,
+    parts=frozenset({Part.GENERATOR, Part.CLASSIFIER}),
+    held_out=True,
+    lacking=_lacks,
 )

@@ -18,17 +18,14 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from audit.attacks.attack import Attack, Effort, Progress, counter
-from audit.attacks.generator_memory import trained_decoder
+from audit.attacks.attack import Attack, Found, Tick, Trial
 from audit.attacks.label_distribution import trivial_guesses, two_class_control, update_figures
-from audit.attacks.membership import Trial, balanced_pairs, membership_figures, roc_curves
-from audit.evidence.case import Case, Knowledge, View
-from audit.evidence.networks import of_simulated_client
-from audit.measures import reconstructions
-from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
-from audit.measures.images import png, unit_pixels
-from audit.measures.reconstructions import Reconstructions
-from audit.measures.statistics import Values, auc, proportion
+from audit.evidence import Case, Knowledge, View, networks
+from audit.measures import images as likenesses
+from audit.measures.figures import Control, Figure, Measure, Pictures, Values, proportion
+from audit.measures.images import Reconstructions, png, unit_pixels
+from audit.measures.membership import MemberScores, auc, balanced_pairs, membership_figures, roc_curves
+from audit.techniques.image_generator import trained_decoder
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.defences.scrambling import Scrambling, draw_keys, scrambling_of
 from fedcg.learning.image_set import ImageSet
@@ -97,9 +94,11 @@ _BATCH = 128
 _VICTIMS, _SHOWN = 64, 8
 _CONCENTRATION = 0.5  # of the simulated clients' class shares
 _RIDGE = 0.1
-_TINY = 1e-6
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 40, 0.7
 _FLOOR_IS = "how much the other clients' rounds moved the output (without others: its contrast by the aggregate's generator), or chance"
+_KEY = Measure(
+    "scrambled_blocks", "Blocks of the scrambling that were read off the generator, right in every pixel", "share"
+)
 _BY_CLASS = "movement of the image generator's outputs by class"
 Make = Callable[[torch.Tensor], torch.Tensor]
 """[N, C, H, W] uint8 -> [N, C, H, W] in [0, 1]: what a generator makes of images."""
@@ -176,12 +175,12 @@ def _params(view: View) -> PpidsgParams:
     return PpidsgParams.model_validate(view.spec.params)
 
 
-def _trials(movement: Movement, candidates: ImageSet) -> Iterator[Trial]:
+def _member_scores(movement: Movement, candidates: ImageSet) -> Iterator[MemberScores]:
     used = {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.CANDIDATES}
     blind = movement.blind(candidates.images)
     for setting, score in movement.scores(candidates.images).items():
         beside = {Knowledge.OTHERS} if "other" in setting else set()
-        yield Trial(setting, frozenset(used | beside), score, blind, None, _FLOOR_IS)
+        yield MemberScores(setting, frozenset(used | beside), score, blind, None, _FLOOR_IS)
 
 
 @dataclass(frozen=True)
@@ -197,9 +196,7 @@ class ShareModel:
     weights: torch.Tensor
 
     @staticmethod
-    def fitted(
-        view: View, probes: ImageSet, images: ImageSet, count: int, streams: Streams, tick: Callable[[], None]
-    ) -> ShareModel:
+    def fitted(view: View, probes: ImageSet, images: ImageSet, count: int, streams: Streams, tick: Tick) -> ShareModel:
         """By ridge regression.
 
         Args:
@@ -215,7 +212,7 @@ class ShareModel:
         for at in range(count):
             wanted = torch.from_numpy(drawn.dirichlet([_CONCENTRATION] * classes))[images.labels] + _TINY
             some = images.rows(torch.multinomial(wanted, rows, generator=streams.generator("images", at)))
-            sent = of_simulated_client(view, some, streams.at("client", at), _params(view).epochs)
+            sent = networks.of_simulated_client(view, some, streams.at("client", at), _params(view).epochs)
             inputs.append(Movement.of(sent).by_class(probes, classes))
             targets.append(torch.tensor(some.label_counts(), dtype=torch.float64) / rows - 1 / classes)
             tick()
@@ -231,29 +228,23 @@ class ShareModel:
         return guess / guess.sum()
 
 
-def decoded_figure(
-    case: Case, movement: Movement, steps: int, streams: Streams, tick: Callable[[], None]
-) -> tuple[Figure, Pictures]:
+def _decoded(trial: Trial, known: ImageSet, movement: Movement, steps: int, tick: Tick) -> Iterator[Figure | Pictures]:
     """Training images turned back from what the generator makes of them, by a network that learnt it on auxiliary images."""
-    view, known = case.view, case.view.auxiliary
-    assert known is not None
-    order = torch.randperm(len(case.truth.train), generator=streams.generator("victims"))[:_VICTIMS]
-    victims = case.truth.train.rows(order)
+    streams, train = trial.streams, trial.truth.train
+    victims = train.rows(torch.randperm(len(train), generator=streams.generator("victims"))[:_VICTIMS])
     pixels, made = unit_pixels(victims.images), movement.own(victims.images)
     decode = trained_decoder(known, movement.own(known.images).flatten(1), steps, streams, tick)
     found = decode(made.flatten(1)).view(pixels.shape)
-    guesses = reconstructions.trivial_guesses(view, victims, streams.generator("floor"))
+    view = replace(trial.view, auxiliary=known)
+    guesses = likenesses.trivial_guesses(view, victims, streams.generator("floor"))
     against = Reconstructions(found, pixels, {name: (guess, pixels) for name, guess in guesses})
     used = (Knowledge.UPDATE, Knowledge.AUXILIARY, Knowledge.PRIVATE)
-    figure = against.figure(
-        "psnr", "outputs for images of the device, which are not sent", used, None, streams.seed("bootstrap")
-    )
+    setting = "outputs for images of the device, which are not sent"
+    figure = against.figure("psnr", setting, used, None, streams.seed("bootstrap"))
+    yield replace(figure, name="decoded_psnr", title="Images turned back from the generator's outputs, PSNR")
     rows = (("of the device", pixels), ("what the generator makes of it", made), ("turned back", found))
     pictures = tuple((name, tuple(map(png, some[:_SHOWN]))) for name, some in rows)
-    return (
-        replace(figure, name="decoded_psnr", title="Images turned back from the generator's outputs, PSNR"),
-        Pictures("Images, what the generator makes of them, and what can be made of that", pictures),
-    )
+    yield Pictures("Images, what the generator makes of them, and what can be made of that", pictures)
 
 
 def right_blocks(make: Make, true: Scrambling, known: ImageSet, block: int) -> tuple[int, int]:
@@ -265,19 +256,8 @@ def right_blocks(make: Make, true: Scrambling, known: ImageSet, block: int) -> t
 
 
 def _key_figure(blocks: int, right: int) -> Figure:
-    found, floor = proportion(right, blocks), 1 / blocks
-    return Figure(
-        name="scrambled_blocks",
-        title="Blocks of the scrambling that were read off the generator, right in every pixel",
-        setting="whole update",
-        knowledge=(Knowledge.UPDATE, Knowledge.AUXILIARY),
-        value=found,
-        floor=floor,
-        floor_is="a block at random",
-        gain=Interval(found.value - floor, found.low - floor, found.high - floor),
-        samples=blocks,
-        unit="share",
-    )
+    used = (Knowledge.UPDATE, Knowledge.AUXILIARY)
+    return _KEY.figure("whole update", used, proportion(right, blocks), ("a block at random", 1 / blocks), blocks)
 
 
 def _key_control(case: Case, known: ImageSet, streams: Streams) -> Control:
@@ -292,81 +272,59 @@ def _key_control(case: Case, known: ImageSet, streams: Streams) -> Control:
 
     blocks, right = right_blocks(make, planted, known, params.block)
     title = "planted generator that encrypts with noise: blocks of the scrambling that are right"
-    return Control(title, right / blocks, "above 0.95", right / blocks > 0.95, "scrambled_blocks")
+    return Control(title, right / blocks, "above 0.95", right / blocks > 0.95, _KEY.name)
 
 
-def _membership_control(case: Case, streams: Streams) -> Control:
+def membership_control(case: Case, streams: Streams) -> Control:
     """A simulated client that learnt a few images for long."""
     stream = streams.generator("rows")
     inside, outside = (
         some.rows(torch.randperm(len(some), generator=stream)[:_CONTROL_ROWS])
         for some in (case.truth.train, case.truth.held_out)
     )
-    movement = Movement.of(of_simulated_client(case.view, inside, streams, _CONTROL_EPOCHS))
+    movement = Movement.of(networks.of_simulated_client(case.view, inside, streams, _CONTROL_EPOCHS))
     name, members = list(movement.scores(inside.images).items())[-1]
     value = auc(members, movement.scores(outside.images)[name])
     title = f"simulated client that learnt {len(inside)} images in {_CONTROL_EPOCHS} epochs, {name}: AUC"
     return Control(title, value, f"above {_CONTROL_AUC}", value > _CONTROL_AUC, "mia_auc")
 
 
-def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
-    view, streams, count, steps = (
-        case.view,
-        case.streams.at(ATTACK.name),
-        effort.of(2, 6, 16),
-        effort.of(200, 1500, 5000),
-    )
+def _carry_out(trial: Trial) -> Iterator[Found]:
+    case, view, streams, effort = trial.case, trial.view, trial.streams, trial.effort
     assert view.auxiliary is not None
-    tick = counter(progress, steps + count + 3)
+    count, steps, params = effort.of(2, 6, 16), effort.of(200, 1500, 5000), _params(view)
+    tick = trial.steps(steps + count + 3)
     order = torch.randperm(len(view.auxiliary), generator=streams.generator("auxiliary"))
     known, fit = (view.auxiliary.rows(some) for some in order[: effort.of(1500, 4000, 20_000)].tensor_split(2))
     movement = Movement.of(view)
     candidates, members = balanced_pairs(case.truth, effort.of(400, 1000, 10_000), streams.generator("candidates"))
-    trials = list(_trials(movement, candidates))
-    figures = [one for trial in trials for one in membership_figures(trial, members, streams.seed("bootstrap"))]
+    scores = list(_member_scores(movement, candidates))
+    for one in scores:
+        yield from membership_figures(one, members, streams.seed("bootstrap"))
     model = ShareModel.fitted(view, known, fit, count, streams, tick)
-    figures += update_figures(case, {_BY_CLASS: model.shares(view)[None]}, trivial_guesses(view, streams))
-    decoded, pictures = decoded_figure(
-        replace(case, view=replace(view, auxiliary=known)), movement, steps, streams, tick
-    )
-    figures.append(decoded)
+    yield from update_figures(case, {_BY_CLASS: model.shares(view)[None]}, trivial_guesses(view, streams))
+    yield from _decoded(trial, known, movement, steps, tick)
     keys = case.truth.extras.get(SCRAMBLING)
     if keys is not None:
-        figures.append(
-            _key_figure(*right_blocks(movement.own, scrambling_by(view.spec, keys), known, _params(view).block))
-        )
+        yield _key_figure(*right_blocks(movement.own, scrambling_by(view.spec, keys), known, params.block))
     tick()
-    classes = replace(two_class_control(case, _BY_CLASS, model.shares, _params(view).epochs), figure="label_l1")
+    classes = two_class_control(case, _BY_CLASS, model.shares, params.epochs)
     tick()
-    controls = (_membership_control(case, streams.at("control")), classes, _key_control(case, known, streams))
+    yield membership_control(case, streams.at("control"))
+    yield replace(classes, figure="label_l1")
+    yield _key_control(case, known, streams)
     tick()
-    return Outcome(
-        ATTACK.name,
-        tuple(figures),
-        controls,
-        (pictures,),
-        (roc_curves(trials, members),),
-        _notes(count, keys is not None),
+    yield roc_curves(scores, members)
+    yield f"Class shares were fitted on {count} clients that the attacker simulates."
+    yield (
+        "Neither images nor what the generator makes of them cross the wire: decoded_psnr takes outputs that an attacker would have to steal."
     )
-
-
-def _notes(count: int, has_keys: bool) -> tuple[str, ...]:
-    told = (
-        f"Class shares were fitted on {count} clients that the attacker simulates.",
-        "Neither images nor what the generator makes of them cross the wire: decoded_psnr takes outputs that an attacker would have to steal.",
-    )
-    return (
-        told
-        if has_keys
-        else (*told, "Whether the key of the scrambling can be read off was not tried: its keys were not given.")
-    )
+    if keys is None:
+        yield "Whether the key of the scrambling can be read off was not tried: its keys were not given."
 
 
 def _lacks(case: Case) -> str | None:
     form = case.view.spec.image
-    missing = case.lacks(auxiliary=True, held_out=True, parts=frozenset({Part.IMAGE_GENERATOR}))
-    if missing is not None:
-        return missing
     if not issubclass(case.view.method.params_type, PpidsgParams):
         return f"{case.view.spec.method} has no block scrambling that its image generator imitates"
     if form.channels * form.height * form.width > MOST_NUMBERS:
@@ -379,6 +337,9 @@ ATTACK = Attack(
     title="Shared image generator",
     question="Does the generator show images of the device, its classes, or the key of its encryption?",
     source="PPIDSG algorithm 1 and section 3; movement of an output as a membership score: after RMIA's ratio and update-based leakage (Melis 2019)",
-    lacks=_lacks,
-    run=_run,
+    carry_out=_carry_out,
+    parts=frozenset({Part.IMAGE_GENERATOR}),
+    auxiliary=True,
+    held_out=True,
+    lacking=_lacks,
 )

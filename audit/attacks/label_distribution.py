@@ -9,21 +9,19 @@ From the whole update: `class_shares`. From the gradient of ONE BATCH, which a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from scipy.stats import spearmanr
 from torch import nn
 
-from audit.attacks.attack import Attack, Effort, Progress
-from audit.evidence.case import Case, Knowledge, View
-from audit.evidence.networks import of_simulated_client, with_lenet5
-from audit.evidence.observed_gradient import BatchGradient, batch_gradient
-from audit.measures.figures import Control, Curve, Figure, Interval, Outcome
+from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
+from audit.evidence import Case, Knowledge, View, networks
+from audit.measures.figures import Control, Curve, Figure, Interval, Measure, Values, bootstrap
 from audit.measures.images import unit_pixels
-from audit.measures.statistics import Values, bootstrap
-from audit.techniques.class_shares import HEADLINE, Shares, Tick, by_readout, inferred, last_layer, probes_for
+from audit.techniques.class_shares import HEADLINE, Shares, by_readout, inferred, last_layer, probes_for
+from audit.techniques.gradients import BatchGradient, batch_gradient
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.networks import build_part, load_part
@@ -38,6 +36,8 @@ _CONTROL_IMAGES = 150  # of each class
 _CONTROL_EPOCHS = 20
 _FARTHEST = 2.0  # L1 distance of shares that have no class in common
 _WHOLE = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
+_L1 = Measure("label_l1", "Class shares of the device, L1 distance to the truth (0 exact, 2 disjoint)")
+_ACCURACY = Measure("label_accuracy", "Labels of one batch that are right", "share")
 
 
 def counts_of(shares: torch.Tensor, rows: int) -> torch.Tensor:
@@ -118,36 +118,32 @@ def _shares_of(images: ImageSet) -> torch.Tensor:
     return torch.tensor(images.label_counts(), dtype=torch.float64) / len(images)
 
 
-def update_figures(case: Case, guesses: Shares, trivial: Shares) -> list[Figure]:
+def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Figure]:
     """The whole-update guesses against the truth; intervals are over the images (another draw of as many with the same shares)."""
     rows = nn.functional.one_hot(case.truth.train.labels, case.view.spec.class_count).double().numpy()
     true, seed = rows.mean(0), case.streams.seed("labels", "bootstrap")
     best = min(trivial, key=lambda name: _distance(trivial[name], true))
 
     def interval(statistic: Callable[[Values], float]) -> Interval:
-        found = bootstrap(
-            rows, seed, statistic
-        )  # a resample is never nearer to equal shares than they are: keep the value inside
+        # A resample is never nearer to equal shares than they are: keep the value inside.
+        found = bootstrap(rows, seed, lambda some: statistic(some.mean(0)))
         return Interval(found.value, min(found.low, found.value), max(found.high, found.value))
 
     def figure(name: str, guess: torch.Tensor) -> Figure:
-        return Figure(
-            name="label_l1",
-            title="Class shares of the device, L1 distance to the truth (0 exact, 2 disjoint)",
-            setting=f"whole update, {name}",
-            knowledge=_WHOLE,
-            value=interval(lambda some: _distance(guess, some.mean(0))),
-            floor=_distance(trivial[best], true),
-            floor_is=best,
-            gain=interval(lambda some: _distance(trivial[best], some.mean(0)) - _distance(guess, some.mean(0))),
-            samples=len(rows),
+        return _L1.figure(
+            f"whole update, {name}",
+            _WHOLE,
+            interval(lambda shares: _distance(guess, shares)),
+            (best, _distance(trivial[best], true)),
+            len(rows),
+            gain=interval(lambda shares: _distance(trivial[best], shares) - _distance(guess, shares)),
             ceiling=None if case.view.report.label_counts is None else 0.0,
         )
 
-    return [figure(name, guess[0]) for name, guess in guesses.items()]
+    return (figure(name, guess[0]) for name, guess in guesses.items())
 
 
-def batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> list[Figure]:
+def _batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> Iterator[Figure]:
     """The share of a batch's labels that are right (PPIDSG's success rate), over random batches at the round's start."""
     spec, train, model = case.view.spec, case.truth.train, case.model()
     assert model is not None
@@ -161,23 +157,10 @@ def batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> list[
         for name, counts in {**guessed_batch(spec, seen, means), **plain}.items():
             right.setdefault(name, []).append(_right(counts, some))
     scores = {name: np.array(values) for name, values in right.items()}
-    best = max(trivial, key=lambda name: float(scores[name].mean()))
-    return [
-        Figure(
-            name="label_accuracy",
-            title="Labels of one batch that are right",
-            setting=f"batches of {size}, {name}",
-            knowledge=(Knowledge.BATCH, Knowledge.BEFORE),
-            value=bootstrap(scores[name], streams.seed("bootstrap")),
-            floor=float(scores[best].mean()),
-            floor_is=best,
-            gain=bootstrap(scores[name] - scores[best], streams.seed("bootstrap")),
-            samples=batches,
-            unit="share",
-        )
-        for name in scores
-        if name not in trivial
-    ]
+    floors = [(name, scores[name]) for name in trivial]
+    for name in (name for name in scores if name not in trivial):
+        setting, used = f"batches of {size}, {name}", (Knowledge.BATCH, Knowledge.BEFORE)
+        yield _ACCURACY.paired(setting, used, scores[name], floors, streams.seed("bootstrap"))
 
 
 def _right(counts: torch.Tensor, batch: ImageSet) -> float:
@@ -189,7 +172,7 @@ def single_class_control(case: Case) -> Control:
     """A batch of one class at an untrained LeNet5 with sigmoids, where PPIDSG's tables have 100 %."""
     spec = case.view.spec
     if min(spec.image.height, spec.image.width) >= 16:
-        spec = with_lenet5(spec)
+        spec = networks.with_lenet5(spec)
     model, streams = initial_parts(spec, spec_root(spec.seed)), case.streams.at("labels", "single class")
     some = _images_of(case.truth.train, 1, min(_BATCHES))
     seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))
@@ -216,7 +199,7 @@ def two_class_control(
     true, title = _shares_of(some), f"Class shares of a simulated client with two classes, {what}: L1 distance"
     limit = min(_distance(guess, true) for guess in trivial_guesses(view, streams).values()) / 2
     try:
-        found = _distance(infer(of_simulated_client(view, some, streams, epochs)), true)
+        found = _distance(infer(networks.of_simulated_client(view, some, streams, epochs)), true)
     except DivergedError:  # as GANs do on few images: then nothing is proven
         found, title = _FARTHEST, f"{title} (its training diverged)"
     return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit)
@@ -236,52 +219,50 @@ def _images_of(images: ImageSet, classes: int, of_each: int) -> ImageSet:
     return images.rows(torch.cat([(images.labels == label).nonzero().flatten()[:of_each] for label in chosen]))
 
 
-def _notes(case: Case, headline: Figure, guess: torch.Tensor, true: torch.Tensor) -> tuple[str, ...]:
+def _notes(headline: Figure, guess: torch.Tensor, true: torch.Tensor) -> Iterator[str]:
     rank = float(spearmanr(guess.numpy(), true.numpy()).statistic)
     told = "with them it is exact" if headline.ceiling == 0.0 else "they are not reported here"
-    worth = (
+    yield (
         f"What leaving label_counts out is worth: the update alone gives the class shares with an L1 distance of "
         f"{headline.value.value:.2f}, where the best trivial guess has {headline.floor:.2f}; {told}."
     )
-    about = (
+    yield f"Rank correlation (Spearman) of inferred and true shares: {rank:.2f}."
+    yield (
         "No real image is used: probes are samples of the sent generator or random numbers. Intervals of label_l1 are over "
         "the device's images; there is one update, so what other training runs would give is not in them."
     )
-    return worth, f"Rank correlation (Spearman) of inferred and true shares: {rank:.2f}.", about
 
 
-def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
-    streams, private = case.streams.at("labels"), case.truth.before is not None
+def _carry_out(trial: Trial) -> Iterator[Found]:
+    case, effort, streams = trial.case, trial.effort, trial.streams
+    private = case.truth.before is not None
     sizes = [size for size in _BATCHES if size <= len(case.truth.train)] if private else []
-    steps = 2 * effort.of(4, 8, 24) + len(sizes) + 1
-    done = iter(range(1, steps + 1))
-
-    def tick() -> None:
-        progress(next(done), steps)
-
+    tick = trial.steps(2 * effort.of(4, 8, 24) + len(sizes) + 1)
     trivial = trivial_guesses(case.view, streams)
     guesses = inferred(case.view, streams, *_shadow_work(effort), tick)
-    figures = update_figures(case, guesses, trivial)
+    headline, *others = update_figures(case, guesses, trivial)
+    yield headline
+    yield from others
     for size in sizes:
-        figures += batch_figures(case, size, effort.of(16, 64, 256), trivial)
+        yield from _batch_figures(case, size, effort.of(16, 64, 256), trivial)
         tick()
-    controls = (single_class_control(case), headline_control(case, effort, tick))
+    yield single_class_control(case)
+    yield headline_control(case, effort, tick)
     tick()
     true, guess = _shares_of(case.truth.train), guesses[HEADLINE][0]
-    lines = {"true": true, "inferred": guess, figures[0].floor_is: trivial[figures[0].floor_is]}
+    lines = {"true": true, "inferred": guess, headline.floor_is: trivial[headline.floor_is]}
     points = {name: tuple((float(at), float(share)) for at, share in enumerate(line)) for name, line in lines.items()}
-    curve = Curve("Shares of the classes", "class (index in the spec's list)", "share", points)
-    notes = _notes(case, figures[0], guess, true)
-    missing = () if private else (f"Single batches were not tried: {case.lacks(private=True)}.",)
-    return Outcome(ATTACK.name, tuple(figures), controls, curves=(curve,), notes=notes + missing)
+    yield Curve("Shares of the classes", "class (index in the spec's list)", "share", points)
+    yield from _notes(headline, guess, true)
+    if not private:
+        yield f"Single batches were not tried: {case.lacks(private=True)}."
 
 
 def _lacks(case: Case) -> str | None:
     spec = case.view.spec
-    missing = case.lacks(parts=frozenset({Part.CLASSIFIER}))
-    if missing is None and last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count) is None:
+    if last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count) is None:
         return f"the classifier of {spec.network.split} does not end in a linear layer with a bias"
-    return missing
+    return None
 
 
 def _shadow_work(effort: Effort) -> tuple[int, int]:
@@ -294,6 +275,7 @@ ATTACK = Attack(
     title="Label distribution",
     question="Does the update show how many images of each class the device has?",
     source="PPIDSG eq. 1-3; RLU (Ma et al. 2023); label shift (Saerens et al. 2002)",
-    lacks=_lacks,
-    run=_run,
+    carry_out=_carry_out,
+    parts=frozenset({Part.CLASSIFIER}),
+    lacking=_lacks,
 )

@@ -6,20 +6,26 @@ The attacker is handed images without the flag; as many members as others of eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from audit.attacks.attack import Attack, Effort, Progress
-from audit.evidence.case import Case, Knowledge, Truth, View
-from audit.evidence.device_data import joined
-from audit.evidence.networks import Extractor, WholeModel
-from audit.measures.figures import Control, Curve, Figure, Interval, Outcome
+from audit.attacks.attack import Attack, Found, Tick, Trial
+from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel
+from audit.measures.figures import Control, Values
 from audit.measures.images import unit_pixels
-from audit.measures.statistics import Values, auc, auc_interval, percentile_interval, roc, true_positive_rate
+from audit.measures.membership import (
+    RATES,
+    Flags,
+    MemberScores,
+    auc,
+    balanced_pairs,
+    membership_figures,
+    roc_curves,
+    sides,
+)
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
@@ -28,9 +34,6 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.training.batches import generate
 from fedcg.wire.parts import Part
 
-_RATES = ((0.01, 100), (0.001, 10_000))  # false positive rates, and how many non-members a figure at each takes
-_RESAMPLES = 200
-_AUC_OF_CHANCE = 0.5
 _FLOOR_IS = "the same without the update: a model of auxiliary images alone, and their features in place of generated ones; or chance"
 _TINY = 1e-9
 _LIRA_MODELS = 8  # below, a deviation per image is no estimate
@@ -38,31 +41,6 @@ _FEWEST = 10
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 200, 0.7
 _PLANTED_NOISE = 0.01  # deviation of a memorising generator's samples, as a share of the features' own
 _USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CANDIDATES)
-Flags = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One attack in one situation: scores of the candidates by the update, and without it.
-
-    Attributes:
-        given: the scores with the device's own extractor or key, sent or given; None where there are none.
-    """
-
-    setting: str
-    knowledge: frozenset[Knowledge]
-    score: Values
-    blind: Values
-    given: Values | None
-    floor_is: str = _FLOOR_IS
-
-
-def balanced_pairs(truth: Truth, most: int, stream: torch.Generator) -> tuple[ImageSet, Flags]:
-    """Candidates in random order, and which are members: of every class as many members as others, at most `most` of each in all."""
-    inside, outside = truth.matched(stream)
-    kept = torch.randperm(len(inside), generator=stream)[:most]
-    order = torch.randperm(2 * len(kept), generator=stream)
-    return joined(inside.rows(kept), outside.rows(kept)).rows(order), (order < len(kept)).numpy()
 
 
 def nearest_distance(
@@ -77,7 +55,8 @@ def nearest_distance(
 
 
 @torch.no_grad()
-def _features(model: WholeModel, images: ImageSet) -> torch.Tensor:
+def features_of(model: WholeModel, images: ImageSet) -> torch.Tensor:
+    """The features of images, [N, D]."""
     return torch.cat([model.features(unit_pixels(some)).flatten(1) for some in images.images.split(512)])
 
 
@@ -94,7 +73,7 @@ class GeneratorDistance:
 
     def __call__(self, target: Target, images: ImageSet, streams: Streams) -> Values:
         """Distance to the nearest auxiliary image's features less that to the nearest sample."""
-        near = nearest_distance(_features(target.victim, images), images.labels, self.samples, self.labels)
+        near = nearest_distance(features_of(target.victim, images), images.labels, self.samples, self.labels)
         found: Values = -to_auxiliary(target, images, streams) - near
         return found
 
@@ -111,7 +90,7 @@ def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> Values:
     """-(distance of the features to the nearest auxiliary image's): what takes no generator."""
     known = target.shadows[0].seen
     return -nearest_distance(
-        _features(target.victim, images), images.labels, _features(target.victim, known), known.labels
+        features_of(target.victim, images), images.labels, features_of(target.victim, known), known.labels
     )
 
 
@@ -132,16 +111,6 @@ def _attempts(
         yield "RMIA and generator", generator.with_classifier, rmia, frozenset()
 
 
-def _lacks(case: Case) -> str | None:
-    missing = case.lacks(auxiliary=True, held_out=True, parts=frozenset({Part.CLASSIFIER}))
-    if missing is not None:
-        return missing
-    pairs = sum(map(min, zip(case.truth.train.label_counts(), case.truth.held_out.label_counts(), strict=True)))
-    if pairs < _FEWEST:
-        return f"of the same classes there are {pairs} held-out images beside the training images, {_FEWEST} are needed: give more as --held-out"
-    return None
-
-
 @dataclass(frozen=True)
 class _Prepared:
     """What the attacks on one update have in common; `shadows` without the one that stands for the update in the floor, `blind`."""
@@ -154,12 +123,12 @@ class _Prepared:
     candidates: ImageSet
     per_class: int
     streams: Streams
-    step: Callable[[], None]
+    tick: Tick
 
     def target(self, view: View, source: Extractor, shadows: tuple[Shadow, ...] | None = None) -> Target:
         """What scores are computed from, for a view."""
         some = self.shadows if shadows is None else shadows
-        return shadow_models.target_of(view, source, some, self.population, self.streams, self.step)
+        return shadow_models.target_of(view, source, some, self.population, self.streams, self.tick)
 
     def generator(self) -> GeneratorDistance | None:
         """The sent generator's samples, as many of every class; None where none is sent."""
@@ -173,41 +142,6 @@ class _Prepared:
         )
 
 
-def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
-    assert case.view.auxiliary is not None
-    streams, done = case.streams.at(ATTACK.name), [0]
-    sources = (Extractor.SENT,) if case.view.shares_extractor else (Extractor.START, Extractor.SURROGATE)
-    if case.view.colluder is not None and not case.view.shares_extractor:
-        sources = (*sources, Extractor.COLLUDER)
-    count = effort.of(2, 4, 16)
-    steps = count + 8 + len(sources) * (2 * count + 5)
-
-    def step() -> None:
-        done[0] += 1
-        progress(min(done[0], steps), steps)
-
-    candidates, members = balanced_pairs(case.truth, effort.of(200, 1000, 10_000), streams.generator("candidates"))
-    order = torch.randperm(len(case.view.auxiliary), generator=streams.generator("auxiliary"))
-    order = order[: effort.of(400, 2000, 20_000)]
-    population, fit = (case.view.auxiliary.rows(some) for some in order.tensor_split([len(order) // 4]))
-    view = replace(case.view, auxiliary=fit)
-    epochs = _epochs_of(view, len(fit) // 2, effort.of(10, 60, 200))
-    *shadows, blind = shadow_models.train_shadows(view, fit, count + 1, epochs, streams, step)
-    per_class = effort.of(200, 1000, 5000)
-    prepared = _Prepared(case, view, tuple(shadows), blind, population, candidates, per_class, streams, step)
-    trials = [trial for source in sources for trial in _trials(prepared, source)]
-    controls = (*_overfitted(case.truth, prepared), *_planted(prepared, members))
-    progress(steps, steps)
-    seed = streams.seed("bootstrap")
-    return Outcome(
-        ATTACK.name,
-        tuple(figure for trial in trials for figure in membership_figures(trial, members, seed)),
-        controls,
-        curves=(roc_curves(trials, members),),
-        notes=_notes(trials, candidates, members, epochs, count),
-    )
-
-
 def _epochs_of(view: View, rows: int, most: int) -> int:
     """Epochs of a shadow model: the round's, or, where the extractor stays at the client, those of all its rounds, at most `most`."""
     params = view.method.params_type.model_validate(view.spec.params)
@@ -215,7 +149,7 @@ def _epochs_of(view: View, rows: int, most: int) -> int:
     return min(of_round if view.shares_extractor else of_round * view.round, most)
 
 
-def _trials(prepared: _Prepared, source: Extractor) -> Iterator[Trial]:
+def _scores(prepared: _Prepared, source: Extractor) -> Iterator[MemberScores]:
     """Every attack that can be tried with extractors from this source."""
     view, images, streams = prepared.view, prepared.candidates, prepared.streams
     target, after = prepared.target(view, source), prepared.case.truth.after
@@ -225,63 +159,14 @@ def _trials(prepared: _Prepared, source: Extractor) -> Iterator[Trial]:
     if given is None and after is not None:
         given = prepared.target(view.with_private(after), Extractor.TRUE)
     for name, score, trivial, beside in _attempts(target, prepared.generator()):
-        yield Trial(
+        yield MemberScores(
             f"{name}, extractor: {source.value}",
             frozenset(_USED) | source.knowledge | beside,
             score(target, images, streams),
             trivial(blind, images, streams),
             None if given is None else score(given, images, streams),
+            _FLOOR_IS,
         )
-
-
-def membership_figures(trial: Trial, members: Flags, seed: int) -> Iterator[Figure]:
-    """AUC, and the true positive rates that there are images enough for."""
-    (inside, outside), blind = _sides(trial.score, members), _sides(trial.blind, members)
-    given = None if trial.given is None else _sides(trial.given, members)
-    plain = Figure(
-        "mia_auc",
-        "Membership: area under the ROC curve",
-        trial.setting,
-        tuple(one for one in Knowledge if one in trial.knowledge),
-        auc_interval(inside, outside, seed),
-        max(_AUC_OF_CHANCE, auc(*blind)),
-        trial.floor_is,
-        auc_gain(trial.score, trial.blind, members, seed),
-        len(members),
-        None if given is None else auc(*given),
-    )
-    yield plain
-    for rate, fewest in _RATES:
-        if len(outside) >= fewest:
-            found = true_positive_rate(inside, outside, rate)
-            floor = max(rate, true_positive_rate(*blind, rate).value)
-            yield replace(
-                plain,
-                name="mia_tpr",
-                title="Membership: share of members found at few false positives",
-                setting=f"{trial.setting}, at {rate:.1%}",
-                value=found,
-                floor=floor,
-                gain=Interval(found.value - floor, found.low - floor, found.high - floor),
-                ceiling=None if given is None else true_positive_rate(*given, rate).value,
-                unit="share",
-            )
-
-
-def _sides(scores: Values, members: Flags) -> tuple[Values, Values]:
-    return scores[members], scores[~members]
-
-
-def auc_gain(score: Values, blind: Values, members: Flags, seed: int) -> Interval:
-    """AUC over the larger of 0.5 and the blind score's, with a bootstrap that resamples images for both scores alike."""
-    inside, outside = np.flatnonzero(members), np.flatnonzero(~members)
-    drawn = np.random.default_rng(seed)
-
-    def gain(some: NDArray[np.int64], more: NDArray[np.int64]) -> float:
-        return auc(score[some], score[more]) - max(_AUC_OF_CHANCE, auc(blind[some], blind[more]))
-
-    found = [gain(drawn.choice(inside, len(inside)), drawn.choice(outside, len(outside))) for _ in range(_RESAMPLES)]
-    return percentile_interval(gain(inside, outside), found)
 
 
 def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[Control]:
@@ -318,40 +203,62 @@ def _planted(prepared: _Prepared, members: Flags) -> Iterator[Control]:
     source = Extractor.SENT if prepared.view.shares_extractor else Extractor.START
     target, candidates = prepared.target(prepared.view, source, prepared.shadows[:1]), prepared.candidates
     known = candidates.rows(torch.from_numpy(members.nonzero()[0]))
-    features = _features(target.victim, known)
+    features = features_of(target.victim, known)
     noise = torch.randn(features.shape, generator=prepared.streams.generator("planted"))
     planted = GeneratorDistance(features + _PLANTED_NOISE * features.std() * noise, known.labels)
     scores = planted(target, candidates, prepared.streams)
-    yield _control("GAN-Leaks on samples that are the members' features", auc(*_sides(scores, members)))
+    yield _control("GAN-Leaks on samples that are the members' features", auc(*sides(scores, members)))
 
 
 def _control(title: str, value: float) -> Control:
     return Control(title, value, f"AUC above {_CONTROL_AUC}", value > _CONTROL_AUC)
 
 
-def roc_curves(trials: Sequence[Trial], members: Flags) -> Curve:
-    """A line for each trial, without the point at 0."""
-    lines = {
-        trial.setting: tuple(point for point in roc(*_sides(trial.score, members)) if point[0] > 0) for trial in trials
-    }
-    return Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
-
-
-def _notes(trials: Sequence[Trial], images: ImageSet, members: Flags, epochs: int, count: int) -> tuple[str, ...]:
-    best = max(trials, key=lambda trial: auc(*_sides(trial.score, members)))
+def _by_class(found: Sequence[MemberScores], images: ImageSet, members: Flags) -> str:
+    best = max(found, key=lambda one: auc(*sides(one.score, members)))
     labels = images.labels.numpy()
     classes = ", ".join(
         f"{name} {auc(best.score[members & (labels == at)], best.score[~members & (labels == at)]):.2f}"
         for at, name in enumerate(images.classes)
         if int((labels == at).sum()) >= _FEWEST
     )
-    notes = [
-        f"Shadow and reference models: {count}, trained on {epochs} epochs of auxiliary images.",
-        f"AUC per class of the strongest attack ({best.setting}): {classes or 'too few images'}.",
-    ]
-    if int((~members).sum()) < _RATES[1][1]:
-        notes.append("A true positive rate at 0.1 % false positives would take 10,000 images that were not trained on.")
-    return tuple(notes)
+    return f"AUC per class of the strongest attack ({best.setting}): {classes or 'too few images'}."
+
+
+def _carry_out(trial: Trial) -> Iterator[Found]:
+    case, effort, streams, auxiliary = trial.case, trial.effort, trial.streams, trial.view.auxiliary
+    assert auxiliary is not None
+    sources = case.view.extractors(Extractor.START, Extractor.SURROGATE, Extractor.COLLUDER)
+    count = effort.of(2, 4, 16)
+    steps = count + 8 + len(sources) * (2 * count + 5)
+    tick = trial.steps(steps)
+    candidates, members = balanced_pairs(case.truth, effort.of(200, 1000, 10_000), streams.generator("candidates"))
+    order = torch.randperm(len(auxiliary), generator=streams.generator("auxiliary"))
+    order = order[: effort.of(400, 2000, 20_000)]
+    population, fit = (auxiliary.rows(some) for some in order.tensor_split([len(order) // 4]))
+    view = replace(case.view, auxiliary=fit)
+    epochs = _epochs_of(view, len(fit) // 2, effort.of(10, 60, 200))
+    *shadows, blind = shadow_models.train_shadows(view, fit, count + 1, epochs, streams, tick)
+    per_class = effort.of(200, 1000, 5000)
+    prepared = _Prepared(case, view, tuple(shadows), blind, population, candidates, per_class, streams, tick)
+    found = [one for source in sources for one in _scores(prepared, source)]
+    yield from _overfitted(case.truth, prepared)
+    yield from _planted(prepared, members)
+    trial.progress(steps, steps)
+    for one in found:
+        yield from membership_figures(one, members, streams.seed("bootstrap"))
+    yield roc_curves(found, members)
+    yield f"Shadow and reference models: {count}, trained on {epochs} epochs of auxiliary images."
+    yield _by_class(found, candidates, members)
+    if int((~members).sum()) < RATES[1][1]:
+        yield "A true positive rate at 0.1 % false positives would take 10,000 images that were not trained on."
+
+
+def _lacks(case: Case) -> str | None:
+    pairs = sum(map(min, zip(case.truth.train.label_counts(), case.truth.held_out.label_counts(), strict=True)))
+    if pairs < _FEWEST:
+        return f"of the same classes there are {pairs} held-out images beside the training images, {_FEWEST} are needed: give more as --held-out"
+    return None
 
 
 ATTACK = Attack(
@@ -360,6 +267,9 @@ ATTACK = Attack(
     question="Can an attacker who holds an image find out whether the client trained on it?",
     source="Salem et al. 2019 (ML-Leaks); PPIDSG section 3; Zarifzadeh et al. 2024 (RMIA, offline); "
     "Carlini et al. 2022 (LiRA, offline); Chen et al. 2020 (GAN-Leaks)",
-    lacks=_lacks,
-    run=_run,
+    carry_out=_carry_out,
+    parts=frozenset({Part.CLASSIFIER}),
+    auxiliary=True,
+    held_out=True,
+    lacking=_lacks,
 )

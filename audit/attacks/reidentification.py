@@ -9,27 +9,17 @@ recognised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from audit.attacks.attack import Attack, Effort, Progress, counter
-from audit.evidence.case import Case, Knowledge
-from audit.evidence.device_data import joined
-from audit.evidence.networks import Extractor, WholeModel, whole_model
-from audit.evidence.observed_gradient import BatchGradient, batch_gradient
-from audit.measures.figures import Control, Figure, Interval, Outcome
+from audit.attacks.attack import Attack, Found, Tick, Trial
+from audit.evidence import Case, Extractor, Knowledge, WholeModel, joined, networks
+from audit.measures.figures import Control, Figure, Measure, Values, proportion
 from audit.measures.images import unit_pixels
-from audit.measures.statistics import Values, proportion
-from audit.techniques.closed_form import (
-    attacker_model,
-    lacks_closed_form,
-    linear_inputs,
-    revealed_features,
-    standardised,
-)
+from audit.techniques import gradients
 from audit.techniques.shadow_models import Target, learnt_by_heart, log_ratio
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import load_part
@@ -43,8 +33,7 @@ _CONTROL_SHARE = 0.9
 _CONTROL_ROWS, _CONTROL_EPOCHS = 64, 100
 _ROWS_AT_ONCE = 256
 _SURE = 1e-12
-
-Tick = Callable[[], None]
+_REID = Measure("reid", "Re-identification: the right image ranked first", "share")
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,7 @@ class LineUp:
 def distances(
     spec: FederationSpec,
     model: WholeModel,
-    seen: Sequence[BatchGradient],
+    seen: Sequence[gradients.BatchGradient],
     pool: torch.Tensor,
     rows: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
@@ -78,9 +67,9 @@ def distances(
         rows: the candidates of every gradient, as rows of the pool.
     """
     with torch.no_grad():
-        features = torch.cat([linear_inputs(model, block) for block in pool.split(_ROWS_AT_ONCE)])
-    features = standardised(features, spec)
-    wanted = standardised(torch.stack([revealed_features(model, one) for one in seen]), spec)
+        features = torch.cat([gradients.linear_inputs(model, block) for block in pool.split(_ROWS_AT_ONCE)])
+    features = gradients.standardised(features, spec)
+    wanted = gradients.standardised(torch.stack([gradients.revealed_features(model, one) for one in seen]), spec)
     return [(features[some] - one).square().sum(1) for one, some in zip(wanted, rows, strict=True)]
 
 
@@ -127,37 +116,28 @@ def _figures(
     shares = {source: proportion(int((some == 1).sum()), len(some)) for source, some in places.items()}
     ceiling = next((share.value for source, share in shares.items() if source.is_own), None)
     for source, value in shares.items():
-        used = {observed, Knowledge.BEFORE, Knowledge.CANDIDATES, *source.knowledge}
-        yield Figure(
-            "reid",
-            "Re-identification: the right image ranked first",
+        yield _REID.figure(
             f"{what} among {sizes[0]} to {sizes[-1]} candidates of its class, extractor {source.value}",
-            tuple(one for one in Knowledge if one in used),
+            {observed, Knowledge.BEFORE, Knowledge.CANDIDATES, *source.knowledge},
             value,
-            floor,
-            "a random candidate of the class",
-            Interval(value.value - floor, value.low - floor, value.high - floor),
+            ("a random candidate of the class", floor),
             len(line_ups),
-            None if source is Extractor.TRUE else ceiling,
-            "share",
+            ceiling=None if source is Extractor.TRUE else ceiling,
         )
 
 
-def _sources(case: Case) -> list[Extractor]:
+def _sources(case: Case) -> tuple[Extractor, ...]:
     """The strongest first."""
-    if case.view.shares_extractor:
-        return [Extractor.SENT]
-    given = [] if case.truth.before is None else [Extractor.TRUE]
-    helped = [] if case.view.colluder is None else [Extractor.COLLUDER]
-    blind = [Extractor.RANDOM, Extractor.START, *([] if case.view.auxiliary is None else [Extractor.SURROGATE])]
-    return [*given, *helped, *blind]
+    given = () if case.truth.before is None else (Extractor.TRUE,)
+    blind = (Extractor.RANDOM, Extractor.START, Extractor.SURROGATE)
+    return case.view.extractors(*given, Extractor.COLLUDER, *blind)
 
 
 def _before(case: Case, source: Extractor, streams: Streams, epochs: int) -> WholeModel:
     """The attacker's model as the round started."""
     is_true = source is Extractor.TRUE
     view = case.view.with_private(case.truth.before or {}) if is_true else case.view
-    return attacker_model(view, source, streams, epochs)
+    return gradients.attacker_model(view, source, streams, epochs)
 
 
 def _round_of(case: Case, source: Extractor, before: WholeModel) -> Target | None:
@@ -165,7 +145,7 @@ def _round_of(case: Case, source: Extractor, before: WholeModel) -> Target | Non
     view, sent = case.view, case.view.update[Part.CLASSIFIER]
     extractors = (case.truth.after or {}) if source is Extractor.TRUE else view.update
     if Part.EXTRACTOR in extractors:
-        after = whole_model(view.spec, extractors[Part.EXTRACTOR], sent)
+        after = networks.whole_model(view.spec, extractors[Part.EXTRACTOR], sent)
     elif source in (Extractor.START, Extractor.SURROGATE, Extractor.COLLUDER):
         after = replace(before, classifier=load_part(view.spec, Part.CLASSIFIER, sent).eval())
     else:
@@ -173,14 +153,14 @@ def _round_of(case: Case, source: Extractor, before: WholeModel) -> Target | Non
     return Target(after, None, (before,), (), case.truth.held_out)
 
 
-def _gradients(case: Case, pool: ImageSet, line_ups: Sequence[LineUp], tick: Tick) -> Iterator[BatchGradient]:
+def _gradients(case: Case, pool: ImageSet, line_ups: Sequence[LineUp], tick: Tick) -> Iterator[gradients.BatchGradient]:
     """Of each line-up's right image, at the round's start."""
     view, true = case.view, case.model()
     for one in line_ups:
         assert true is not None
         row = slice(one.right, one.right + 1)
         parts = (Part.EXTRACTOR, Part.CLASSIFIER)[not view.shares_extractor :]
-        yield batch_gradient(view.spec, true, unit_pixels(pool.images[row]), pool.labels[row], parts)
+        yield gradients.batch_gradient(view.spec, true, unit_pixels(pool.images[row]), pool.labels[row], parts)
         tick()
 
 
@@ -196,14 +176,15 @@ def _control_of_update(case: Case, pool: ImageSet, rows: Sequence[int], streams:
     return Control(title, found.value.value, f"more than {found.floor:.1%}, interval included", found.gain.low > 0)
 
 
-def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
-    pool, count, streams = _pool(case), len(case.truth.train), case.streams.at(ATTACK.name)
+def _carry_out(trial: Trial) -> Iterator[Found]:
+    case, effort, streams = trial.case, trial.effort, trial.streams
+    pool, count = _pool(case), len(case.truth.train)
     order = torch.randperm(count, generator=streams.generator("images")).tolist()
     of_update = _line_ups(pool, order[: effort.of(400, 2000, 10_000)], count, streams.at("update"))
     missing = _lacks_gradients(case)
     of_gradient = [] if missing else _line_ups(pool, order[: effort.of(40, 200, 1000)], 0, streams)
     sources = _sources(case)
-    tick = counter(progress, len(of_gradient) + len(sources) + 1)
+    tick = trial.steps(len(of_gradient) + len(sources) + 1)
     seen, pixels = list(_gradients(case, pool, of_gradient, tick)), unit_pixels(pool.images)
     whole, single = {}, {}
     for source in sources:
@@ -215,32 +196,26 @@ def _run(case: Case, effort: Effort, progress: Progress) -> Outcome:
             found = distances(case.view.spec, before, seen, pixels, [one.rows for one in of_gradient])
             single[source] = ranks(found, of_gradient)
         tick()
-    controls = [_control_of_update(case, pool, order[:_CONTROL_ROWS], streams.at("control"))]
+    yield _control_of_update(case, pool, order[:_CONTROL_ROWS], streams.at("control"))
     tick()
-    figures = list(_figures("whole update: one image", Knowledge.UPDATE, whole, of_update))
-    notes = [
-        "Candidates are the device's held-out images and the auxiliary ones; for gradients its training images too."
-    ]
+    yield from _figures("whole update: one image", Knowledge.UPDATE, whole, of_update)
+    yield "Candidates are the device's held-out images and the auxiliary ones; for gradients its training images too."
     if single:
-        figures += _figures("one image's gradient", Knowledge.BATCH, single, of_gradient)
+        yield from _figures("one image's gradient", Knowledge.BATCH, single, of_gradient)
         best = float((single[sources[0]] == 1).mean())
         title = f"share ranked first from a gradient with the right extractor ({len(of_gradient)} images)"
-        controls.append(Control(title, best, f"at least {_CONTROL_SHARE:.0%}", best >= _CONTROL_SHARE))
+        yield Control(title, best, f"at least {_CONTROL_SHARE:.0%}", best >= _CONTROL_SHARE)
         means = "; ".join(f"{source.value} {(1 / some).mean():.3f}" for source, some in single.items())
-        notes.append(f"Mean reciprocal rank from one image's gradient, by extractor: {means}.")
+        yield f"Mean reciprocal rank from one image's gradient, by extractor: {means}."
     if missing:
-        notes.append(f"Gradients of single images were not tried: {missing}.")
-    return Outcome(ATTACK.name, tuple(figures), tuple(controls), notes=tuple(notes))
+        yield f"Gradients of single images were not tried: {missing}."
 
 
 def _lacks_gradients(case: Case) -> str | None:
-    return case.lacks(private=True) or lacks_closed_form(case.view.spec)
+    return case.lacks(private=True) or gradients.lacks_closed_form(case.view.spec)
 
 
 def _lacks(case: Case) -> str | None:
-    missing = case.lacks(parts=frozenset({Part.CLASSIFIER}))
-    if missing:
-        return missing
     pool, count = _pool(case), len(case.truth.train)
     unseen = torch.bincount(pool.labels[count:], minlength=len(pool.classes))
     if max(unseen[label] for label in case.truth.train.labels.unique()) < _FEWEST - 1:
@@ -253,6 +228,7 @@ ATTACK = Attack(
     "Re-identification",
     "Can somebody with a list of images tell which of them the device trained on?",
     "rise of the label's posterior; closed form of the first linear layer (Geiping 2020, proposition 3.1)",
-    _lacks,
-    _run,
+    _carry_out,
+    parts=frozenset({Part.CLASSIFIER}),
+    lacking=_lacks,
 )

@@ -38,6 +38,33 @@ class Knowledge(str, Enum):
     PRIVATE = "the private extractor itself (not sent; a ceiling)"
 
 
+class Extractor(str, Enum):
+    """Where an attacker's extractor comes from; the values are words for a report."""
+
+    SENT = "sent (whole model)"
+    RANDOM = "random"
+    START = "start of the public seed"
+    SURROGATE = "surrogate"
+    COLLUDER = "of a colluding box"
+    TRUE = "true"
+
+    @property
+    def knowledge(self) -> frozenset[Knowledge]:
+        """What it takes beside the update."""
+        needed = {
+            Extractor.START: {Knowledge.START},
+            Extractor.SURROGATE: {Knowledge.AUXILIARY},
+            Extractor.COLLUDER: {Knowledge.COLLUDER},
+            Extractor.TRUE: {Knowledge.PRIVATE},
+        }
+        return frozenset(needed.get(self, set()))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the device's own: sent, or given to the attacker. Figures with it are ceilings of the others."""
+        return self in (Extractor.SENT, Extractor.TRUE)
+
+
 @dataclass(frozen=True)
 class View:
     """All that an attacker has of one client in one round.
@@ -79,6 +106,16 @@ class View:
     def start(self) -> Mapping[Part, Weights]:
         """Every part's initial weights by the public seed: those of the private parts too, where the device has no cohort secret."""
         return initial_parts(self.spec, spec_root(self.spec.seed))
+
+    def extractors(self, *wanted: Extractor) -> tuple[Extractor, ...]:
+        """Those that are tried, in this order: the one that was sent; else the wanted ones that the attacker can have, and `TRUE`."""
+        if self.shares_extractor:
+            return (Extractor.SENT,)
+        missing = {
+            Extractor.SURROGATE: self.auxiliary is None,
+            Extractor.COLLUDER: self.colluder is None,
+        }
+        return tuple(one for one in wanted if not missing.get(one, False))
 
     def with_private(self, parts: Mapping[Part, Weights]) -> View:
         """The view of an attacker who has been given private parts."""

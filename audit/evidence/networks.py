@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import nn
 
-from audit.evidence.case import Knowledge, View
+from audit.evidence.case import Extractor, View
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, Masking, RoundContext, TrainingParams, Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
@@ -39,33 +38,6 @@ def with_lenet5(spec: FederationSpec) -> FederationSpec:
     """The spec with FedCG's LeNet5 (sigmoids) from random weights in the place of its split, for positive controls."""
     plain = {"split": "lenet5", "weights": None, "freeze": "none", "backbones": ()}
     return spec.model_copy(update={"network": spec.network.model_copy(update=plain)})
-
-
-class Extractor(str, Enum):
-    """Where an attacker's extractor comes from; the values are words for a report."""
-
-    SENT = "sent (whole model)"
-    RANDOM = "random"
-    START = "start of the public seed"
-    SURROGATE = "surrogate"
-    COLLUDER = "of a colluding box"
-    TRUE = "true"
-
-    @property
-    def knowledge(self) -> frozenset[Knowledge]:
-        """What it takes beside the update."""
-        needed = {
-            Extractor.START: {Knowledge.START},
-            Extractor.SURROGATE: {Knowledge.AUXILIARY},
-            Extractor.COLLUDER: {Knowledge.COLLUDER},
-            Extractor.TRUE: {Knowledge.PRIVATE},
-        }
-        return frozenset(needed.get(self, set()))
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it is the device's own: sent, or given to the attacker. Figures with it are ceilings of the others."""
-        return self in (Extractor.SENT, Extractor.TRUE)
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Figures with their floors, ceilings and confidence intervals."""
+"""Figures with their floors, ceilings and confidence intervals; how alike images are."""

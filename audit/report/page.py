@@ -13,8 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from audit.measures.figures import Curve, Figure, Interval
-from audit.report.findings import Finding, Result, Subject, as_number
-from audit.report.gate import Verdict
+from audit.report.findings import Finding, Result, Subject, Verdict, as_number
 
 _WIDTH, _HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 40

@@ -15,15 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from audit.attacks.attack import Effort
-from audit.attacks.catalogue import chosen_attacks
-from audit.evidence.case import Case
-from audit.evidence.colluder import Colluder, read_secret
-from audit.evidence.device_data import own_view, read_truth
-from audit.evidence.updates import RecordedUpdates, read_updates
+from audit.attacks.attack import Effort, chosen_attacks
+from audit.choices import parse_gate
+from audit.evidence import Case, Colluder, RecordedUpdates, own_view, read_secret, read_truth, read_updates
 from audit.measures.figures import Outcome
-from audit.report.findings import Finding, finding_of, report_of, subject_of
-from audit.report.gate import Verdict, judge, parse_gate
+from audit.report.findings import Finding, Verdict, finding_of, judge, report_of, subject_of
 from audit.report.page import render
 from audit.run.session import AuditFolder, carry_out
 from fedcg.files import PRIVATE, replace_durably

@@ -13,10 +13,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from audit.attacks.attack import Attack, Effort
-from audit.attacks.catalogue import get_attack
+from audit.attacks.attack import Attack, Effort, get_attack
 from audit.errors import CaptureError
-from audit.evidence.case import Case
+from audit.evidence import Case
 from audit.measures.figures import Outcome
 from fedcg.child_python import spawning
 from fedcg.files import replace_durably

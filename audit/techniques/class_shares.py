@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import nn
 
-from audit.evidence.case import View
+from audit.evidence import View
 from audit.evidence.networks import plain_params
+from audit.techniques.image_generator import descend
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, feature_shape, load_part, weights_of
 from fedcg.learning.seeds import Streams
@@ -126,9 +127,7 @@ def _trained_on(view: View, probes: torch.Tensor, shares: torch.Tensor, stream: 
         labels = torch.multinomial(shares, params.batch_size, replacement=True, generator=stream)
         rows = torch.randint(probes.shape[1], labels.shape, generator=stream)
         loss = nn.functional.cross_entropy(network(probes[labels, rows]), labels)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+        descend(optimiser, loss)
     return weights_of(network)
 
 
@@ -170,14 +169,7 @@ def inferred(view: View, streams: Streams, shadows: int, most: int, tick: Tick) 
     sent = [view.update, *(view.others[name] for name in sorted(view.others))]
     found = {
         "readout": torch.stack([by_readout(view, parts, streams) for parts in sent]),
-        "responses": by_responses(
-            view,
-            [parts[Part.CLASSIFIER] for parts in sent],
-            streams,
-            shadows,
-            most,
-            tick,
-        ),
+        "responses": by_responses(view, [one[Part.CLASSIFIER] for one in sent], streams, shadows, most, tick),
     }
     if Part.GENERATOR in view.update and Part.GENERATOR in view.before.parts:
         values = torch.stack([generator_statistics(view, parts, streams) for parts in sent])

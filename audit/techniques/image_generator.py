@@ -1,6 +1,8 @@
-"""An attacker's network from vectors to images, which knows beforehand what images of the kind look like."""
+"""An attacker's network from vectors to images, which knows beforehand what images of the kind look like, and its training as a decoder."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -9,11 +11,19 @@ from audit.measures.images import unit_pixels
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.layers.initial_values import draw_weights
 from fedcg.learning.networks.layers.layer_randomness import lent_generators
+from fedcg.learning.seeds import Streams
+from fedcg.learning.training.optimisers import adam
 
 _HIDDEN = 256
 _COMPONENTS = 64
 _MOST_IMAGES = 1000
 _MOST_NUMBERS = 1 << 24  # of the images that the components are computed from: 64 MB
+_DECODER_LR = 1e-3
+_BATCH = 32
+_FAR = 3.0  # deviations of the known features: samples of a generator that is little trained lie far outside of them
+
+Decoder = Callable[[torch.Tensor], torch.Tensor]
+"""Features [N, F] -> pictures [N, C, H, W] in [0, 1]."""
 
 
 class ImageGenerator(nn.Module):
@@ -57,3 +67,32 @@ class ImageGenerator(nn.Module):
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         """[B, inputs] -> [B, C, H, W], mostly in [0, 1]."""
         return self.pixels(self.coefficients(vectors))
+
+
+def descend(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """One step of an optimiser."""
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+
+
+def trained_decoder(
+    known: ImageSet, features: torch.Tensor, steps: int, streams: Streams, tick: Callable[[], None]
+) -> Decoder:
+    """A network from features [N, F] back to the pixels of the images [N] that they are of, by least squares."""
+    deviation, mean = torch.std_mean(features, 0)
+    decoder, stream = ImageGenerator(features.shape[1], known, streams.generator("decoder")), streams.generator("steps")
+    optimiser, scale = adam(decoder.parameters(), _DECODER_LR, 0.0), deviation + 1e-6 + 0.01 * deviation.mean()
+    pixels, inputs = unit_pixels(known.images), (features - mean) / scale
+    for _ in range(steps):
+        rows = torch.randint(len(pixels), (_BATCH,), generator=stream)
+        loss = nn.functional.mse_loss(decoder(inputs[rows]), pixels[rows])
+        descend(optimiser, loss)
+        tick()
+
+    @torch.no_grad()
+    def decode(some: torch.Tensor) -> torch.Tensor:
+        pixels: torch.Tensor = decoder(((some - mean) / scale).clamp(-_FAR, _FAR))
+        return pixels.clamp(0, 1)
+
+    return decode

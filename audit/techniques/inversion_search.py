@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from audit.evidence.networks import WholeModel
-from audit.evidence.observed_gradient import BatchGradient, gradient
-from audit.techniques.closed_form import linear_inputs
+from audit.evidence import WholeModel
+from audit.techniques.gradients import BatchGradient, gradient, linear_inputs
 
 _STEP = 0.1  # Adam's, in pixels (Geiping 2020); a tenth of it after 3/8, 5/8 and 7/8 of the steps
 _TINY = 1e-8

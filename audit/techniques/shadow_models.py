@@ -16,10 +16,9 @@ from scipy.stats import norm
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
 
-from audit.evidence.case import View
-from audit.evidence.networks import Extractor, WholeModel, assembled, trained_alone
+from audit.evidence import Extractor, View, WholeModel, networks
+from audit.measures.figures import Values
 from audit.measures.images import unit_pixels
-from audit.measures.statistics import Values
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.seeds import Streams
@@ -103,7 +102,7 @@ def train_shadows(
     for number in range(count):
         order = torch.randperm(len(images), generator=streams.generator("half", number))
         rows, others = order.tensor_split(2)
-        parts = trained_alone(view, start, images.rows(rows), streams.at("shadow", number), epochs)
+        parts = networks.trained_alone(view, start, images.rows(rows), streams.at("shadow", number), epochs)
         found.append(Shadow(parts, images, rows, others))
         trained()
     return tuple(found)
@@ -115,7 +114,7 @@ def learnt_by_heart(view: View, images: ImageSet, epochs: int, streams: Streams)
     spec = view.spec.model_copy(update={"params": known, "augment_flip": False, "augment_crop": 0})
     start = {**view.start(), **view.before.parts}
     view = replace(view, spec=spec, others={}, before=replace(view.before, parts=start))
-    return replace(view, update=trained_alone(view, start, images, streams, epochs))
+    return replace(view, update=networks.trained_alone(view, start, images, streams, epochs))
 
 
 def target_of(
@@ -137,7 +136,7 @@ def target_of(
 
     def together(update: Mapping[Part, Weights], extractor: Extractor) -> WholeModel:
         step()
-        return assembled(replace(view, update=update), extractor, streams)
+        return networks.assembled(replace(view, update=update), extractor, streams)
 
     return Target(
         together(view.update, source),

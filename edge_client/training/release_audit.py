@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from audit.attacks.attack import Attack, Effort
-from audit.attacks.catalogue import chosen_attacks
-from audit.evidence.case import Case, Truth, View
-from audit.evidence.device_data import joined
+from audit.attacks.attack import Attack, Effort, chosen_attacks
+from audit.choices import parse_gate
+from audit.evidence import Case, Truth, View, joined
 from audit.measures.figures import Outcome
-from audit.report.conditions import parse_gate
-from audit.report.findings import finding_of, report_of, subject_of
-from audit.report.gate import Verdict, judge, largest_gains
+from audit.report.findings import Verdict, finding_of, judge, largest_gains, report_of, subject_of
 from audit.report.page import render
 from audit.run.session import timed
 from edge_client.config import AgentConfig

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from audit.evidence.case import Case, Truth, View
-from audit.evidence.colluder import Colluder
-from audit.evidence.device_data import joined
+from audit.attacks.attack import Effort, get_attack
+from audit.evidence import Case, Colluder, Truth, View, joined
+from audit.measures.figures import Outcome
 from experiments.data.client_datasets import build_cohort
 from experiments.settings.options import root_secret
 from experiments.simulation.batch import RunSetting
@@ -24,9 +25,17 @@ from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.spec import plan_from_mapping
 from fedcg.wire.parts import Part, Report
 
+WHOLE_MODEL: dict[str, Any] = {"method": "fedavg", "data": "digits", "images_per_client": 200, "local_epochs": 4}
+WITH_GENERATOR: dict[str, Any] = {"method": "fedcg", "data": "digits", "images_per_client": 200}
+HELPED: dict[str, Any] = {"method": "fedprobe", "clients": 4, "images_per_client": 60, "helped": True}
+TRANSLATING: dict[str, Any] = {
+    "method": "ppidsg", "data": "digits", "images_per_client": 100, "network": "image_small", "image_size": 16,
+    "local_epochs": 6, "clients": 2, "quick": False, "lr": 0.01,
+}  # fmt: skip
+
 
 @functools.lru_cache(maxsize=8)
-def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bool = False, **setting: object) -> Case:
+def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bool = False, **setting: Any) -> Case:
     """The last round of a simulation, as an audit has it of one client.
 
     Args:
@@ -79,3 +88,16 @@ def _some(parts: Mapping[Part, Weights], wanted: frozenset[Part]) -> dict[Part, 
 
 def _first(images: ImageSet, count: int) -> ImageSet:
     return images.rows(torch.arange(min(count, len(images))))
+
+
+def carried_out(attack: str, case: Case, effort: Effort = Effort.QUICK) -> Outcome:
+    """What an attack comes to on a case that lacks nothing."""
+    found = get_attack(attack)
+    assert found.lacks(case) is None
+    return found.run(case, effort, lambda done, total: None)
+
+
+@functools.lru_cache(maxsize=16)
+def outcome_of(attack: str, **setting: Any) -> Outcome:
+    """What a quick attack comes to on a `simulated_case` of this setting."""
+    return carried_out(attack, simulated_case(**setting))

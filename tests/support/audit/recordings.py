@@ -76,3 +76,16 @@ def write_private(case: Case, file: Path) -> Path:
 
 def _pixels(images: ImageSet) -> np.ndarray:
     return np.ascontiguousarray(images.images.permute(0, 2, 3, 1).squeeze(-1).numpy())
+
+
+def write_case(case: Case, folder: Path) -> None:
+    """A coordinator's artifacts (`home`), a device's images and its private weights."""
+    write_recording(case, folder / "home")
+    write_images(case.truth.train, case.truth.held_out, folder / "data.npz")
+    write_private(case, folder / "private.safetensors")
+
+
+def audit_command(place: Path, out: Path, *more: object) -> tuple[object, ...]:
+    """The words of `fedcg audit run` on what `write_case` wrote."""
+    given = ("--updates", place / "home", "--data", place / "data.npz", "--private", place / "private.safetensors")
+    return ("audit", "run", *given, "--client", "client-1", "--effort", "quick", "--processes", 1, "--out", out, *more)

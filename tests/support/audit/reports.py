@@ -8,8 +8,7 @@ from audit.attacks.attack import Attack
 from audit.evidence.case import Knowledge
 from audit.measures.figures import Control, Curve, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png
-from audit.report.findings import Finding, Subject, finding_of
-from audit.report.gate import Verdict
+from audit.report.findings import Finding, Subject, Verdict, finding_of
 
 SUBJECT = Subject(
     "demo", "fedcg", "lenet5", "client-1", 3, {"classifier": 61_000, "generator": 120_000}, ("accuracy", "examples"), (332, 139),
@@ -30,9 +29,7 @@ def figure(
 
 def attack(name: str) -> Attack:
     """An attack that is only described."""
-    return Attack(
-        name, f"Attack {name}", f"Does {name} get something?", "Paper, eq. 1", lambda _: None, lambda *_: Outcome(name)
-    )
+    return Attack(name, f"Attack {name}", f"Does {name} get something?", "Paper, eq. 1", lambda _: ())
 
 
 def findings() -> tuple[Finding, ...]:

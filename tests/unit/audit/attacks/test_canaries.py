@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,14 +76,6 @@ def test_canaries_follow_from_the_stream_and_have_the_form_of_the_images() -> No
     assert torch.equal(first.images, again.images)
     assert torch.equal(first.labels, again.labels)
     assert len({one.numpy().tobytes() for one in first.images}) == 20
-
-
-def test_it_takes_the_private_networks_and_leaves_the_quick_audit_out() -> None:
-    case = simulated_case(method="fedcg")
-    without = Case(case.view, replace(case.truth, before=None, after=None), case.streams)
-    assert "--private" in (ATTACK.lacks(without) or "")
-    assert ATTACK.lacks(case) is None
-    assert "default or thorough" in (ATTACK.run(case, Effort.QUICK, lambda done, steps: None).skipped or "")
 
 
 def _run(case: Case) -> Outcome:

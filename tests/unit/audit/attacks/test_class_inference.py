@@ -10,35 +10,26 @@ import torch
 from torch import nn
 
 from audit.attacks import class_inference
-from audit.attacks import class_inference as class_gan
 from audit.attacks.attack import Effort
-from audit.attacks.catalogue import get_attack
 from audit.attacks.class_inference import recognised, trained_judges
 from audit.evidence.case import Case, Knowledge
 from audit.evidence.networks import trained_alone
 from audit.measures.figures import Outcome
 from audit.measures.images import unit_pixels
-from fedcg.wire.parts import Part
-from tests.support.audit.cases import simulated_case
-
-ATTACK = get_attack("class_inference")
+from tests.support.audit.cases import WHOLE_MODEL, carried_out, outcome_of, simulated_case
 
 
 def whole_model_case() -> Case:
-    return simulated_case(method="fedavg", data="digits", images_per_client=200, local_epochs=4)
+    return simulated_case(**WHOLE_MODEL)
 
 
 def attacked(case: Case, effort: Effort = Effort.QUICK) -> Outcome:
-    return ATTACK.run(case, effort, lambda done, total: None)
-
-
-@pytest.fixture(scope="module")
-def outcome() -> Outcome:
-    return attacked(whole_model_case())
+    return carried_out("class_inference", case, effort)
 
 
 @pytest.mark.slow
-def test_a_model_that_was_sent_whole_shows_what_the_class_looks_like(outcome: Outcome) -> None:
+def test_a_model_that_was_sent_whole_shows_what_the_class_looks_like() -> None:
+    outcome = outcome_of("class_inference", **WHOLE_MODEL)
     (recognised, ssim), controls = outcome.figures, outcome.controls
     assert [(one.figure, one.passed) for one in controls] == [("class_recognised", True), ("class_ssim", True)]
     assert recognised.value.low > 0.4  # the digits of the other classes: below 0.1
@@ -80,7 +71,7 @@ def test_the_first_update_that_knows_a_class_gains_over_every_trivial_guess_and_
 
 @pytest.mark.slow
 def test_the_control_fails_when_the_attack_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_gan, "_step", lambda optimiser, loss: None)
+    monkeypatch.setattr(class_inference, "descend", lambda optimiser, loss: None)
     assert [one.passed for one in attacked(whole_model_case()).controls] == [False, False]
 
 
@@ -123,17 +114,6 @@ def test_the_default_effort_adds_the_public_start_and_what_the_true_extractor_wo
     assert [one.is_possible for one in outcome.figures] == [True, True, False] * 2
 
 
-@pytest.mark.slow
-def test_a_repetition_gives_the_same_figures_reports_every_step_and_leaves_torchs_random_state_alone(
-    outcome: Outcome,
-) -> None:
-    state, seen = torch.random.get_rng_state(), list[tuple[int, int]]()
-    again = ATTACK.run(whole_model_case(), Effort.QUICK, lambda done, total: seen.append((done, total)))
-    assert again == outcome
-    assert [done for done, _ in seen] == list(range(1, seen[0][1] + 1))
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
 def test_the_attacker_has_no_image_of_the_class_that_the_device_trained_on_most() -> None:
     case = whole_model_case()
     target = class_inference.target_class(case.truth)
@@ -153,7 +133,7 @@ def test_the_class_fake_is_one_logit_more_and_leaves_the_others_as_they_were() -
     classifier = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(4, 3)))
     inputs = torch.arange(8.0).reshape(2, 4)
     before = classifier(inputs).detach()
-    after = class_gan.widened(classifier, 3)(inputs)
+    after = class_inference.widened(classifier, 3)(inputs)
     assert torch.allclose(after[:, :3], before)
     assert torch.equal(after[:, 3], torch.zeros(2))
 
@@ -166,16 +146,3 @@ def test_class_ssim_is_the_mean_over_the_guesses_for_each_image() -> None:
     assert first == pytest.approx((1 + between) / 2)
     assert second == pytest.approx(first)
     assert isinstance(first, np.floating)
-
-
-def test_it_lacks_a_classifier_or_images_of_other_classes_where_there_are_none() -> None:
-    case = whole_model_case()
-    assert ATTACK.lacks(case) is None
-    target, auxiliary = class_inference.target_class(case.truth), case.view.auxiliary
-    assert auxiliary is not None
-    alike = auxiliary.rows(torch.nonzero(auxiliary.labels == target).flatten())
-    missing = ATTACK.lacks(replace(case, view=replace(case.view, auxiliary=alike)))
-    assert missing is not None
-    assert "other classes" in missing
-    sent = {Part.EXTRACTOR: case.view.update[Part.EXTRACTOR]}
-    assert ATTACK.lacks(replace(case, view=replace(case.view, update=sent))) == "fedavg sends no classifier"

@@ -9,34 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from audit.attacks import membership, reidentification
-from audit.attacks.attack import Effort
-from audit.attacks.extractor_recovery import ATTACK
-from audit.evidence.case import Case, Knowledge
+from audit.evidence.case import Case, Extractor, Knowledge
 from audit.evidence.colluder import read_secret
-from audit.evidence.networks import Extractor, estimated_extractor
-from audit.measures.figures import Outcome
+from audit.evidence.networks import estimated_extractor
 from fedcg.errors import FedcgError
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
-from tests.support.audit.cases import simulated_case
-from tests.support.audit.recordings import write_images, write_private, write_recording
+from tests.support.audit.cases import HELPED, carried_out, outcome_of, simulated_case
+from tests.support.audit.recordings import audit_command, write_case
 from tests.support.commands import data_of, run_fedcg
 
 
 def helped() -> Case:
-    return simulated_case(method="fedprobe", clients=4, images_per_client=60, helped=True)
-
-
-@pytest.fixture(scope="module")
-def outcome() -> Outcome:
-    assert ATTACK.lacks(helped()) is None
-    return ATTACK.run(helped(), Effort.QUICK, lambda done, total: None)
+    return simulated_case(**HELPED)
 
 
 @pytest.mark.slow
-def test_own_outputs_give_the_extractor_away_and_a_mean_gives_the_mean(outcome: Outcome) -> None:
+def test_own_outputs_give_the_extractor_away_and_a_mean_gives_the_mean() -> None:
+    outcome = outcome_of("extractor", **HELPED)
     mean, difference, own = outcome.figures
     assert outcome.controls[0].passed
     assert own.value.value > 0.99
@@ -60,23 +51,8 @@ def test_a_difference_of_rounds_is_a_devices_outputs_where_the_others_stand_stil
     earlier = case.view.colluder.counted(before[Part.EXTRACTOR], len(case.truth.train))
     still = {name: sums.parts[statistics][name] - told[name] + earlier[name] for name in told}
     base = replace(case.view.before, parts={**case.view.before.parts, statistics: still})
-    found = ATTACK.run(replace(case, view=replace(case.view, before=base)), Effort.QUICK, lambda done, total: None)
+    found = carried_out("extractor", replace(case, view=replace(case.view, before=base)))
     assert found.figures[1].value.value > 0.99
-
-
-def test_what_is_missing_is_named() -> None:
-    case = helped()
-    unhelped = replace(case, view=replace(case.view, colluder=None))
-    assert "give --cohort" in str(ATTACK.lacks(unhelped))
-    blind = replace(case, truth=replace(case.truth, after=None))
-    assert "give --private" in str(ATTACK.lacks(blind))
-    assert "adds up no outputs" in str(ATTACK.lacks(simulated_case()))
-    empty = replace(case.view.before, parts={**case.view.before.parts, **zeros(case)})
-    assert "no sum was opened" in str(ATTACK.lacks(replace(case, view=replace(case.view, after=empty))))
-
-
-def zeros(case: Case) -> dict[Part, dict[str, torch.Tensor]]:
-    return {Part.STATISTICS: {name: one * 0 for name, one in case.view.update[Part.STATISTICS].items()}}
 
 
 def test_a_colluder_knows_the_cohorts_start_where_there_are_no_probes() -> None:
@@ -92,10 +68,9 @@ def test_a_colluder_knows_the_cohorts_start_where_there_are_no_probes() -> None:
 
 @pytest.mark.slow
 def test_other_attacks_use_what_the_colluder_knows() -> None:
-    for attack in (membership.ATTACK, reidentification.ATTACK):
-        found = attack.run(helped(), Effort.QUICK, lambda done, total: None)
-        settings = [one for one in found.figures if Knowledge.COLLUDER in one.knowledge]
-        assert settings, attack.name
+    for attack in ("membership", "reidentification"):
+        settings = [one for one in outcome_of(attack, **HELPED).figures if Knowledge.COLLUDER in one.knowledge]
+        assert settings, attack
         assert all(Extractor.COLLUDER.value in one.setting for one in settings)
 
 
@@ -103,34 +78,12 @@ def test_other_attacks_use_what_the_colluder_knows() -> None:
 def test_the_command_reads_the_secret_of_a_store_or_of_a_simulation(tmp_path: Path) -> None:
     case = helped()
     assert case.view.colluder is not None
-    write_recording(case, tmp_path / "home")
-    write_images(case.truth.train, case.truth.held_out, tmp_path / "data.npz")
-    write_private(case, tmp_path / "private.safetensors")
+    write_case(case, tmp_path)
     (tmp_path / "initial.json").write_text(json.dumps({"cohort_root": case.view.colluder.secret.hex()}))
     (tmp_path / "cohort.key").write_bytes(case.view.colluder.secret + b"8 bytes.")
     assert read_secret(tmp_path / "cohort.key") == case.view.colluder.secret
-    given = (
-        "--updates",
-        tmp_path / "home",
-        "--data",
-        tmp_path / "data.npz",
-        "--private",
-        tmp_path / "private.safetensors",
-    )
-    words = (
-        "audit",
-        "run",
-        *given,
-        "--client",
-        "client-1",
-        "--attacks",
-        "extractor",
-        "--effort",
-        "quick",
-        "--processes",
-        1,
-    )
-    done = run_fedcg(*words, "--out", tmp_path / "out", "--cohort", tmp_path / "initial.json", "--json")
+    chosen = ("--attacks", "extractor", "--cohort", tmp_path / "initial.json", "--json")
+    done = run_fedcg(*audit_command(tmp_path, tmp_path / "out", *chosen))
     assert done.exit_code == 0, done.output
     (found,) = data_of(done.stdout)["attacks"]
     assert found["figures"][2]["value"]["value"] > 0.99

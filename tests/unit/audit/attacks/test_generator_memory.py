@@ -9,40 +9,31 @@ import pytest
 import torch
 
 from audit.attacks import generator_memory
-from audit.attacks.attack import Effort
-from audit.attacks.catalogue import get_attack
 from audit.evidence.case import Case, Knowledge, Truth
-from audit.measures.figures import Outcome
-from audit.measures.statistics import Values
+from audit.measures.figures import Outcome, Values
 from fedcg.learning.image_set import ImageSet
-from tests.support.audit.cases import simulated_case
-
-ATTACK = get_attack("memorisation")
+from tests.support.audit.cases import WITH_GENERATOR, carried_out, outcome_of, simulated_case
 
 
 def generator_case() -> Case:
-    return simulated_case(method="fedcg", data="digits", images_per_client=200)
+    return simulated_case(**WITH_GENERATOR)
 
 
 def attacked(case: Case) -> Outcome:
-    return ATTACK.run(case, Effort.QUICK, lambda done, total: None)
-
-
-@pytest.fixture(scope="module")
-def outcome() -> Outcome:
-    return attacked(generator_case())
+    return carried_out("memorisation", case)
 
 
 @pytest.mark.slow
-def test_a_planted_generator_that_returns_training_features_is_found(outcome: Outcome) -> None:
-    distances, decoded = outcome.controls
+def test_a_planted_generator_that_returns_training_features_is_found() -> None:
+    distances, decoded = outcome_of("memorisation", **WITH_GENERATOR).controls
     assert distances.passed
     assert distances.value > 0.9
     assert decoded.passed
     assert decoded.value > 1.0  # dB
 
 
-def test_the_attackers_figures_stand_beside_those_with_the_true_extractor(outcome: Outcome) -> None:
+def test_the_attackers_figures_stand_beside_those_with_the_true_extractor() -> None:
+    outcome = outcome_of("memorisation", **WITH_GENERATOR)
     mine = [one for one in outcome.figures if Knowledge.PRIVATE not in one.knowledge]
     ceilings = [one for one in outcome.figures if Knowledge.PRIVATE in one.knowledge]
     names = ["memory_auc", "inverter_psnr", "inverter_ssim"]
@@ -66,7 +57,7 @@ def test_shuffling_which_images_were_trained_on_leaves_no_gain() -> None:
 
 def test_the_controls_fail_when_the_distances_and_the_decoder_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cdist", lambda some, others: torch.ones(len(some), len(others)))
-    monkeypatch.setattr(generator_memory, "ImageGenerator", BlankDecoder)
+    monkeypatch.setattr("audit.techniques.image_generator.ImageGenerator", BlankDecoder)
     assert [one.passed for one in attacked(generator_case()).controls] == [False, False]
 
 
@@ -81,37 +72,12 @@ class BlankDecoder(torch.nn.Module):
         return self.grey.expand(len(vectors), *self.grey.shape)
 
 
-@pytest.mark.slow
-def test_a_repetition_gives_the_same_figures_and_leaves_torchs_random_state_alone(outcome: Outcome) -> None:
-    state, seen = torch.random.get_rng_state(), list[tuple[int, int]]()
-    again = ATTACK.run(generator_case(), Effort.QUICK, lambda done, total: seen.append((done, total)))
-    assert again == outcome
-    assert [done for done, _ in seen] == list(range(1, seen[0][1] + 1))
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
 def test_without_auxiliary_images_the_device_still_learns_its_generators_distances() -> None:
     case = generator_case()
     alone = replace(case, view=replace(case.view, auxiliary=None))
-    assert ATTACK.lacks(alone) is None
     found = attacked(alone)
     assert [(one.name, one.setting) for one in found.figures] == [("memory_auc", "extractor: true")]
     assert [one.passed for one in found.controls] == [True]
-    assert "--auxiliary" in str(ATTACK.lacks(replace(alone, truth=replace(case.truth, before=None, after=None))))
-
-
-def test_a_method_without_a_generator_and_a_device_without_other_images_lack_something() -> None:
-    assert ATTACK.lacks(simulated_case(method="fedsplit")) == "fedsplit sends no generator"
-    case = generator_case()
-    assert "--held-out" in str(
-        ATTACK.lacks(replace(case, truth=replace(case.truth, held_out=case.truth.train.rows([0]))))
-    )
-    nothing_common = replace(
-        case.truth,
-        train=case.truth.train.rows(torch.nonzero(case.truth.train.labels == 0).flatten()),
-        held_out=case.truth.held_out.rows(torch.nonzero(case.truth.held_out.labels == 1).flatten()),
-    )
-    assert "no class" in str(ATTACK.lacks(replace(case, truth=nothing_common)))
 
 
 def test_matched_images_are_equally_many_of_each_class_from_both() -> None:

@@ -9,18 +9,16 @@ import torch
 
 from audit.attacks import gradient_inversion
 from audit.attacks.attack import Effort
-from audit.attacks.gradient_inversion import ATTACK
 from audit.evidence.case import Case, Knowledge
 from audit.measures.figures import Outcome
-from audit.measures.reconstructions import Reconstructions, trivial_guesses
+from audit.measures.images import Reconstructions, trivial_guesses
 from audit.techniques.inversion_search import Found, Objective
 from fedcg.wire.parts import Part
-from tests.support.audit.cases import simulated_case
+from tests.support.audit.cases import carried_out, outcome_of, simulated_case
 
 
-def run(case: Case) -> tuple[Outcome, list[tuple[int, int]]]:
-    steps: list[tuple[int, int]] = []
-    return ATTACK.run(case, Effort.QUICK, lambda done, total: steps.append((done, total))), steps
+def run(case: Case) -> Outcome:
+    return carried_out("inversion", case)
 
 
 def in_the_blink_of_an_eye(monkeypatch: pytest.MonkeyPatch, pixels: float) -> None:
@@ -37,11 +35,8 @@ def in_the_blink_of_an_eye(monkeypatch: pytest.MonkeyPatch, pixels: float) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedcg", "fedavg", "fedsplit"])
 def test_the_attack_runs_its_controls_succeed_and_every_figure_has_its_floor(method: str) -> None:
-    before = torch.get_rng_state()
-    outcome, steps = run(simulated_case(method=method))
-    assert torch.equal(torch.get_rng_state(), before)
+    outcome = outcome_of("inversion", method=method)
     assert [control.passed for control in outcome.controls] == [True, True]
-    assert steps[-1][0] == steps[-1][1] == len(steps)
     words = [(figure.name, figure.setting) for figure in outcome.figures]
     assert len(set(words)) == len(words)
     assert {name for name, _ in words} == {"psnr", "ssim", *(["rank"] if method != "fedavg" else [])}
@@ -55,14 +50,14 @@ def test_a_control_reconstructs_single_images_at_initial_weights() -> None:
     case = simulated_case(method="fedsplit")
     images = case.truth.train.rows(range(2))
     match = gradient_inversion.Match.FEATURES
-    control = gradient_inversion._control(case, images, match, Effort.QUICK, case.streams.at("control"), lambda: None)
+    control = gradient_inversion.control_of(case, images, match, Effort.QUICK, case.streams.at("control"), lambda: None)
     assert control.passed
     assert control.value > 20
 
 
 def test_the_controls_fail_when_the_search_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     in_the_blink_of_an_eye(monkeypatch, 0.5)
-    outcome, _ = run(simulated_case(method="fedsplit"))
+    outcome = run(simulated_case(method="fedsplit"))
     assert [control.passed for control in outcome.controls] == [False, False]
     psnr = [figure for figure in outcome.figures if figure.name == "psnr"]
     assert all(figure.gain.value <= 0 for figure in psnr)
@@ -72,7 +67,7 @@ def test_where_the_whole_model_is_sent_the_ceiling_is_the_best_setting_with_a_pr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_the_blink_of_an_eye(monkeypatch, 0.5)
-    outcome, _ = run(simulated_case(method="fedavg"))
+    outcome = run(simulated_case(method="fedavg"))
     for name in ("psnr", "ssim"):
         figures = [figure for figure in outcome.figures if figure.name == name]
         best = max(figure.value.value for figure in figures if "with prior" in figure.setting)
@@ -83,7 +78,7 @@ def test_a_classifier_alone_determines_at_most_as_many_pixels_as_there_are_featu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_the_blink_of_an_eye(monkeypatch, 0.5)
-    outcome, _ = run(simulated_case(method="fedsplit"))
+    outcome = run(simulated_case(method="fedsplit"))
     (rank,) = [figure for figure in outcome.figures if figure.name == "rank"]
     assert 0 < rank.value.value <= 400 / (32 * 32)
 
@@ -92,19 +87,19 @@ def test_a_classifier_alone_determines_at_most_as_many_pixels_as_there_are_featu
 @pytest.mark.parametrize("method", ["fedcg", "fedavg", "fedsplit"])
 def test_settings_have_words_of_their_own_and_name_the_knowledge_that_they_take(method: str, effort: Effort) -> None:
     view = simulated_case(method=method).view
-    settings = gradient_inversion._settings(view, effort)
+    settings = gradient_inversion.settings_of(view, effort)
     assert len({one.words for one in settings}) == len(settings)
     for setting in settings:
         assert (Knowledge.PRIVATE in setting.knowledge) == ("extractor true" in setting.words)
         assert (Knowledge.AUXILIARY in setting.knowledge) == ("surrogate" in setting.words)
     assert not any(
-        "surrogate" in one.words for one in gradient_inversion._settings(replace(view, auxiliary=None), effort)
+        "surrogate" in one.words for one in gradient_inversion.settings_of(replace(view, auxiliary=None), effort)
     )
 
 
 def test_the_rounds_weight_difference_is_the_gradient_that_moved_it() -> None:
     view = simulated_case(method="fedsplit").view
-    seen = gradient_inversion._round_difference(view, (Part.CLASSIFIER,))
+    seen = gradient_inversion.round_difference(view, (Part.CLASSIFIER,))
     moved = view.before.parts[Part.CLASSIFIER]["5.bias"] - view.update[Part.CLASSIFIER]["5.bias"]
     torch.testing.assert_close(seen.values[-1], moved)
 
@@ -118,7 +113,7 @@ def test_batches_and_the_whole_round_are_tried_by_default(
     monkeypatch: pytest.MonkeyPatch, method: str, single: int, own: str
 ) -> None:
     in_the_blink_of_an_eye(monkeypatch, 0.5)
-    outcome = ATTACK.run(simulated_case(method=method), Effort.DEFAULT, lambda done, total: None)
+    outcome = carried_out("inversion", simulated_case(method=method), Effort.DEFAULT)
     settings = "\n".join(figure.setting for figure in outcome.figures)
     for words in ("batch of 4", "batch of 16", "weight difference of the round", own):
         assert words in settings
@@ -141,15 +136,4 @@ def test_a_guess_that_is_the_floor_has_no_gain_and_shuffled_truth_has_none_eithe
 
 def test_a_batch_is_put_into_the_order_that_fits_best() -> None:
     truth = torch.rand(4, 1, 4, 4, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(gradient_inversion._in_best_order(truth[[2, 0, 3, 1]], truth), truth)
-
-
-def test_what_is_missing_is_said_with_the_remedy() -> None:
-    case = simulated_case(method="fedsplit")
-    blind = replace(case, truth=replace(case.truth, before=None))
-    assert "--private" in (ATTACK.lacks(blind) or "")
-    assert ATTACK.lacks(case) is None
-    whole = simulated_case(method="fedavg")
-    assert ATTACK.lacks(replace(whole, truth=replace(whole.truth, before=None))) is None
-    silent = replace(case, view=replace(case.view, update={}))
-    assert "sends no classifier" in (ATTACK.lacks(silent) or "")
+    assert torch.equal(gradient_inversion.in_best_order(truth[[2, 0, 3, 1]], truth), truth)

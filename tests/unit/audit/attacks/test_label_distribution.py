@@ -9,9 +9,7 @@ import torch
 
 from audit.attacks import label_distribution
 from audit.attacks.attack import Effort
-from audit.attacks.catalogue import get_attack
 from audit.attacks.label_distribution import (
-    ATTACK,
     counts_of,
     headline_control,
     labels_by_bias,
@@ -26,7 +24,7 @@ from audit.techniques import class_shares
 from audit.techniques.class_shares import HEADLINE, fitted, inferred
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
-from tests.support.audit.cases import simulated_case
+from tests.support.audit.cases import carried_out, simulated_case
 
 
 def skewed(method: str) -> Case:
@@ -35,7 +33,7 @@ def skewed(method: str) -> Case:
 
 
 def run(case: Case) -> Outcome:
-    return ATTACK.run(case, Effort.QUICK, lambda done, total: None)
+    return carried_out("labels", case)
 
 
 def figure(outcome: Outcome, name: str, setting: str) -> Figure:
@@ -106,7 +104,7 @@ def test_a_truth_that_the_update_does_not_come_from_gives_no_gain() -> None:
     streams = case.streams.at("labels")
     guesses = inferred(case.view, streams, 4, 1000, lambda: None)
     trivial = label_distribution.trivial_guesses(case.view, streams)
-    gains = [update_figures(relabelled(case, by), guesses, trivial)[0].gain for by in (3, 5, 7)]
+    gains = [next(update_figures(relabelled(case, by), guesses, trivial)).gain for by in (3, 5, 7)]
     assert all(gain.low <= 0 for gain in gains)
     assert min(gain.value for gain in gains) < 0
 
@@ -123,8 +121,8 @@ def test_the_floor_is_the_better_of_equal_shares_and_the_federations_mean() -> N
     count = case.view.spec.class_count
     uniform, other = torch.full((count,), 1 / count), true * 0.9 + 0.1 / count
     guesses = {HEADLINE: true.unsqueeze(0)}
-    alone = update_figures(case, guesses, {"every class alike": uniform})[0]
-    both = update_figures(case, guesses, {"every class alike": uniform, "mean": other})[0]
+    (alone,) = update_figures(case, guesses, {"every class alike": uniform})
+    (both,) = update_figures(case, guesses, {"every class alike": uniform, "mean": other})
     assert alone.floor_is == "every class alike"
     assert alone.floor == pytest.approx(float((true - uniform).abs().sum()), abs=1e-5)
     assert both.floor_is == "mean"
@@ -150,8 +148,8 @@ def test_a_control_whose_client_diverges_proves_nothing_and_ends_no_attack(monke
     def diverge(*_: object) -> None:
         raise DivergedError("the generator: mean loss 10005")
 
-    monkeypatch.setattr(label_distribution, "of_simulated_client", diverge)
-    outcome = ATTACK.run(skewed("fedcg"), Effort.QUICK, lambda done, total: None)
+    monkeypatch.setattr("audit.evidence.networks.of_simulated_client", diverge)
+    outcome = run(skewed("fedcg"))
     assert outcome.figures
     assert not outcome.is_proven("label_l1")
     assert "diverged" in outcome.controls[-1].title
@@ -168,25 +166,9 @@ def test_a_simulated_client_sends_what_the_method_sends_and_its_own_generator() 
             assert any(not torch.equal(weights, others[part][key]) for key, weights in planted.update[part].items())
 
 
-@pytest.mark.slow
-def test_a_run_repeats_itself_and_leaves_global_randomness_alone() -> None:
-    case, state = simulated_case(method="fedsplit"), torch.random.get_rng_state()
-    steps: list[tuple[int, int]] = []
-    first = ATTACK.run(case, Effort.QUICK, lambda done, total: steps.append((done, total)))
-    assert first == run(case)
-    assert torch.equal(state, torch.random.get_rng_state())
-    assert [done for done, _ in steps] == list(range(1, steps[0][1] + 1))
-
-
 def test_an_update_alone_is_enough_and_what_was_not_tried_is_noted() -> None:
     case = skewed("fedcg")
     alone = replace(case, view=replace(case.view, others={}), truth=replace(case.truth, before=None, after=None))
     outcome = run(alone)
     assert {one.name for one in outcome.figures} == {"label_l1"}
     assert any("Single batches were not tried" in note and "--private" in note for note in outcome.notes)
-
-
-def test_a_method_that_sends_no_classifier_is_not_attacked() -> None:
-    reason = get_attack("labels").lacks(simulated_case(method="fedper"))
-    assert reason == "fedper sends no classifier"
-    assert get_attack("labels").lacks(simulated_case(method="fedsplit")) is None

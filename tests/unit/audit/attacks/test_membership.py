@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from audit.attacks.attack import Effort
-from audit.attacks.membership import ATTACK, GeneratorDistance, auc_gain, balanced_pairs, nearest_distance
-from audit.evidence.case import Case, Knowledge
+from audit.attacks.membership import GeneratorDistance, nearest_distance
+from audit.evidence.case import Case, Extractor, Knowledge
 from audit.evidence.device_data import joined
-from audit.evidence.networks import Extractor, WholeModel
-from audit.measures.figures import Figure, Outcome
-from audit.measures.statistics import Values, auc
+from audit.evidence.networks import WholeModel
+from audit.measures.figures import Figure, Outcome, Values
+from audit.measures.membership import auc, auc_gain, balanced_pairs
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import (
     Target,
@@ -31,7 +31,7 @@ from audit.techniques.shadow_models import (
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
-from tests.support.audit.cases import simulated_case
+from tests.support.audit.cases import carried_out, outcome_of, simulated_case
 
 
 def _images(labels: list[int]) -> ImageSet:
@@ -116,11 +116,6 @@ def test_the_gain_is_over_the_larger_of_chance_and_the_blind_score() -> None:
     assert auc_gain(noise, noise + good, members, 0).value < 0
 
 
-def test_the_area_under_the_curve_counts_ties_as_half() -> None:
-    # pairs (1, 1) tie, (1, 0) right, (2, 1) right, (2, 0) right: 3.5 of 4
-    assert auc(np.array([1.0, 2.0]), np.array([1.0, 0.0])) == pytest.approx(3.5 / 4)
-
-
 @functools.lru_cache(maxsize=1)
 def _overfitted() -> tuple[Target, ImageSet, ImageSet, Case]:
     """A target that learnt 40 images with random labels, in a form that takes a second."""
@@ -182,21 +177,6 @@ def test_images_that_samples_were_taken_from_are_found_and_the_sum_of_both_score
         assert auc(score(target, seen, case.streams), score(target, unseen, case.streams)) > 0.9
 
 
-def test_a_case_without_the_attackers_images_or_without_images_to_compare_says_what_to_give() -> None:
-    case = simulated_case(method="fedcg")
-    bare = Case(replace(case.view, auxiliary=None), case.truth, case.streams)
-    assert "--auxiliary" in (ATTACK.lacks(bare) or "")
-    few = Case(case.view, replace(case.truth, held_out=case.truth.held_out.rows(range(4))), case.streams)
-    assert "--held-out" in (ATTACK.lacks(few) or "")
-    silent = Case(replace(case.view, update={}), case.truth, case.streams)
-    assert "classifier" in (ATTACK.lacks(silent) or "")
-    assert ATTACK.lacks(case) is None
-
-
-def _run(case: Case) -> Outcome:
-    return ATTACK.run(case, Effort.QUICK, lambda done, steps: None)
-
-
 def _rmia(found: Outcome) -> Figure:
     return next(one for one in found.figures if one.setting == "RMIA, extractor: sent (whole model)")
 
@@ -204,9 +184,7 @@ def _rmia(found: Outcome) -> Figure:
 @pytest.mark.slow
 def test_a_whole_model_after_many_epochs_leaks_membership_and_a_shuffled_truth_does_not() -> None:
     case = simulated_case(method="fedavg", local_epochs=30)
-    state = torch.get_rng_state()
-    found = _run(case)
-    assert torch.equal(state, torch.get_rng_state())
+    found = carried_out("membership", case)
     figure = _rmia(found)
     assert figure.gain.low > 0
     assert figure.value.low <= figure.value.value <= figure.value.high
@@ -214,20 +192,18 @@ def test_a_whole_model_after_many_epochs_leaks_membership_and_a_shuffled_truth_d
     assert figure.ceiling == figure.value.value
     assert Knowledge.START not in figure.knowledge
     assert all(control.passed for control in found.controls)
-    assert _rmia(_run(case)).value == figure.value
-
     mixed = joined(case.truth.train, case.truth.held_out)
     order = torch.randperm(len(mixed), generator=case.streams.generator("mix"))
     sides = (mixed.rows(some) for some in order.tensor_split([len(case.truth.train)]))
     train, held_out = sides
     shuffled = Case(case.view, replace(case.truth, train=train, held_out=held_out), case.streams)
-    assert _rmia(_run(shuffled)).gain.low < 0
+    assert _rmia(carried_out("membership", shuffled)).gain.low < 0
 
 
 @pytest.mark.slow
 def test_a_thorough_audit_tries_lira_and_it_finds_what_a_model_overfitted() -> None:
     case = simulated_case(method="fedavg", images_per_client=60, auxiliary=150, local_epochs=40)
-    found = ATTACK.run(case, Effort.THOROUGH, lambda done, steps: None)
+    found = carried_out("membership", case, Effort.THOROUGH)
     figure = next(one for one in found.figures if one.setting == "LiRA, offline, extractor: sent (whole model)")
     assert figure.value.value > figure.floor  # 100 images are too few for an interval above it
     (control,) = (one for one in found.controls if one.title.startswith("LiRA, offline"))
@@ -241,15 +217,15 @@ def test_controls_fail_where_the_attack_is_broken(monkeypatch: pytest.MonkeyPatc
         return np.full((len(images), len(images.classes)), 0.1)
 
     monkeypatch.setattr(shadow_models, "posteriors", constant)
-    monkeypatch.setattr("audit.attacks.membership._features", lambda model, images: torch.zeros(len(images), 400))
-    found = _run(simulated_case(method="fedcg"))
+    monkeypatch.setattr("audit.attacks.membership.features_of", lambda model, images: torch.zeros(len(images), 400))
+    found = carried_out("membership", simulated_case(method="fedcg"))
     assert len(found.controls) == 5
     assert not any(control.passed for control in found.controls)
 
 
 @pytest.mark.slow
 def test_with_a_generator_every_attack_is_tried_by_two_estimated_extractors_beside_the_true_one() -> None:
-    found = _run(simulated_case(method="fedcg"))
+    found = outcome_of("membership", method="fedcg")
     names = (
         "ML-Leaks",
         "PPIDSG's two shadow models",
@@ -271,7 +247,7 @@ def test_with_a_generator_every_attack_is_tried_by_two_estimated_extractors_besi
 @pytest.mark.slow
 @pytest.mark.parametrize("network", ["lenet5_relu", "cnn_bn"])
 def test_a_classifier_alone_is_tried_without_a_generator(network: str) -> None:
-    found = _run(simulated_case(method="fedsplit", network=network))
+    found = outcome_of("membership", method="fedsplit", network=network)
     names = {one.setting.split(",")[0] for one in found.figures}
     assert names == {"ML-Leaks", "PPIDSG's two shadow models", "RMIA by other clients", "RMIA"}
     assert all(control.passed for control in found.controls)

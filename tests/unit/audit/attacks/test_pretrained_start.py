@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from audit.attacks.attack import Effort
-from audit.attacks.catalogue import get_attack
 from audit.evidence.networks import with_lenet5
 from fedcg.learning.backbone_names import WEIGHTS_VARIABLE
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.wire.parts import Part
-from tests.support.audit.cases import simulated_case
+from tests.support.audit.cases import carried_out, simulated_case
 from tests.support.learning.tiny_backbone import SPLIT, write_tiny_weights
 
 
@@ -33,6 +31,6 @@ def test_positive_controls_have_their_own_network_and_attacks_work_on_features(
     )
     assert set(initial_parts(case.view.spec, bytes(32))[Part.EXTRACTOR]) == {"project.bias", "project.weight"}
     assert all("project" not in name for name in initial_parts(with_lenet5(case.view.spec), bytes(32))[Part.EXTRACTOR])
-    labels = get_attack("labels").run(case, Effort.QUICK, lambda done, total: None)
+    labels = carried_out("labels", case)
     assert labels.skipped is None
     assert labels.controls[0].passed

@@ -7,18 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from audit.attacks import reidentification
-from audit.attacks.attack import Effort
-from audit.attacks.reidentification import ATTACK, LineUp, ranks
+from audit.attacks.reidentification import LineUp, ranks
 from audit.evidence.case import Case
-from audit.evidence.observed_gradient import batch_gradient
 from audit.measures.figures import Figure, Outcome
-from fedcg.learning.image_set import ImageSet
-from tests.support.audit.cases import simulated_case
+from audit.techniques.gradients import batch_gradient
+from tests.support.audit.cases import carried_out, outcome_of, simulated_case
 
 
 def run(case: Case) -> Outcome:
-    return ATTACK.run(case, Effort.QUICK, lambda done, total: None)
+    return carried_out("reidentification", case)
 
 
 def by_extractor(outcome: Outcome, observed: str) -> dict[str, Figure]:
@@ -38,9 +35,7 @@ def test_ranks_by_hand_and_equal_distances_count_against_the_attack() -> None:
 
 
 def test_the_true_extractor_finds_every_image_and_a_random_one_finds_none() -> None:
-    before = torch.get_rng_state()
-    outcome = run(simulated_case(method="fedcg"))
-    assert torch.equal(torch.get_rng_state(), before)
+    outcome = outcome_of("reidentification", method="fedcg")
     assert all(control.passed for control in outcome.controls)
     found = by_extractor(outcome, GRADIENT)
     assert set(found) == {"true", "random", "start of the public seed", "surrogate"}
@@ -52,7 +47,7 @@ def test_the_true_extractor_finds_every_image_and_a_random_one_finds_none() -> N
 
 
 def test_a_whole_model_gives_every_image_away() -> None:
-    (figure,) = by_extractor(run(simulated_case(method="fedavg")), GRADIENT).values()
+    (figure,) = by_extractor(outcome_of("reidentification", method="fedavg"), GRADIENT).values()
     assert figure.value.value > 0.9
     assert "sent (whole model)" in figure.setting
 
@@ -60,7 +55,7 @@ def test_a_whole_model_gives_every_image_away() -> None:
 @pytest.mark.slow
 def test_a_whole_update_is_tried_from_every_extractor_that_knows_something() -> None:
     case = simulated_case(method="fedcg")
-    found = by_extractor(run(case), UPDATE)
+    found = by_extractor(outcome_of("reidentification", method="fedcg"), UPDATE)
     assert set(found) == {"true", "start of the public seed", "surrogate"}
     assert {figure.is_of_update for figure in found.values()} == {True}
     assert found["surrogate"].samples == len(case.truth.train)
@@ -71,7 +66,6 @@ def test_a_whole_update_is_tried_from_every_extractor_that_knows_something() -> 
 def test_without_the_private_networks_the_update_alone_is_tried() -> None:
     case = simulated_case(method="fedcg")
     blind = replace(case, truth=replace(case.truth, before=None, after=None))
-    assert ATTACK.lacks(blind) is None
     outcome = run(blind)
     assert set(by_extractor(outcome, UPDATE)) == {"start of the public seed", "surrogate"}
     assert not by_extractor(outcome, GRADIENT)
@@ -81,14 +75,18 @@ def test_without_the_private_networks_the_update_alone_is_tried() -> None:
 @pytest.mark.parametrize(
     ("name", "broken", "failed"),
     [
-        ("revealed_features", lambda model, seen: torch.arange(400.0).sin(), 1),
-        ("log_ratio", lambda target, pool, streams: torch.arange(float(len(pool))).sin().numpy(), 0),
+        ("audit.techniques.gradients.revealed_features", lambda model, seen: torch.arange(400.0).sin(), 1),
+        (
+            "audit.attacks.reidentification.log_ratio",
+            lambda target, pool, streams: torch.arange(float(len(pool))).sin().numpy(),
+            0,
+        ),
     ],
 )
 def test_a_control_fails_when_its_attack_is_broken(
     monkeypatch: pytest.MonkeyPatch, name: str, broken: object, failed: int
 ) -> None:
-    monkeypatch.setattr(reidentification, name, broken)
+    monkeypatch.setattr(name, broken)
     controls = run(simulated_case(method="fedavg")).controls
     assert [control.passed for control in controls] == [at != failed for at in range(2)]
 
@@ -100,27 +98,6 @@ def test_gradients_of_other_images_give_no_gain(monkeypatch: pytest.MonkeyPatch)
             spec, model, torch.rand(pixels.shape, generator=torch.Generator().manual_seed(1)), labels, parts
         )
 
-    monkeypatch.setattr(reidentification, "batch_gradient", of_noise)
+    monkeypatch.setattr("audit.techniques.gradients.batch_gradient", of_noise)
     (figure,) = by_extractor(run(simulated_case(method="fedavg")), GRADIENT).values()
     assert figure.gain.low < 0.02
-
-
-@pytest.mark.slow
-def test_the_same_case_gives_the_same_figures() -> None:
-    case = simulated_case(method="fedavg")
-    assert run(case).figures == run(case).figures
-
-
-def test_a_class_needs_images_that_were_not_trained_on_to_choose_from() -> None:
-    case = simulated_case(method="fedavg")
-    few = replace(
-        case,
-        view=replace(case.view, auxiliary=None),
-        truth=replace(case.truth, train=first(case.truth.train), held_out=first(case.truth.held_out)),
-    )
-    assert "no class of the device has 19 images that it did not train on" in (ATTACK.lacks(few) or "")
-    assert ATTACK.lacks(case) is None
-
-
-def first(images: ImageSet) -> ImageSet:
-    return images.rows(range(10))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from audit.measures.figures import bootstrap, proportion
 from audit.measures.images import png, psnr, ssim, unit_pixels
-from audit.measures.statistics import auc, auc_interval, bootstrap, proportion, roc, true_positive_rate
+from audit.measures.membership import auc, auc_interval, roc, true_positive_rate
 
 
 def test_a_share_of_none_has_the_exact_upper_bound() -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from audit.choices import parse_gate
 from audit.errors import GateFormError
 from audit.evidence.case import Knowledge
 from audit.measures.figures import Control, Figure, Interval, Outcome
-from audit.report.findings import Result, finding_of
-from audit.report.gate import judge, largest_gains, parse_gate
+from audit.report.findings import Result, finding_of, judge, largest_gains
 from tests.support.audit.reports import attack
 
 

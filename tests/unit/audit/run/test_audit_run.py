@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from audit.attacks.attack import Effort
-from audit.evidence.case import Case
 from audit.measures.figures import Outcome
 from audit.run.session import AuditFolder, carry_out
-from tests.support.audit.cases import simulated_case
-from tests.support.audit.recordings import write_images, write_private, write_recording
+from tests.support.audit.cases import WHOLE_MODEL, simulated_case
+from tests.support.audit.recordings import audit_command, write_case, write_images
 from tests.support.audit.reports import attack
 from tests.support.commands import data_of, run_fedcg
 
@@ -23,25 +22,14 @@ from tests.support.commands import data_of, run_fedcg
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A coordinator's artifacts, a device's images and private weights."""
     folder = tmp_path_factory.mktemp("audit")
-    case = skewed()
-    write_recording(case, folder / "home")
-    write_images(case.truth.train, case.truth.held_out, folder / "data.npz")
-    write_private(case, folder / "private.safetensors")
+    coded = {"codec": "i8-delta", "aggregate_codec": "f16"}
+    write_case(simulated_case(**coded, partition="dirichlet:0.1", local_epochs=4, rounds=3), folder)
     return folder
-
-
-def skewed() -> Case:
-    return simulated_case(codec="i8-delta", aggregate_codec="f16", partition="dirichlet:0.1", local_epochs=4, rounds=3)
-
-
-def words(place: Path, out: Path, *more: object) -> tuple[object, ...]:
-    given = ("--updates", place / "home", "--data", place / "data.npz", "--private", place / "private.safetensors")
-    return ("audit", "run", *given, "--client", "client-1", "--effort", "quick", "--processes", 1, "--out", out, *more)
 
 
 def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, tmp_path: Path) -> None:
     gates = "label_l1_gain<0.01,label_l1_gain<3,mia_auc<0.6"
-    done = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels", "--gate", gates, "--json"))
+    done = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels", "--gate", gates, "--json"))
     assert done.exit_code == 3, done.output
     report = data_of(done.stdout)
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
@@ -61,17 +49,15 @@ def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, 
 
 @pytest.mark.slow
 def test_a_gate_on_class_inference_is_judged_by_the_control_of_its_own_figure(tmp_path: Path) -> None:
-    case = simulated_case(method="fedavg", data="digits", images_per_client=200, local_epochs=4)
-    write_recording(case, tmp_path / "home")
-    write_images(case.truth.train, case.truth.held_out, tmp_path / "data.npz")
-    write_private(case, tmp_path / "private.safetensors")
+    case = simulated_case(**WHOLE_MODEL)
+    write_case(case, tmp_path)
     assert case.view.auxiliary is not None
     half = len(case.view.auxiliary) // 2
     first, second = (case.view.auxiliary.rows(torch.arange(start, start + half)) for start in (0, half))
     write_images(first, second, tmp_path / "auxiliary.npz")
     more = ("--auxiliary", tmp_path / "auxiliary.npz", "--attacks", "class_inference", "--json")
     done = run_fedcg(
-        *words(tmp_path, tmp_path / "out", *more, "--gate", "class_recognised<0.1,class_recognised_gain<2")
+        *audit_command(tmp_path, tmp_path / "out", *more, "--gate", "class_recognised<0.1,class_recognised_gain<2")
     )
     assert done.exit_code == 3, done.output
     report = data_of(done.stdout)
@@ -85,17 +71,17 @@ def test_a_gate_on_class_inference_is_judged_by_the_control_of_its_own_figure(tm
 
 @pytest.mark.slow
 def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(place: Path, tmp_path: Path) -> None:
-    first = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels"))
+    first = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels"))
     assert first.exit_code == 0, first.output
     kept = tmp_path / "out" / "attacks" / "labels.json"
     before = kept.stat().st_mtime_ns
-    again = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels"))
+    again = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels"))
     assert again.exit_code == 0
     assert kept.stat().st_mtime_ns == before
-    other = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels", "--seed", 7))
+    other = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels", "--seed", 7))
     assert other.exit_code != 0
     assert "choose another --out, or --force" in other.stderr
-    forced = run_fedcg(*words(place, tmp_path / "out", "--attacks", "labels", "--seed", 7, "--force"))
+    forced = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels", "--seed", 7, "--force"))
     assert forced.exit_code == 0
     assert kept.stat().st_mtime_ns != before
 
@@ -112,7 +98,7 @@ def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(
 def test_bad_input_is_named_before_anything_is_attacked(
     place: Path, tmp_path: Path, more: tuple[object, ...], said: str
 ) -> None:
-    done = run_fedcg(*words(place, tmp_path / "out", *more))
+    done = run_fedcg(*audit_command(place, tmp_path / "out", *more))
     assert done.exit_code != 0
     assert said in done.stderr
     assert not (tmp_path / "out" / "attacks").exists()
@@ -120,7 +106,7 @@ def test_bad_input_is_named_before_anything_is_attacked(
 
 @pytest.mark.slow
 def test_an_attack_that_needs_images_of_the_attacker_is_not_tried_without(place: Path, tmp_path: Path) -> None:
-    done = run_fedcg(*words(place, tmp_path / "out", "--attacks", "class_inference"))
+    done = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "class_inference"))
     assert done.exit_code == 0, done.output
     assert "class_inference: the attacker needs labelled images of the same kind: give --auxiliary" in done.stderr
 
@@ -128,7 +114,7 @@ def test_an_attack_that_needs_images_of_the_attacker_is_not_tried_without(place:
 @pytest.mark.slow
 def test_attacks_may_be_named_one_by_one_and_with_commas(place: Path, tmp_path: Path) -> None:
     named = ("--attacks", "image_generator", "--attacks", "class_inference, memorisation")
-    done = run_fedcg(*words(place, tmp_path / "out", *named, "--json"))
+    done = run_fedcg(*audit_command(place, tmp_path / "out", *named, "--json"))
     assert done.exit_code == 0, done.output
     tried = {attack["name"] for attack in data_of(done.stdout)["attacks"]}
     assert tried == {"image_generator", "class_inference", "memorisation"}
@@ -166,7 +152,7 @@ def test_a_damaged_outcome_is_made_again_and_a_damaged_folder_is_named(tmp_path:
     (tmp_path / "attacks" / "x.json").write_text("{")
     assert folder.kept("x") is None
     (tmp_path / "audit.json").write_text("no")
-    done = run_fedcg(*words(place, tmp_path, "--attacks", "labels"))
+    done = run_fedcg(*audit_command(place, tmp_path, "--attacks", "labels"))
     assert "audit.json can't be read" in done.stderr
 
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from audit.evidence.networks import Extractor
-from audit.evidence.observed_gradient import BatchGradient, batch_gradient
+from audit.evidence.case import Extractor
 from audit.measures.images import unit_pixels
-from audit.techniques.closed_form import attacker_model, linear_inputs, revealed_features, revealed_labels, standardised
+from audit.techniques.gradients import (
+    BatchGradient,
+    attacker_model,
+    batch_gradient,
+    linear_inputs,
+    revealed_features,
+    revealed_labels,
+    standardised,
+)
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import simulated_case
 

@@ -7,7 +7,7 @@ import torch
 
 from audit.attacks.gradient_inversion import pixel_rank
 from audit.evidence.networks import whole_model
-from audit.evidence.observed_gradient import BatchGradient, batch_gradient
+from audit.techniques.gradients import BatchGradient, batch_gradient
 from audit.techniques.inversion_search import (
     Search,
     Start,

@@ -197,7 +197,7 @@ def test_without_the_extra_that_a_section_needs_the_doctor_and_the_start_fail_wi
     def without(name: str, *rest: Any) -> Any:
         return None if name == module else find(name, *rest)
 
-    for place in ("audit.run.packages", "edge_client.config"):
+    for place in ("audit.choices", "edge_client.config"):
         monkeypatch.setattr(f"{place}.find_spec", without)
     found = findings(device)[check]
     assert found.state == "failed"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from audit.attacks.attack import Attack, Effort
-from audit.attacks.attack import Progress as AttackProgress
+from audit.attacks.attack import Attack, Effort, Found, Trial
 from audit.evidence.case import Case, Knowledge
 from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png
@@ -29,7 +28,6 @@ from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images
 
 GAIN = 0.25
-Run = Callable[[Case, Effort, AttackProgress], Outcome]
 
 
 def figure(name: str = "label_l1", high: float = GAIN, knowledge: Knowledge = Knowledge.UPDATE) -> Figure:
@@ -52,17 +50,19 @@ class StandIn:
     def lacks(self, case: Case) -> str | None:
         return case.lacks(auxiliary=True) if self.needs_auxiliary else None
 
-    def run(self, case: Case, effort: Effort, progress: AttackProgress) -> Outcome:
-        self.cases.append(case)
-        self.efforts.append(effort)
-        for done in (1, 2):
-            progress(done, 2)
+    def carry_out(self, trial: Trial) -> Iterator[Found]:
+        self.cases.append(trial.case)
+        self.efforts.append(trial.effort)
+        tick = trial.steps(2)
+        tick()
+        tick()
         found = self._outcome()
-        return Outcome(found.attack, found.figures, found.controls, pictures=found.pictures)
+        for kind in (found.figures, found.controls, found.pictures):
+            yield from kind
 
 
 def install(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn) -> StandIn:
-    attack = Attack("labels", "Label distribution", "Which labels?", "ours", stand_in.lacks, stand_in.run)
+    attack = Attack("labels", "Label distribution", "Which labels?", "ours", stand_in.carry_out, lacking=stand_in.lacks)
     monkeypatch.setitem(sys.modules, "audit.attacks.label_distribution", SimpleNamespace(ATTACK=attack))
     return stand_in
 

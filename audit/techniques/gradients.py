@@ -1,25 +1,90 @@
-"""What the gradient of one batch reveals without a search: its labels, and of a single image the exact input of the first linear layer.
+"""The gradient of one batch at the round's start, as a server would see it, and what it reveals without a search.
 
-That layer computes W h + b, so that ∂L/∂W = δ hᵀ and ∂L/∂b = δ: their quotient is h (Geiping 2020, proposition 3.1).
+Gradients are written by the truth's side and read by attacks. A real update of many epochs is a sum of such gradients along a path;
+`weight_difference` is what it comes to.
+
+A gradient shows its labels, and of a single image the exact input of the first linear layer: that layer computes W h + b, so that
+∂L/∂W = δ hᵀ and ∂L/∂b = δ: their quotient is h (Geiping 2020, proposition 3.1).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from audit.evidence.case import View
-from audit.evidence.networks import Extractor, WholeModel, assembled
-from audit.evidence.observed_gradient import BatchGradient, parameters_of
+from audit.evidence import Extractor, View, WholeModel, networks
+from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, feature_shape
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
 _TINY = 1e-12
+Gradients = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class BatchGradient:
+    """The gradient of the mean cross-entropy of one batch, of the parts that the method sends.
+
+    Attributes:
+        parts: the parts, in this order; `values`: gradients in the order of their parameters.
+        rows: images in the batch.
+    """
+
+    parts: tuple[Part, ...]
+    values: Gradients
+    rows: int
+
+
+def parameters_of(model: WholeModel, parts: Sequence[Part]) -> list[nn.Parameter]:
+    """The parameters that a gradient is of, in its order."""
+    nets = {Part.EXTRACTOR: model.extractor, Part.CLASSIFIER: model.classifier}
+    return [parameter for part in parts for parameter in nets[part].parameters()]
+
+
+def gradient(
+    model: WholeModel, pixels: torch.Tensor, labels: torch.Tensor, parts: Sequence[Part], *, create_graph: bool = False
+) -> Gradients:
+    """∇θ of the mean cross-entropy (FedCG eq. 7's ∇L_cls).
+
+    Args:
+        model: it.
+        pixels: [N, C, H, W] in [0, 1].
+        labels: [N] int64, or [N, classes] probabilities.
+        parts: θ: extractor and classifier for a whole model (FedAvg), the classifier alone (FedSplit, FedCG).
+        create_graph: whether it is to be differentiated again.
+    """
+    loss = nn.functional.cross_entropy(model.logits(pixels), labels)
+    return torch.autograd.grad(loss, parameters_of(model, parts), create_graph=create_graph)
+
+
+def batch_gradient(
+    spec: FederationSpec,
+    model: Mapping[Part, Weights],
+    pixels: torch.Tensor,
+    labels: torch.Tensor,
+    parts: Sequence[Part],
+) -> BatchGradient:
+    """What the device would send of a batch after one step, with its true model."""
+    true = networks.whole_model(spec, model[Part.EXTRACTOR], model[Part.CLASSIFIER])
+    found = gradient(true, pixels, labels, parts)
+    return BatchGradient(tuple(parts), tuple(value.detach() for value in found), len(labels))
+
+
+def with_noise(seen: BatchGradient, deviation: float, stream: torch.Generator) -> BatchGradient:
+    """The same with Gaussian noise on every number (FedCG table 2's FedAvg with noise)."""
+    values = tuple(value + deviation * torch.randn(value.shape, generator=stream) for value in seen.values)
+    return BatchGradient(seen.parts, values, seen.rows)
+
+
+def weight_difference(before: Weights, after: Weights) -> dict[str, torch.Tensor]:
+    """After - before of every floating tensor, by name: what many steps came to."""
+    return {name: after[name] - before[name] for name in before if before[name].is_floating_point()}
 
 
 def attacker_model(view: View, source: Extractor, streams: Streams, epochs: int) -> WholeModel:
@@ -31,7 +96,7 @@ def attacker_model(view: View, source: Extractor, streams: Streams, epochs: int)
         streams: for random weights.
         epochs: of a surrogate.
     """
-    return assembled(replace(view, update=view.before.parts), source, streams, epochs)
+    return networks.assembled(replace(view, update=view.before.parts), source, streams, epochs)
 
 
 def lacks_closed_form(spec: FederationSpec) -> str | None:

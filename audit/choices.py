@@ -1,14 +1,35 @@
-"""The conditions of a gate, read from text. Torch-free: an agent reads its configuration with it."""
+"""What an owner may ask of an audit, read and checked without torch: attacks by name, the conditions of a gate, the packages it takes."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import get_args
 
 from audit.errors import GateFormError
 from fedcg.wire.parts import AuditFigure
 
+ATTACKS = {
+    "labels": "label_distribution",
+    "inversion": "gradient_inversion",
+    "reidentification": "reidentification",
+    "membership": "membership",
+    "class_inference": "class_inference",
+    "memorisation": "generator_memory",
+    "image_generator": "image_generator",
+    "extractor": "extractor_recovery",
+    "epsilon": "canaries",
+}
+"""The attacks by name, in the order of a report; each is the module of `audit.attacks` that its name stands for."""
+PACKAGES = {
+    "jinja2": "jinja2",
+    "scipy": "scipy",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "torch": "torch",
+}
+EXTRA = "fedcg-edge[audit]"
 _CONDITION = re.compile(r"\s*([a-z][a-z0-9_]*?)(_gain)?\s*<\s*(-?\d+(?:\.\d+)?)\s*")
 FIGURES: tuple[AuditFigure, ...] = get_args(AuditFigure)
 
@@ -41,3 +62,8 @@ def parse_gate(text: str) -> tuple[Condition, ...]:
             raise GateFormError(f"gate {piece.strip()!r}: no figure {matched[1]!r}; there are {', '.join(FIGURES)}")
         found.append(Condition(matched[1], matched[2] is not None, float(matched[3])))
     return tuple(found)
+
+
+def missing_packages() -> tuple[str, ...]:
+    """The packages that an audit needs and that are not installed, by the names that pip takes."""
+    return tuple(package for module, package in PACKAGES.items() if find_spec(module) is None)
