@@ -217,7 +217,7 @@ def with_noise(view: View, stream: torch.Generator) -> View:
     a gain has to exceed that.
     """
     parts = {**view.start(), **view.before.parts}
-    for part in view.update.keys() & parts.keys():
+    for part in sorted(view.update.keys() & parts.keys()):  # a set has another order in every process
         changes = {name: (view.update[part][name] - value).float() for name, value in parts[part].items()}
         parts[part] = {
             name: value + (change.square().mean().sqrt() * torch.randn(change.shape, generator=stream)).to(value.dtype)
