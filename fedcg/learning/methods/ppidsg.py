@@ -28,7 +28,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -310,20 +309,28 @@ def translation(
         images, encrypted, labels = batch
         generator, judge, classifier = nets["generator"], nets["discriminator"], nets["classifier"]
         extractor = cast(ImageAutoencoder, nets["extractor"])
+        made: list[torch.Tensor] = []
+
+        def forge() -> torch.Tensor:
+            image = generator(images)
+            made[:] = [image]
+            return generator_objective(judge(image), image, encrypted, classifier(extractor(image)), labels, params)
+
         for _ in range(params.generator_steps):
-            made = generator(images)
-            forged = generator_objective(judge(made), made, encrypted, classifier(extractor(made)), labels, params)
-            yield Descent("generator", partial(_same, forged))
-        pooled, pooled_labels = pool.exchange(made.detach(), labels)
-        restoration = F.mse_loss(extractor.restore(extractor(pooled)), pooled)
-        yield Descent("extractor", lambda: restoration)
-        with torch.no_grad():
-            features = extractor(pooled)
-        classified = cross_entropy(classifier(dropped(features, ctx.privacy.dropout)), pooled_labels)
-        yield Descent("classifier", lambda: classified)
-        judged = discriminator_objective(judge(encrypted), judge(pooled), params.adversarial)
-        yield Descent("discriminator", lambda: judged)
-        return forged, restoration, classified, judged
+            forged = yield Descent("generator", forge)
+        pooled, pooled_labels = pool.exchange(made[0].detach(), labels)
+
+        def classify() -> torch.Tensor:
+            with torch.no_grad():
+                features = extractor(pooled)
+            return cross_entropy(classifier(dropped(features, ctx.privacy.dropout)), pooled_labels)
+
+        restored = yield Descent("extractor", lambda: F.mse_loss(extractor.restore(extractor(pooled)), pooled))
+        classified = yield Descent("classifier", classify)
+        judged = yield Descent(
+            "discriminator", lambda: discriminator_objective(judge(encrypted), judge(pooled), params.adversarial)
+        )
+        return [loss for loss in (forged, restored, classified, judged) if loss is not None]
 
     named = {field.name: getattr(networks, field.name) for field in fields(networks)}
     return Stage(
@@ -338,10 +345,6 @@ def translation(
         after=after,
         is_pure=False,  # the pool
     )
-
-
-def _same(loss: torch.Tensor) -> torch.Tensor:
-    return loss
 
 
 def _optimiser(name: str, network: nn.Module, params: PpidsgParams, ctx: RoundContext) -> torch.optim.Optimizer:

@@ -114,7 +114,7 @@ class Stage:
         exact: networks that stay in float32 (spectral norm).
         kept: what else its steps change, for checkpoints.
         after: called after each step; one with a state that is not `Restorable` leaves the stage without checkpoints.
-        is_pure: a step branches on no value and draws from torch's default generators alone. Others get no CUDA graph and no pieces.
+        is_pure: a step branches on no value and draws from torch's default generators alone. Others get no CUDA graph.
         meter: (what a loss is called, device) -> what sums it and looks whether it diverges.
         until: asked with the first loss's mean since the last check, and the least mean before, whether the stage ends there.
     """
@@ -241,8 +241,10 @@ class _Descending:
     def step(self) -> Callable[..., torch.Tensor]:
         """A step on a batch's tensors: the losses that it tells, [number of losses], or none."""
         stage, ctx = self._stage, self._ctx
-        if self._private or not stage.is_pure:
+        if self._private:
             return self._whole
+        if not stage.is_pure:
+            return self._in_pieces
         modules = [network for name in stage.trained for network in stage.modules_of(name)]
         return graphed(
             self._in_pieces, modules, list(self._optimisers.values()), stage.batches.steps if ctx.machine.graphs else 0

@@ -166,10 +166,9 @@ def activations(stage: Stage, ctx: RoundContext) -> int:
 @every_case
 def test_a_stage_in_pieces_keeps_fewer_activations_and_takes_the_same_steps(case: str) -> None:
     for one in stages_of(case):
-        if not one.stage.is_pure:
-            continue
+        share = 0.8 if one.stage.is_pure else 0.95  # frozen teachers are kept whole
         few = replace(one.ctx, machine=replace(one.ctx.machine, most_rows=3))
-        assert activations(one.again(), few) < 0.8 * activations(one.again(), one.ctx), one.stage.name
+        assert activations(one.again(), few) < share * activations(one.again(), one.ctx), one.stage.name
         if is_mean_of_rows(one):
             (losses, states), (cut_losses, cut_states) = outcome(one.again(), one.ctx), outcome(one.again(), few)
             assert cut_losses == pytest.approx(losses, rel=1e-4, abs=1e-6), one.stage.name
