@@ -28,16 +28,13 @@ class AggregationWorker:
     Args:
         settings: of the worker process.
         deliver: gets every reply of the process, on a thread; must only enqueue it for `follow`.
-        clock: monotonic seconds.
     """
 
     def __init__(
         self,
         settings: jobs.WorkerSettings,
         deliver: Callable[[jobs.Reply | Exited], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
         self._process = WorkerProcess("fedcg-aggregation", worker_main, (settings,), settings.stall_s, deliver)
         self._wanted: list[jobs.Request] = []
         self._is_ready = False
@@ -75,7 +72,7 @@ class AggregationWorker:
 
     def tick(self) -> None:
         """Start a worker in the place of one that died, when it is time."""
-        if self._restart_at is not None and self._clock() >= self._restart_at:
+        if self._restart_at is not None and time.monotonic() >= self._restart_at:
             self.start()
 
     def stop(self) -> None:
@@ -135,7 +132,7 @@ class AggregationWorker:
         self._deaths[client] += exited.was_busy  # an idle worker was ended from outside
         deaths, reason = max(1, self._deaths[client]), exited.reason or self._broke
         self._is_ready, self._under_way, self._broke = False, "", ""
-        self._restart_at = self._clock() + (min(0.1 * 2.0**deaths, MAX_BACKOFF_S) if deaths > 1 else 0.0)
+        self._restart_at = time.monotonic() + (min(0.1 * 2.0**deaths, MAX_BACKOFF_S) if deaths > 1 else 0.0)
         died = jobs.WorkerDied(exited.pid, deaths, reason)
         if deaths < MAX_DEATHS or job is None:
             return died, *self._eased(job, client, reason or "the worker died, perhaps for want of memory")

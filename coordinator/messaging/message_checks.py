@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,16 +21,7 @@ from fedcg.wire.errors import (
     ReplayError,
     WireError,
 )
-from fedcg.wire.messages.messages import (
-    COORDINATOR,
-    AnyMessage,
-    Carrier,
-    CohortVerdict,
-    DeviceMessage,
-    DeviceStatus,
-    Hello,
-    InSession,
-)
+from fedcg.wire.messages import messages
 from fedcg.wire.messages.ordering import Session, session_id
 from fedcg.wire.messages.signing import VerifyKey, open_envelope
 from fedcg.wire.messages.topics import TopicKind, Topics
@@ -39,7 +30,7 @@ from fedcg.wire.transport.transport import Delivery
 NONCES_KEPT = 64  # of each device's earlier hellos since the start
 
 
-MessageT = TypeVar("MessageT", bound=AnyMessage)
+MessageT = TypeVar("MessageT", bound=messages.AnyMessage)
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class FromDevice:
     """A message of a device that passed every check."""
 
     device: str
-    message: DeviceMessage
+    message: messages.DeviceMessage
 
 
 @dataclass
@@ -55,39 +46,38 @@ class _OpenSession:
     device_nonce: str
     nonce: str
     session: Session
-    carrier: Carrier
+    carrier: messages.Carrier
 
 
 class Sessions:
     """The open session of every device; a new hello replaces the session, a repeated one does not."""
 
-    def __init__(self, make_nonce: Callable[[], str] = lambda: secrets.token_hex(16)) -> None:
-        self._make_nonce = make_nonce
+    def __init__(self) -> None:
         self._open: dict[str, _OpenSession] = {}
         self._earlier: dict[str, deque[str]] = {}
 
-    def greet(self, device: str, nonce: str, carrier: Carrier = Carrier.MQTT) -> str:
+    def greet(self, device: str, nonce: str, carrier: messages.Carrier = messages.Carrier.MQTT) -> str:
         """Open a session for a hello and return the coordinator's nonce for the welcome."""
         known = self._open.get(device)
         if known is not None and known.device_nonce == nonce:
             return known.nonce
         if known is not None:
             self._earlier.setdefault(device, deque(maxlen=NONCES_KEPT)).append(known.device_nonce)
-        ours = self._make_nonce()
+        ours = secrets.token_hex(16)
         self._open[device] = _OpenSession(nonce, ours, Session(session_id(nonce, ours)), carrier)
         return ours
 
     @property
-    def carriers(self) -> frozenset[Carrier]:
+    def carriers(self) -> frozenset[messages.Carrier]:
         """How the artifacts of devices with a session travel."""
         return frozenset(known.carrier for known in self._open.values())
 
-    def carrier(self, device: str) -> Carrier:
+    def carrier(self, device: str) -> messages.Carrier:
         """How a device's artifacts travel, as announced in its hello."""
         known = self._open.get(device)
-        return Carrier.MQTT if known is None else known.carrier
+        return messages.Carrier.MQTT if known is None else known.carrier
 
-    def check_hello(self, hello: Hello) -> None:
+    def check_hello(self, hello: messages.Hello) -> None:
         """Check that a hello is not the recording of one whose session was replaced since.
 
         Raises:
@@ -100,7 +90,7 @@ class Sessions:
         """End the session of a device, if it has one."""
         self._open.pop(device, None)
 
-    def admit(self, device: str, message: AnyMessage) -> None:
+    def admit(self, device: str, message: messages.AnyMessage) -> None:
         """Check that a message continues the device's session.
 
         Raises:
@@ -133,13 +123,13 @@ class Cohorts:
         """Forget the mark of a device that left the federation: the others are judged without it."""
         self._marks.pop(device, None)
 
-    def verdict(self, device: str) -> CohortVerdict:
+    def verdict(self, device: str) -> messages.CohortVerdict:
         """Whether a device's secret equals those of all other devices that have sent a mark."""
         mine = self._marks.get(device)
         others = {mark for name, mark in self._marks.items() if name != device}
         if not others:
-            return CohortVerdict.ALONE
-        return CohortVerdict.SAME if others == {mine} else CohortVerdict.DIFFERENT
+            return messages.CohortVerdict.ALONE
+        return messages.CohortVerdict.SAME if others == {mine} else messages.CohortVerdict.DIFFERENT
 
     def without(self) -> list[str]:
         """The devices without a secret."""
@@ -218,22 +208,22 @@ class MessageChecks:
         message = open_envelope(delivery.payload, self._keys.get)
         self._check_address(message, parsed.device)
         status_topic = parsed.kind is TopicKind.STATUS
-        if isinstance(message, DeviceStatus) != status_topic:
+        if isinstance(message, messages.DeviceStatus) != status_topic:
             raise MalformedError(f"a {message.kind} message on a topic that is not for it")
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._sessions.check_hello(message)
             return FromDevice(parsed.device, message)
-        if isinstance(message, InSession):
+        if isinstance(message, messages.InSession):
             self._sessions.admit(parsed.device, message)
-        elif not isinstance(message, DeviceStatus):
+        elif not isinstance(message, messages.DeviceStatus):
             raise MalformedError(f"a {message.kind} message is not for the coordinator")
         return FromDevice(parsed.device, message)
 
-    def _check_address(self, message: AnyMessage, device: str) -> None:
+    def _check_address(self, message: messages.AnyMessage, device: str) -> None:
         if message.sender != device:
             raise OtherDeviceError(f"a {message.kind} message of {message.sender!r} on the topic of {device!r}")
         if message.federation != self._topics.federation:
             raise OtherFederationError(f"a message for federation {message.federation!r}")
-        wanted = {COORDINATOR, "*"} if isinstance(message, DeviceStatus) else {COORDINATOR}
+        wanted = {messages.COORDINATOR, "*"} if isinstance(message, messages.DeviceStatus) else {messages.COORDINATOR}
         if message.recipient not in wanted:
             raise OtherDeviceError(f"a message for {message.recipient!r}")

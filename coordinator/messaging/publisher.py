@@ -15,31 +15,7 @@ from coordinator.messaging.message_checks import Cohorts, Sessions
 from coordinator.pki.signing_keys import SigningIdentity
 from fedcg.wire import versions
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages.messages import (
-    COORDINATOR,
-    EVERYONE,
-    MAX_KEY_LINKS,
-    NO_ATTEMPT,
-    AnyMessage,
-    ArtifactRef,
-    Carrier,
-    CoordinatorStatus,
-    Finished,
-    Hello,
-    Invite,
-    KeyChain,
-    Left,
-    Manifest,
-    Need,
-    Offer,
-    Outcome,
-    Receipt,
-    Refusal,
-    Revoked,
-    RoundAttempt,
-    SumDown,
-    Welcome,
-)
+from fedcg.wire.messages import messages
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.sum_steps import ToDevice
 from fedcg.wire.messages.topics import Topics
@@ -61,10 +37,12 @@ class _Envelope(TypedDict):
     attempt: int
 
 
-def _envelope(federation: str, epoch: int, recipient: str = EVERYONE, at: RoundAttempt = NO_ATTEMPT) -> _Envelope:
+def _envelope(
+    federation: str, epoch: int, recipient: str = messages.EVERYONE, at: messages.RoundAttempt = messages.NO_ATTEMPT
+) -> _Envelope:
     return {
         "federation": federation,
-        "sender": COORDINATOR,
+        "sender": messages.COORDINATOR,
         "recipient": recipient,
         "epoch": epoch,
         "round": at.round,
@@ -72,9 +50,9 @@ def _envelope(federation: str, epoch: int, recipient: str = EVERYONE, at: RoundA
     }
 
 
-def status_message(federation: str, epoch: int, *, online: bool) -> CoordinatorStatus:
+def status_message(federation: str, epoch: int, *, online: bool) -> messages.CoordinatorStatus:
     """The coordinator's status; it is published retained."""
-    return CoordinatorStatus(**_envelope(federation, epoch), online=online)
+    return messages.CoordinatorStatus(**_envelope(federation, epoch), online=online)
 
 
 def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
@@ -142,29 +120,34 @@ class Publisher:
 
     def keys(self) -> bool:
         """Publish, retained, how the message key was replaced; nothing while it is still the first one."""
-        links = self._signing_identity.links[-MAX_KEY_LINKS:]
+        links = self._signing_identity.links[-messages.MAX_KEY_LINKS :]
         if not links:
             return True
-        message = KeyChain(**self._to(EVERYONE), links=links)
+        message = messages.KeyChain(**self._to(messages.EVERYONE), links=links)
         return self._publish(self._topics.keys, self._seal(message), retain=True)
 
     def offer(
-        self, at: RoundAttempt, spec: ArtifactRef, aggregate: ArtifactRef, rounds: int, deadline_at: float
+        self,
+        at: messages.RoundAttempt,
+        spec: messages.ArtifactRef,
+        aggregate: messages.ArtifactRef,
+        rounds: int,
+        deadline_at: float,
     ) -> bool:
         """Publish, retained, the offer of the open (round, attempt)."""
-        message = Offer(
-            **self._to(EVERYONE, at), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
+        message = messages.Offer(
+            **self._to(messages.EVERYONE, at), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
         )
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
-    def finished(self, at: RoundAttempt, spec: ArtifactRef, aggregate: ArtifactRef) -> bool:
+    def finished(self, at: messages.RoundAttempt, spec: messages.ArtifactRef, aggregate: messages.ArtifactRef) -> bool:
         """Publish, retained, that the federation is over."""
-        message = Finished(**self._to(EVERYONE, at), spec=spec, aggregate=aggregate)
+        message = messages.Finished(**self._to(messages.EVERYONE, at), spec=spec, aggregate=aggregate)
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
     def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
         """Answer a hello, with the version that the session has."""
-        message = Welcome(
+        message = messages.Welcome(
             **self._to(device),
             version=version,
             device_nonce=device_nonce,
@@ -174,9 +157,9 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def refuse_hello(self, device: str, hello: Hello) -> bool:
+    def refuse_hello(self, device: str, hello: messages.Hello) -> bool:
         """Answer a hello that lists no version of the protocol supported here."""
-        message = Refusal(
+        message = messages.Refusal(
             **self._to(device),
             device_nonce=hello.nonce,
             versions=versions.SPOKEN,
@@ -185,32 +168,38 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def invite(self, device: str, at: RoundAttempt, share: float = 1.0) -> bool:
+    def invite(self, device: str, at: messages.RoundAttempt, share: float = 1.0) -> bool:
         """Ask a device to take part in (round, attempt) with a share of the spec's local steps."""
-        return self._send(device, Invite(**self._to(device, at), cohort=self._cohorts.verdict(device), share=share))
+        return self._send(
+            device, messages.Invite(**self._to(device, at), cohort=self._cohorts.verdict(device), share=share)
+        )
 
     def left(self, device: str) -> bool:
         """Confirm that a device is no member any more."""
-        return self._send(device, Left(**self._to(device)))
+        return self._send(device, messages.Left(**self._to(device)))
 
     def revoked(self, device: str, key: str) -> bool:
         """Tell the device that has this message key that it is revoked; outside of a session, as it has none any more."""
-        return self._publish(self._topics.down_control(device), self._seal(Revoked(**self._to(device), key=key)))
+        return self._publish(
+            self._topics.down_control(device), self._seal(messages.Revoked(**self._to(device), key=key))
+        )
 
-    def sum_step(self, device: str, at: RoundAttempt, step: ToDevice) -> bool:
+    def sum_step(self, device: str, at: messages.RoundAttempt, step: ToDevice) -> bool:
         """Send a step of the masked sum of (round, attempt)."""
-        return self._send(device, SumDown(**self._to(device, at), body=step))
+        return self._send(device, messages.SumDown(**self._to(device, at), body=step))
 
-    def need(self, device: str, manifest: Manifest, ranges: Ranges) -> bool:
+    def need(self, device: str, manifest: messages.Manifest, ranges: Ranges) -> bool:
         """Grant chunks of an announced update."""
         return self._send(
             device,
-            Need(**self._to(device, manifest.at), artifact=manifest.artifact.id, ranges=ranges),
+            messages.Need(**self._to(device, manifest.at), artifact=manifest.artifact.id, ranges=ranges),
         )
 
-    def receipt(self, device: str, at: RoundAttempt, artifact: str, outcome: Outcome, reason: str) -> bool:
+    def receipt(
+        self, device: str, at: messages.RoundAttempt, artifact: str, outcome: messages.Outcome, reason: str
+    ) -> bool:
         """End an update, or say what became of one that was accepted."""
-        message = Receipt(**self._to(device, at), artifact=artifact, outcome=outcome, reason=reason[:300])
+        message = messages.Receipt(**self._to(device, at), artifact=artifact, outcome=outcome, reason=reason[:300])
         return self._send(device, message)
 
     def chunks(self, device: str, source: ChunkFile, ranges: Ranges) -> None:
@@ -226,12 +215,12 @@ class Publisher:
 
         Nothing is sent when every device fetches over HTTPS.
         """
-        if self._sessions.carriers == {Carrier.HTTPS}:
+        if self._sessions.carriers == {messages.Carrier.HTTPS}:
             return
         burst = self._limits.window.chunks_of(source.ref.chunk_bytes)
         self._sender.broadcast(self._topics.aggregate, source, is_current, self._limits.broadcast_bytes_per_s, burst)
 
-    def carrier(self, device: str) -> Carrier:
+    def carrier(self, device: str) -> messages.Carrier:
         """How a device's artifacts travel."""
         return self._sessions.carrier(device)
 
@@ -243,13 +232,13 @@ class Publisher:
         """Stop sending chunks."""
         self._sender.close()
 
-    def _to(self, recipient: str, at: RoundAttempt = NO_ATTEMPT) -> _Envelope:
+    def _to(self, recipient: str, at: messages.RoundAttempt = messages.NO_ATTEMPT) -> _Envelope:
         return _envelope(self._topics.federation, self._epoch, recipient, at)
 
-    def _seal(self, message: AnyMessage) -> bytes:
+    def _seal(self, message: messages.AnyMessage) -> bytes:
         return seal(message, self._signing_identity.key)
 
-    def _send(self, device: str, message: AnyMessage) -> bool:
+    def _send(self, device: str, message: messages.AnyMessage) -> bool:
         with self._lock:
             stamped = self._sessions.stamp(device, message)
             return stamped is not None and self._publish(self._topics.down_control(device), self._seal(stamped))

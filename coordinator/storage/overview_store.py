@@ -12,6 +12,8 @@ from coordinator.rounds.records import AttemptState
 from coordinator.storage import schema
 from fedcg.wire.messages.messages import Outcome
 
+ANSWERS = 50  # of one device that a page shows
+
 
 @dataclass(frozen=True)
 class Delivery:
@@ -72,10 +74,10 @@ class Overview(schema.Queries):
         rows = self._rows(known.order_by(table.c.round, table.c.attempt))
         return {client: predicted_s / share for client, predicted_s, share in rows}
 
-    def deliveries(self, federation: str, client: str | None = None, since_round: int = 0) -> list[Delivery]:
-        """All ended updates of a federation, or those of one client, from a round on; oldest first."""
+    def deliveries(self, federation: str, client: str | None = None) -> list[Delivery]:
+        """All ended updates of a federation, or those of one client; oldest first."""
         table = schema.updates
-        query = select(*_DELIVERY).filter_by(federation=federation).where(table.c.round >= since_round)
+        query = select(*_DELIVERY).filter_by(federation=federation)
         if client is not None:
             query = query.filter_by(client=client)
         return self._all(_delivery, query.order_by(table.c.round, table.c.attempt, table.c.client))
@@ -122,13 +124,13 @@ class Overview(schema.Queries):
         merged = query.filter_by(federation=federation, outcome=Outcome.ACCEPTED.value).group_by("round", "attempt")
         return {(number, attempt): count for number, attempt, count in self._rows(merged)}
 
-    def answers(self, federation: str, client: str, limit: int = 50) -> list[tuple[int, int, str, str]]:
+    def answers(self, federation: str, client: str) -> list[tuple[int, int, str, str]]:
         """The last attempts that invited a client: round, attempt, its answer, its reason; newest first."""
         table = schema.participants
         columns = (table.c.round, table.c.attempt, table.c.state, table.c.reason)
         query = select(*columns).filter_by(federation=federation, client=client)
         newest_first = query.order_by(table.c.round.desc(), table.c.attempt.desc())
-        return [(row[0], row[1], row[2], row[3]) for row in self._rows(newest_first.limit(limit))]
+        return [(row[0], row[1], row[2], row[3]) for row in self._rows(newest_first.limit(ANSWERS))]
 
     def counts(self, federation: str) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
         """Of the attempts that are over: how many updates (and bytes) had each outcome, and how the attempts ended.
