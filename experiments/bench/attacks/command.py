@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 
 if TYPE_CHECKING:
     from fedcg.learning.simulation.party import Party
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HONEST, ABSENT = "all honest", "absent"
 
 
+@prints
 def attacks_command(
     data: Annotated[str, typer.Option(help="As for `fedcg simulate --data`.")] = "digits",
     partition: Annotated[str, typer.Option(help="iid or dirichlet:OMEGA.")] = "iid",
@@ -38,8 +39,7 @@ def attacks_command(
     out: Annotated[
         Path | None, typer.Option(help="A folder for one JSON file per seed; what is there is kept.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the records.")] = False,
-) -> None:
+) -> Result:
     """Accuracy of the honest clients' downloaded models when the last client is hostile, without and with the defence.
 
     Beside each attack stand the same federation with all clients honest, and without the last client.
@@ -76,11 +76,7 @@ def attacks_command(
             record = json.loads(path.read_text(encoding="utf-8"))
         _run_cases(record, setting | {"seed": number}, min_clients, attack, defence, path)
         records.append(record)
-    if as_json:
-        print_data(records)
-        return
-    for line in table(records):
-        typer.echo(line)
+    return records, "\n".join(table(records))
 
 
 def _run_cases(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 
 
+@prints
 def coordinator_command(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; with --watchers, rounds of one turn.")] = 5,
@@ -37,8 +39,7 @@ def coordinator_command(
     numbers: Annotated[
         int, typer.Option(min=1, max=10_000_000, help="With --sum-devices: numbers of a device.")
     ] = 12_800,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record.")] = False,
-) -> None:
+) -> Result:
     """Lost updates, seconds from the last update to the next offer, and memory of a coordinator and a Mosquitto of its own.
 
     The sessions send a recorded update of the method fedcg, so no device trains; the aggregation worker merges all of them.
@@ -47,8 +48,7 @@ def coordinator_command(
     Example: fedcg bench coordinator --sessions 50
     """
     if sum_devices:
-        _measure_sums(sum_devices, lost, numbers, as_json=as_json)
-        return
+        return _sums(sum_devices, lost, numbers)
     from coordinator.storage.store import Store
     from experiments.bench.coordinator.figures import as_record, cost_of_watchers, draw_memory, growth_mb, rounds_of
     from experiments.bench.coordinator.rounds import Setting, run_rounds
@@ -89,38 +89,32 @@ def coordinator_command(
         out.mkdir(parents=True, exist_ok=True)
         replace_durably(out / "coordinator.json", json.dumps(record, indent=1) + "\n", READABLE)
         draw_memory(found, out / "memory.png", f"{sessions} sessions: memory after each round")
-    if as_json:
-        print_data(record)
-    else:
-        _print(record)
+    return record, "\n".join(_lines(record))
 
 
-def _measure_sums(devices: list[int], lost: float, numbers: int, *, as_json: bool) -> None:
+def _sums(devices: list[int], lost: float, numbers: int) -> Result:
     from experiments.bench.coordinator.sums import measure_sum
     from experiments.record import bench_record
 
     found = [measure_sum(count, round(lost * count), numbers) for count in devices]
-    if as_json:
-        print_data({**bench_record("bench coordinator"), "sums": [asdict(one) for one in found]})
-        return
-    for one in found:
-        typer.echo(
-            f"{one.devices:>4} devices, {one.lost} lost: {one.numbers_bytes:,} bytes of numbers, {one.control_up:,} more up, {one.control_down:,} down, "
-            f"{one.device_ms:.1f} ms a device, {one.coordinator_ms:.1f} ms the coordinator"
-        )
+    lines = [
+        f"{one.devices:>4} devices, {one.lost} lost: {one.numbers_bytes:,} bytes of numbers, {one.control_up:,} more up, {one.control_down:,} down, "
+        f"{one.device_ms:.1f} ms a device, {one.coordinator_ms:.1f} ms the coordinator"
+        for one in found
+    ]
+    return {**bench_record("bench coordinator"), "sums": [asdict(one) for one in found]}, "\n".join(lines)
 
 
-def _print(record: dict[str, Any]) -> None:
-    updates = record["updates"]
-    typer.echo(", ".join(f"{count} updates {name}" for name, count in updates.items()))
+def _lines(record: dict[str, Any]) -> Iterator[str]:
+    yield ", ".join(f"{count} updates {name}" for name, count in record["updates"].items())
     for each in record["rounds"]:
         offer = (
             "" if each["next_offer_s"] is None else f", next offer {each['next_offer_s']:.2f} s after the last update"
         )
         memory = " + ".join(f"{value:.0f}" for value in each["memory_mb"])
-        typer.echo(f"round {each['round']}: {each['seconds']:.2f} s{offer}; {memory} MB (coordinator + worker)")
+        yield f"round {each['round']}: {each['seconds']:.2f} s{offer}; {memory} MB (coordinator + worker)"
     if record["growth_mb_per_round"] is not None:
-        typer.echo(f"memory grows by {record['growth_mb_per_round']:.2f} MB a round")
+        yield f"memory grows by {record['growth_mb_per_round']:.2f} MB a round"
     for name in ("seconds", "next_offer_s", "processor_s") if "watching" in record else ():
         cost = record["watching"][name]
-        typer.echo(f"{name} with over without watchers: {cost['ratio']:.2f} ({', '.join(map(str, cost['ratios']))})")
+        yield f"{name} with over without watchers: {cost['ratio']:.2f} ({', '.join(map(str, cost['ratios']))})"

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 
 
+@prints
 def infer_command(
     networks: Annotated[
         list[str] | None, typer.Option("--network", help="Split to measure; again for more.  [default: lenet5]")
@@ -21,8 +22,7 @@ def infer_command(
         int, typer.Option("--image-size", min=16, max=1024, help="Sides of a picture in pixels.")
     ] = 32,
     quick: Annotated[bool, typer.Option("--quick", help="Little of everything, once: does it run at all?")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+) -> Result:
     """One image, one thread: onnxruntime over eager torch; then a real serving process: ready, memory, latency, also beside training, swaps under load.
 
     Example: fedcg bench infer --quick
@@ -39,15 +39,14 @@ def infer_command(
         else Plan(repeats=repeats, requests=requests, swaps=swaps, side=image_size)
     )
     found = {name: measure(name, plan, lambda line: typer.echo(line, err=True)) for name in networks or ["lenet5"]}
-    if as_json:
-        record = bench_record("bench infer")
-        record["versions"] |= {name: version(name) for name in ("fastapi", "uvicorn")}
-        print_data({**record, "setting": asdict(plan), **found})
-        return
+    record = bench_record("bench infer")
+    record["versions"] |= {name: version(name) for name in ("fastapi", "uvicorn")}
+    lines = []
     for name, figures in found.items():
         for figure, value in figures.items():
             bar = BARS.get(name, {}).get(figure)
-            typer.echo(f"{name}.{figure:<18} {_figure_text(value)}" + (f"   ({bar[0]} {bar[1]:g})" if bar else ""))
+            lines.append(f"{name}.{figure:<18} {_figure_text(value)}" + (f"   ({bar[0]} {bar[1]:g})" if bar else ""))
+    return {**record, "setting": asdict(plan), **found}, "\n".join(lines)
 
 
 def _figure_text(value: object) -> str:

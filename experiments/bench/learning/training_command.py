@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 import typer
 
 from experiments.record import bench_record
 from fedcg.errors import BadInputError
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 from fedcg.learning.errors import LearningError
 from fedcg.learning.spec import NetworkChoice
 
 
+@prints
 def round_command(
     clients: Annotated[int, typer.Option(min=1, help="Clients.")] = 4,
     images: Annotated[int, typer.Option(min=32, help="Images of 3x32x32 per client.")] = 2000,
@@ -26,8 +27,7 @@ def round_command(
     measured_iterations: Annotated[int, typer.Option(min=1, help="Steps of the student that are run.")] = 200,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="A fiftieth of an epoch, once: does it run at all?")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+) -> Result:
     """A whole FedCG round: the published algorithm one step at a time, and ours; ratios of one run.
 
     Example: fedcg bench round --quick
@@ -49,26 +49,24 @@ def round_command(
         repeats=1 if quick else repeats,
     )
     result = measure(plan, lambda line: typer.echo(line, err=True))
-    if as_json:
-        extrapolated = {
-            "epochs": [plan.measured_epochs, plan.epochs],
-            "server_iterations": [plan.measured_iterations, plan.server_iterations],
-        }
-        record = {"setting": asdict(plan), "extrapolated": extrapolated if plan.is_extrapolated else None, **result}
-        print_data({**bench_record("bench round"), **record})
-        return
-    _print_round(result)
+    extrapolated = {
+        "epochs": [plan.measured_epochs, plan.epochs],
+        "server_iterations": [plan.measured_iterations, plan.server_iterations],
+    }
+    record = {"setting": asdict(plan), "extrapolated": extrapolated if plan.is_extrapolated else None, **result}
+    lines = [*_lines(result)]
     if plan.is_extrapolated:
-        typer.echo(f"extrapolated from {plan.measured_epochs} epochs and {plan.measured_iterations} student steps")
+        lines.append(f"extrapolated from {plan.measured_epochs} epochs and {plan.measured_iterations} student steps")
+    return {**bench_record("bench round"), **record}, "\n".join(lines)
 
 
-def _print_round(result: Mapping[str, object]) -> None:
-    typer.echo(f"{'reference':<12} {_seconds(result['reference_seconds'])}")
+def _lines(result: Mapping[str, object]) -> Iterator[str]:
+    yield f"{'reference':<12} {_seconds(result['reference_seconds'])}"
     for name, found in result.items():
         if isinstance(found, dict) and "speedup" in found:
-            typer.echo(f"{name:<12} {_seconds(found['seconds'])}")
             ratios = ", ".join(f"{stage} {ratio:.2f}x" for stage, ratio in found["speedup"].items())
-            typer.echo(f"{'':<12} {ratios}   ({found['what']})")
+            yield f"{name:<12} {_seconds(found['seconds'])}"
+            yield f"{'':<12} {ratios}   ({found['what']})"
 
 
 def _seconds(stages: object) -> str:
@@ -76,6 +74,7 @@ def _seconds(stages: object) -> str:
     return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items())
 
 
+@prints
 def train_command(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     method: Annotated[str, typer.Option(help="The method.")] = "fedcg",
@@ -88,8 +87,7 @@ def train_command(
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of the round.")] = 4,
     threads: Annotated[int, typer.Option(min=1, help="Threads.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Two batches, one epoch: does it run at all?")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+) -> Result:
     """One line about this box: steps and images a second, memory and energy of one whole local round on random images.
 
     Example: fedcg bench train --quick
@@ -110,8 +108,5 @@ def train_command(
         found = measure(plan, lambda line: typer.echo(line, err=True))
     except (LearningError, ValueError) as error:
         raise BadInputError(str(error)) from error
-    if as_json:
-        setting = {**vars(plan), "network": network.model_dump(mode="json")}
-        print_data({**bench_record("bench train"), "setting": setting, **found})
-        return
-    typer.echo(line_of(plan, found))
+    setting = {**vars(plan), "network": network.model_dump(mode="json")}
+    return {**bench_record("bench train"), "setting": setting, **found}, line_of(plan, found)

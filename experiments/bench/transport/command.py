@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from fedcg.json_output import print_data
+from fedcg.json_output import Result, prints
 
 
+@prints
 def transport_command(
     size: Annotated[
         list[int] | None,
@@ -25,8 +26,7 @@ def transport_command(
         int, typer.Option(min=0, max=1000, help="Instead: a round of so many sessions of the first size.")
     ] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds with --sessions.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+) -> Result:
     """Throughput of updates into the coordinator's database: sha256, signatures, mutual TLS, checks, fsynced receipt.
 
     With --sessions: seconds of whole rounds without training, from the opened attempt to the stored aggregate.
@@ -56,7 +56,4 @@ def transport_command(
             f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: {one.mb_per_s:.1f} MB/s"
             for one in measured
         ]
-    if as_json:
-        print_data(record)
-    else:
-        typer.echo("\n".join(lines))
+    return record, "\n".join(lines)
