@@ -90,15 +90,15 @@ class PoolRunner:
 
     def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
         """Local rounds, in the order in which they end."""
-        return self._all([(local_task, (task, aggregate)) for task in tasks])
+        return self.answers([(local_task, (task, aggregate)) for task in tasks])
 
     def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
         """Teacher passes, in the order in which they end."""
-        return self._all([(teacher_task, (number, server, update)) for update in updates])
+        return self.answers([(teacher_task, (number, server, update)) for update in updates])
 
     def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
         """Figures, in the order in which they end."""
-        return self._all([(measure_task, (task, aggregate)) for task in tasks])
+        return self.answers([(measure_task, (task, aggregate)) for task in tasks])
 
     def close(self) -> None:
         """Stop the workers."""
@@ -111,7 +111,7 @@ class PoolRunner:
         self._pool = ProcessPoolExecutor(self._count, spawning(), initializer=_begin, initargs=given)
         return self._pool
 
-    def _all(self, pieces: Sequence[_Piece]) -> Iterator[Any]:
+    def answers(self, pieces: Sequence[_Piece]) -> Iterator[Any]:
         """The answer to every piece.
 
         Raises:

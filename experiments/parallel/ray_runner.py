@@ -115,11 +115,11 @@ class RayRunner:
         bare = replace(party, datasets={}, common=None, public=None)
         self._resources = resources(self._threads, party.device)
         self._clients = {
-            name: ray.put(replace(bare, datasets={name: _own(data)}, roots=_roots_for(party.roots, name)))
+            name: ray.put(replace(bare, datasets={name: _own(data)}, roots=roots_for(party.roots, name)))
             for name, data in party.datasets.items()
         }
         self._server = ray.put(replace(bare, public=party.public, roots=replace(party.roots, devices={})))
-        self._common = ray.put(None if party.common is None else _images(party.common))
+        self._common = ray.put(None if party.common is None else sendable(party.common))
 
     def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
         """Local rounds, in the order in which they end."""
@@ -194,16 +194,16 @@ def original(error: Any) -> Exception:
     return error.cause if isinstance(error.cause, Exception) else RunError(f"a task on the Ray cluster failed: {error}")
 
 
-def _roots_for(roots: Roots, client: str) -> Roots:
+def roots_for(roots: Roots, client: str) -> Roots:
     """What a client's tasks draw from; a task needs no other client's secrets."""
     return Roots(roots.cohort, b"", {client: roots.devices[client]})
 
 
 def _own(data: ClientData) -> ClientData:
-    return replace(data, train=_images(data.train), val=_images(data.val), test=_images(data.test))
+    return replace(data, train=sendable(data.train), val=sendable(data.val), test=sendable(data.test))
 
 
-def _images(images: ImageSet) -> ImageSet:
+def sendable(images: ImageSet) -> ImageSet:
     """The images without a larger tensor that they are a part of, which would be pickled with them."""
     if images.images.untyped_storage().nbytes() == images.images.nbytes:
         return images

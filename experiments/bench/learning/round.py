@@ -78,7 +78,7 @@ def measure(plan: RoundPlan, announce: Callable[[str], None]) -> dict[str, objec
                 names.append((name, stage))
                 jobs.append(_announced(partial(run, part, stage), f"{name}: {stage.value}", announce))
         found = dict(zip(names, median_seconds(jobs, plan.repeats), strict=True))
-    whole = {name: _whole(name, found, plan) for name in ("reference", *VARIANTS)}
+    whole = {name: whole_round(name, found, plan) for name in ("reference", *VARIANTS)}
     result: dict[str, object] = {"reference_seconds": whole["reference"]}
     for name in VARIANTS:
         speedups = {stage: round(whole["reference"][stage] / whole[name][stage], 3) for stage in whole[name]}
@@ -114,7 +114,7 @@ def _shortened(setting: Setting, stage: Stage, plan: RoundPlan) -> Setting:
     return replace(setting, steps=steps)
 
 
-def _whole(name: str, found: dict[tuple[str, Stage], float], plan: RoundPlan) -> dict[str, float]:
+def whole_round(name: str, found: dict[tuple[str, Stage], float], plan: RoundPlan) -> dict[str, float]:
     """Seconds of a whole round's stages: all clients' classification and GAN, the server, and their sum."""
     turns = plan.clients if name == "reference" else math.ceil(plan.clients / plan.processes)
     epochs, iterations = plan.epochs / plan.measured_epochs, plan.server_iterations / plan.measured_iterations

@@ -102,12 +102,12 @@ def draw_antigan(records: Sequence[Record], path: Path) -> None:
 
     plain = {record["seed"]: record for record in records if record["column"] == "none"}
     defended = [record for record in records if record["seed"] in plain and record["column"][:3] in ("v_e", "mu ")]
-    measures = {"ADR of the global model, %": partial(_degradation, plain)}
+    measures = {"ADR of the global model, %": partial(degradation, plain)}
     measures |= {name: partial(_value, name) for name in ("class_ssim", "class_recognised")}
     picture = Picture(figsize=(4 * len(measures), 6), layout="constrained")
     grid = picture.subplots(2, len(measures), squeeze=False)
     for axes_of, name in zip(grid, ("v_e", "mu"), strict=True):
-        points = _by(defended, lambda record, name=name: _parameter(record["column"], name))
+        points = _by(defended, lambda record, name=name: parameter_of(record["column"], name))
         for axes, (title, measure) in zip(axes_of, measures.items(), strict=True):
             found = sorted((at, [*map(measure, some)]) for at, some in points.items() if at is not None)
             means = [fmean(values) for _, values in found]
@@ -119,13 +119,14 @@ def draw_antigan(records: Sequence[Record], path: Path) -> None:
     picture.savefig(path, dpi=130)
 
 
-def _parameter(column: str, name: str) -> float | None:
+def parameter_of(column: str, name: str) -> float | None:
     """The value of v_e or mu in a column, None where the column is about the other; both are 0.5 by default."""
     kind, value = column.split()
     return float(value) if kind == name or value == "0.5" else None
 
 
-def _degradation(plain: Mapping[int, Record], record: Record) -> float:
+def degradation(plain: Mapping[int, Record], record: Record) -> float:
+    """The share of the global accuracy that a run loses against the one of its seed without a defence, in percent."""
     without = float(plain[record["seed"]]["accuracy_global"])
     return 100 * (without - float(record["accuracy_global"])) / without
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments.bench.privacy.cells import grids
-from experiments.bench.privacy.tables import _degradation, _parameter, draw_antigan, strongest, summary, table
+from experiments.bench.privacy.tables import degradation, draw_antigan, parameter_of, strongest, summary, table
 from experiments.settings.options import parse_networks
 from tests.support.commands import run_fedcg
 
@@ -87,8 +87,8 @@ def test_anti_gans_curves_are_drawn_from_the_columns_of_both_parameters(tmp_path
     ]
     draw_antigan(records, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [_parameter(name, "mu") for name in ("mu 0.9", "v_e 0.5", "v_e 0.1")] == [0.9, 0.5, None]
-    assert _degradation({0: records[0]}, records[2]) == pytest.approx(20.0)
+    assert [parameter_of(name, "mu") for name in ("mu 0.9", "v_e 0.5", "v_e 0.1")] == [0.9, 0.5, None]
+    assert degradation({0: records[0]}, records[2]) == pytest.approx(20.0)
 
 
 def test_every_grid_has_runs_with_names_of_their_own_and_networks_that_a_simulation_takes() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from experiments.bench.learning.round import RoundPlan, _whole
+from experiments.bench.learning.round import RoundPlan, whole_round
 from experiments.bench.learning.training import Stage, median_seconds
 from tests.support.commands import data_of, run_fedcg
 
@@ -23,11 +23,11 @@ def test_a_round_is_the_sum_of_its_stages_times_how_often_each_runs() -> None:
         for stage, seconds in ((Stage.CLASSIFY, 1.0), (Stage.GAN, 4.0), (Stage.STUDENT, 3.0))
     }
     # 5 clients one after the other, 10 times what was measured; the server 4 times.
-    assert _whole("reference", found, plan) == {"classify": 50.0, "gan": 200.0, "server": 12.0, "round": 262.0}
+    assert whole_round("reference", found, plan) == {"classify": 50.0, "gan": 200.0, "server": 12.0, "round": 262.0}
     seconds = {Stage.CLASSIFY: 1.0, Stage.FEATURES: 0.5, Stage.GAN: 2.0, Stage.TEACHER: 0.25, Stage.STUDENT: 1.0}
     ours = {("ours", stage): taken for stage, taken in seconds.items()}
     # 5 clients two at a time take 3 turns; features once a turn: 3 · (10 · 2 + 0.5). The server: 4 · (1 + 5 · 0.25).
-    assert _whole("ours", ours, plan) == {"classify": 30.0, "gan": 61.5, "server": 9.0, "round": 100.5}
+    assert whole_round("ours", ours, plan) == {"classify": 30.0, "gan": 61.5, "server": 9.0, "round": 100.5}
     assert plan.is_extrapolated
     assert not RoundPlan(measured_epochs=20, measured_iterations=2000).is_extrapolated
 

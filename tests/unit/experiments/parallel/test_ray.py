@@ -17,7 +17,7 @@ from experiments.cli.simulate_command import with_address
 from experiments.errors import OptionError
 from experiments.parallel import ray_cluster
 from experiments.parallel.ray_cluster import Build, RayCluster, open_cluster, own_build
-from experiments.parallel.ray_runner import _images, _roots_for
+from experiments.parallel.ray_runner import roots_for, sendable
 from experiments.parallel.ray_simulator import MOST_LANES, lanes_for
 from experiments.simulation.lanes import open_ray_lanes
 from fedcg import cli
@@ -134,13 +134,13 @@ def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_node_gets_the_secret_of_the_client_that_it_trains_and_no_other() -> None:
     roots = Roots(b"cohort", b"coordinator", {"a": b"one", "b": b"two"})
-    assert _roots_for(roots, "b") == Roots(b"cohort", b"", {"b": b"two"})
+    assert roots_for(roots, "b") == Roots(b"cohort", b"", {"b": b"two"})
 
 
 def test_a_part_of_a_larger_tensor_is_sent_without_the_rest() -> None:
     everything = torch.arange(4 * 3 * 8 * 8, dtype=torch.int64).to(torch.uint8).view(4, 3, 8, 8)
     part = ImageSet(everything[1:3], torch.tensor([0, 1]), ("x", "y"))
-    sent = _images(part)
+    sent = sendable(part)
     assert torch.equal(sent.images, part.images)
     assert sent.images.untyped_storage().nbytes() == 2 * 3 * 8 * 8
-    assert _images(sent) is sent
+    assert sendable(sent) is sent
