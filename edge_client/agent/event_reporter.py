@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from edge_client.session.events import Event, HelloRefused, Invited, Offered, Welcomed
-from edge_client.training.trainer_handle import Failed, Noted
+from edge_client.session.events import Event, HelloRefused, Invited, Noted, Offered, RoundFailed, Welcomed
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.files import advice_for
 from fedcg.refusal_counter import Refusals
@@ -133,9 +132,8 @@ class EventReporter:
             )
             self._events.write("link_problem", detail=detail)
 
-    def failed(self, report: Failed) -> None:
+    def failed(self, report: RoundFailed) -> None:
         """A round is declined because it can't be trained here."""
-        self.progress = None
         at = self._at(report.round_attempt)
         self._events.write("round_failed", **at, reason=report.reason.value, detail=report.detail)
 

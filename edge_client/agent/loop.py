@@ -39,6 +39,7 @@ from edge_client.session.events import (
     Event,
     Invited,
     LinkChanged,
+    Noted,
     ObstacleChanged,
     OutboxFound,
     Revoked,
@@ -49,9 +50,7 @@ from edge_client.session.events import (
     Stopping,
     Tick,
     TrainerDied,
-    TrainerReady,
     TrainingAbandoned,
-    Weighed,
     Welcomed,
 )
 from edge_client.session.state import REVOKED_RETRY_S, Trainer, next_deadline
@@ -59,7 +58,7 @@ from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.revocation import REVOKED_ADVICE, Revocation
-from edge_client.training.trainer_handle import Committed, Failed, Noted, Ready, TrainerHandle, TrainerReport
+from edge_client.training.trainer_handle import TrainerHandle, TrainerReport
 from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer, MqttCarrier
 from edge_client.transfer.https_client import https_carrier
 from fedcg.errors import NOT_CONNECTED
@@ -400,41 +399,35 @@ class Agent:
             self._handle(OutboxFound(entry.round_attempt))
 
     def _trainer_reported(self, report: TrainerReport) -> None:
-        if isinstance(report, Ready):
-            self._handle(TrainerReady())
-        elif isinstance(report, Committed):
-            self._reporter.progress = None
-            self._handle(
-                RoundCommitted(report.round_attempt)
-            )  # before the steps that can fail: the disk, the size of chunks
-            self._prune()
-        elif isinstance(report, Failed):
-            self._reporter.failed(report)
-            self._executor.why[report.reason] = report.detail
-            self._handle(RoundFailed(report.round_attempt, report.reason))
-        elif isinstance(report, Weighed):
-            self._reporter.progress = None
-            self._handle(report)
-        elif isinstance(report, Chosen):
-            self._reporter.progress = None
-            self.self_reporter.look_at_model()
-            self._handle(report)
-        elif isinstance(report, Noted):
+        if isinstance(report, Noted):
             self._reporter.noted(report)
             self.hardware.noted(report.event)
             if report.event["event"] == "exported":
                 self.self_reporter.look_at_model()
-        elif isinstance(report, Exited) and report.exit_code == 0 and self._state.trainer is Trainer.GONE:
+            return
+        if isinstance(report, Exited):
+            self._trainer_ended(report)
+            return
+        self._reporter.progress = None
+        if isinstance(report, RoundFailed):
+            self._reporter.failed(report)
+            self._executor.why[report.reason] = report.detail
+        elif isinstance(report, Chosen):
+            self.self_reporter.look_at_model()
+        self._handle(report)  # before the step that can fail: the disk
+        if isinstance(report, RoundCommitted):
+            self._prune()
+
+    def _trainer_ended(self, report: Exited) -> None:
+        if report.exit_code == 0 and self._state.trainer is Trainer.GONE:
             self._events.write("trainer_released", reason=self._state.release_reason)
-        elif isinstance(report, Exited):
-            self._reporter.died(report)
-            self._executor.why[DeclineReason.TRAINING_FAILED] = (
-                f"the training process ended with code {report.exit_code}"
-            )
-            try:
-                self._adopt_commit()  # it may have died between its commit and its report
-            finally:
-                self._handle(TrainerDied())
+            return
+        self._reporter.died(report)
+        self._executor.why[DeclineReason.TRAINING_FAILED] = f"the training process ended with code {report.exit_code}"
+        try:
+            self._adopt_commit()  # it may have died between its commit and its report
+        finally:
+            self._handle(TrainerDied())
 
     def _adopt_commit(self) -> None:
         generation = self._store.generations.newest()

@@ -14,8 +14,6 @@ from fedcg.wire.messages.messages import (
 )
 from fedcg.wire.messages.sum_steps import ToDevice
 
-# ------------------------------------------------------------------ events
-
 
 @dataclass(frozen=True)
 class SendHello:
@@ -178,6 +176,9 @@ Command = (
     | Note
     | Done
 )
+
+Work = WeighRound | TrainRound | ChooseModel
+TrainerCommand = Work | ReleaseTrainer
 
 
 def given_up(command: Command) -> Event | None:

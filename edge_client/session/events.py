@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedcg.event_log import EventValue
 from fedcg.wire.messages.messages import (
     ArtifactRef,
     CohortVerdict,
@@ -158,7 +159,7 @@ class SumReady:
 
 @dataclass(frozen=True)
 class TrainerReady:
-    """The training process waits for work."""
+    """The training process has loaded torch and waits for work; comes from it as it is."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class TrainerDied:
 
 @dataclass(frozen=True)
 class RoundCommitted:
-    """A round is trained and durable.
+    """A round is trained and durable; comes from the training process as it is.
 
     Attributes:
         spec: that of the job under way when None.
@@ -190,10 +191,15 @@ class OutboxFound:
 
 @dataclass(frozen=True)
 class RoundFailed:
-    """A round can't be trained here; the state before it still stands."""
+    """A round can't be trained here; the state before it still stands. Comes from the training process as it is.
+
+    Attributes:
+        detail: why, in words that stay on the device.
+    """
 
     round_attempt: RoundAttempt
     reason: DeclineReason
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -274,3 +280,22 @@ Event = (
     | RoundFailed
     | Chosen
 )
+
+
+WorkReport = RoundCommitted | RoundFailed | Weighed | Chosen
+"""How a piece of work of the training process ends."""
+
+
+# Other reports of the training process, which are no events of the state machine.
+
+
+@dataclass(frozen=True)
+class Working:
+    """A sign of life while it works; ends at the handle."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An event that the process has written into the event log; the agent's log and status have it too."""
+
+    event: dict[str, EventValue]

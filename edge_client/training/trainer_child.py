@@ -23,8 +23,17 @@ from devices.profile import DeviceProfile, Gpu, TrainingPlan, batch_share, plan_
 from devices.telemetry import Sensors, read_power
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
-from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound
-from edge_client.session.events import Chosen, Weighed
+from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound, Work
+from edge_client.session.events import (
+    Chosen,
+    Noted,
+    RoundCommitted,
+    RoundFailed,
+    TrainerReady,
+    Weighed,
+    Working,
+    WorkReport,
+)
 from edge_client.store.generations import Generation
 from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.store.sent_record import LEDGER_FILE, append_line
@@ -33,7 +42,6 @@ from edge_client.training.local_round import images_of_round, train_round
 from edge_client.training.memory_share import MemoryShare
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
-from edge_client.training.trainer_handle import Committed, Failed, Noted, Ready, TrainerReport, Work, Working
 from edge_client.training.turns import Pauses, turn, yield_cpu
 from edge_client.training.workplace import Workplace
 from export.errors import ExportError
@@ -63,7 +71,7 @@ def trainer_main(connection: Connection, config: AgentConfig) -> None:
     events = EventLog(config.store / "events.jsonl", time.time, watch=lambda event: connection.send(Noted(event)))
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
         trainer = Trainer(config, store, events, SignsOfLife(connection))
-        connection.send(Ready(os.getpid()))
+        connection.send(TrainerReady())
         for command in requests_of(connection):
             if isinstance(command, ReleaseTrainer):
                 return
@@ -152,7 +160,7 @@ class Trainer:
         joules = None if self._meter.rail is None else round(self._meter.joules, 1)
         return RoundCost(seconds=round(time.monotonic() - self._started, 3), joules=joules)
 
-    def do(self, command: Work) -> TrainerReport:
+    def do(self, command: Work) -> WorkReport:
         """Carry out one command in this device's turn; a failure becomes a report and leaves the state as it was before."""
         attempt = NO_ATTEMPT if isinstance(command, ChooseModel) else command.round_attempt
         self._pauses.at = attempt
@@ -163,7 +171,7 @@ class Trainer:
                 return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
         except OSError as error:  # of the lock: errors of the work are reports
             if not isinstance(command, ChooseModel):
-                return Failed(attempt, DeclineReason.TRAINING_FAILED, self._explain(error))
+                return RoundFailed(attempt, DeclineReason.TRAINING_FAILED, self._explain(error))
             self._events.write("finalise_failed", detail=self._explain(error))
             return Chosen(command.aggregate, succeeded=False)
 
@@ -176,22 +184,22 @@ class Trainer:
 
         return turn(lock, waits, working)
 
-    def _weigh(self, command: WeighRound) -> TrainerReport:
+    def _weigh(self, command: WeighRound) -> WorkReport:
         try:
             return Weighed(command.round_attempt, images_of_round(self._work, command))
         except (EdgeError, LearningError, DivergedError, OSError) as error:
-            return Failed(command.round_attempt, reason_for(error), self._explain(error))
+            return RoundFailed(command.round_attempt, reason_for(error), self._explain(error))
 
-    def _train(self, command: TrainRound) -> TrainerReport:
+    def _train(self, command: TrainRound) -> WorkReport:
         if self._obstacle is not None:
-            return Failed(command.round_attempt, DeclineReason.NOT_ELIGIBLE, self._obstacle)
+            return RoundFailed(command.round_attempt, DeclineReason.NOT_ELIGIBLE, self._obstacle)
         self._started, self._meter = time.monotonic(), EnergyMeter(read_power)
         while (report := self._attempted(command)) is None:
             if self._work.place == "cuda":
                 torch.cuda.empty_cache()
         return report
 
-    def _attempted(self, command: TrainRound) -> TrainerReport | None:
+    def _attempted(self, command: TrainRound) -> WorkReport | None:
         """Train a round once; None where memory ran out and the round goes on with half the rows at once."""
         before = self._work.store.generations.newest()
         self._memory.round_begins()
@@ -213,15 +221,15 @@ class Trainer:
                 return None
             if unexplained:
                 _log.exception("%s failed on %s", command.round_attempt, self._work.config.device)
-            return Failed(command.round_attempt, reason, self._explain(error))
+            return RoundFailed(command.round_attempt, reason, self._explain(error))
         finally:
             self._memory.round_ended()
-        return Committed(generation.round_attempt)
+        return RoundCommitted(generation.round_attempt)
 
-    def afterwards(self, report: TrainerReport) -> None:
+    def afterwards(self, report: WorkReport) -> None:
         """Export the personal model after a round that made it better; the round's report is already sent."""
         export = self._work.config.export
-        if not (isinstance(report, Committed) and export.enabled and export.each_best):
+        if not (isinstance(report, RoundCommitted) and export.enabled and export.each_best):
             return
         try:
             with self._turn(report.round_attempt):
@@ -242,7 +250,7 @@ class Trainer:
         self._events.write("gpu_failed", round=at.round, attempt=at.attempt, pid=os.getpid(), detail=str(error))
         os._exit(BROKEN_EXIT)
 
-    def _choose(self, command: ChooseModel) -> TrainerReport:
+    def _choose(self, command: ChooseModel) -> WorkReport:
         try:
             outcome = choose_model(self._work, command)
         except (EdgeError, WireError, ExportError, LearningError, DivergedError, OSError) as error:

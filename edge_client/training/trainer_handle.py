@@ -6,59 +6,18 @@ Torch-free; only the child imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
 from edge_client.config import AgentConfig
-from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound
-from edge_client.session.events import Chosen, Weighed
+from edge_client.session.commands import TrainerCommand
+from edge_client.session.events import Noted, TrainerReady, Working, WorkReport
 from fedcg.child_python import loading
-from fedcg.event_log import EventValue
 from fedcg.log.output import set_up_log
 from fedcg.log.settings import LogSettings
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.worker_process import Exited, WorkerProcess
 
-
-@dataclass(frozen=True)
-class Ready:
-    """Report: torch is loaded; the process takes commands."""
-
-    pid: int
-
-
-@dataclass(frozen=True)
-class Committed:
-    """Report: the round is durable; the store holds the result."""
-
-    round_attempt: RoundAttempt
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Report: the round can't be trained; nothing was changed."""
-
-    round_attempt: RoundAttempt
-    reason: DeclineReason
-    detail: str
-
-
-@dataclass(frozen=True)
-class Working:
-    """Sign of life of the child while it works; ends at the handle."""
-
-
-@dataclass(frozen=True)
-class Noted:
-    """Report: an event that the process has written into the event log; the agent's log and status have it too."""
-
-    event: dict[str, EventValue]
-
-
-Work = WeighRound | TrainRound | ChooseModel
-TrainerCommand = Work | ReleaseTrainer
-TrainerReport = Ready | Committed | Failed | Weighed | Chosen | Noted | Exited
+TrainerReport = TrainerReady | WorkReport | Noted | Exited
 
 
 class TrainerHandle(Protocol):

@@ -25,9 +25,10 @@ from coordinator.rounds.records import ParticipantState
 from edge_client.agent.loop import Agent
 from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.commands import TrainRound
+from edge_client.session.commands import TrainerCommand, TrainRound
+from edge_client.session.events import RoundCommitted
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.trainer_handle import Committed, TrainerCommand, TrainerReport
+from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.messages import RoundAttempt
@@ -145,9 +146,9 @@ class HeldTrainer(FakeTrainer):
         attempt = command.round_attempt
         self.update = self._device.make_update(attempt.round, attempt.attempt, command.aggregate)
         self.store.generations.commit(toy_generation(self.spec, attempt, self.update))
-        threading.Thread(target=self._report, args=(Committed(attempt),), daemon=True).start()
+        threading.Thread(target=self._report, args=(RoundCommitted(attempt),), daemon=True).start()
 
-    def _report(self, report: Committed) -> None:
+    def _report(self, report: RoundCommitted) -> None:
         self.may_go.wait()
         self.deliver(report)
 

@@ -10,11 +10,10 @@ import pytest
 
 from edge_client.agent.loop import Agent
 from edge_client.messaging.inbox import MAX_BYTES
-from edge_client.session.commands import LoadUpdate, TrainRound
+from edge_client.session.commands import LoadUpdate, TrainerCommand, TrainRound
 from edge_client.session.events import Event, LinkChanged, OutboxFound, RoundCommitted, Tick
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
-from edge_client.training.trainer_handle import Committed, TrainerCommand
 from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.transport.transport import Delivery as Incoming
 from tests.support.edge.world import FakeTrainer, World, aggregate_of, toy_parts
@@ -59,7 +58,7 @@ def test_a_link_that_shrinks_while_a_box_trains_delays_its_update_and_loses_noth
     command = training(world)
     usual, world.broker.max_payload = world.broker.max_payload, NOWHERE
     world.trainer.commit(command)
-    world.trainer.deliver(Committed(command.round_attempt))
+    world.trainer.deliver(RoundCommitted(command.round_attempt))
     wait_until(lambda: bool(errors(world)), "the update can't be cut")
     assert "the link takes payloads of 88 bytes" in errors(world)[0]
     world.broker.max_payload = usual

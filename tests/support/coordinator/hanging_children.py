@@ -24,7 +24,7 @@ from coordinator.aggregation.jobs import (
     WorkerSettings,
 )
 from edge_client.config import AgentConfig
-from edge_client.training.trainer_handle import Committed, Ready, Working
+from edge_client.session.events import RoundCommitted, TrainerReady, Working
 from fedcg.log.settings import LogSettings
 from fedcg.worker_process import requests_of
 
@@ -33,13 +33,13 @@ THREADS_FILE = "threads.txt"
 
 
 def work_slowly_then_idle(connection: Connection, _config: AgentConfig, _log: LogSettings) -> None:
-    connection.send(Ready(os.getpid()))
+    connection.send(TrainerReady())
     for command in requests_of(connection):  # with nothing to do it may be silent for ever
         idle = threading.Event()
         for _ in range(8):  # twice as long as a silent one may be
             idle.wait(STALL_S / 4)
             connection.send(Working())
-        connection.send(Committed(command.round_attempt))
+        connection.send(RoundCommitted(command.round_attempt))
 
 
 def serve(connection: Connection, settings: WorkerSettings, first_time: Callable[[Connection], None]) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from edge_client.config import AgentConfig
 from edge_client.session.commands import TrainRound
-from edge_client.training.trainer_handle import Committed, Noted, Ready, TrainerReport, trainer_process
+from edge_client.session.events import Noted, RoundCommitted, TrainerReady
+from edge_client.training.trainer_handle import TrainerReport, trainer_process
 from fedcg.log.settings import LogSettings
 from fedcg.worker_process import Exited
 from tests.support.waiting import wait_until
@@ -34,10 +35,10 @@ class KilledTrainer:
         process = trainer_process(self._config, LogSettings(), reports.put)
         try:
             pid = process.start()
-            assert _next(reports) == Ready(pid)
+            assert _next(reports) == TrainerReady()
             process.send(command)
             if checkpoint is None:
-                assert _next(reports) == Committed(command.round_attempt)
+                assert _next(reports) == RoundCommitted(command.round_attempt)
                 return
             wait_until(checkpoint.exists, "the first checkpoint", 60.0)
             os.kill(pid, signal.SIGKILL)

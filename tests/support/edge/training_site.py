@@ -8,10 +8,10 @@ from typing import Any
 
 from edge_client.config import DataSection, KeysSection
 from edge_client.session.commands import TrainRound
+from edge_client.session.events import RoundFailed
 from edge_client.store.generations import StoredState
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_child import Trainer
-from edge_client.training.trainer_handle import Failed
 from fedcg.event_log import EventLog, read_events
 from fedcg.files import checked_secret
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
@@ -85,9 +85,9 @@ class Site:
     def trainer(self) -> Trainer:
         return Trainer(self.config, self.store, EventLog(self.events_path, time.time))
 
-    def declined(self) -> Failed:
+    def declined(self) -> RoundFailed:
         report = self.trainer().do(self.round())
-        assert isinstance(report, Failed)
+        assert isinstance(report, RoundFailed)
         return report
 
     def state(self) -> StoredState:

@@ -15,12 +15,12 @@ from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
 from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound
-from edge_client.session.events import Chosen, Weighed
+from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainerCommand, TrainRound, WeighRound
+from edge_client.session.events import Chosen, RoundCommitted, TrainerReady, Weighed
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from edge_client.store.generations import NewGeneration
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.trainer_handle import Committed, Ready, TrainerCommand, TrainerReport
+from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, ParameterValue
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
@@ -190,7 +190,7 @@ class FakeTrainer:
 
     def start(self) -> int:
         self.starts += 1
-        self.deliver(Ready(1000 + self.starts))
+        self.deliver(TrainerReady())
         return 1000 + self.starts
 
     def send(self, command: TrainerCommand) -> None:
@@ -210,7 +210,7 @@ class FakeTrainer:
             self.deliver(Weighed(command.round_attempt, 7))
             return
         self.commit(command)
-        self.deliver(Committed(command.round_attempt))
+        self.deliver(RoundCommitted(command.round_attempt))
 
     def commit(self, command: TrainRound) -> None:
         update = update_of(self.spec, command.round_attempt)

@@ -11,9 +11,9 @@ from edge_client.agent.control_socket import ask_agent
 from edge_client.config import PolicySection
 from edge_client.messaging.owner_requests import StatusRequest
 from edge_client.session.commands import TrainRound
+from edge_client.session.events import Noted, RoundFailed
 from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.store.revocation import Revocation
-from edge_client.training.trainer_handle import Failed, Noted
 from fedcg.errors import NOT_CONNECTED
 from fedcg.wire.messages.messages import (
     COORDINATOR,
@@ -300,7 +300,7 @@ def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> Non
 
 def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_world: MakeWorld) -> None:
     world = training(make_world)
-    world.trainer.deliver(Failed(RoundAttempt(1, 1), DeclineReason.DIVERGED, "mean loss nan"))
+    world.trainer.deliver(RoundFailed(RoundAttempt(1, 1), DeclineReason.DIVERGED, "mean loss nan"))
     assert world.coordinator.wait(Decline).reason is DeclineReason.DIVERGED
     open_round(world, 1, attempt=2)
     world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "it is trained again")

@@ -14,9 +14,9 @@ from edge_client.agent.event_reporter import LinkProblems
 from edge_client.cli.status import Status, read_status
 from edge_client.config import PolicySection
 from edge_client.errors import StoreLockedError
-from edge_client.session.commands import ChooseModel
+from edge_client.session.commands import ChooseModel, TrainerCommand
+from edge_client.session.events import RoundFailed
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.trainer_handle import Failed, TrainerCommand
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import Part
@@ -49,7 +49,7 @@ def test_why_a_round_is_declined_is_in_the_log_and_in_the_status(
     world = make_world(is_automatic=False)
     begin(world)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
-    world.trainer.deliver(Failed(RoundAttempt(1, 1), DeclineReason.NO_DATA, NO_DOG))
+    world.trainer.deliver(RoundFailed(RoundAttempt(1, 1), DeclineReason.NO_DATA, NO_DOG))
     assert world.coordinator.wait(Decline).reason is DeclineReason.NO_DATA
     world.coordinator.work_until(lambda: "declined (no_data)" in caplog.text, "the decline is logged")
     assert f"round 1 of 2: declined (no_data): {NO_DOG}. What to do: run `fedcg doctor`" in caplog.text

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from edge_client.config import DataSection
+from edge_client.session.events import RoundCommitted
 from edge_client.training.local_data import LocalData, LocalDefence
-from edge_client.training.trainer_handle import Committed
 from fedcg.event_log import EventLog
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.training_site import Site, real_spec
@@ -92,7 +92,7 @@ def test_antigan_before_its_training_is_told_with_its_time_and_afterwards_shown(
         r"the first round trains it, which takes about \d+ s here \(images of 32x32 pixels\)", found["detail"]
     )
     assert not picture.exists()
-    assert isinstance(site.trainer().do(site.round()), Committed)
+    assert isinstance(site.trainer().do(site.round()), RoundCommitted)
     assert shown(config, picture)["detail"].endswith(str(picture))
     assert np.array(Image.open(picture)).shape == (96 * len(CLASSES), 3 * 96)
 

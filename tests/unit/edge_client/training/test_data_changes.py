@@ -10,7 +10,7 @@ import pytest
 
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.cli.status import read_status
-from edge_client.training.trainer_handle import Committed, Failed
+from edge_client.session.events import RoundCommitted, RoundFailed
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images
@@ -24,7 +24,7 @@ def site(tmp_path: Path) -> Site:
 
 
 def trained(site: Site, number: int) -> Counter[str]:
-    assert site.trainer().do(site.round(number)) == Committed(RoundAttempt(number, 1))
+    assert site.trainer().do(site.round(number)) == RoundCommitted(RoundAttempt(number, 1))
     files = site.store.generations.snapshot(site.state().generation).files
     return Counter(CLASSES[file.label] for file in files)
 
@@ -76,7 +76,7 @@ def test_a_class_may_be_missing_and_an_unknown_one_is_an_error_with_the_fix(site
     assert f"{FEWER} 0" in found.detail
     (site.root / f"train-{FEWER}").rename(site.root / "data" / "train" / "cow")
     report = site.trainer().do(site.round(2))
-    assert isinstance(report, Failed)
+    assert isinstance(report, RoundFailed)
     assert report.reason is DeclineReason.NO_DATA
     found = data_finding(site)
     assert found.state == "failed"

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from edge_client.config import DataSection
+from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.training.local_data import LocalData, LocalDefence
-from edge_client.training.trainer_handle import Committed, Failed
 from export.build.install_model import package_personal
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
@@ -81,7 +81,7 @@ def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits_and_wit
     site.config = site.config.model_copy(update={"data": data})
     trainer = site.trainer()
     report = trainer.do(site.round())
-    assert isinstance(report, Committed)
+    assert isinstance(report, RoundCommitted)
     trainer.afterwards(report)
 
     state = site.state()
@@ -168,6 +168,6 @@ def test_images_that_can_not_be_encrypted_so_decline_with_the_parameter(
     site = Site(tmp_path, real_spec("local"))
     give(site, tmp_path / "data", **params)
     report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
+    assert isinstance(report, RoundFailed)
     assert report.reason is DeclineReason.SPEC_REFUSED
     assert named in report.detail

@@ -17,8 +17,7 @@ from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
 from edge_client.session.commands import ChooseModel
-from edge_client.session.events import Chosen
-from edge_client.training.trainer_handle import Committed, Failed
+from edge_client.session.events import Chosen, RoundCommitted, RoundFailed
 from fedcg.event_log import EventLog
 from fedcg.files import checked_secret
 from fedcg.learning.backbone_names import WEIGHTS_VARIABLE, weights_digest
@@ -62,11 +61,11 @@ def test_rounds_train_on_features_that_are_computed_once_and_keep_the_projection
 
     monkeypatch.setattr(ProjectedBackbone, "pooled", counted)
     trainer = site.trainer()
-    assert trainer.do(site.round(1)) == Committed(RoundAttempt(1, 1))
+    assert trainer.do(site.round(1)) == RoundCommitted(RoundAttempt(1, 1))
     assert (
         sum(seen) == 12 * 3 + 5 * 3 + 4 * 3
     )  # train with val, test, common; own model, shadow and report read the same ones
-    assert trainer.do(site.round(2)) == Committed(RoundAttempt(2, 1))
+    assert trainer.do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
     assert len(seen) == 4
     state = site.state().slots["personal"][Part.EXTRACTOR]
     assert set(state) == {"project.weight", "project.bias"}
@@ -188,7 +187,7 @@ def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(
 
     choose("timm:test_resnet")
     trainer = site.trainer()
-    assert trainer.do(site.round(1)) == Committed(RoundAttempt(1, 1))
+    assert trainer.do(site.round(1)) == RoundCommitted(RoundAttempt(1, 1))
     state = site.state()
     assert (state.generation.backbone, state.generation.spec) == ("timm:test_resnet", site.spec.digest)
     assert any(name.startswith("backbone.") for name in state.slots["personal"][Part.EXTRACTOR])
@@ -200,10 +199,10 @@ def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(
     owner = OwnerControl(site.config, site.store, EventLog(tmp_path / "owner.jsonl", time.time), time.time)
     assert owner.check(site.spec) is None
     choose("auto")  # as before, whatever the hardware
-    assert site.trainer().do(site.round(2)) == Committed(RoundAttempt(2, 1))
+    assert site.trainer().do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
     choose(f"timm:{TIMM}")
     failed = site.trainer().do(site.round(3))
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoundFailed)
     assert failed.reason is DeclineReason.SPEC_REFUSED
     assert "were trained with timm:test_resnet, and [training] backbone is now timm:test_efficientnet" in failed.detail
     owner = OwnerControl(site.config, site.store, EventLog(tmp_path / "owner.jsonl", time.time), time.time)

@@ -19,7 +19,8 @@ from coordinator.aggregation.jobs import (
 )
 from edge_client.config import TrainingSection
 from edge_client.session.commands import TrainRound
-from edge_client.training.trainer_handle import Committed, Ready, TrainerReport, trainer_process
+from edge_client.session.events import RoundCommitted, TrainerReady
+from edge_client.training.trainer_handle import TrainerReport, trainer_process
 from fedcg.learning.training.device_errors import BROKEN_EXIT
 from fedcg.log.settings import LogSettings
 from fedcg.wire.messages.messages import RoundAttempt
@@ -41,10 +42,10 @@ def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
     config = make_config(tmp_path).model_copy(update={"training": training})
     process = trainer_process(config, LogSettings(), reports.put)
     try:
-        pid = process.start()
-        assert reports.get(timeout=30) == Ready(pid)
+        process.start()
+        assert reports.get(timeout=30) == TrainerReady()
         process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
-        assert reports.get(timeout=30) == Committed(RoundAttempt(1, 1))
+        assert reports.get(timeout=30) == RoundCommitted(RoundAttempt(1, 1))
         with pytest.raises(queue.Empty):
             reports.get(timeout=3 * STALL_S)
     finally:

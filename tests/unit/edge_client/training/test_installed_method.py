@@ -14,9 +14,8 @@ from torch import nn
 
 from edge_client.config import PolicySection
 from edge_client.session.commands import ChooseModel
-from edge_client.session.events import Chosen
+from edge_client.session.events import Chosen, RoundCommitted
 from edge_client.training import local_round
-from edge_client.training.trainer_handle import Committed
 from export.model.versions import Slots
 from fedcg.files import checked_secret
 from fedcg.learning.methods.fedproto import NearestPrototype
@@ -85,7 +84,7 @@ def test_what_a_method_remembers_is_kept_from_round_to_round_and_never_sent(fold
     site = Site(tmp_path, real_spec("averaging"))
     steps = []
     for number in (1, 2):
-        assert isinstance(site.trainer().do(site.round(number)), Committed)
+        assert isinstance(site.trainer().do(site.round(number)), RoundCommitted)
         stored = site.state()
         assert set(stored.extras) == {"raw", "done"}
         steps.append(int(stored.extras["done"]["steps"][0]))
@@ -161,7 +160,7 @@ def test_the_exported_model_is_the_methods_own(
     spec = real_spec(method, epochs=3)
     site = allowing(Site(tmp_path, spec, shadow=1, export=True))
     trainer = site.trainer()
-    assert isinstance(trainer.do(site.round()), Committed)
+    assert isinstance(trainer.do(site.round()), RoundCommitted)
     done = trainer.do(ChooseModel(spec=spec.digest, aggregate=site.aggregate))
     assert isinstance(done, Chosen)
     assert done.succeeded, site.events("finalise_failed")

@@ -16,9 +16,9 @@ from PIL import Image
 
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import DataSection
+from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.store.data_snapshot import Snapshot
 from edge_client.training.local_data import LocalData, LocalDefence
-from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.event_log import EventLog
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.method import silent
@@ -58,8 +58,8 @@ def test_a_round_trains_on_defended_images_and_its_snapshot_and_doctor_say_so(tm
     give(site)
     assert finding(plain) == ("ok", "none: models are trained on the real images")
     assert "will be in" in finding(site)[1]
-    assert isinstance(plain.trainer().do(plain.round()), Committed)
-    assert isinstance(site.trainer().do(site.round()), Committed)
+    assert isinstance(plain.trainer().do(plain.round()), RoundCommitted)
+    assert isinstance(site.trainer().do(site.round()), RoundCommitted)
 
     snapshot = site.store.generations.snapshot(site.state().generation)
     real = LocalData(site.config.data.root, None, site.store).for_round(site.spec, 1)
@@ -154,7 +154,7 @@ def test_a_window_larger_than_the_images_declines_with_the_setting_to_change(tmp
     site = Site(tmp_path, real_spec("local"))
     give(site, params={"window": 33})
     report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
+    assert isinstance(report, RoundFailed)
     assert report.reason is DeclineReason.SPEC_REFUSED
     assert "window = 33 is larger than the images of 32x32 pixels: lower `window`" in report.detail
 

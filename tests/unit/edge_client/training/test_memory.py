@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.training import local_round, trainer_child
 from edge_client.training.memory_share import LEAST_SHARE, MEMORY_FILE, NEAR_END_BYTES, MemoryShare
-from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Method, RoundContext
 from fedcg.wire.messages.messages import DeclineReason
@@ -69,11 +69,11 @@ def test_a_round_that_runs_out_of_memory_goes_on_in_pieces_and_later_rounds_begi
     site = Site(tmp_path, real_spec(batch_size=BATCH))
     failing(monkeypatch, 2, error)
     trainer = site.trainer()
-    assert isinstance(trainer.do(site.round(1)), Committed)
+    assert isinstance(trainer.do(site.round(1)), RoundCommitted)
     assert rows_at_once == [None, BATCH // 2, BATCH // 4]
     assert [event["share"] for event in site.events("memory_short")] == [0.5, 0.25]
-    assert isinstance(trainer.do(site.round(2)), Committed)
-    assert isinstance(site.trainer().do(site.round(3)), Committed)  # another process
+    assert isinstance(trainer.do(site.round(2)), RoundCommitted)
+    assert isinstance(site.trainer().do(site.round(3)), RoundCommitted)  # another process
     assert rows_at_once[3:] == [BATCH // 4] * 2
     assert [event["batch_scale"] for event in site.events("plan")] == [1.0, 0.25]
 
@@ -85,9 +85,9 @@ def test_the_update_in_pieces_is_that_of_the_whole_batch_up_to_the_last_digits(
     for site in (whole, cut):
         policy = site.config.policy.model_copy(update={"allow_upload": frozenset(site.spec.upload)})
         site.config = site.config.model_copy(update={"policy": policy})
-    assert isinstance(whole.trainer().do(whole.round()), Committed)
+    assert isinstance(whole.trainer().do(whole.round()), RoundCommitted)
     failing(monkeypatch, 1, MemoryError)
-    assert isinstance(cut.trainer().do(cut.round()), Committed)
+    assert isinstance(cut.trainer().do(cut.round()), RoundCommitted)
     ours, theirs = cut.state().slots["personal"], whole.state().slots["personal"]
     differences = [abs(ours[part][name] - theirs[part][name]).max() for part in theirs for name in theirs[part]]
     assert 0 < max(differences) < 1e-4
@@ -103,7 +103,7 @@ def test_a_round_that_never_fits_is_declined_and_the_share_stays_above_its_least
 
     monkeypatch.setattr(local_round, "protected_round", never)
     report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
+    assert isinstance(report, RoundFailed)
     assert (report.reason, report.detail) == (DeclineReason.TRAINING_FAILED, "no room for the networks")
     assert site.events("memory_short")[-1]["share"] == LEAST_SHARE
     assert site.store.generations.load() is None
@@ -118,7 +118,7 @@ def test_the_successor_of_a_process_that_the_kernel_killed_in_a_round_begins_wit
     box(root, kills=5)
     trainer = site.trainer()
     assert [event["share"] for event in site.events("memory_short")] == [0.5]
-    assert isinstance(trainer.do(site.round()), Committed)
+    assert isinstance(trainer.do(site.round()), RoundCommitted)
     assert rows_at_once == [BATCH // 2]
     site.trainer()
     assert len(site.events("memory_short")) == 1, "the same kill counts once"
@@ -132,12 +132,12 @@ def test_three_failures_of_any_kind_with_memory_near_its_end_halve_and_the_round
     failing(monkeypatch, 4, lambda: SystemError("error return without exception set"))
     trainer = site.trainer()
     free[0] = NEAR_END_BYTES
-    assert isinstance(trainer.do(site.round(1, 1)), Failed)  # memory was not near its end
+    assert isinstance(trainer.do(site.round(1, 1)), RoundFailed)  # memory was not near its end
     free[0] -= 1
     for attempt in (2, 3):
-        assert isinstance(trainer.do(site.round(1, attempt)), Failed)
+        assert isinstance(trainer.do(site.round(1, attempt)), RoundFailed)
     assert site.events("memory_short") == []
-    assert isinstance(trainer.do(site.round(1, 4)), Committed)
+    assert isinstance(trainer.do(site.round(1, 4)), RoundCommitted)
     assert [event["share"] for event in site.events("memory_short")] == [0.5]
     assert rows_at_once[-1] == BATCH // 2
 
@@ -154,11 +154,11 @@ def test_three_deaths_with_memory_near_its_end_halve_and_a_round_that_goes_well_
 
     dies()
     dies()
-    assert isinstance(site.trainer().do(site.round()), Committed)
+    assert isinstance(site.trainer().do(site.round()), RoundCommitted)
     for _ in range(3):
         assert site.events("memory_short") == []
         dies()
-    assert isinstance(site.trainer().do(site.round(2)), Committed)
+    assert isinstance(site.trainer().do(site.round(2)), RoundCommitted)
     assert [event["share"] for event in site.events("memory_short")] == [0.5]
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from devices.eligibility import EligibilitySettings
 from devices.telemetry import Causes, Telemetry, Zone
+from edge_client.session.events import RoundCommitted
 from edge_client.training import trainer_child
 from edge_client.training.trainer_child import Trainer
-from edge_client.training.trainer_handle import Committed
 from edge_client.training.turns import LEAST_PAUSE_S, LOOK_EVERY_S, Pauses
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import RoundAttempt
@@ -106,7 +106,7 @@ def test_a_round_that_was_paused_commits_what_an_undisturbed_one_does(
         monkeypatch.setattr(trainer_child, "Sensors", Sensors)
         monkeypatch.setattr("edge_client.training.turns.LOOK_EVERY_S", 0.0)
         trainer = Trainer(site.config, site.store, EventLog(site.events_path, lambda: 1.0))
-        assert trainer.do(site.round()) == Committed(RoundAttempt(1, 1))
+        assert trainer.do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
         committed.append(site.store.generations.newest())
         assert len(site.events("paused")) == len(site.events("resumed")) == (name == "hot")
     calm, paused = committed

@@ -16,10 +16,10 @@ from audit.measures.figures import Outcome
 from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
 from edge_client.session.commands import ChooseModel
+from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.training import local_round
 from edge_client.training.evaluation import measure
 from edge_client.training.model_selection import choose_model
-from edge_client.training.trainer_handle import Committed, Failed
 from fedcg.learning.mechanisms.protected_round import last_bias, log_prior
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.wire.artifacts.artifacts import read_header, unpack
@@ -112,7 +112,7 @@ def test_every_round_of_dp_sgd_counts_and_its_epsilon_is_reported_and_shown(tmp_
     site = site_with(tmp_path, dp_sgd(budget_epsilon=1000.0))
     seen = []
     for number in (1, 2):
-        assert site.trainer().do(site.round(number)) == Committed(RoundAttempt(number, 1))
+        assert site.trainer().do(site.round(number)) == RoundCommitted(RoundAttempt(number, 1))
         assert reported(site) == PrivacySpent(epsilon=expected_epsilon(site, number), delta=DELTA, budget=1000.0)
         seen.append(expected_epsilon(site, number))
     assert 0 < seen[0] < seen[1]
@@ -130,7 +130,7 @@ def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_p
     change(site, dp_sgd(budget_epsilon=(spent + expected_epsilon(site, 2)) / 2))
     before, phases = site.store.privacy(), len(site.events("phase_started"))
     failed = site.trainer().do(site.round(2))
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoundFailed)
     assert failed.reason is DeclineReason.WITHHELD
     for text in ("budget is used up", "budget_epsilon", "Nothing was trained", "fedcg agent leave"):
         assert text in failed.detail
@@ -138,7 +138,7 @@ def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_p
     assert site.store.privacy() == before
     assert site.state().generation.round_attempt == RoundAttempt(1, 1)
     change(site, dp_sgd(budget_epsilon=1000.0))
-    assert site.trainer().do(site.round(2)) == Committed(RoundAttempt(2, 1))
+    assert site.trainer().do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
 
 
 CHILD = """
@@ -182,7 +182,7 @@ def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_
     counted = killed.store.privacy()
     assert counted["epsilon"] > 0
     for site in (killed, calm):
-        assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+        assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
     assert killed.store.privacy() == counted == calm.store.privacy()
     assert killed.update() == calm.update()  # the same noise: the repetition shows nothing that the first one did not
     assert reported(killed) == PrivacySpent(epsilon=expected_epsilon(killed, 1), delta=DELTA)
@@ -203,7 +203,7 @@ def test_a_round_that_is_withheld_or_fails_after_its_training_stays_counted(
     with monkeypatch.context() as patch:
         patch.setattr(local_round, "build_update", broken)
         report = site.trainer().do(site.round(1, 2))
-    assert isinstance(report, Failed)
+    assert isinstance(report, RoundFailed)
     site.config = site.config.model_copy(update={"audit": AuditSection()})
     site.trainer().do(site.round(1, 3))
     assert reported(site) == PrivacySpent(epsilon=expected_epsilon(site, 3), delta=DELTA)
@@ -241,7 +241,7 @@ def test_a_record_that_is_gone_or_damaged_ends_participation_and_is_never_a_reco
         if content is not None:
             path.write_bytes(content)
         report = site.trainer().do(site.round(2))
-        assert isinstance(report, Failed)
+        assert isinstance(report, RoundFailed)
         assert (report.reason, str(path) in report.detail) == (DeclineReason.TRAINING_FAILED, True)
         assert "backup" in report.detail
         if content == DAMAGED:

@@ -16,7 +16,7 @@ from audit.evidence.case import Case, Knowledge
 from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png
 from edge_client.config import AuditSection
-from edge_client.training.trainer_handle import Committed, Failed
+from edge_client.session.events import RoundCommitted, RoundFailed
 from fedcg.files import checked_secret
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import spec_root
@@ -111,7 +111,7 @@ def test_the_round_after_a_withheld_one_starts_from_the_state_before_it(tmp_path
     open_gate = site.config.audit.model_copy(update={"gate": "label_l1_gain<0.3"})
     site.config = site.config.model_copy(update={"audit": open_gate})
     for each in (site, plain):
-        assert each.trainer().do(each.round(2)) == Committed(RoundAttempt(2, 1))
+        assert each.trainer().do(each.round(2)) == RoundCommitted(RoundAttempt(2, 1))
     assert site.update() == plain.update()
     assert len(stand_in.cases) == 2
 
@@ -205,7 +205,7 @@ def test_an_attack_that_fails_is_named_and_a_gate_on_its_figures_does_not_hold(
 
     install(monkeypatch, StandIn(broken))
     without_gate = audited_site(tmp_path / "a", report=DEFAULT_ALLOW_REPORT | {ReportField.AUDIT})
-    assert without_gate.trainer().do(without_gate.round()) == Committed(RoundAttempt(1, 1))
+    assert without_gate.trainer().do(without_gate.round()) == RoundCommitted(RoundAttempt(1, 1))
     assert "singular matrix" in str(without_gate.events("audited")[0]["detail"])
     assert sent_report(without_gate).audit == {}
     gated = audited_site(tmp_path / "b", "label_l1_gain<0.9").declined()
@@ -229,24 +229,24 @@ def test_auxiliary_images_reach_the_attacker_and_without_readable_ones_nothing_i
     site = audited_site(tmp_path / "site")
     draw_images(tmp_path / "aux", 4, seed=9)
 
-    def auxiliary(root: Path) -> Committed | Failed:
+    def auxiliary(root: Path) -> RoundCommitted | RoundFailed:
         audit = site.config.audit.model_copy(update={"auxiliary": root})
         site.config = site.config.model_copy(update={"audit": audit})
         report = site.trainer().do(site.round())
-        assert isinstance(report, Committed | Failed)
+        assert isinstance(report, RoundCommitted | RoundFailed)
         return report
 
     failed = auxiliary(tmp_path / "nothing")
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoundFailed)
     assert failed.reason is DeclineReason.WITHHELD
     assert "[audit] auxiliary" in failed.detail
     assert site.store.generations.current() == (None, ())
-    assert isinstance(auxiliary(tmp_path / "aux"), Committed)
+    assert isinstance(auxiliary(tmp_path / "aux"), RoundCommitted)
     stand_in.needs_auxiliary = True
     audit = AuditSection(before_publish="quick", gate="label_l1<9", attacks=("labels",))
     site.config = site.config.model_copy(update={"audit": audit})
     without = site.trainer().do(site.round(2))
-    assert isinstance(without, Failed)
+    assert isinstance(without, RoundFailed)
     assert (
         "not measured (labels: the attacker needs labelled images of the same kind: give [audit] auxiliary)"
         in without.detail

@@ -14,8 +14,8 @@ import pytest
 
 from devices.detect import detect
 from edge_client.config import PolicySection, TrainingSection
+from edge_client.session.events import RoundCommitted
 from edge_client.store.checkpoint_file import CheckpointFile
-from edge_client.training.trainer_handle import Committed
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.privacy import OFF, DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method
@@ -105,7 +105,7 @@ def check_every_interruption(
 ) -> None:
     site_with = partial(site_of, shadow=shadow, params=params)
     reference = site_with(tmp_path / "reference", method, privacy, every_s=0)
-    assert reference.trainer().do(reference.round()) == Committed(RoundAttempt(1, 1))
+    assert reference.trainer().do(reference.round()) == RoundCommitted(RoundAttempt(1, 1))
     kept = site_with(tmp_path / "kept", method, privacy, every_s=1e-9)
     with monkeypatch.context() as patch:
         saves = count_saves(patch)
@@ -121,7 +121,7 @@ def check_every_interruption(
                 site.trainer().do(site.round())
         with monkeypatch.context() as patch:
             again = count_saves(patch)
-            assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+            assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
         assert result(site) == result(reference), at
         assert again[0] == saves[0] - at, "blocks before the checkpoint are not trained on again"
 
@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_round_begins_anew(
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     saves = count_saves(monkeypatch)
-    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
     (refused,) = site.events("refused")
     assert "checkpoint.bin is damaged; the round begins anew" in refused["detail"]
     assert saves[0] >= EPOCHS
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_another_round_or_of_other_settings_is_not_used(
         parts = to_arrays({part: first[part] for part in get_method("fedavg").payload.down})
         command = replace(command, aggregate=site.store.artifacts.put(aggregate_of(parts, site.spec, 1)))
     saves = count_saves(monkeypatch)
-    assert site.trainer().do(command) == Committed(command.round_attempt)
+    assert site.trainer().do(command) == RoundCommitted(command.round_attempt)
     assert saves[0] >= EPOCHS
     assert site.events("refused") == []
 
@@ -205,12 +205,12 @@ def test_a_full_disk_costs_checkpoints_and_not_the_round(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(CheckpointFile, "save", full)
-    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
     assert "No space left on device" in site.events("refused")[0]["detail"]
 
 
 def test_without_checkpoints_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = site_of(tmp_path, "fedavg", None, every_s=0)
     saves = count_saves(monkeypatch)
-    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
     assert saves == [0]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from devices.power import Rail
+from edge_client.session.events import RoundCommitted
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.sent_record import LEDGER_FILE, read_lines
 from edge_client.training import local_round as training
@@ -21,7 +22,6 @@ from edge_client.training import trainer_child
 from edge_client.training.evaluation import Measured
 from edge_client.training.local_data import LocalData
 from edge_client.training.trainer_child import reason_for
-from edge_client.training.trainer_handle import Committed
 from fedcg.files import checked_secret
 from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.networks import NETWORKS
@@ -44,7 +44,7 @@ COHORT_KEY = b"c" * 32
 
 def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(), shadow=1)
-    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
     state = site.state()
     assert set(state.slots) == {"personal", "shadow", "best", "best_shadow"}
     assert set(state.slots["personal"]) == set(NETWORKS)
@@ -202,7 +202,7 @@ def test_a_committed_round_is_never_trained_again(site: Site, monkeypatch: pytes
     trainer = site.trainer()
     monkeypatch.setattr(training, "initial_parts", never)
     monkeypatch.setattr(site.store.artifacts, "get", never)
-    assert trainer.do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert trainer.do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
     assert site.state().generation == before
     assert len(site.events("committed")) == 1
 
@@ -259,7 +259,7 @@ def test_the_cohort_secret_decides_where_private_parts_start_and_only_those(tmp_
 
 def test_a_method_that_shares_nothing_sends_only_its_report(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("local"))
-    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
     seen = inspect(site.update())
     assert seen.tensors == {}
     assert seen.report_fields == {"examples", "accuracy", "loss", "health"}
@@ -321,7 +321,7 @@ def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
         return replace(alone, local_round=broken) if name == "local" else get_method(name)
 
     monkeypatch.setattr(training, "get_method", lookup)
-    assert site.trainer().do(site.round(2)) == Committed(RoundAttempt(2, 1))
+    assert site.trainer().do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
     after = site.state().slots["shadow"]
     assert all(np.array_equal(after[part][name], before[part][name]) for part in before for name in before[part])
     assert [event["what"] for event in site.events("refused")] == ["shadow"]
@@ -381,7 +381,7 @@ def test_a_changed_file_of_the_snapshot_fails_the_attempt_and_the_next_takes_a_n
     assert report.reason is DeclineReason.NO_DATA
     assert "changed since this round was accepted" in report.detail
     assert victim.name not in report.detail
-    assert site.trainer().do(site.round(1, 2)) == Committed(RoundAttempt(1, 2))
+    assert site.trainer().do(site.round(1, 2)) == RoundCommitted(RoundAttempt(1, 2))
 
 
 def test_the_best_model_by_validation_is_kept_with_the_loss_deciding_between_equals() -> None:
@@ -436,7 +436,7 @@ def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(t
     site = Site(tmp_path, spec)
     policy = site.config.policy.model_copy(update={"allow_report": frozenset(ReportField)})
     site.config = site.config.model_copy(update={"policy": policy})
-    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
     codecs = inspect(site.update()).codecs
     assert codecs["classifier/1.weight"] == "i8-delta"
     assert codecs["generator/body.0.weight"] == "i8"

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from edge_client.cli.status import WAITS, read_status
+from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.training.trainer_child import Trainer
-from edge_client.training.trainer_handle import Committed, Failed, TrainerReport
+from edge_client.training.trainer_handle import TrainerReport
 from edge_client.training.turns import turn
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
@@ -53,7 +54,7 @@ def test_a_training_process_waits_for_that_of_another_federation_even_when_that_
         assert [event["phase"] for event in site.events("phase_started")] == ["wait"]
         assert read_status(site.config)["training"] == WAITS
     work.join(60)
-    assert reports == [Committed(RoundAttempt(1, 1))]
+    assert reports == [RoundCommitted(RoundAttempt(1, 1))]
     assert [event["phase"] for event in site.events("phase_started")][:2] == ["wait", "load"]
     assert read_status(site.config)["training"] is None
 
@@ -95,6 +96,6 @@ def test_a_lock_that_can_be_neither_made_nor_read_declines_the_round_with_its_na
     site = Site(tmp_path, real_spec())
     site.config.training_lock.mkdir()
     report = site.declined()
-    assert report == Failed(RoundAttempt(1, 1), DeclineReason.TRAINING_FAILED, report.detail)
+    assert report == RoundFailed(RoundAttempt(1, 1), DeclineReason.TRAINING_FAILED, report.detail)
     assert ".training.lock" in report.detail
     assert site.events("phase_started") == []
