@@ -14,7 +14,7 @@ EdgeError
 │   ├── LateAnswerError      the coordinator did not answer in time
 │   └── ClockError           this box's clock and the coordinator's differ too much for a certificate
 ├── NoAnswerError        the coordinator does not answer this device; names the step that messages reached
-├── NotRunningError      no agent runs that a command could reach over the control socket
+├── NotRunningError      no agent runs that a command could reach
 ├── OwnerRequestError    the running agent does not carry out an owner's request
 ├── FirewallError        something that may not leave the device was about to; names device, part and tensor
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
@@ -111,7 +111,7 @@ class NoAnswerError(EdgeError):
 
 
 class NotRunningError(EdgeError):
-    """No agent runs that a command could reach over the control socket."""
+    """No agent runs that a command could reach."""
 
     exit_code = NOT_CONNECTED
 

@@ -16,11 +16,18 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from edge_client.agent.command_executor import CommandExecutor
-from edge_client.agent.control_socket import ControlSocket
 from edge_client.agent.event_reporter import EventReporter
 from edge_client.agent.hardware import HardwareWatch
 from edge_client.agent.heartbeats import Heartbeats
 from edge_client.agent.owner_control import OwnerControl, Refusal, describe
+from edge_client.agent.owner_requests import (
+    ApproveRequest,
+    OwnerRequest,
+    OwnerRequests,
+    PauseRequest,
+    Reply,
+    RevokeRequest,
+)
 from edge_client.agent.restored_state import restored_state
 from edge_client.agent.self_report import SelfReporter
 from edge_client.agent.service_manager import ServiceManager
@@ -31,7 +38,6 @@ from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.inbox import Inbox, Item
-from edge_client.messaging.owner_requests import ApproveRequest, Asked, PauseRequest, RevokeRequest
 from edge_client.session.commands import Command, SendHello, given_up
 from edge_client.session.events import (
     Chosen,
@@ -140,7 +146,7 @@ class Agent:
         window = config.broker.limits.window if https is None else None  # no broker's queue lies between the two sides
         max_bytes = config.policy.max_download_mb * 1_000_000
         self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter, events)
-        self._control = ControlSocket(store.root, self._inbox.put_nowait)
+        self._requests = OwnerRequests(store.root)
         self._service = ServiceManager(os.environ, time.monotonic)
         self._executor = CommandExecutor(
             config,
@@ -178,9 +184,9 @@ class Agent:
         )
         try:
             with self._reporter.recording_errors(
-                "control", "the owner's commands don't reach this agent: its control socket"
+                "control", "the owner's commands don't reach this agent: its folder for them"
             ):
-                self._control.start()
+                self._requests.open()
             self._heed_owner()
             self._handle(Tick())  # starts the training process: it loads torch while the link comes up
             self._transfer.start()
@@ -195,7 +201,7 @@ class Agent:
             self._service.stopping()
             self._handle(Stopping())
         finally:
-            self._control.close()
+            self._requests.close()
             self._transfer.stop_sending()
             self._link.status(online=False)
             self._transport.close()
@@ -239,6 +245,7 @@ class Agent:
         try:
             if item is not None:
                 self._take(item)
+            self._requests.answer_all(self._answer)
             self._heed_owner()
             if self._transport.is_refused and self._link.has_session:
                 self._link.end_session()
@@ -273,8 +280,6 @@ class Agent:
             self._link_changed(item)
         elif isinstance(item, Chunk):
             self._take_chunk(item)
-        elif isinstance(item, Asked):
-            self._answer(item)
         else:
             self._trainer_reported(item)
 
@@ -286,8 +291,7 @@ class Agent:
             self.self_reporter.is_paused = reason is DeclineReason.PAUSED
             self._handle(ObstacleChanged(reason))
 
-    def _answer(self, asked: Asked) -> None:
-        request = asked.request
+    def _answer(self, request: OwnerRequest) -> Reply:
         reply = self._owner.answer(request, self._state, self._reporter.progress)
         if reply["ok"] and isinstance(request, PauseRequest) and request.now and self._state.job is not None:
             self._heed_owner()
@@ -300,7 +304,7 @@ class Agent:
             if is_withheld and delivery is not None and delivery.update is not None:
                 self._transfer.end_update(delivery.update.id)
             self._handle(ConsentChanged(is_withheld=is_withheld))
-        asked.answer.put(reply)
+        return reply
 
     def _handle(self, event: Event | None) -> None:
         if event is None:

@@ -11,10 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_client.agent.event_reporter import EventReporter, Progress
-from edge_client.config import AgentConfig, PolicySection
-from edge_client.errors import FirewallError, OwnerRequestError, StoreError
-from edge_client.firewall import check_kept, check_spec, widened
-from edge_client.messaging.owner_requests import (
+from edge_client.agent.owner_requests import (
     ApproveRequest,
     OwnerRequest,
     PauseRequest,
@@ -25,6 +22,9 @@ from edge_client.messaging.owner_requests import (
     failure,
     success,
 )
+from edge_client.config import AgentConfig, PolicySection
+from edge_client.errors import FirewallError, OwnerRequestError, StoreError
+from edge_client.firewall import check_kept, check_spec, widened
 from edge_client.session.state import SessionState
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter

@@ -184,9 +184,9 @@ def doctor_command(
     Example: fedcg doctor --config /etc/fedcg/casting/agent.toml
     """
     from edge_client.cli.doctor.checks import Finding, examine
-    from edge_client.cli.status import is_locked
     from edge_client.config import load_config
     from edge_client.errors import ConfigError
+    from edge_client.store.private_store import is_locked
 
     logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # its warnings become a finding
     code = FAILED

@@ -1,4 +1,4 @@
-"""`fedcg agent pause|resume|approve`: the owner's decisions, by the control socket of the running agent. Importing this loads no torch."""
+"""`fedcg agent pause|resume|approve`: the owner's decisions, as requests to the running agent. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def pause_command(
 
     Example: fedcg agent pause --for 2h --reason "the line is being cleaned"
     """
-    from edge_client.agent.control_socket import ask_agent
-    from edge_client.messaging.owner_requests import MAX_PAUSE_S, PauseRequest
+    from edge_client.agent.owner_requests import MAX_PAUSE_S, PauseRequest, ask_agent
     from edge_client.store.owner_record import MAX_REASON
 
     for_s = None if span is None else seconds_of(span, "--for", f"{MAX_PAUSE_S / 86_400:g}d")
@@ -67,8 +66,7 @@ def resume_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
     Example: fedcg agent resume
     """
-    from edge_client.agent.control_socket import ask_agent
-    from edge_client.messaging.owner_requests import ResumeRequest
+    from edge_client.agent.owner_requests import ResumeRequest, ask_agent
 
     settings = read_config(config)
     data = ask_agent(settings.store, ResumeRequest())
@@ -143,10 +141,9 @@ def _listed(kept: ConsentFile) -> Result:
 
 def _decide(settings: AgentConfig, digest: str, *, approve: bool) -> None:
     """Tell the running agent; without one write the decision into the store."""
-    from edge_client.agent.control_socket import ask_agent
     from edge_client.agent.owner_control import decide
+    from edge_client.agent.owner_requests import ApproveRequest, RevokeRequest, ask_agent
     from edge_client.errors import NotRunningError
-    from edge_client.messaging.owner_requests import ApproveRequest, RevokeRequest
     from edge_client.store.private_store import open_store
     from fedcg.event_log import EventLog
 

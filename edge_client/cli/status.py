@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import time
 from collections import Counter
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from edge_client.agent.control_socket import ask_agent
+from edge_client.agent.owner_requests import StatusRequest, ask_agent
 from edge_client.config import AgentConfig
 from edge_client.errors import (
     DamagedFileError,
@@ -23,11 +22,10 @@ from edge_client.errors import (
 )
 from edge_client.identity.credentials import read_certificate
 from edge_client.identity.keys import load_keys
-from edge_client.messaging.owner_requests import StatusRequest
 from edge_client.store.generations import Generation
 from edge_client.store.own_backbone import private_start
 from edge_client.store.owner_record import Consent, PauseFile, TrafficCounter
-from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, open_store
+from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, is_locked, open_store
 from edge_client.store.revocation import REVOKED_ADVICE, Revocation
 from export.errors import ExportError
 from export.model.manifest import read_manifest
@@ -156,7 +154,7 @@ def _model(root: Path) -> Status:
 
 
 def _live(root: Path) -> Status:
-    """What the agent does now, by its control socket; nothing where none runs."""
+    """What the agent does now, as it answers itself; nothing where none runs."""
     try:
         return {f"agent_{name}": value for name, value in ask_agent(root, StatusRequest()).items()}
     except NotRunningError:
@@ -269,15 +267,3 @@ def _latest(path: Path) -> Status:
             key, field = _SHOWN[name]
             found[key] = event.get(field)
     return {"refused": refused, **found}
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock file of a private store."""
-    if not path.exists():
-        return False
-    with path.open() as file:  # for reading: the store may be read-only
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False

@@ -10,20 +10,7 @@ from collections.abc import Callable
 
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
-from edge_client.session.events import (
-    CoordinatorSeen,
-    Ended,
-    Event,
-    Granted,
-    HelloRefused,
-    Invited,
-    Offered,
-    Receipted,
-    SumStepped,
-    Welcomed,
-)
-from edge_client.session.events import Left as LeftEvent
-from edge_client.session.events import Revoked as RevokedEvent
+from edge_client.session import events
 from fedcg.wire.errors import (
     MalformedError,
     OldEpochError,
@@ -155,7 +142,7 @@ class CoordinatorLink:
         is_ours = self._topics.may_read(self._device, delivery.topic)
         return delivery.topic if is_ours else "a topic that this device does not read"
 
-    def open(self, delivery: Delivery) -> Event | PinnedKey | Chunk | None:
+    def open(self, delivery: Delivery) -> events.Event | PinnedKey | Chunk | None:
         """Check a delivery: an event, another key of the coordinator, or a chunk; None for what is known or is no news.
 
         Raises:
@@ -190,37 +177,37 @@ class CoordinatorLink:
         if message.recipient != (EVERYONE if is_broadcast else self._device):
             raise OtherDeviceError(f"a {message.kind} message for {message.recipient!r}")
 
-    def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> Event:
+    def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> events.Event:
         if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
             raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
         self._order.admit(message)
         if isinstance(message, CoordinatorStatus):
-            return CoordinatorSeen(message.epoch, message.online)
+            return events.CoordinatorSeen(message.epoch, message.online)
         if isinstance(message, Offer):
-            return Offered(message, live)
+            return events.Offered(message, live)
         if isinstance(message, Finished):
-            return Ended(message)
+            return events.Ended(message)
         raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
-    def _direct(self, message: AnyMessage) -> Event | None:
+    def _direct(self, message: AnyMessage) -> events.Event | None:
         if isinstance(message, Revoked):  # of the device that had this one's name, where the key is another one
-            return RevokedEvent() if message.key == self._key.public.hex else None
+            return events.Revoked() if message.key == self._key.public.hex else None
         if isinstance(message, Welcome | Refusal):
             if message.epoch < self._order.highest[0]:
                 raise OldEpochError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
             if isinstance(message, Refusal):
-                return HelloRefused(self._handshake.refusal(message))
+                return events.HelloRefused(self._handshake.refusal(message))
             self._handshake.welcome(message)
-            return Welcomed(message.epoch, message.cohort, message.version, message.server_time)
+            return events.Welcomed(message.epoch, message.cohort, message.version, message.server_time)
         self._handshake.admit(message)
         if isinstance(message, Invite):
-            return Invited(message.at, message.cohort, message.share)
+            return events.Invited(message.at, message.cohort, message.share)
         if isinstance(message, Need):
-            return Granted(message)
+            return events.Granted(message)
         if isinstance(message, Receipt):
-            return Receipted(message)
+            return events.Receipted(message)
         if isinstance(message, SumDown):
-            return SumStepped(message.at, message.body)
+            return events.SumStepped(message.at, message.body)
         if isinstance(message, Left):
-            return LeftEvent()
+            return events.Left()
         raise MalformedError(f"a {message.kind} message on a device's own topic")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from collections import deque
 
-from edge_client.messaging.owner_requests import Asked
 from edge_client.session.events import LinkChanged
 from edge_client.training.trainer_handle import TrainerReport
 from fedcg.wire.transfer.chunks import Chunk
@@ -16,7 +15,7 @@ MAX_BYTES = 32 * 1024 * 1024
 ITEM_BYTES = 1024  # bytes that an item counts besides its content, so that empty ones are bounded as well
 
 
-Item = Delivery | LinkChanged | Chunk | Asked | TrainerReport
+Item = Delivery | LinkChanged | Chunk | TrainerReport
 
 
 class Inbox(queue.Queue[Item]):

@@ -14,41 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from edge_client.session import events
 from edge_client.session.commands import AnswerSum, Done, LoadUpdate, RecordDelivery, RecordReason, Send, SendChunks
 from edge_client.session.due_commands import Step, advance, decline, is_asked
-from edge_client.session.events import (
-    ArtifactLost,
-    ArtifactStored,
-    Chosen,
-    ConsentChanged,
-    CoordinatorSeen,
-    Ended,
-    Event,
-    Granted,
-    HelloRefused,
-    Invited,
-    Left,
-    LinkChanged,
-    ObstacleChanged,
-    Offered,
-    OutboxFound,
-    Receipted,
-    Revoked,
-    RoundCommitted,
-    RoundFailed,
-    Sending,
-    SessionLost,
-    SpecChecked,
-    Stopping,
-    SumReady,
-    SumStepped,
-    Tick,
-    TrainerDied,
-    TrainerReady,
-    TrainingAbandoned,
-    Weighed,
-    Welcomed,
-)
 from edge_client.session.state import (
     GRANT_PATIENCE_S,
     MANIFEST_FIRST_S,
@@ -66,7 +34,7 @@ from edge_client.session.state import (
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 
 
-def step(state: SessionState, event: Event, now: float) -> Step:
+def step(state: SessionState, event: events.Event, now: float) -> Step:
     """The state and the commands after an event.
 
     Args:
@@ -86,11 +54,11 @@ def step(state: SessionState, event: Event, now: float) -> Step:
 # ------------------------------------------------------------------ events change the state
 
 
-def _ticked(state: SessionState, event: Tick, now: float) -> Step:
+def _ticked(state: SessionState, event: events.Tick, now: float) -> Step:
     return state, ()
 
 
-def _sending(state: SessionState, event: Sending, now: float) -> Step:
+def _sending(state: SessionState, event: events.Sending, now: float) -> Step:
     delivery = state.delivery
     if delivery is None or not state.welcomed:
         return state, ()
@@ -98,11 +66,11 @@ def _sending(state: SessionState, event: Sending, now: float) -> Step:
     return replace(state, delivery=replace(delivery, manifest_at=quiet_until, silent_since=None)), ()
 
 
-def _link_changed(state: SessionState, event: LinkChanged, now: float) -> Step:
+def _link_changed(state: SessionState, event: events.LinkChanged, now: float) -> Step:
     return replace(state, up=event.up, welcomed=False, hello_at=now, live=False), ()
 
 
-def _coordinator_seen(state: SessionState, event: CoordinatorSeen, now: float) -> Step:
+def _coordinator_seen(state: SessionState, event: events.CoordinatorSeen, now: float) -> Step:
     if not event.online or event.epoch <= state.epoch:
         return state, ()
     is_asked = (
@@ -111,7 +79,7 @@ def _coordinator_seen(state: SessionState, event: CoordinatorSeen, now: float) -
     return replace(state, epoch=event.epoch, welcomed=False, hello_at=state.hello_at if is_asked else now), ()
 
 
-def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
+def _welcomed(state: SessionState, event: events.Welcomed, now: float) -> Step:
     if not state.up:  # it was still queued when the link broke; a hello is sent again on the next link
         return state, ()
     delivery = state.delivery
@@ -121,19 +89,19 @@ def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
     return replace(state, welcomed=True, epoch=epoch, accepted=None, delivery=delivery), ()
 
 
-def _hello_refused(state: SessionState, event: HelloRefused, now: float) -> Step:
+def _hello_refused(state: SessionState, event: events.HelloRefused, now: float) -> Step:
     return replace(state, hello_at=now + REFUSED_HELLO_S), ()
 
 
-def _revoked(state: SessionState, event: Revoked, now: float) -> Step:
+def _revoked(state: SessionState, event: events.Revoked, now: float) -> Step:
     return replace(state, welcomed=False, hello_at=now + REVOKED_RETRY_S), ()
 
 
-def _left(state: SessionState, event: Left, now: float) -> Step:
+def _left(state: SessionState, event: events.Left, now: float) -> Step:
     return (replace(state, done=True), (Done(succeeded=True),)) if state.purpose is Purpose.LEAVE else (state, ())
 
 
-def _offered(state: SessionState, event: Offered, now: float) -> Step:
+def _offered(state: SessionState, event: events.Offered, now: float) -> Step:
     live = event.live or (state.live and state.offer is not None and state.offer.aggregate == event.offer.aggregate)
     epoch = max(state.epoch, event.offer.epoch)
     if state.committed is not None and event.offer.at < state.committed and event.offer.epoch > state.committed_epoch:
@@ -141,12 +109,12 @@ def _offered(state: SessionState, event: Offered, now: float) -> Step:
     return replace(state, offer=event.offer, finished=None, done=False, live=live, epoch=epoch), ()
 
 
-def _ended(state: SessionState, event: Ended, now: float) -> Step:
+def _ended(state: SessionState, event: events.Ended, now: float) -> Step:
     epoch = max(state.epoch, event.finished.epoch)
     return replace(state, finished=event.finished, offer=None, live=False, epoch=epoch), ()
 
 
-def _invited(state: SessionState, event: Invited, now: float) -> Step:
+def _invited(state: SessionState, event: events.Invited, now: float) -> Step:
     round_attempt = event.round_attempt
     state = replace(state, invited=round_attempt, accepted=None, share=event.share, predicted_s=event.predicted_s)
     if state.obstructed == round_attempt and state.obstacle != (state.declined or (None, None))[1]:
@@ -162,7 +130,7 @@ def _invited(state: SessionState, event: Invited, now: float) -> Step:
     return decline(state, round_attempt, DeclineReason.NOT_ELIGIBLE)
 
 
-def _granted(state: SessionState, event: Granted, now: float) -> Step:
+def _granted(state: SessionState, event: events.Granted, now: float) -> Step:
     delivery = state.delivery
     if delivery is None or delivery.update is None or delivery.update.id != event.need.artifact:
         return state, ()
@@ -170,7 +138,7 @@ def _granted(state: SessionState, event: Granted, now: float) -> Step:
     return replace(state, delivery=answered), (SendChunks(delivery.update, event.need.ranges),)
 
 
-def _receipted(state: SessionState, event: Receipted, now: float) -> Step:
+def _receipted(state: SessionState, event: events.Receipted, now: float) -> Step:
     delivery, receipt = state.delivery, event.receipt
     if delivery is None or delivery.update is None or delivery.update.id != receipt.artifact:
         return state, (RecordReason(receipt.artifact, receipt.reason),) if receipt.reason else ()
@@ -178,40 +146,40 @@ def _receipted(state: SessionState, event: Receipted, now: float) -> Step:
     return replace(state, delivery=None), (record,)
 
 
-def _artifact_stored(state: SessionState, event: ArtifactStored, now: float) -> Step:
+def _artifact_stored(state: SessionState, event: events.ArtifactStored, now: float) -> Step:
     return replace(state, stored=state.stored | {event.artifact}), ()
 
 
-def _artifact_lost(state: SessionState, event: ArtifactLost, now: float) -> Step:
+def _artifact_lost(state: SessionState, event: events.ArtifactLost, now: float) -> Step:
     return replace(_idle(state), stored=state.stored - {event.artifact}), ()
 
 
-def _session_lost(state: SessionState, event: SessionLost, now: float) -> Step:
+def _session_lost(state: SessionState, event: events.SessionLost, now: float) -> Step:
     hello_at = now + (REFUSED_PUBLISH_S if event.refused else 0.0)
     return replace(state, welcomed=False, hello_at=hello_at) if state.welcomed else state, ()
 
 
-def _spec_checked(state: SessionState, event: SpecChecked, now: float) -> Step:
+def _spec_checked(state: SessionState, event: events.SpecChecked, now: float) -> Step:
     return replace(state, verdict=(event.digest, event.refusal), is_summed=event.is_summed), ()
 
 
-def _weighed(state: SessionState, event: Weighed, now: float) -> Step:
+def _weighed(state: SessionState, event: events.Weighed, now: float) -> Step:
     return replace(_idle(state), weighed=(event.round_attempt, event.images)), ()
 
 
-def _sum_stepped(state: SessionState, event: SumStepped, now: float) -> Step:
+def _sum_stepped(state: SessionState, event: events.SumStepped, now: float) -> Step:
     return state, (AnswerSum(event.round_attempt, event.step),)
 
 
-def _sum_ready(state: SessionState, event: SumReady, now: float) -> Step:
+def _sum_ready(state: SessionState, event: events.SumReady, now: float) -> Step:
     return replace(state, sum_ready=event.round_attempt), ()
 
 
-def _trainer_ready(state: SessionState, event: TrainerReady, now: float) -> Step:
+def _trainer_ready(state: SessionState, event: events.TrainerReady, now: float) -> Step:
     return replace(state, trainer=Trainer.IDLE) if state.trainer is Trainer.STARTING else state, ()
 
 
-def _trainer_died(state: SessionState, event: TrainerDied, now: float) -> Step:
+def _trainer_died(state: SessionState, event: events.TrainerDied, now: float) -> Step:
     job, deaths = state.job, state.deaths + 1
     # The first restart is at once; a process that keeps dying is restarted after longer and longer pauses.
     pause = 0.0 if deaths == 1 else min(TRAINER_BACKOFF_S * 2.0 ** (deaths - 2), TRAINER_BACKOFF_MAX_S)
@@ -231,26 +199,26 @@ def _promised(state: SessionState) -> RoundAttempt | None:
     return offered if offered is not None and offered == state.accepted and is_asked(state, offered) else None
 
 
-def _obstacle_changed(state: SessionState, event: ObstacleChanged, now: float) -> Step:
+def _obstacle_changed(state: SessionState, event: events.ObstacleChanged, now: float) -> Step:
     return replace(state, obstacle=event.reason), ()
 
 
-def _training_abandoned(state: SessionState, event: TrainingAbandoned, now: float) -> Step:
+def _training_abandoned(state: SessionState, event: events.TrainingAbandoned, now: float) -> Step:
     return replace(state, trainer=Trainer.GONE, trainer_at=now, job=None, deaths=0), ()
 
 
-def _consent_changed(state: SessionState, event: ConsentChanged, now: float) -> Step:
+def _consent_changed(state: SessionState, event: events.ConsentChanged, now: float) -> Step:
     delivery = None if event.is_withheld else state.delivery
     declined = None if state.declined is not None and state.declined[1].needs_owner else state.declined
     return replace(state, verdict=None, delivery=delivery, declined=declined), ()
 
 
-def _stopping(state: SessionState, event: Stopping, now: float) -> Step:
+def _stopping(state: SessionState, event: events.Stopping, now: float) -> Step:
     promised = _promised(state)
     return (state, ()) if promised is None else decline(state, promised, DeclineReason.INTERRUPTED)
 
 
-def _round_committed(state: SessionState, event: RoundCommitted, now: float) -> Step:
+def _round_committed(state: SessionState, event: events.RoundCommitted, now: float) -> Step:
     if state.trained is not None and event.round_attempt <= state.trained:
         return state, ()
     delivery = Delivery(event.round_attempt, event.update, manifest_at=now)
@@ -259,7 +227,7 @@ def _round_committed(state: SessionState, event: RoundCommitted, now: float) -> 
     return replace(state, bound_spec=spec, delivery=delivery), ()
 
 
-def _outbox_found(state: SessionState, event: OutboxFound, now: float) -> Step:
+def _outbox_found(state: SessionState, event: events.OutboxFound, now: float) -> Step:
     if state.delivery is not None and state.delivery.update is not None:
         if event.update is None:
             return state, (LoadUpdate(),)
@@ -268,45 +236,45 @@ def _outbox_found(state: SessionState, event: OutboxFound, now: float) -> Step:
     return replace(state, delivery=Delivery(event.round_attempt, event.update, manifest_at=now)), ()
 
 
-def _round_failed(state: SessionState, event: RoundFailed, now: float) -> Step:
+def _round_failed(state: SessionState, event: events.RoundFailed, now: float) -> Step:
     return decline(_idle(state), event.round_attempt, event.reason)
 
 
-def _finalised(state: SessionState, event: Chosen, now: float) -> Step:
+def _finalised(state: SessionState, event: events.Chosen, now: float) -> Step:
     return replace(_idle(state), finalised=event.aggregate, succeeded=event.succeeded), ()
 
 
 _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
-    Tick: _ticked,
-    Sending: _sending,
-    LinkChanged: _link_changed,
-    CoordinatorSeen: _coordinator_seen,
-    Welcomed: _welcomed,
-    HelloRefused: _hello_refused,
-    ObstacleChanged: _obstacle_changed,
-    TrainingAbandoned: _training_abandoned,
-    ConsentChanged: _consent_changed,
-    Stopping: _stopping,
-    Left: _left,
-    Revoked: _revoked,
-    Offered: _offered,
-    Ended: _ended,
-    Invited: _invited,
-    Granted: _granted,
-    Receipted: _receipted,
-    ArtifactStored: _artifact_stored,
-    ArtifactLost: _artifact_lost,
-    SessionLost: _session_lost,
-    SpecChecked: _spec_checked,
-    Weighed: _weighed,
-    SumStepped: _sum_stepped,
-    SumReady: _sum_ready,
-    TrainerReady: _trainer_ready,
-    TrainerDied: _trainer_died,
-    RoundCommitted: _round_committed,
-    OutboxFound: _outbox_found,
-    RoundFailed: _round_failed,
-    Chosen: _finalised,
+    events.Tick: _ticked,
+    events.Sending: _sending,
+    events.LinkChanged: _link_changed,
+    events.CoordinatorSeen: _coordinator_seen,
+    events.Welcomed: _welcomed,
+    events.HelloRefused: _hello_refused,
+    events.ObstacleChanged: _obstacle_changed,
+    events.TrainingAbandoned: _training_abandoned,
+    events.ConsentChanged: _consent_changed,
+    events.Stopping: _stopping,
+    events.Left: _left,
+    events.Revoked: _revoked,
+    events.Offered: _offered,
+    events.Ended: _ended,
+    events.Invited: _invited,
+    events.Granted: _granted,
+    events.Receipted: _receipted,
+    events.ArtifactStored: _artifact_stored,
+    events.ArtifactLost: _artifact_lost,
+    events.SessionLost: _session_lost,
+    events.SpecChecked: _spec_checked,
+    events.Weighed: _weighed,
+    events.SumStepped: _sum_stepped,
+    events.SumReady: _sum_ready,
+    events.TrainerReady: _trainer_ready,
+    events.TrainerDied: _trainer_died,
+    events.RoundCommitted: _round_committed,
+    events.OutboxFound: _outbox_found,
+    events.RoundFailed: _round_failed,
+    events.Chosen: _finalised,
 }
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import BackupError
 from edge_client.store.checkpoint_file import CHECKPOINT_FILE
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.private_store import CONTROL_FOLDER, PrivateStore
 from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import fsync_path, replace_durably, write_durably
 from fedcg.sealing import Seal, add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
@@ -29,7 +29,7 @@ from fedcg.wire.messages.messages import Identifier
 MAGIC = b"FEDCG-AGENT-BACKUP-1\n"
 ENTRY = re.compile(r"agent\.toml|identity/[a-z_]{1,20}|store(/[A-Za-z0-9_][\w.-]{0,120}){1,6}")
 MAX_SMALL_BYTES = 1 << 20
-_LEFT_OUT = {"lock", "trainer.lock", CHECKPOINT_FILE}
+_LEFT_OUT = {"lock", "trainer.lock", f"{CONTROL_FOLDER}/lock", CHECKPOINT_FILE}
 
 
 class BackupFacts(BaseModel):

@@ -13,6 +13,7 @@ coordinator.json  the coordinator's key that counts, once it was replaced
 counter.json    the newest numbers of the files whose older copies are refused, see `small_files`
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
+control/         requests of the owner's commands to the running agent, see `edge_client.agent.owner_requests`
 signing.pub     public keys of this device, by which its models are checked where they are used, see `export.model.signature`
 audit/          the report of the last audit of an update, with pictures
 defence/        what the data defence learned, and sample pictures of what it does
@@ -58,7 +59,7 @@ STORE_FORMAT = 2
 _FOLDERS = ("secrets", "specs", "generations", "generations/[0-9]*")
 _PRIVATE_FILES = ("secrets/*.key", "specs/*.json", "generations/[0-9]*/*", "*.json", CHECKPOINT_FILE)
 _OWN = re.compile(
-    r"secrets|specs|artifacts|generations|models|audit|defence|CURRENT|lock|trainer\.lock|control\.sock|checkpoint\.bin|signing\.pub|"
+    r"secrets|specs|artifacts|generations|models|audit|defence|control|CURRENT|lock|trainer\.lock|checkpoint\.bin|signing\.pub|"
     r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|"
     r"roster|consent|pause|traffic|revoked)\.json|\.[\w.]+\.\w{8}\.new"
 )
@@ -67,6 +68,7 @@ RECEIPTS_KEPT = 64
 LEFT_OUT_KEPT = 200
 AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
 DEFENCE_FOLDER = "defence"
+CONTROL_FOLDER = "control"
 PRIVACY_FILE = "privacy.json"
 PARTIAL_FILES = 8
 PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
@@ -403,6 +405,20 @@ def open_store(config: AgentConfig, *, make: bool = False) -> PrivateStore:
     """The private store of a device; as `PrivateStore.open`, but made only on demand."""
     with _writing_to(config.store):
         return PrivateStore.open(config.store, config.federation, config.device, make=make)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock file of a private store."""
+    try:
+        file = path.open()  # for reading: the store may be read-only
+    except FileNotFoundError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 @contextmanager

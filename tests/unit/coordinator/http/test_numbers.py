@@ -13,8 +13,8 @@ from coordinator.config import CoordinatorConfig
 from coordinator.http import steering_api
 from coordinator.members.api_tokens import Role
 from coordinator.operations.create_federation import OperatorPlan
+from edge_client.agent.owner_requests import OwnerRequest
 from edge_client.config import AgentConfig
-from edge_client.messaging.owner_requests import OwnerRequest
 from fedcg.learning.spec import FederationSpec, RoundPolicy
 from fedcg.wire.artifacts.artifacts import ArtifactHeader
 from fedcg.wire.messages import enrolment_messages

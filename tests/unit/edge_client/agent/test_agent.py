@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from edge_client.agent.control_socket import ask_agent
+from edge_client.agent.owner_requests import StatusRequest, ask_agent
 from edge_client.config import PolicySection
-from edge_client.messaging.owner_requests import StatusRequest
 from edge_client.session.commands import TrainRound
 from edge_client.session.events import Noted, RoundFailed
 from edge_client.store.private_store import PrivateStore, open_store

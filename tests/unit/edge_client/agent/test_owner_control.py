@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from edge_client.agent.control_socket import ask_agent
-from edge_client.cli.status import read_status
-from edge_client.config import PolicySection
-from edge_client.errors import OwnerRequestError, StoreError
-from edge_client.messaging.owner_requests import (
+from edge_client.agent.owner_requests import (
     ApproveRequest,
     PauseRequest,
     ResumeRequest,
     RevokeRequest,
     StatusRequest,
+    ask_agent,
 )
+from edge_client.cli.status import read_status
+from edge_client.config import PolicySection
+from edge_client.errors import OwnerRequestError, StoreError
 from edge_client.session.commands import ReleaseTrainer
 from edge_client.store.owner_record import Consent, DayTraffic, Pause, PauseFile
 from edge_client.store.private_store import open_store
@@ -260,9 +260,9 @@ def test_an_agent_does_not_start_on_damaged_decisions(make_world: MakeWorld, nam
         world.start_agent()
 
 
-def test_an_agent_whose_socket_cannot_be_made_reports_that_and_trains(make_world: MakeWorld) -> None:
+def test_an_agent_whose_folder_for_requests_cannot_be_made_reports_that_and_trains(make_world: MakeWorld) -> None:
     world = make_world()
-    (open_store(world.config, make=True).root / "control.sock").mkdir(mode=0o700)
+    (open_store(world.config, make=True).root / "control").touch()
     world.connect()
     open_round(world)
     world.coordinator.wait(Manifest)

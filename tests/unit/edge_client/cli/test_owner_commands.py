@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -19,12 +18,11 @@ from urllib.parse import quote, quote_plus
 import numpy as np
 import pytest
 
-from edge_client.agent.control_socket import ControlSocket
 from edge_client.agent.owner_control import part_bytes, update_bytes
+from edge_client.agent.owner_requests import OwnerRequest, success
 from edge_client.cli import support_file
-from edge_client.config import PolicySection, load_config
+from edge_client.config import PolicySection
 from edge_client.firewall import UpdateFacts, build_update, widened
-from edge_client.messaging.owner_requests import Asked, success
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, SentRecord, append_line
@@ -34,6 +32,7 @@ from fedcg.wire.artifacts.artifacts import Base, artifact_id
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 from tests.support.commands import data_of, run_fedcg
+from tests.support.edge.answering_agent import answering_agent
 from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, toy_spec, update_of, write_device
 
 STATISTICS = toy_spec(
@@ -59,28 +58,21 @@ def device(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def asked(device: Path) -> Iterator[list[Asked]]:
+def asked(device: Path) -> Iterator[list[OwnerRequest]]:
     """What reaches an agent of the device, which agrees to everything."""
-    requests: list[Asked] = []
-
-    def put(one: Asked) -> None:
-        requests.append(one)
-        one.answer.put(success({"until": 1e9, "reason": "", "was_paused": True, "now": "waits for a round"}))
-
-    control = ControlSocket(device.parent / "store", put)
-    control.start()
-    yield requests
-    control.close()
+    data = {"until": 1e9, "reason": "", "was_paused": True, "now": "waits for a round"}
+    with answering_agent(device.parent / "store", success(data)) as taken:
+        yield taken
 
 
 def run(device: Path, *words: object, typed: str | None = None) -> Any:
     return run_fedcg("agent", *words, "--config", device, typed=typed)
 
 
-def test_pause_and_resume_reach_the_running_agent(device: Path, asked: list[Asked]) -> None:
+def test_pause_and_resume_reach_the_running_agent(device: Path, asked: list[OwnerRequest]) -> None:
     paused = run(device, "pause", "--for", "2h", "--reason", "maintenance", "--now")
     assert paused.stdout.startswith(f"{DEVICE} is paused until 2001-09-09 01:46:40 UTC.\nNext: ")
-    request = asked[0].request.model_dump()
+    request = asked[0].model_dump()
     assert request == {"v": 1, "command": "pause", "for_s": 7200.0, "reason": "maintenance", "now": True}
     assert run(device, "resume").stdout == f"{DEVICE} takes part again.\n"
     assert data_of(run(device, "pause", "--json").stdout)["paused"] is True
@@ -217,13 +209,13 @@ def test_approvals_are_listed_named_by_their_first_digits_and_revoked(device: Pa
     assert "No spec waits" in run(device, "approve", "--list").stdout
 
 
-def test_an_approval_goes_to_the_running_agent(device: Path, asked: list[Asked]) -> None:
+def test_an_approval_goes_to_the_running_agent(device: Path, asked: list[OwnerRequest]) -> None:
     assert run(device, "approve", "--yes").exit_code == 0
-    assert asked[0].request.model_dump() == {"v": 1, "command": "approve", "spec": STATISTICS.digest}
+    assert asked[0].model_dump() == {"v": 1, "command": "approve", "spec": STATISTICS.digest}
     assert not Consent(device.parent / "store").read().approved  # it is the agent's to write
 
 
-def test_status_shows_the_owners_decisions_and_what_the_agent_does(device: Path, asked: list[Asked]) -> None:
+def test_status_shows_the_owners_decisions_and_what_the_agent_does(device: Path, asked: list[OwnerRequest]) -> None:
     store = device.parent / "store"
     PauseFile(store).write(Pause(since=time.time(), until=4e9, reason="maintenance"))
     TrafficCounter(store, time.time).sent(12)
@@ -458,9 +450,3 @@ def test_diagnose_works_before_the_first_run_and_refuses_a_file_that_is_no_zip(t
     for wrong in (tmp_path / "a.txt", tmp_path / "absent" / "a.zip"):
         refused = run(config, "diagnose", "--out", wrong)
         assert (refused.exit_code, "--out" in refused.stderr) == (2, True)
-
-
-def test_a_socket_of_a_killed_agent_is_no_running_agent(device: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(load_config(device, {}).store / "control.sock"))
-    assert "agent_now" not in data_of(run(device, "status", "--json").stdout)

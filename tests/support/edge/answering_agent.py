@@ -1,0 +1,34 @@
+"""The part of an agent that answers its owner's requests, without the rest of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from edge_client.agent.owner_requests import OwnerRequest, OwnerRequests, Reply
+
+
+@contextmanager
+def answering_agent(store: Path, reply: Any) -> Iterator[list[OwnerRequest]]:
+    """Answers all requests to a store alike while the context lasts; the requests so far."""
+    taken: list[OwnerRequest] = []
+    requests, ended = OwnerRequests(store), threading.Event()
+
+    def answer(request: OwnerRequest) -> Reply:
+        taken.append(request)
+        return reply  # type: ignore[no-any-return]
+
+    def run() -> None:
+        while not ended.wait(0.01):
+            requests.answer_all(answer)
+
+    thread = threading.Thread(target=run, daemon=True)
+    requests.open()
+    thread.start()
+    yield taken
+    ended.set()
+    thread.join()
+    requests.close()
