@@ -12,9 +12,8 @@ from rich.table import Table
 
 from devices.catalogue import load_catalogue
 from devices.detect import LIVE_ROOT, detect, runtime_providers
-from devices.errors import NotTrainableError
 from devices.nvidia import torch_obstacle
-from devices.profile import GIB, DeviceProfile, Gpu, TrainingPlan, plan_training
+from devices.profile import GIB, DeviceProfile, Gpu, NotTrainableError, TrainingPlan, plan_training
 from devices.telemetry import Telemetry, read_telemetry
 from fedcg.json_output import print_data
 

@@ -9,7 +9,7 @@ import os
 import platform
 from pathlib import Path
 
-from devices import files, limits
+from devices import files
 from devices.catalogue import KnownJetson, load_catalogue
 from devices.nvidia import driver_files_gpu, nvml_gpu
 from devices.profile import (
@@ -43,7 +43,7 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     asked = nvml_gpu() if live else None
     catalogue, compatible = load_catalogue(), files.compatible(root)
     jetson, kind = catalogue.identify(compatible), catalogue.kind_of(compatible)
-    memory = _least(files.installed_memory(root), limits.memory_limit(root))
+    memory = _least(files.installed_memory(root), files.memory_limit(root))
     l4t = files.l4t_release(root)
     gpu = _jetson_gpu(jetson, asked, memory) if jetson else asked or driver_files_gpu(root)
     return DeviceProfile(
@@ -69,7 +69,7 @@ def _least(*values: int | None) -> int | None:
 
 
 def _usable_cpus(root: Path, *, live: bool) -> int | None:
-    quota = limits.cpu_limit(root)
+    quota = files.cpu_limit(root)
     # sched_getaffinity is Linux only; elsewhere it is unknown.
     affinity = len(os.sched_getaffinity(0)) if live and hasattr(os, "sched_getaffinity") else None
     return _least(files.online_cpus(root), affinity, max(1, int(quota)) if quota is not None else None)

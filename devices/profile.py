@@ -8,7 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from devices.errors import NotTrainableError
+from fedcg.errors import FedcgError
+
+
+class NotTrainableError(FedcgError):
+    """The box cannot train; the message gives the reason and the alternative."""
+
 
 MIB = 1 << 20
 GIB = 1 << 30

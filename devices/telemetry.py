@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from devices.files import read_int, read_text
-from devices.limits import free_memory
+from devices.files import free_memory, read_int, read_text
 from devices.nvidia import GpuReadings, nvml_readings
 from devices.power import Rail, Supply, board_power, jetson_stats, read_power_mode, read_rails, read_supply
 

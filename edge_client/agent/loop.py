@@ -18,7 +18,6 @@ from importlib.metadata import version
 from edge_client.agent.command_executor import CommandExecutor
 from edge_client.agent.event_reporter import EventReporter
 from edge_client.agent.hardware import HardwareWatch
-from edge_client.agent.heartbeats import Heartbeats
 from edge_client.agent.owner_control import OwnerControl, Refusal, describe
 from edge_client.agent.owner_requests import (
     ApproveRequest,
@@ -28,14 +27,12 @@ from edge_client.agent.owner_requests import (
     Reply,
     RevokeRequest,
 )
-from edge_client.agent.restored_state import restored_state
-from edge_client.agent.self_report import SelfReporter
+from edge_client.agent.self_report import Heartbeats, SelfReporter
 from edge_client.agent.service_manager import ServiceManager
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
-from edge_client.identity.keys import AgentKeys
-from edge_client.messaging.coordinator_link import CoordinatorLink
-from edge_client.messaging.coordinator_trust import CoordinatorTrust
+from edge_client.identity.credentials import AgentKeys
+from edge_client.messaging.coordinator_link import CoordinatorLink, CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.inbox import Inbox, Item
 from edge_client.session.commands import Command, SendHello, given_up
@@ -59,18 +56,18 @@ from edge_client.session.events import (
     TrainingAbandoned,
     Welcomed,
 )
-from edge_client.session.state import REVOKED_RETRY_S, Trainer, next_deadline
+from edge_client.session.state import REVOKED_RETRY_S, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
-from edge_client.store.revocation import REVOKED_ADVICE, Revocation
 from edge_client.training.trainer_handle import TrainerHandle, TrainerReport
 from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer, MqttCarrier
 from edge_client.transfer.https_client import https_carrier
+from fedcg.advice import REVOKED_ADVICE
 from fedcg.errors import NOT_CONNECTED
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Need
+from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Need, RoundAttempt
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunk_window import Ranges
 from fedcg.wire.transfer.chunks import Chunk, chunk_bytes_for
@@ -96,6 +93,9 @@ class Agent:
         make_trainer: builds the handle of the training process around a callback for its reports.
         events: the event log.
         clock: monotonic seconds.
+
+    Raises:
+        StoreError: nothing in the store is whole, or the disk does not answer.
 
     Attributes:
         self_reporter: makes the reports of this device about itself.
@@ -162,8 +162,28 @@ class Agent:
         )
         self._events_due: deque[Event] = deque()
         self._owners_reason: DeclineReason | None = None
-        self._revocation = Revocation(store.root, keys.signing.public.hex)
-        self._state = restored_state(config, store, self._trust, self._reporter)
+        self._key = keys.signing.public.hex
+        self._is_revoked = store.is_revoked(self._key)
+        self._state = self._restored()
+
+    def _restored(self) -> SessionState:
+        """The state that continues what the store holds; damage in it is reported."""
+        generation, problems = self._store.generations.current()
+        for problem in (*problems, *self._store.damage()):
+            self._reporter.damage(problem)
+        epoch, *highest = self._trust.order.highest
+        committed = None if generation is None else generation.round_attempt
+        final = self._store.finalised().get("aggregate")
+        return SessionState(
+            federation=self._config.federation,
+            device=self._config.device,
+            epoch=epoch,
+            stored=frozenset(self._store.artifacts.ids()) | self._store.spec_digests(),
+            bound_spec=None if generation is None else generation.spec,
+            committed=committed,
+            committed_epoch=epoch if committed is None or committed <= RoundAttempt(*highest) else 0,
+            finalised=final if isinstance(final, str) else None,
+        )
 
     def stop(self) -> None:
         """End `run` soon; may be called from a signal handler or another thread."""
@@ -191,7 +211,7 @@ class Agent:
             self._handle(Tick())  # starts the training process: it loads torch while the link comes up
             self._transfer.start()
             self._link.subscribe(chunks=self._reads_chunks)
-            if self._revocation.holds:
+            if self._is_revoked:
                 self._back_off()
             self._transport.start(self._on_delivery, lambda up: self._put(LinkChanged(up)))
             self._service.ready()
@@ -211,11 +231,11 @@ class Agent:
             self._events.write(
                 "agent_stopped", pid=os.getpid(), dropped=self._dropped, refused=self._reporter.refusals.counts
             )
-        return NOT_CONNECTED if self._revocation.holds else int(self._executor.outcome is False)
+        return NOT_CONNECTED if self._is_revoked else int(self._executor.outcome is False)
 
     @property
     def _is_over(self) -> bool:
-        return self._executor.outcome is not None or self._revocation.holds
+        return self._executor.outcome is not None or self._is_revoked
 
     def _back_off(self) -> None:
         """This device is revoked: report it once, and try again after a long time."""
@@ -330,10 +350,11 @@ class Agent:
     def _follow_standing(self, statement: Revoked | Welcomed) -> None:
         """Keep whether the coordinator has this device as a member, where that is another answer than before."""
         is_revoked = isinstance(statement, Revoked)
-        if is_revoked is self._revocation.holds:
+        if is_revoked is self._is_revoked:
             return
+        self._is_revoked = is_revoked
         with self._reporter.recording_errors("revocation", "the coordinator's statement about this device"):
-            self._revocation.note(revoked=is_revoked)
+            self._store.save_revoked(self._key, revoked=is_revoked)
         if is_revoked:
             self._back_off()
         else:

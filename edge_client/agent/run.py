@@ -12,7 +12,7 @@ from edge_client.agent.loop import Agent
 from edge_client.agent.self_report import Examine
 from edge_client.config import AgentConfig
 from edge_client.errors import ConfigError
-from edge_client.identity.keys import load_keys, mqtt_config
+from edge_client.identity.credentials import load_keys, mqtt_config
 from edge_client.identity.renewal import Renewer, settle
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.store.private_store import open_store

@@ -100,7 +100,7 @@ def card_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
     Example: fedcg cohort card >> roster.txt
     """
-    from edge_client.identity.keys import load_keys
+    from edge_client.identity.credentials import load_keys
 
     settings = read_config(config)
     key = load_keys(settings).signing.public.hex
@@ -120,7 +120,7 @@ def roster_command(
 
     Example: fedcg cohort roster roster.txt
     """
-    from edge_client.identity.keys import load_keys
+    from edge_client.identity.credentials import load_keys
     from edge_client.store.cohort_secret import roster_of
 
     text = _text_of(file, "FILE", 1 << 20)

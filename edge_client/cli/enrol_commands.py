@@ -74,7 +74,7 @@ def join_command(
 
     Example: fedcg agent join --federation welding --data /data/welding --out /etc/fedcg/welding
     """
-    from edge_client.identity.join import join
+    from edge_client.identity.enrol import join
 
     where, settings = _place(data), read_config(config)
     written = join(settings, config.read_text(encoding="utf-8"), federation, out, where)
@@ -92,7 +92,7 @@ def renew_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
     Example: fedcg agent renew --config /etc/fedcg/casting/agent.toml
     """
-    from edge_client.identity.keys import load_keys
+    from edge_client.identity.credentials import load_keys
     from edge_client.identity.renewal import renew
 
     settings = read_config(config)

@@ -13,7 +13,7 @@ from urllib.parse import quote, quote_plus
 from pydantic import BaseModel
 
 from edge_client.config import AgentConfig
-from edge_client.store.data_snapshot import SPLITS
+from edge_client.store.generations import SPLITS
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import log_text
 

@@ -20,16 +20,15 @@ from edge_client.errors import (
     StoreDamagedError,
     StoreFormatError,
 )
-from edge_client.identity.credentials import read_certificate
-from edge_client.identity.keys import load_keys
+from edge_client.identity.credentials import load_keys, read_certificate
 from edge_client.store.generations import Generation
 from edge_client.store.own_backbone import private_start
 from edge_client.store.owner_record import Consent, PauseFile, TrafficCounter
 from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, is_locked, open_store
-from edge_client.store.revocation import REVOKED_ADVICE, Revocation
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
+from fedcg.advice import REVOKED_ADVICE
 from fedcg.errors import NOT_FOUND
 from fedcg.event_log import EventValue, log_text, read_events
 from fedcg.text_output import moment, table
@@ -122,7 +121,7 @@ def is_revoked(config: AgentConfig) -> bool:
         key = load_keys(config).signing.public.hex
     except EdgeError:
         return False  # without a key there is no device that could be
-    return Revocation(config.store, key).holds
+    return PrivateStore(config.store).is_revoked(key)
 
 
 def _pause(root: Path) -> Status:

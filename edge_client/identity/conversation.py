@@ -9,9 +9,8 @@ from importlib.metadata import version
 
 from edge_client.config import AgentConfig
 from edge_client.errors import NoAnswerError
-from edge_client.identity.keys import AgentKeys
-from edge_client.messaging.coordinator_link import CoordinatorLink
-from edge_client.messaging.coordinator_trust import CoordinatorTrust
+from edge_client.identity.credentials import AgentKeys
+from edge_client.messaging.coordinator_link import CoordinatorLink, CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.session.commands import Done, Send, SendHello
 from edge_client.session.events import CoordinatorSeen, Event, HelloRefused, LinkChanged, Revoked, Tick, Welcomed
@@ -19,8 +18,8 @@ from edge_client.session.state import Purpose, SessionState
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
-from edge_client.store.revocation import REVOKED_ADVICE
 from edge_client.store.sent_record import SentRecord
+from fedcg.advice import REVOKED_ADVICE
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.transfer.chunks import Chunk

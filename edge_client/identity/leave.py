@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, LateAnswerError, NoAnswerError, StoreFormatError
 from edge_client.identity.conversation import converse
-from edge_client.identity.credentials import pending
-from edge_client.identity.keys import load_keys, mqtt_config
+from edge_client.identity.credentials import load_keys, mqtt_config, pending
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore, open_store

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import BackupError
-from edge_client.store.checkpoint_file import CHECKPOINT_FILE
+from edge_client.store.generations import CHECKPOINT_FILE
 from edge_client.store.private_store import CONTROL_FOLDER, PrivateStore
 from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import fsync_path, replace_durably, write_durably

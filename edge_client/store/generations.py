@@ -1,10 +1,11 @@
 """Generations of the private state: written whole, switched to by one atomic rename of `CURRENT`, two of them kept.
 
     generations/<n>/state.safetensors   tensors named slot/part/name, e.g. personal/extractor/conv1.weight, and extras/group/name
-    generations/<n>/snapshot.json       the data that the round was trained on
+    generations/<n>/snapshot.json       the data that the round was trained on: which files, with which content, in which split
     generations/<n>/update.bin          the outbox: the packed update of the round, where there is one
     generations/<n>/state.json          round attempt (key "cursor"), spec, scores, and the sha256 of each file above
     CURRENT                             the number of the generation that counts, and its check
+    checkpoint.bin                      the round that is being trained; worth nothing once it is committed
 
 A crash before the rename leaves the old generation in force; a crash after it leaves the new one. A newest generation
 that fails its checksums falls back to the one before it. A disk that does not answer is not treated as damage: falling back would
@@ -18,26 +19,95 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 from pydantic import Field, TypeAdapter
+from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from edge_client.errors import StoreDamagedError, unreadable
-from edge_client.store.data_snapshot import Snapshot
 from fedcg.files import file_sha256, fsync_path, replace_durably, write_durably
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.artifacts.tensors import Array, PartArrays, flatten
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
 
+SPLITS = ("train", "val", "test")
+CHECKPOINT_FILE = "checkpoint.bin"
 GENERATION_FORMAT = 1
 _EXTRAS = "extras"
 _POINTER = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class SnapshotFile:
+    """One image.
+
+    Attributes:
+        path: relative to the data root.
+        sha256: of the file's bytes, in hex.
+        label: index into the spec's classes.
+        split: train, val or test.
+    """
+
+    path: str
+    sha256: str
+    label: int
+    split: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All images of a round, ordered by path within each split.
+
+    Accepting a round fixes its snapshot; the round and every repeat of it use only that, even if the folder grows meanwhile.
+
+    Attributes:
+        defence: the data defence that the training images went through, with its parameters; empty without one.
+        defended: digest of the images that were trained on in their place.
+    """
+
+    files: tuple[SnapshotFile, ...]
+    defence: str = ""
+    defended: str = ""
+
+    def split(self, name: str) -> tuple[SnapshotFile, ...]:
+        """The files of one split."""
+        return tuple(file for file in self.files if file.split == name)
+
+    def counts(self) -> dict[str, int]:
+        """Images per split."""
+        return {name: len(self.split(name)) for name in SPLITS}
+
+    def encode(self) -> bytes:
+        """Canonical JSON; the same snapshot always gives the same bytes."""
+        files = [asdict(file) for file in self.files]
+        whole = {"defence": self.defence, "defended": self.defended, "files": files} if self.defence else files
+        return json.dumps(whole, sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of `encode()`, in hex."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    @staticmethod
+    def decode(payload: bytes) -> Snapshot:
+        """The snapshot in `payload`.
+
+        Raises:
+            ValueError: not a snapshot.
+        """
+        try:
+            found = json.loads(payload)
+            about = found if isinstance(found, dict) else {"files": found}
+            return Snapshot(**{**about, "files": tuple(SnapshotFile(**entry) for entry in about["files"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a data snapshot: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -305,3 +375,44 @@ def _split_names(
         else:
             slots.setdefault(slot, {}).setdefault(Part(group), {})[name] = tensor
     return slots, extras
+
+
+class CheckpointFile:
+    """The file `checkpoint.bin` of one private store.
+
+    Its content is tensors by name, behind the sha256 of everything after it and a mark of all that the round depends on. A file that is
+    damaged, or of another round, or of the same round under other settings, is no checkpoint: the round then begins anew.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / CHECKPOINT_FILE
+
+    def load(self, mark: bytes) -> tuple[Mapping[str, Array], str]:
+        """The tensors that were kept last under this mark, else none; and what is wrong with the file, else nothing.
+
+        Args:
+            mark: 32 bytes, a digest of all that the round depends on.
+        """
+        try:
+            payload = self._path.read_bytes()
+            body = payload[_DIGEST_BYTES:]
+            if hashlib.sha256(body).digest() != payload[:_DIGEST_BYTES]:
+                return {}, f"{self._path} is damaged"
+            return (load_safetensors(body[_DIGEST_BYTES:]), "") if body.startswith(mark) else ({}, "")
+        except FileNotFoundError:
+            return {}, ""
+        except (OSError, SafetensorError) as error:
+            return {}, str(error)
+
+    def save(self, mark: bytes, tensors: Mapping[str, Array]) -> None:
+        """Keep tensors under a mark, in place of earlier ones.
+
+        Raises:
+            OSError: the disk is full or broken; the earlier ones are untouched.
+        """
+        body = mark + save_safetensors(dict(tensors))
+        replace_durably(self._path, hashlib.sha256(body).digest() + body)
+
+    def delete(self) -> None:
+        """Forget it."""
+        self._path.unlink(missing_ok=True)

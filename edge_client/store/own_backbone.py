@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 
 from devices.detect import detect
-from devices.errors import NotTrainableError
 from devices.nvidia import torch_obstacle
-from devices.profile import DeviceProfile, plan_training
+from devices.profile import DeviceProfile, NotTrainableError, plan_training
 from edge_client.config import AUTO, AgentConfig
 from edge_client.store.private_store import PrivateStore
 from fedcg.learning.backbone_names import least_work

@@ -5,7 +5,7 @@ lock            held by the agent; trainer.lock is held by its training process
 secrets/        device.key (made once), cohort.key (given to all devices of a federation, never to the coordinator)
 specs/          accepted specs by digest           artifacts/   downloads by sha256, .partial/ those under way
 generations/    private state, see `generations`   CURRENT      which one counts
-checkpoint.bin  the round that is being trained, see `checkpoint_file`
+checkpoint.bin  the round that is being trained, see `generations`
 accepted.json   the data snapshot of the round that was accepted last
 left_out.json   images that could not be read for it, with reasons
 seen.json       highest (epoch, round, attempt) of a broadcast
@@ -39,9 +39,14 @@ from typing import Any
 
 from edge_client.config import AgentConfig
 from edge_client.errors import DamagedFileError, StoreError, StoreFormatError, StoreLockedError, unreadable
-from edge_client.store.checkpoint_file import CHECKPOINT_FILE, CheckpointFile
-from edge_client.store.data_snapshot import Snapshot
-from edge_client.store.generations import Generation, Generations, OutboxEntry
+from edge_client.store.generations import (
+    CHECKPOINT_FILE,
+    CheckpointFile,
+    Generation,
+    Generations,
+    OutboxEntry,
+    Snapshot,
+)
 from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE
 from edge_client.store.small_files import damage_of, damaged, read_json, write_json
 from fedcg.files import SECRET_BYTES, advice_for, checked_secret, file_sha256, replace_durably, secret_in
@@ -70,6 +75,7 @@ AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
 DEFENCE_FOLDER = "defence"
 CONTROL_FOLDER = "control"
 PRIVACY_FILE = "privacy.json"
+REVOKED_FILE = "revoked.json"
 PARTIAL_FILES = 8
 PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 
@@ -325,6 +331,21 @@ class PrivateStore:
         """Store the coordinator's key that counts."""
         values = {"enrolled": enrolled.hex, "key": pinned.key.hex, "serial": pinned.serial}
         write_json(self.root / "coordinator.json", values)
+
+    def is_revoked(self, key: str) -> bool:
+        """Whether the coordinator has stated that it revoked this device; of one message key, so void once the device is enrolled anew.
+
+        Args:
+            key: this device's public message key, in hex.
+        """
+        return read_json(self.root / REVOKED_FILE).get("key") == key
+
+    def save_revoked(self, key: str, *, revoked: bool) -> None:
+        """Store that statement of the coordinator, or a welcome, which is the end of it."""
+        if revoked:
+            write_json(self.root / REVOKED_FILE, {"key": key})
+        else:
+            (self.root / REVOKED_FILE).unlink(missing_ok=True)
 
     def deliveries(self) -> tuple[DeliveryRecord, ...]:
         """Receipts so far, oldest first."""

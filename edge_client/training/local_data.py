@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edge_client.config import DataSection
 from edge_client.errors import RoundError
-from edge_client.store.data_snapshot import Snapshot, SnapshotFile
+from edge_client.store.generations import Snapshot, SnapshotFile
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.learning.data.formats import is_array_source, stamp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from devices.limits import oom_kills
+from devices.files import oom_kills
 from edge_client.errors import StoreError
 from edge_client.store.small_files import read_json, write_json
 

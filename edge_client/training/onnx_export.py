@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from edge_client.store.data_snapshot import Snapshot
+from edge_client.store.generations import Snapshot
 from edge_client.training.evaluation import Measured
 from edge_client.training.local_round import load_spec
 from edge_client.training.workplace import Workplace

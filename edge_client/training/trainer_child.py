@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from devices import limits
 from devices.detect import LIVE_ROOT, detect
-from devices.errors import NotTrainableError
+from devices.files import free_memory as free_memory_of
 from devices.nvidia import nvml_readings, torch_obstacle
 from devices.power import EnergyMeter
-from devices.profile import DeviceProfile, Gpu, TrainingPlan, batch_share, plan_training
+from devices.profile import DeviceProfile, Gpu, NotTrainableError, TrainingPlan, batch_share, plan_training
 from devices.telemetry import Sensors, read_power
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
@@ -279,7 +278,7 @@ def plan_here(config: AgentConfig, box: DeviceProfile) -> TrainingPlan:
 def free_memory(gpu: Gpu | None) -> int | None:
     """Bytes available now where the training is: of a GPU with memory of its own, else of the box."""
     if gpu is None or gpu.shares_memory:
-        return limits.free_memory(LIVE_ROOT)
+        return free_memory_of(LIVE_ROOT)
     readings = nvml_readings()
     return None if readings is None else readings.free_bytes
 

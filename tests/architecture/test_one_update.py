@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from coordinator.aggregation import worker_handle
 from coordinator.rounds.records import ParticipantState
 from edge_client.agent.loop import Agent
-from edge_client.identity.keys import AgentKeys
+from edge_client.identity.credentials import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.commands import TrainerCommand, TrainRound
 from edge_client.session.events import RoundCommitted

@@ -19,7 +19,7 @@ from coordinator.aggregation.jobs import OpenedSum, Updates
 from coordinator.updates.robustness import Distances
 from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection
-from edge_client.identity.keys import AgentKeys
+from edge_client.identity.credentials import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.commands import TrainRound
 from edge_client.store.private_store import PrivateStore

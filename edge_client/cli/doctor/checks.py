@@ -29,14 +29,13 @@ from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, EnrolError, StoreError
 from edge_client.firewall import check_spec
 from edge_client.identity.conversation import converse
-from edge_client.identity.credentials import life_of, read_certificate
+from edge_client.identity.credentials import life_of, load_keys, mqtt_config, read_certificate
 from edge_client.identity.enrolment_client import fetch_authority
-from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.session.state import Purpose
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, is_locked, open_store
-from edge_client.store.revocation import REVOKED_ADVICE
 from edge_client.transfer.https_client import check_ready, tls_of
+from fedcg.advice import REVOKED_ADVICE
 from fedcg.files import advice_for
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
 from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference, clock_time

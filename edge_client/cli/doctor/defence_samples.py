@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from devices.detect import detect
-from devices.errors import NotTrainableError
+from devices.profile import NotTrainableError
 from edge_client.cli.doctor.findings import Finding, Result, finding_of
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError

@@ -14,21 +14,10 @@ from devices.profile import DeviceProfile
 from devices.telemetry import LIVE_ROOT, Sensors, Telemetry, Zone
 from edge_client.cli.doctor.findings import Finding
 from edge_client.inference_load import InferenceLoad
+from fedcg.advice import DECLINE_ADVICE
 
 RATE_S = 1.0
 """Between two readings of the counters, where there are any."""
-ADVICE = {
-    Obstacle.RESERVED: "the box's application releases lock_file or stop_file when it is done",
-    Obstacle.SERVING: "it trains again when fewer requests come; max_requests_per_s under [eligibility] sets the limit",
-    Obstacle.HOT: "let it cool; if it stays hot, improve its cooling or lower its power mode",
-    Obstacle.THROTTLED: "look at its power supply and cooling",
-    Obstacle.ON_BATTERY: "connect mains power, or set on_mains = false under [eligibility]",
-    Obstacle.POWER_MODE: "`sudo nvpmodel -m ID` sets the mode; power_modes under [eligibility] lists what is allowed",
-    Obstacle.QUIET_HOURS: "it trains again afterwards; quiet_hours under [eligibility] has the spans",
-    Obstacle.LOW_DISK: "make room, or lower min_free_disk_mb under [eligibility]",
-    Obstacle.LOW_MEMORY: "end other programs, or lower min_free_memory_mb under [eligibility]",
-    Obstacle.METERED: "use another link, or correct metered_interfaces under [eligibility]",
-}
 
 
 def examine_hardware(
@@ -61,7 +50,9 @@ def examine_hardware(
 
     def judged(check: str, detail: str, obstacle: Obstacle, warning: str = "") -> Finding:
         if obstacle in found:
-            return Finding(check, "failed", f"{detail}: can't train because {found[obstacle]}", ADVICE[obstacle])
+            return Finding(
+                check, "failed", f"{detail}: can't train because {found[obstacle]}", DECLINE_ADVICE[obstacle.value]
+            )
         return Finding(check, "warning" if warning else "ok", detail, warning)
 
     return (
@@ -118,7 +109,9 @@ def _zone(zone: Zone, settings: EligibilitySettings) -> Finding:
     own = ", ".join(f"{name} {at:.0f}" for name, at in trips.items() if at is not None)
     detail = f"{zone.name} {zone.temperature_c:.0f} °C, trains below {limit_c:.0f} (own trip points: {own or 'none'})"
     if zone.temperature_c >= limit_c:
-        return Finding("temperature", "failed", f"{detail}: can't train because it is hot", ADVICE[Obstacle.HOT])
+        return Finding(
+            "temperature", "failed", f"{detail}: can't train because it is hot", DECLINE_ADVICE[Obstacle.HOT.value]
+        )
     is_warm = zone.passive_c is not None and zone.temperature_c >= zone.passive_c
     return Finding(
         "temperature", "warning" if is_warm else "ok", detail, "software lowers its clocks" if is_warm else ""

@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from devices.cli import describe_gpu
 from devices.detect import detect, runtime_obstacle, runtime_providers
 from devices.eligibility import eligibility, is_held
-from devices.errors import NotTrainableError
 from devices.nvidia import torch_obstacle
-from devices.profile import plan_training
+from devices.profile import NotTrainableError, plan_training
 from devices.telemetry import read_telemetry
 from edge_client.cli.doctor.findings import Result, existing_place, spec_of
 from edge_client.config import AUTO, AgentConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from edge_client.config import AgentConfig, BrokerSection
 from edge_client.identity.conversation import converse
-from edge_client.identity.keys import AgentKeys
+from edge_client.identity.credentials import AgentKeys
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.signing import SigningKey

@@ -12,7 +12,6 @@ import numpy as np
 from edge_client.errors import StoreError
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from edge_client.store.revocation import Revocation
 from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, append_line
 from edge_client.training.memory_share import MemoryShare
 from export.model.signature import note_signer
@@ -48,7 +47,7 @@ def fill(store: PrivateStore) -> None:
     Consent(store.root).approve(SPEC.digest, 1e9)
     PauseFile(store.root).write(Pause(since=1e9, until=1e9))
     TrafficCounter(store.root, time.time).sent(100)
-    Revocation(store.root, "0" * 64).note(revoked=True)
+    store.save_revoked("0" * 64, revoked=True)
     MemoryShare(store.root, 1.0, "cpu 4").round_begins()
     note_signer(store.root, ENROLLED.hex)
     for name in (SENT_FILE, LEDGER_FILE):

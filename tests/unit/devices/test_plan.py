@@ -13,9 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from devices.detect import detect
-from devices.errors import NotTrainableError
 from devices.nvidia import torch_obstacle
-from devices.profile import GIB, MIB, DeviceKind, DeviceProfile, Gpu, Trainable, batch_share, plan_training
+from devices.profile import (
+    GIB,
+    MIB,
+    DeviceKind,
+    DeviceProfile,
+    Gpu,
+    NotTrainableError,
+    Trainable,
+    batch_share,
+    plan_training,
+)
 from tests.support.commands import data_of, run_fedcg
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.facts.problems import REMEDIES
-from fedcg.log.sentences import DECLINE_ADVICE
+from fedcg.advice import DECLINE_ADVICE
 from fedcg.wire.messages.messages import DeclineReason
 
 

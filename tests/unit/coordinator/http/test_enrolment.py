@@ -23,10 +23,9 @@ from coordinator.http.refusals import Rate
 from coordinator.paths import Home
 from edge_client.config import load_config
 from edge_client.errors import EnrolError
-from edge_client.identity.credentials import TlsKey
+from edge_client.identity.credentials import TlsKey, load_keys
 from edge_client.identity.enrol import Folder, enrol
 from edge_client.identity.enrolment_client import ask
-from edge_client.identity.keys import load_keys
 from fedcg.listening import Caps, Connections
 from fedcg.wire.messages.enrolment_messages import (
     ENROL_PATH,

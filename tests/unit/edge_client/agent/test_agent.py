@@ -12,7 +12,6 @@ from edge_client.config import PolicySection
 from edge_client.session.commands import TrainRound
 from edge_client.session.events import Noted, RoundFailed
 from edge_client.store.private_store import PrivateStore, open_store
-from edge_client.store.revocation import Revocation
 from fedcg.errors import NOT_CONNECTED
 from fedcg.wire.messages.messages import (
     COORDINATOR,
@@ -115,19 +114,18 @@ def test_a_revoked_device_believes_the_coordinator_alone_says_so_once_and_ends_w
     wait_until(lambda: world.exit_code is not None, "the agent ends")
     assert world.exit_code == NOT_CONNECTED
     assert len(world.events("revoked")) == 1
-    assert Revocation(world.store.root, coordinator.device_key.public.hex).holds
-    assert not Revocation(world.store.root, "0" * 64).holds  # enrolled anew
+    assert world.store.is_revoked(coordinator.device_key.public.hex)
+    assert not world.store.is_revoked("0" * 64)  # enrolled anew
 
 
 def test_a_revoked_device_that_is_restarted_remembers_it_until_the_coordinator_welcomes_it(
     make_world: MakeWorld,
 ) -> None:
     world = make_world()
-    open_store(world.config, make=True)
-    about = world.config.store, world.coordinator.device_key.public.hex
-    Revocation(*about).note(revoked=True)
+    store, key = open_store(world.config, make=True), world.coordinator.device_key.public.hex
+    store.save_revoked(key, revoked=True)
     world.connect()
-    wait_until(lambda: not Revocation(*about).holds, "the welcome counts")
+    wait_until(lambda: not store.is_revoked(key), "the welcome counts")
     assert len(world.events("revoked")) == 1
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from coordinator.paths import Home
 from edge_client.config import AgentConfig, load_config
+from edge_client.identity.credentials import load_keys
 from edge_client.identity.enrol import enrol
-from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import Renewer
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values

@@ -20,10 +20,9 @@ from edge_client.cli.doctor.checks import examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import EnrolError
 from edge_client.identity import enrolment_client, renewal
-from edge_client.identity.credentials import TlsKey, is_due, read_checked, replace_pair, settle_pair
+from edge_client.identity.credentials import TlsKey, is_due, load_keys, read_checked, replace_pair, settle_pair
 from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import ask, trusting
-from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import Renewer, renew
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.enrolment_messages import (

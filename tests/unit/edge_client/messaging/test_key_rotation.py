@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.messaging.coordinator_trust import CoordinatorTrust
+from edge_client.messaging.coordinator_link import CoordinatorTrust
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.key_chain import PinnedKey, make_link

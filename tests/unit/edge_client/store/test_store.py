@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.errors import StoreDamagedError, StoreError, StoreFormatError, StoreLockedError
-from edge_client.store.data_snapshot import Snapshot, SnapshotFile
-from edge_client.store.generations import Generations
+from edge_client.store.generations import Generations, Snapshot, SnapshotFile
 from edge_client.store.private_store import RECEIPTS_KEPT, STORE_FORMAT, DeliveryRecord, PrivateStore
 from edge_client.store.small_files import write_json
 from fedcg import files

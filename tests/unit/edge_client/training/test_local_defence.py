@@ -17,7 +17,7 @@ from PIL import Image
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import DataSection
 from edge_client.session.events import RoundCommitted, RoundFailed
-from edge_client.store.data_snapshot import Snapshot
+from edge_client.store.generations import Snapshot
 from edge_client.training.local_data import LocalData, LocalDefence
 from fedcg.event_log import EventLog
 from fedcg.learning.defences.defence import DefencePlace, defence_of

@@ -15,7 +15,7 @@ import pytest
 from devices.detect import detect
 from edge_client.config import PolicySection, TrainingSection
 from edge_client.session.events import RoundCommitted
-from edge_client.store.checkpoint_file import CheckpointFile
+from edge_client.store.generations import CheckpointFile
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.privacy import OFF, DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method

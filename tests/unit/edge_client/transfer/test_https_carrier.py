@@ -19,8 +19,7 @@ from edge_client import config as edge_config
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import TlsSection
 from edge_client.errors import ConfigError
-from edge_client.messaging.coordinator_link import CoordinatorLink
-from edge_client.messaging.coordinator_trust import CoordinatorTrust
+from edge_client.messaging.coordinator_link import CoordinatorLink, CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer import https_client

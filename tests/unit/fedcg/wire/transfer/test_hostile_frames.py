@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.messaging.message_checks import MessageChecks, Sessions
-from edge_client.messaging.coordinator_link import CoordinatorLink
-from edge_client.messaging.coordinator_trust import CoordinatorTrust
+from edge_client.messaging.coordinator_link import CoordinatorLink, CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.session.commands import Wanted
 from edge_client.store.private_store import PrivateStore
