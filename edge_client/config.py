@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -321,24 +321,20 @@ class AgentConfig(Settings):
 
     def resolved(self, base: Path) -> AgentConfig:
         """The same configuration with every relative path taken relative to `base`."""
-        return self.model_copy(
-            update={
-                "store": base / self.store,
-                "tls": _anchored(self.tls, base),
-                "keys": _anchored(self.keys, base),
-                "data": _anchored(self.data, base),
-                "training": _anchored(self.training, base),
-                "audit": _anchored(self.audit, base),
-                "eligibility": _anchored(self.eligibility, base),
-                "metrics_folder": None if self.metrics_folder is None else base / self.metrics_folder,
-            }
-        )
+        return _anchored(self, base)
 
 
-def _anchored(section: Any, base: Path) -> Any:
-    if section is None:
-        return None
-    return section.model_copy(update={name: base / value for name, value in section if isinstance(value, Path)})
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def _anchored(settings: SettingsT, base: Path) -> SettingsT:
+    changed: dict[str, object] = {}
+    for name, value in settings:
+        if isinstance(value, Path):
+            changed[name] = base / value
+        elif isinstance(value, Settings):
+            changed[name] = _anchored(value, base)
+    return settings.model_copy(update=changed)
 
 
 def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import datetime
 
 from devices.eligibility import Reason, eligibility, is_held, no_time
@@ -16,6 +16,7 @@ from edge_client.session.events import Invited
 from edge_client.store.sent_record import LEDGER_FILE, read_lines
 from fedcg.event_log import EventValue
 from fedcg.files import READABLE, replace_durably
+from fedcg.repeating import repeating
 from fedcg.wire.messages.messages import DeclineReason, Offer
 from fedcg.wire.parts import ReportField
 
@@ -51,6 +52,7 @@ class HardwareWatch:
         self.last_read: Telemetry | None = None
         self._round_s = self._last_round_s()
         self._paused_s = 0.0
+        self._has_failed = False
         self._ahead_s: float | None = None  # the coordinator's clock against the monotonic one
 
     def _last_round_s(self) -> float | None:
@@ -119,37 +121,26 @@ class HardwareWatch:
         elif event["event"] == "committed" and isinstance(seconds, int | float):
             self._round_s = max(0.0, seconds - self._paused_s) / (share if isinstance(share, float) else 1.0)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Read the sensors all the time, on a thread of its own, and write the file of metrics where one is configured."""
-        stopping, folder = threading.Event(), self._config.metrics_folder
-        failed = False
+        return repeating("hardware", self._look_and_write)
 
-        def run() -> None:
-            nonlocal failed
-            while True:
-                read, reason = self._look()
-                try:
-                    if folder is not None:
-                        path = folder / f"fedcg-{self._config.federation}-{self._config.device}.prom"
-                        replace_durably(path, metrics_text(self._config, read, reason), READABLE)
-                    failed = False
-                except OSError as error:
-                    if not failed:
-                        _log.warning(
-                            "metrics_folder %s can't be written to: %s; it must be there, and the agent's",
-                            folder,
-                            error,
-                        )
-                    failed = True
-                if stopping.wait(LOOK_EVERY_S):
-                    return
-
-        threading.Thread(target=run, name="hardware", daemon=True).start()
+    def _look_and_write(self) -> float:
+        read, reason = self._look()
+        folder = self._config.metrics_folder
+        if folder is None:
+            return LOOK_EVERY_S
         try:
-            yield
-        finally:
-            stopping.set()
+            path = folder / f"fedcg-{self._config.federation}-{self._config.device}.prom"
+            replace_durably(path, metrics_text(self._config, read, reason), READABLE)
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                _log.warning(
+                    "metrics_folder %s can't be written to: %s; it must be there, and the agent's", folder, error
+                )
+            self._has_failed = True
+        return LOOK_EVERY_S
 
 
 def metrics_text(config: AgentConfig, read: Telemetry, reason: Reason | None) -> str:

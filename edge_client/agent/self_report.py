@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from devices.telemetry import Telemetry
@@ -23,6 +22,7 @@ from edge_client.store.sent_record import SentRecord
 from export.errors import ExportError
 from export.model.manifest import Manifest, read_manifest
 from export.model.versions import Slots
+from fedcg.repeating import repeating
 from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, FormEvidence, Readings, ServedModel
 from fedcg.wire.messages.messages import Heartbeat, RoundAttempt, SelfReport
 from fedcg.wire.parts import ReportField
@@ -97,26 +97,17 @@ class SelfReporter:
         own = {"boot": self._boot, "clock": clock, "telemetry": None if read is None else readings(read)}
         return SelfReport.model_validate({**about, **own, "condition": condition})
 
-    @contextmanager
-    def examining(self, examine: Examine) -> Iterator[None]:
+    def examining(self, examine: Examine) -> AbstractContextManager[None]:
         """Examine the device now and then, on a thread of its own: a folder of images takes seconds."""
-        stopping = threading.Event()
 
-        def run() -> None:
-            pause_s = 0.0
-            while not stopping.wait(pause_s):
-                try:
-                    self.findings = examine()
-                except (EdgeError, OSError) as error:
-                    _log.warning("this device could not be examined: %s; `fedcg doctor` shows why", error)
-                pause_s = EXAMINE_EVERY_S
+        def work() -> float:
+            try:
+                self.findings = examine()
+            except (EdgeError, OSError) as error:
+                _log.warning("this device could not be examined: %s; `fedcg doctor` shows why", error)
+            return EXAMINE_EVERY_S
 
-        if self._has_health:
-            threading.Thread(target=run, name="doctor", daemon=True).start()
-        try:
-            yield
-        finally:
-            stopping.set()
+        return repeating("doctor", work) if self._has_health else nullcontext()
 
 
 def readings(read: Telemetry) -> Readings:

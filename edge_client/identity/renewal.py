@@ -5,9 +5,8 @@ from __future__ import annotations
 import fcntl
 import random
 import ssl
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timedelta, timezone
 
 from cryptography import x509
@@ -27,6 +26,7 @@ from edge_client.identity.credentials import (
 )
 from edge_client.identity.enrolment_client import ask, check_clock, fetch_authority, trusting
 from fedcg.event_log import EventLog
+from fedcg.repeating import repeating
 from fedcg.wire.clocks import SET_CLOCK
 from fedcg.wire.messages.enrolment_messages import (
     RENEW_PATH,
@@ -117,32 +117,26 @@ class Renewer:
         self._events = events
         self._renewed = renewed
         self._clock = clock
-        self._stopping = threading.Event()
         self._serial: int | None = None
         self._is_clock_named = False
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Renew for as long as the context lasts; does nothing for a device without a URL to renew at."""
-        if self._config.tls is None or self._config.enrolment.url is None:
-            yield
-            return
-        thread = threading.Thread(target=self._run, args=(self._config.tls,), name="renewal", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stopping.set()  # the thread is not joined: a request without an answer must not delay the agent's end
+        tls = self._config.tls
+        if tls is None or self._config.enrolment.url is None:
+            return nullcontext()
+        return repeating("renewal", lambda: self._next(tls))
 
-    def _run(self, tls: TlsSection) -> None:
-        pause_s = 0.0
-        while not self._stopping.wait(pause_s):
-            try:
-                pause_s = self._look(tls).total_seconds()
-                self._is_clock_named = False
-            except (EnrolError, OSError) as error:
-                pause_s = self._failed(tls, error).total_seconds()
-            pause_s *= 0.9 + 0.2 * random.random()  # devices that were enrolled together don't renew together for ever
+    def _next(self, tls: TlsSection) -> float:
+        """Look once; the seconds until the next time."""
+        try:
+            pause_s = self._look(tls).total_seconds()
+            self._is_clock_named = False
+        except (EnrolError, OSError) as error:
+            pause_s = self._failed(tls, error).total_seconds()
+        return pause_s * (
+            0.9 + 0.2 * random.random()
+        )  # devices that were enrolled together don't renew together for ever
 
     def _look(self, tls: TlsSection) -> timedelta:
         """Renew when it is due; returns how long to wait before the next check."""
