@@ -11,13 +11,7 @@ from collections.abc import Callable
 from edge_client.messaging.handshake import Handshake
 from edge_client.session import events
 from edge_client.store.private_store import PrivateStore
-from fedcg.wire.errors import (
-    MalformedError,
-    OldEpochError,
-    OtherDeviceError,
-    OtherFederationError,
-    TransportError,
-)
+from fedcg.wire.errors import MalformedError, OldEpochError, OtherDeviceError, OtherFederationError, TransportError
 from fedcg.wire.messages.key_chain import PinnedKey, open_key_chain
 from fedcg.wire.messages.messages import (
     COORDINATOR,

@@ -62,16 +62,7 @@ from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
-from fedcg.wire.parts import (
-    AuditFigure,
-    ClassAccuracies,
-    Health,
-    Part,
-    PrivacySpent,
-    Report,
-    ReportField,
-    is_delta,
-)
+from fedcg.wire.parts import AuditFigure, ClassAccuracies, Health, Part, PrivacySpent, Report, ReportField, is_delta
 from fedcg.wire.sums.secrets import SumRound
 
 COVERED = "dp_sgd.covered"

@@ -21,15 +21,7 @@ from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, P
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.edge.world import (
-    CLASSES,
-    DEVICE,
-    FEDERATION,
-    FORM,
-    aggregate_of,
-    draw_images,
-    make_config,
-)
+from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, FORM, aggregate_of, draw_images, make_config
 
 DEVICE_KEY = b"d" * 32
 FAST: dict[str, ParameterValue] = {"epochs": 1, "server_iterations": 2, "ramp_rounds": 1}
