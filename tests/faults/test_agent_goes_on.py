@@ -14,11 +14,10 @@ from edge_client.session.commands import LoadUpdate, TrainerCommand, TrainRound
 from edge_client.session.events import Event, LinkChanged, OutboxFound, RoundCommitted, Tick
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
-from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest, RoundAttempt
+from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Manifest, RoundAttempt
 from fedcg.wire.transport.transport import Delivery as Incoming
-from tests.support.edge.world import FakeTrainer, World, aggregate_of, toy_parts
+from tests.support.edge.world import FakeTrainer, World
 from tests.support.waiting import wait_until
-from tests.unit.edge_client.agent.test_agent import SHARED
 
 UPDATE = ArtifactRef(id="e" * 64, size=4000, chunk_bytes=500)
 NOWHERE = 88  # what a link with packets of 600 bytes takes
@@ -34,11 +33,8 @@ def world(tmp_path: Path) -> Iterator[World]:
 def invited(world: World, attempt: int = 1) -> None:
     """The agent has accepted an attempt of the first round."""
     if attempt == 1:
-        world.coordinator.come_online()
-        world.start_agent()
-        world.coordinator.wait(Hello)
-    world.coordinator.offer(world.spec, aggregate_of(toy_parts(50, SHARED), world.spec, 0), 1, attempt)
-    world.coordinator.invite(1, attempt)
+        world.connect()
+    world.open_round(1, attempt)
     world.coordinator.wait(Accept)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.session.events import RoundCommitted
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.messages import RoundAttempt
 from tests.support.edge.filled_store import files_of
@@ -46,9 +45,8 @@ ENOUGH = {  # bytes that a file may have: what then still fits
 @pytest.mark.parametrize("fits", ENOUGH)
 def test_a_round_on_a_full_disk_is_refused_and_what_there_is_stays(tmp_path: Path, fits: str) -> None:
     site = Site(tmp_path, real_spec("fedcg", epochs=2))
-    training = site.config.training.model_copy(update={"checkpoint_s": 1e-9})
-    site.config = site.config.model_copy(update={"training": training})
-    assert site.trainer().do(site.round(1)) == RoundCommitted(RoundAttempt(1, 1))
+    site.configure(training={"checkpoint_s": 1e-9})
+    site.train(1)
     first = {name: data for name, data in files_of(site.store.root / "generations").items() if name.startswith("1/")}
     call = pickle.dumps((site.config, site.round(2), ENOUGH[fits])).hex()
     done = subprocess.run([sys.executable, "-c", TRAIN, call], capture_output=True, text=True, timeout=100, check=True)
@@ -61,6 +59,6 @@ def test_a_round_on_a_full_disk_is_refused_and_what_there_is_stays(tmp_path: Pat
     generation, problems = store.generations.current()
     assert generation is not None
     assert (generation.round_attempt, problems) == (RoundAttempt(1, 1), ())
-    assert site.trainer().do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
+    site.train(2)
     if fits == "all but the state":  # checkpoints of small stages fitted, or were refused without an end of the round
         assert not (site.store.root / "checkpoint.bin").exists()

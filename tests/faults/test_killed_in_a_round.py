@@ -20,8 +20,7 @@ def site_of(root: Path, method: str) -> Site:
     site = Site(root, real_spec(method, epochs=20))
     draw_images(root / "data" / "train", 300, seed=4)
     training = TrainingSection(device="cpu", threads=1, checkpoint_s=0.3, shadow_every=2)
-    policy = PolicySection(allow_upload=get_method(method).payload.up)
-    site.config = site.config.model_copy(update={"training": training, "policy": policy})
+    site.configure(training=training, policy=PolicySection(allow_upload=get_method(method).payload.up))
     return site
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.config import DataSection, KeysSection
-from edge_client.session.commands import TrainRound
-from edge_client.session.events import RoundFailed
+from edge_client.session.commands import ChooseModel, TrainRound
+from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.store.generations import StoredState
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_child import Trainer
@@ -77,10 +77,31 @@ class Site:
     def trainer(self) -> Trainer:
         return Trainer(self.config, self.store, EventLog(self.events_path, time.time))
 
-    def declined(self) -> RoundFailed:
-        report = self.trainer().do(self.round())
-        assert isinstance(report, RoundFailed)
+    def train(self, number: int = 1, attempt: int = 1) -> None:
+        """Train a round and commit it; each time another process, as it were."""
+        report = self.trainer().do(self.round(number, attempt))
+        assert report == RoundCommitted(RoundAttempt(number, attempt)), report
+
+    def declined(self, number: int = 1, attempt: int = 1) -> RoundFailed:
+        """Why a round can't be trained."""
+        report = self.trainer().do(self.round(number, attempt))
+        assert isinstance(report, RoundFailed), report
         return report
+
+    @property
+    def end(self) -> ChooseModel:
+        """The command that ends the federation."""
+        return ChooseModel(self.spec.digest, self.aggregate)
+
+    def configure(self, **changes: Any) -> None:
+        """Change the configuration: a mapping changes settings of a section, any other value takes the section's place."""
+        for name, value in changes.items():
+            section = getattr(self.config, name).model_copy(update=value) if isinstance(value, dict) else value
+            self.config = self.config.model_copy(update={name: section})
+
+    def share_cohort_secret(self) -> None:
+        """Give the device the secret of its cohort."""
+        self.store.keep_cohort_secret(b"c" * 32)
 
     def state(self) -> StoredState:
         state = self.store.generations.load()

@@ -34,6 +34,7 @@ from tests.support.scripted_coordinator import ScriptedCoordinator
 FEDERATION = "shapes"
 DEVICE = "site-1"
 CLASSES = ("bar", "dot", "ring")
+SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 FORM = ImageForm(mode="L", height=32, width=32, mean=(0.5,), std=(0.5,))
 DEADLINE_S = 20.0
 LAYOUTS = {
@@ -279,6 +280,20 @@ class World:
         self.start_agent()
         self.coordinator.wait(Hello)
 
+    def aggregate(self, number: int = 0) -> bytes:
+        """What a round came to; 0: what the first one starts from."""
+        return aggregate_of(toy_parts(50 + number, SHARED), self.spec, number)
+
+    def open_round(self, number: int = 1, attempt: int = 1) -> None:
+        """Offer a round, and invite the device to it."""
+        self.coordinator.offer(self.spec, self.aggregate(number - 1), number, attempt)
+        self.coordinator.invite(number, attempt)
+
+    def start_training(self) -> None:
+        """Open round 1, until its training has begun; the training process works once the test lets it go on."""
+        self.open_round()
+        self.coordinator.work_until(lambda: bool(self.trainer.rounds()), "training starts")
+
     def stop_agent(self) -> None:
         self.agent.stop()
         self.join()
@@ -294,3 +309,19 @@ class World:
 
     def events(self, name: str) -> list[dict[str, EventValue]]:
         return [event for event in read_events(self.config.store / "events.jsonl") if event["event"] == name]
+
+
+def in_round(make_world: MakeWorld, **changes: object) -> World:
+    """A connected device that is invited to round 1."""
+    world = make_world(**changes)
+    world.connect()
+    world.open_round()
+    return world
+
+
+def in_training(make_world: MakeWorld, **changes: object) -> World:
+    """A device in round 1 whose training process works until the test lets it go on."""
+    world = make_world(is_automatic=False, **changes)
+    world.connect()
+    world.start_training()
+    return world

@@ -7,8 +7,7 @@ import pytest
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
 from fedcg.wire.messages.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Need, Offer
-from fedcg.wire.parts import Part
-from tests.support.edge.world import MakeWorld, aggregate_of, toy_parts, toy_spec
+from tests.support.edge.world import MakeWorld, toy_spec
 from tests.support.waiting import wait_until
 
 
@@ -26,8 +25,7 @@ def test_a_spec_that_asks_for_more_work_than_the_policy_allows_is_declined_befor
 ) -> None:
     world = make_world(spec=toy_spec(params=params))
     world.connect()
-    aggregate = aggregate_of(toy_parts(50, (Part.CLASSIFIER, Part.GENERATOR)), world.spec, 0)
-    world.coordinator.offer(world.spec, aggregate, 1)
+    world.coordinator.offer(world.spec, world.aggregate(), 1)
     world.coordinator.invite(1)
     decline = world.coordinator.wait(Decline)
     assert decline.reason is DeclineReason.NEEDS_APPROVAL

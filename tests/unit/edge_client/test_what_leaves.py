@@ -14,8 +14,8 @@ from fedcg.wire.leaving import COMMON, SENT, own_fields
 from fedcg.wire.messages.messages import Heartbeat, Manifest
 from fedcg.wire.messages.signing import read_envelope
 from fedcg.wire.messages.topics import TopicKind
-from fedcg.wire.parts import Part, ReportField
-from tests.support.edge.world import MakeWorld, aggregate_of, toy_parts
+from fedcg.wire.parts import ReportField
+from tests.support.edge.world import MakeWorld
 
 SECURITY = Path(__file__).parents[3] / "docs" / "security.md"
 ROWS = re.findall(
@@ -71,8 +71,7 @@ def test_the_record_has_the_bytes_of_every_message_that_left_by_kind(make_world:
 
     world.broker.record = note
     world.connect()
-    aggregate = aggregate_of(toy_parts(51, (Part.CLASSIFIER, Part.GENERATOR)), world.spec, 1)
-    world.coordinator.offer(world.spec, aggregate, 1)
+    world.coordinator.offer(world.spec, world.aggregate(), 1)
     world.coordinator.invite(1)
     manifest = world.coordinator.wait(Manifest)
     payload = world.coordinator.collect(manifest)

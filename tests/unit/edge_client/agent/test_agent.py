@@ -36,40 +36,13 @@ from tests.support.edge.world import (
     DEVICE,
     FakeTrainer,
     MakeWorld,
-    World,
-    aggregate_of,
+    in_round,
+    in_training,
     make_config,
-    toy_parts,
     toy_spec,
     update_of,
 )
 from tests.support.waiting import wait_until
-
-SHARED = (Part.CLASSIFIER, Part.GENERATOR)
-
-
-def aggregate(world: World, round_number: int = 0) -> bytes:
-    return aggregate_of(toy_parts(50 + round_number, SHARED), world.spec, round_number)
-
-
-def open_round(world: World, round_number: int = 1, attempt: int = 1) -> None:
-    world.coordinator.offer(world.spec, aggregate(world, round_number - 1), round_number, attempt)
-    world.coordinator.invite(round_number, attempt)
-
-
-def in_round(make_world: MakeWorld, **changes: object) -> World:
-    """A connected device that is invited to round 1."""
-    world = make_world(**changes)
-    world.connect()
-    open_round(world)
-    return world
-
-
-def training(make_world: MakeWorld) -> World:
-    """A device in round 1 whose training process works until the test lets it go on."""
-    world = in_round(make_world, is_automatic=False)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
-    return world
 
 
 def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: MakeWorld) -> None:
@@ -79,19 +52,19 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: M
     world.start_agent(until_finished=True)
     coordinator.wait(Hello)
     for round_number in (1, 2):
-        open_round(world, round_number)
+        world.open_round(round_number)
         accept = coordinator.wait(Accept)
         assert (accept.round, accept.attempt) == (round_number, 1)
         manifest = coordinator.wait(Manifest)
         assert coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(round_number, 1))
         coordinator.receipt(manifest)
         wait_until(lambda: len(world.events("receipt")) == round_number, "the receipt is recorded")  # noqa: B023
-    coordinator.finish(world.spec, aggregate(world, 2), 2)
+    coordinator.finish(world.spec, world.aggregate(2), 2)
     while world.exit_code is None:
         coordinator.step()
     assert world.exit_code == 0
     assert world.trainer.rounds() == [RoundAttempt(1, 1), RoundAttempt(2, 1)]
-    assert world.store.finalised()["aggregate"] == coordinator.serve(aggregate(world, 2)).id
+    assert world.store.finalised()["aggregate"] == coordinator.serve(world.aggregate(2)).id
 
 
 def test_a_revoked_device_believes_the_coordinator_alone_says_so_once_and_ends_when_it_runs_until_the_end(
@@ -131,9 +104,9 @@ def test_a_revoked_device_that_is_restarted_remembers_it_until_the_coordinator_w
 
 def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: MakeWorld) -> None:
     world = in_round(make_world)
-    world.coordinator.broadcast(aggregate(world))
+    world.coordinator.broadcast(world.aggregate())
     world.coordinator.wait(Manifest)
-    spec_id, aggregate_id = world.spec.digest, world.coordinator.serve(aggregate(world)).id
+    spec_id, aggregate_id = world.spec.digest, world.coordinator.serve(world.aggregate()).id
     asked = {message.artifact for message in world.coordinator.heard if isinstance(message, Need)}
     assert asked == {spec_id}
     assert {event["artifact"] for event in world.events("artifact_stored")} == {spec_id, aggregate_id}
@@ -142,7 +115,7 @@ def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: 
 def test_chunks_that_the_broadcast_lost_are_asked_for(make_world: MakeWorld) -> None:
     world = in_round(make_world)  # nothing is broadcast at all
     needs: list[str] = []
-    while world.coordinator.serve(aggregate(world)).id not in needs:
+    while world.coordinator.serve(world.aggregate()).id not in needs:
         needs.append(world.coordinator.wait(Need).artifact)
     world.coordinator.wait(Manifest)
 
@@ -150,11 +123,11 @@ def test_chunks_that_the_broadcast_lost_are_asked_for(make_world: MakeWorld) -> 
 def test_a_device_that_is_not_invited_trains_nothing_and_asks_for_nothing(make_world: MakeWorld) -> None:
     world = make_world()
     world.connect()
-    world.coordinator.offer(world.spec, aggregate(world), 1)
+    world.coordinator.offer(world.spec, world.aggregate(), 1)
     wait_until(lambda: len(world.events("offer")) == 1, "the offer arrives")
     world.coordinator.invite(7)  # of another round than the open one
     wait_until(lambda: len(world.events("invited")) == 1, "the invite arrives")
-    world.coordinator.broadcast(aggregate(world))
+    world.coordinator.broadcast(world.aggregate())
     wait_until(lambda: len(world.events("artifact_stored")) == 1, "the broadcast is kept all the same")
     assert world.trainer.rounds() == []
     world.coordinator.invite(1)
@@ -204,7 +177,7 @@ def test_a_device_follows_a_coordinator_that_went_back_and_names_the_round_that_
     world.connect()
     coordinator = world.coordinator
     for number in (1, 2):
-        open_round(world, number)
+        world.open_round(number)
         manifest = coordinator.wait(Manifest)
         coordinator.receipt(manifest)
         wait_until(lambda: len(world.events("receipt")) == number, "the receipt is recorded")  # noqa: B023
@@ -217,14 +190,14 @@ def test_a_device_follows_a_coordinator_that_went_back_and_names_the_round_that_
     else:
         coordinator.come_online()
     assert coordinator.wait(Hello).at == RoundAttempt(2, 1)
-    open_round(world, 1)
+    world.open_round(1)
     again = coordinator.wait(Manifest)
     assert again.at == RoundAttempt(1, 1)
     coordinator.receipt(again)
     wait_until(lambda: len(world.events("receipt")) == 3, "the receipt is recorded")
     coordinator.invite(1)  # trained and receipted: not a second time
     assert coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
-    open_round(world, 2)
+    world.open_round(2)
     assert coordinator.wait(Manifest).at == RoundAttempt(2, 1)
     assert world.events("refused") == [], "an aggregate that was deleted as one of an earlier round is fetched again"
 
@@ -265,7 +238,7 @@ def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_wor
 
 
 def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_world: MakeWorld) -> None:
-    world = training(make_world)
+    world = in_training(make_world)
     command = world.trainer.commands[0]
     assert isinstance(command, TrainRound)
     world.trainer.commit(command)
@@ -277,7 +250,7 @@ def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_w
 
 
 def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: MakeWorld) -> None:
-    world = training(make_world)
+    world = in_training(make_world)
     world.trainer.deliver(Exited(1001, -9))
     wait_until(lambda: world.trainer.rounds() == [RoundAttempt(1, 1)] * 2, "the same round is trained again")
     world.trainer.work(world.trainer.commands[-1])
@@ -285,7 +258,7 @@ def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: Mak
 
 
 def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> None:
-    world = training(make_world)
+    world = in_training(make_world)
     world.coordinator.invite(1)
     assert world.coordinator.wait(Accept).round == 1
     world.coordinator.restart()
@@ -296,16 +269,16 @@ def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> Non
 
 
 def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_world: MakeWorld) -> None:
-    world = training(make_world)
+    world = in_training(make_world)
     world.trainer.deliver(RoundFailed(RoundAttempt(1, 1), DeclineReason.DIVERGED, "mean loss nan"))
     assert world.coordinator.wait(Decline).reason is DeclineReason.DIVERGED
-    open_round(world, 1, attempt=2)
+    world.open_round(1, attempt=2)
     world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "it is trained again")
     assert world.trainer.rounds()[-1] == RoundAttempt(1, 2)
 
 
 def test_an_agent_that_is_stopped_while_it_trains_declines_before_it_goes_offline(make_world: MakeWorld) -> None:
-    world = training(make_world)
+    world = in_training(make_world)
     world.agent.stop()
     assert world.coordinator.wait(Decline).reason is DeclineReason.INTERRUPTED
     assert not world.coordinator.wait(DeviceStatus).online
@@ -315,7 +288,7 @@ def test_an_agent_that_is_stopped_while_it_trains_declines_before_it_goes_offlin
 
 
 def test_how_far_training_is_goes_to_the_coordinator_with_the_heartbeats(make_world: MakeWorld) -> None:
-    world = training(make_world)
+    world = in_training(make_world)
     where = {"round": 1, "attempt": 1, "pid": 7}
     world.trainer.deliver(Noted({"event": "phase_started", "phase": "classify", **where}))
     beat = world.coordinator.wait(Heartbeat)
@@ -334,8 +307,7 @@ def test_a_device_whose_owner_allows_no_health_report_says_nothing_of_its_traini
     world = make_world(policy=PolicySection(allow_report=frozenset({ReportField.EXAMPLES})), is_automatic=False)
     world.spec = toy_spec(report=(ReportField.EXAMPLES,))
     world.connect()
-    open_round(world)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world.start_training()
     where = {"round": 1, "attempt": 1, "pid": 7}
     world.trainer.deliver(Noted({"event": "progress", "phase": "classify", "step": 3, "steps": 9, **where}))
     world.trainer.work(world.trainer.commands[-1])
@@ -356,7 +328,7 @@ def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_told_of_it(m
     world.coordinator.wait(Hello)
     assert world.coordinator.session is not None
     assert world.coordinator.session != first
-    open_round(world)
+    world.open_round()
     world.coordinator.wait(Manifest)
 
 
@@ -386,12 +358,12 @@ def test_an_older_offer_and_a_repeated_receipt_are_refused(make_world: MakeWorld
     world = make_world()
     world.connect()
     coordinator = world.coordinator
-    open_round(world, 2)
+    world.open_round(2)
     manifest = coordinator.wait(Manifest)
     assert coordinator.session is not None
     coordinator.session.next_out -= 1  # the counter of the invite, again
     coordinator.receipt(manifest)
-    coordinator.offer(world.spec, aggregate(world), 1)
+    coordinator.offer(world.spec, world.aggregate(), 1)
     wait_until(lambda: len(world.events("refused")) == 2, "both are refused")
     assert world.store.seen() == (1, 2, 1)
     assert world.events("receipt") == []
@@ -401,7 +373,7 @@ def test_an_older_offer_and_a_repeated_receipt_are_refused(make_world: MakeWorld
 
 
 def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
-    world = training(make_world)
+    world = in_training(make_world)
     command = world.trainer.commands[0]
     assert isinstance(command, TrainRound)
     world.store.artifacts.path(command.aggregate).write_bytes(b"rotten")
@@ -409,7 +381,7 @@ def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
     wait_until(
         lambda: world.coordinator.step() is None and len(world.trainer.rounds()) == 2, "it is fetched and trained"
     )
-    assert world.store.artifacts.get(command.aggregate) == aggregate(world)
+    assert world.store.artifacts.get(command.aggregate) == world.aggregate()
 
 
 @pytest.mark.parametrize(
@@ -442,10 +414,10 @@ def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(
 def test_a_disk_that_is_full_when_the_receipt_comes_does_not_lose_the_next_round(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = training(make_world)
+    world = in_training(make_world)
     world.trainer.work(world.trainer.commands[-1])
     manifest = world.coordinator.wait(Manifest)
-    open_round(world, 2)
+    world.open_round(2)
     world.coordinator.wait(Accept)
     monkeypatch.setattr(PrivateStore, "save_delivery", full_disk)
     world.coordinator.receipt(manifest)
@@ -459,7 +431,7 @@ def test_a_disk_that_is_full_when_the_offer_comes_does_not_lose_the_round(
     world = make_world()
     world.connect()
     monkeypatch.setattr(PrivateStore, "save_seen", full_disk)
-    open_round(world)
+    world.open_round()
     assert world.coordinator.wait(Accept).round == 1
 
 
@@ -493,7 +465,7 @@ def test_the_agent_and_everything_it_needs_import_no_torch() -> None:
 def test_a_file_that_is_damaged_while_the_agent_runs_is_named_with_its_cure_and_without_a_traceback(
     make_world: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = training(make_world)
+    world = in_training(make_world)
     world.trainer.work(world.trainer.commands[-1])
     manifest = world.coordinator.wait(Manifest)
     (world.config.store / "delivered.json").write_text("{")

@@ -21,7 +21,7 @@ from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import Part
 from fedcg.worker_process import Exited
-from tests.support.edge.world import DEVICE, FakeTrainer, MakeWorld, World, aggregate_of, toy_parts
+from tests.support.edge.world import DEVICE, FakeTrainer, MakeWorld, World, in_round, in_training
 
 NO_DOG = "/srv/images/dog: the spec has no class 'dog'; its classes are bar, dot"
 
@@ -31,14 +31,6 @@ def log_everything(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
-def begin(world: World, round_number: int = 1) -> None:
-    if round_number == 1:
-        world.connect()
-    data = aggregate_of(toy_parts(50, (Part.CLASSIFIER, Part.GENERATOR)), world.spec, 0)
-    world.coordinator.offer(world.spec, data, round_number)
-    world.coordinator.invite(round_number)
-
-
 def status(world: World) -> Status:
     return read_status(world.config)
 
@@ -46,9 +38,7 @@ def status(world: World) -> Status:
 def test_why_a_round_is_declined_is_in_the_log_and_in_the_status(
     make_world: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = make_world(is_automatic=False)
-    begin(world)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world = in_training(make_world)
     world.trainer.deliver(RoundFailed(RoundAttempt(1, 1), DeclineReason.NO_DATA, NO_DOG))
     assert world.coordinator.wait(Decline).reason is DeclineReason.NO_DATA
     world.coordinator.work_until(lambda: "declined (no_data)" in caplog.text, "the decline is logged")
@@ -58,8 +48,7 @@ def test_why_a_round_is_declined_is_in_the_log_and_in_the_status(
 
 
 def test_what_the_policy_of_the_box_forbids_is_told_with_the_decline(make_world: MakeWorld) -> None:
-    world = make_world(policy=PolicySection(allow_upload=frozenset({Part.GENERATOR})))
-    begin(world)
+    world = in_round(make_world, policy=PolicySection(allow_upload=frozenset({Part.GENERATOR})))
     assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
     world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")
     told = str(status(world)["last_declined"])
@@ -68,9 +57,7 @@ def test_what_the_policy_of_the_box_forbids_is_told_with_the_decline(make_world:
 
 
 def test_the_death_of_the_training_process_is_told(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
-    world = make_world(is_automatic=False)
-    begin(world)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world = in_training(make_world)
     world.trainer.deliver(Exited(1001, -9))
     world.coordinator.work_until(lambda: "last_trainer_death" in status(world), "the death is written down")
     assert "the training process ended with code -9 (code -9 is mostly a lack of memory)" in caplog.text
@@ -78,8 +65,7 @@ def test_the_death_of_the_training_process_is_told(make_world: MakeWorld, caplog
 
 
 def test_a_lost_link_and_its_return_are_told(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
-    world = make_world()
-    begin(world)
+    world = in_round(make_world)
     world.broker.drop(DEVICE)
     world.coordinator.work_until(lambda: "is lost" in caplog.text, "the loss is told")
     world.broker.restore(DEVICE)
@@ -125,8 +111,7 @@ def test_what_became_of_an_accepted_update_is_in_the_log_and_in_the_status(
     make_world: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     why = "not merged (quarantine): its step is 4 times as long as the median (at most 3)"
-    world = make_world()
-    begin(world)
+    world = in_round(make_world)
     manifest = world.coordinator.wait(Manifest)
     world.coordinator.receipt(manifest)
     world.coordinator.work_until(lambda: bool(world.events("receipt")), "the receipt is recorded")
@@ -170,14 +155,12 @@ def test_the_end_is_told_with_the_model_and_its_accuracy(
 ) -> None:
     monkeypatch.setattr(_Chooser, "outcome", outcome, raising=False)
     monkeypatch.setattr("tests.support.edge.world.FakeTrainer", _Chooser)
-    world = make_world()
-    begin(world)
+    world = in_round(make_world)
     world.coordinator.wait(Accept)
     manifest = world.coordinator.wait(Manifest)
     world.coordinator.collect(manifest)
     world.coordinator.receipt(manifest)
-    data = aggregate_of(toy_parts(51, (Part.CLASSIFIER, Part.GENERATOR)), world.spec, 1)
-    world.coordinator.finish(world.spec, data, 1)
+    world.coordinator.finish(world.spec, world.aggregate(1), 1)
     world.coordinator.work_until(lambda: bool(world.events("finished")), "the end")
     assert told in caplog.text
     assert "round 1: the update is being sent (" in caplog.text
@@ -195,9 +178,7 @@ def test_a_refusal_of_the_disk_has_the_advice_that_helps_and_no_traceback(
     def refuse(*_: object) -> None:
         raise OSError(number, "refused", "/srv/store/x")
 
-    world = make_world(is_automatic=False)
-    begin(world)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world = in_training(make_world)
     world.trainer.work(world.trainer.commands[-1])
     manifest = world.coordinator.wait(Manifest)
     monkeypatch.setattr(PrivateStore, "save_delivery", refuse)

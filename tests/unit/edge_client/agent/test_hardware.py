@@ -14,21 +14,13 @@ from edge_client.agent.hardware import HardwareWatch, metrics_text
 from edge_client.config import PolicySection
 from edge_client.session.events import Invited
 from fedcg.wire.messages.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Offer, RoundAttempt
-from fedcg.wire.parts import Part, ReportField
-from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, World, aggregate_of, make_config, toy_parts
+from fedcg.wire.parts import ReportField
+from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, make_config
 from tests.support.waiting import wait_until
 
 ORIN = Path(__file__).parents[3] / "golden" / "devices" / "jetson-orin-nano-8gb"
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
 SPEC = ArtifactRef(id="a" * 64, size=1000, chunk_bytes=500)
-
-
-def begin(world: World) -> None:
-    world.connect()
-    world.coordinator.offer(
-        world.spec, aggregate_of(toy_parts(50, (Part.CLASSIFIER, Part.GENERATOR)), world.spec, 0), 1
-    )
-    world.coordinator.invite(1)
 
 
 def test_a_device_whose_lock_is_held_declines_with_that_reason_and_takes_part_when_it_is_asked_again(
@@ -39,7 +31,8 @@ def test_a_device_whose_lock_is_held_declines_with_that_reason_and_takes_part_wh
     world.config = world.config.model_copy(update={"eligibility": EligibilitySettings(lock_file=lock)})
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        begin(world)
+        world.connect()
+        world.open_round()
         assert world.coordinator.wait(Decline).reason is DeclineReason.RESERVED
         assert world.trainer.rounds() == []
     world.coordinator.invite(1)
@@ -54,7 +47,8 @@ def test_without_the_report_field_health_the_reason_stays_on_the_box(make_world:
     stop.parent.mkdir(parents=True, exist_ok=True)
     stop.touch()
     world.config = world.config.model_copy(update={"eligibility": EligibilitySettings(stop_file=stop)})
-    begin(world)
+    world.connect()
+    world.open_round()
     assert world.coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
     world.coordinator.work_until(lambda: bool(world.events("declined")), "the decline is written down")
     assert world.events("declined")[0]["detail"] == f"{stop} exists"

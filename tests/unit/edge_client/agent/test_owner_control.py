@@ -25,29 +25,15 @@ from edge_client.store.small_files import write_json
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt, SelfReport
 from fedcg.wire.parts import Part
-from tests.support.edge.world import MakeWorld, World, aggregate_of, toy_parts, toy_spec, update_of
+from tests.support.edge.world import SHARED, MakeWorld, World, in_training, toy_spec, update_of
 from tests.support.waiting import wait_until
 
-SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 CLASSIFIER_ONLY = PolicySection(allow_upload=frozenset({Part.CLASSIFIER}))
-
-
-def open_round(world: World, number: int = 1, attempt: int = 1) -> None:
-    aggregate = aggregate_of(toy_parts(50 + number, SHARED), world.spec, number)
-    world.coordinator.offer(world.spec, aggregate, number, attempt)
-    world.coordinator.invite(number, attempt)
 
 
 def connected(make_world: MakeWorld, **changes: object) -> World:
     world = make_world(**changes)
     world.connect()
-    return world
-
-
-def in_training(make_world: MakeWorld) -> World:
-    world = connected(make_world, is_automatic=False)
-    open_round(world)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
     return world
 
 
@@ -58,13 +44,13 @@ def status(world: World) -> dict[str, object]:
 def test_a_paused_device_declines_new_rounds_until_it_is_resumed(make_world: MakeWorld) -> None:
     world = connected(make_world)
     ask_agent(world.config.store, PauseRequest(reason="maintenance"))
-    open_round(world)
+    world.open_round()
     assert world.coordinator.wait(Decline).reason is DeclineReason.PAUSED
     wait_until(lambda: bool(world.events("declined")), "the decline is recorded")
     assert world.events("declined")[0]["detail"] == "maintenance"
     assert status(world)["obstacle"] == "paused"
     assert ask_agent(world.config.store, ResumeRequest()) == {"was_paused": True}
-    open_round(world, 1, attempt=2)
+    world.open_round(1, attempt=2)
     assert world.coordinator.wait(Accept).attempt == 2
     assert ask_agent(world.config.store, ResumeRequest()) == {"was_paused": False}
 
@@ -94,7 +80,7 @@ def test_a_pause_at_once_abandons_the_round_under_way(make_world: MakeWorld) -> 
     assert world.coordinator.wait(Decline).reason is DeclineReason.PAUSED
     assert status(world)["trainer"] == "gone"
     ask_agent(world.config.store, ResumeRequest())
-    open_round(world, 1, attempt=2)
+    world.open_round(1, attempt=2)
     world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "the next attempt is trained")
     assert world.trainer.rounds()[-1] == RoundAttempt(1, 2)
 
@@ -120,7 +106,7 @@ def test_a_pause_outlives_the_agent_and_ends_by_itself(make_world: MakeWorld) ->
     assert status(world)["obstacle"] is None
     assert PauseFile(world.config.store).read() is None
     assert world.events("agent_resumed")[-1]["reason"] == "the time of the pause has passed"
-    open_round(world)
+    world.open_round()
     world.coordinator.wait(Accept)
 
 
@@ -137,7 +123,7 @@ def test_while_an_approval_is_awaited_reminders_are_logged_once_and_bytes_are_co
     make_world: MakeWorld,
 ) -> None:
     world = connected(make_world, policy=CLASSIFIER_ONLY)
-    open_round(world)
+    world.open_round()
     for _ in range(3):  # the coordinator reminds it every 5 seconds
         assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
         world.coordinator.invite(1)
@@ -150,13 +136,13 @@ def test_while_an_approval_is_awaited_reminders_are_logged_once_and_bytes_are_co
 
 def test_a_spec_beyond_the_policy_waits_and_is_accepted_once_exactly_it_is_approved(make_world: MakeWorld) -> None:
     world = connected(make_world, policy=CLASSIFIER_ONLY)
-    open_round(world)
+    world.open_round()
     assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
     consent = Consent(world.config.store)
     assert set(consent.read().waiting) == {world.spec.digest}
     assert world.events("approval_needed")[0]["spec"] == world.spec.digest
     ask_agent(world.config.store, ApproveRequest(spec=world.spec.digest))
-    open_round(world, 1, attempt=2)
+    world.open_round(1, attempt=2)
     manifest = world.coordinator.wait(Manifest)
     assert world.coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(1, 2))
     other = toy_spec(params={"epochs": 3})
@@ -168,15 +154,15 @@ def test_a_spec_beyond_the_policy_waits_and_is_accepted_once_exactly_it_is_appro
 
 def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_world: MakeWorld) -> None:
     world = connected(make_world, policy=CLASSIFIER_ONLY)
-    open_round(world)
+    world.open_round()
     world.coordinator.wait(Decline)
     ask_agent(world.config.store, ApproveRequest(spec=world.spec.digest))
-    open_round(world, 1, attempt=2)
+    world.open_round(1, attempt=2)
     world.coordinator.wait(Manifest)
     ask_agent(world.config.store, RevokeRequest(spec=world.spec.digest))
     assert world.store.deliveries()[-1].outcome == "withheld"
     assert status(world)["now"] == "waits for a round"
-    open_round(world, 1, attempt=3)
+    world.open_round(1, attempt=3)
     assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
     with pytest.raises(OwnerRequestError, match="not approved"):
         ask_agent(world.config.store, RevokeRequest(spec=world.spec.digest))
@@ -185,7 +171,7 @@ def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_worl
 def test_what_no_approval_can_cure_is_not_said_to_wait_for_one(make_world: MakeWorld) -> None:
     without_layouts = toy_spec(layouts={})
     world = connected(make_world, policy=CLASSIFIER_ONLY, spec=without_layouts)
-    open_round(world)
+    world.open_round()
     assert world.coordinator.wait(Decline).reason is DeclineReason.SPEC_REFUSED
     assert Consent(world.config.store).read().waiting == {}
 
@@ -201,17 +187,17 @@ def test_methods_and_federations_that_are_not_listed_need_approval(
     make_world: MakeWorld, policy: PolicySection, said: str
 ) -> None:
     world = connected(make_world, policy=policy)
-    open_round(world)
+    world.open_round()
     assert world.coordinator.wait(Decline).reason is DeclineReason.NEEDS_APPROVAL
     assert Consent(world.config.store).read().waiting[world.spec.digest].detail == said
     ask_agent(world.config.store, ApproveRequest(spec=world.spec.digest))
-    open_round(world, 1, attempt=2)
+    world.open_round(1, attempt=2)
     world.coordinator.wait(Accept)
 
 
 def test_a_spec_that_no_approval_would_admit_does_not_wait_for_one(make_world: MakeWorld) -> None:
     world = connected(make_world, spec=toy_spec(method="telepathy"))
-    open_round(world)
+    world.open_round()
     assert world.coordinator.wait(Decline).reason is DeclineReason.UNKNOWN_METHOD
     assert Consent(world.config.store).read().waiting == {}
 
@@ -234,7 +220,7 @@ def test_a_round_beyond_the_days_bytes_is_declined_until_midnight(
     counted = world.config.store / "traffic.json"
     write_json(counted, DayTraffic.model_validate({"day": today, **used}).model_dump())
     world.connect()
-    open_round(world)
+    world.open_round()
     if not is_declined:
         world.coordinator.wait(Manifest)
         return
@@ -247,7 +233,7 @@ def test_a_round_beyond_the_days_bytes_is_declined_until_midnight(
     write_json(counted, DayTraffic.model_validate({"day": "2026-01-01", **used}).model_dump())
     world.start_agent()
     world.coordinator.wait(Hello)
-    open_round(world, 1, attempt=2)
+    world.open_round(1, attempt=2)
     world.coordinator.wait(Manifest)
 
 
@@ -264,14 +250,14 @@ def test_an_agent_whose_folder_for_requests_cannot_be_made_reports_that_and_trai
     world = make_world()
     (open_store(world.config, make=True).root / "control").touch()
     world.connect()
-    open_round(world)
+    world.open_round()
     world.coordinator.wait(Manifest)
     assert "the owner's commands don't reach this agent" in str(world.events("agent_error")[0]["detail"])
 
 
 def test_what_leaves_is_recorded_before_its_first_byte_and_gets_its_receipt(make_world: MakeWorld) -> None:
     world = connected(make_world)
-    open_round(world)
+    world.open_round()
     manifest = world.coordinator.wait(Manifest)
     path = world.config.store / SENT_FILE
     assert [item["kind"] for item in sent_items(path)] in ([], ["self_report"])
@@ -292,7 +278,7 @@ def test_what_leaves_is_recorded_before_its_first_byte_and_gets_its_receipt(make
 def test_an_update_whose_record_cannot_be_written_does_not_leave(make_world: MakeWorld) -> None:
     world = connected(make_world)
     (world.config.store / SENT_FILE).mkdir()
-    open_round(world)
+    world.open_round()
     manifest = world.coordinator.wait(Manifest)
     world.coordinator.grant(manifest, ((0, 1),))
 

@@ -11,7 +11,6 @@ from devices.telemetry import Causes, Telemetry, Zone
 from edge_client.agent.self_report import EVERY_S, SelfReporter, readings, served_model
 from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
-from edge_client.session.commands import ChooseModel
 from edge_client.session.events import Chosen
 from edge_client.store.sent_record import SENT_FILE, read_lines
 from fedcg.wire.messages.conditions import DoctorFinding
@@ -137,16 +136,14 @@ def test_findings_of_the_doctor_leave_as_codes(tmp_path: Path) -> None:
 
 def test_the_model_in_use_is_reported_with_what_its_export_measured(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(), export=True)
-    site.config = site.config.model_copy(
-        update={"export": site.config.export.model_copy(update={"variants": True, "gate_points": 100.0})}
-    )
+    site.configure(export={"variants": True, "gate_points": 100.0})
     trainer, models = site.trainer(), site.store.root / "models"
     trainer.afterwards(trainer.do(site.round(1)))
     first = served_model(models)
     assert first is not None
     assert (first.version, first.round, first.serves, first.before) == ("0001", 1, "fp32", None)
     assert [form.name for form in first.forms] == ["fp32"]
-    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
     allowed = PolicySection(allow_report=frozenset({ReportField.MODEL}))
     report = SelfReporter(allowed, models).due(ABOUT, 0.0)
     assert report is not None

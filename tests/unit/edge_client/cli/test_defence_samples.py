@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from edge_client.config import DataSection
-from edge_client.session.events import RoundCommitted
 from edge_client.training.local_data import LocalData, LocalDefence
 from fedcg.event_log import EventLog
 from tests.support.commands import data_of, run_fedcg
@@ -82,7 +81,7 @@ def test_with_a_spec_and_a_secret_the_picture_is_what_the_first_round_trains_on(
 def test_antigan_before_its_training_is_told_with_its_time_and_afterwards_shown(tmp_path: Path) -> None:
     site = Site(tmp_path / "site", real_spec("local"))
     values = {**site.config.data.model_dump(), "defence": "antigan", "defence_params": GAN}
-    site.config = site.config.model_copy(update={"data": DataSection.model_validate(values)})
+    site.configure(data=DataSection.model_validate(values))
     config = write_config(tmp_path / "box", site.config.data.root, "antigan", **GAN)
     config.write_text(f'store = "{site.store.root}"\n{config.read_text()}')
     picture = tmp_path / "seen.png"
@@ -92,7 +91,7 @@ def test_antigan_before_its_training_is_told_with_its_time_and_afterwards_shown(
         r"the first round trains it, which takes about \d+ s here \(images of 32x32 pixels\)", found["detail"]
     )
     assert not picture.exists()
-    assert isinstance(site.trainer().do(site.round()), RoundCommitted)
+    site.train()
     assert shown(config, picture)["detail"].endswith(str(picture))
     assert np.array(Image.open(picture)).shape == (96 * len(CLASSES), 3 * 96)
 

@@ -16,9 +16,8 @@ from fedcg.wire.errors import WireError
 from fedcg.wire.messages.key_chain import PinnedKey, make_link
 from fedcg.wire.messages.messages import COORDINATOR, EVERYONE, Accept, Hello, KeyChain, KeyLink, Manifest
 from fedcg.wire.messages.signing import SigningKey, seal
-from tests.support.edge.world import DEVICE, FEDERATION, World, aggregate_of, toy_parts
+from tests.support.edge.world import DEVICE, FEDERATION, World
 from tests.support.waiting import wait_until
-from tests.unit.edge_client.agent.test_agent import SHARED
 
 KEYS = [SigningKey.generate() for _ in range(4)]
 LINKS = tuple(make_link(FEDERATION, n + 1, 1, KEYS[n], KEYS[n + 1].public) for n in range(3))
@@ -59,7 +58,7 @@ def test_a_device_follows_in_the_middle_of_a_round_and_the_session_goes_on(world
     world.start_agent()
     coordinator.wait(Hello)
     rotate(world, 1)
-    coordinator.offer(world.spec, aggregate_of(toy_parts(50, SHARED), world.spec, 0), 1)
+    coordinator.offer(world.spec, world.aggregate(), 1)
     coordinator.invite(1)
     coordinator.wait(Accept)
     manifest = coordinator.wait(Manifest)
@@ -76,7 +75,7 @@ def test_a_device_that_was_off_for_two_rotations_hears_what_it_refused_at_first(
     world.start_agent()
     world.stop_agent()
     rotate(world, 2)
-    coordinator.offer(world.spec, aggregate_of(toy_parts(50, SHARED), world.spec, 0), 1)
+    coordinator.offer(world.spec, world.aggregate(), 1)
     subscribed: list[str] = []
     agent_topics = [coordinator.topics.offer, coordinator.topics.coordinator, coordinator.topics.keys]
     send = world.broker.send_retained

@@ -10,8 +10,7 @@ import pytest
 
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.cli.status import read_status
-from edge_client.session.events import RoundCommitted, RoundFailed
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.messages.messages import DeclineReason
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images
 
@@ -24,7 +23,7 @@ def site(tmp_path: Path) -> Site:
 
 
 def trained(site: Site, number: int) -> Counter[str]:
-    assert site.trainer().do(site.round(number)) == RoundCommitted(RoundAttempt(number, 1))
+    site.train(number)
     files = site.store.generations.snapshot(site.state().generation).files
     return Counter(CLASSES[file.label] for file in files)
 
@@ -75,8 +74,7 @@ def test_a_class_may_be_missing_and_an_unknown_one_is_an_error_with_the_fix(site
     assert found.state == "ok"
     assert f"{FEWER} 0" in found.detail
     (site.root / f"train-{FEWER}").rename(site.root / "data" / "train" / "cow")
-    report = site.trainer().do(site.round(2))
-    assert isinstance(report, RoundFailed)
+    report = site.declined(2)
     assert report.reason is DeclineReason.NO_DATA
     found = data_finding(site)
     assert found.state == "failed"

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from edge_client.config import DataSection
-from edge_client.session.events import RoundCommitted, RoundFailed
+from edge_client.session.events import RoundCommitted
 from edge_client.training.local_data import LocalData, LocalDefence
 from export.build.install_model import package_personal
 from export.model.manifest import read_manifest
@@ -55,7 +55,7 @@ def draw_digits(root: Path, rows: slice) -> None:
 
 def give(site: Site, root: Path, **params: str | int) -> None:
     data = DataSection(root=root, common_test=root.parent / "common", defence="etc", defence_params=params)
-    site.config = site.config.model_copy(update={"data": data})
+    site.configure(data=data)
 
 
 def local(site: Site) -> LocalData:
@@ -77,8 +77,7 @@ def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits_and_wit
     draw_digits(digits / "test", slice(900, 1100))
     draw_digits(tmp_path / "common_digits", slice(1100, 1200))
     give(site, digits)
-    data = site.config.data.model_copy(update={"common_test": tmp_path / "common_digits"})
-    site.config = site.config.model_copy(update={"data": data})
+    site.configure(data={"common_test": tmp_path / "common_digits"})
     trainer = site.trainer()
     report = trainer.do(site.round())
     assert isinstance(report, RoundCommitted)
@@ -167,7 +166,6 @@ def test_images_that_can_not_be_encrypted_so_decline_with_the_parameter(
 ) -> None:
     site = Site(tmp_path, real_spec("local"))
     give(site, tmp_path / "data", **params)
-    report = site.trainer().do(site.round())
-    assert isinstance(report, RoundFailed)
+    report = site.declined()
     assert report.reason is DeclineReason.SPEC_REFUSED
     assert named in report.detail

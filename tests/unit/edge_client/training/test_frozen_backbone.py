@@ -16,10 +16,8 @@ from edge_client.cli.status import read_status
 from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
-from edge_client.session.commands import ChooseModel
-from edge_client.session.events import Chosen, RoundCommitted, RoundFailed
+from edge_client.session.events import Chosen, RoundCommitted
 from fedcg.event_log import EventLog
-from fedcg.files import checked_secret
 from fedcg.learning.backbone_names import WEIGHTS_VARIABLE, weights_digest
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.networks.own_backbone import keeps_features
@@ -109,7 +107,7 @@ def test_the_status_names_the_public_backbone_and_where_the_projection_starts(tm
     site = site_of(tmp_path, weights)
     public = f"backbone public (sha256 {weights_digest(weights)[:12]}, frozen), projection from the"
     assert read_status(site.config)["private_parts_start"] == f"{public} public spec seed"
-    (site.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
+    site.share_cohort_secret()
     assert read_status(site.config)["private_parts_start"] == f"{public} cohort secret"
 
 
@@ -160,14 +158,12 @@ def test_the_choice_at_the_end_reads_the_same_features_and_the_exported_model_ta
     tmp_path: Path, weights: Path
 ) -> None:
     site = site_of(tmp_path, weights)
-    site.config = site.config.model_copy(
-        update={"export": ExportSection(enabled=True, each_best=False, variants=False)}
-    )
+    site.configure(export=ExportSection(enabled=True, each_best=False, variants=False))
     trainer = site.trainer()
     trainer.do(site.round(1))
     kept = trainer._work.features
     before = kept._kept
-    chosen = trainer.do(ChooseModel(site.spec.digest, site.aggregate))
+    chosen = trainer.do(site.end)
     assert isinstance(chosen, Chosen)
     assert chosen.succeeded, site.events("finalise_failed")
     assert kept._kept is before
@@ -182,8 +178,7 @@ def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(
     site = Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=1)
 
     def choose(backbone: str) -> None:
-        training = site.config.training.model_copy(update={"backbone": backbone})
-        site.config = site.config.model_copy(update={"training": training, "export": ExportSection(variants=False)})
+        site.configure(training={"backbone": backbone}, export=ExportSection(variants=False))
 
     choose("timm:test_resnet")
     trainer = site.trainer()
@@ -194,15 +189,14 @@ def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(
     layouts = {part: site.spec.layouts[part] for part in site.spec.upload}
     sent = unpack(site.store.generations.update_bytes(state.generation) or b"", layouts).parts
     assert set(sent) == {Part.CLASSIFIER, Part.GENERATOR}
-    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
 
     owner = OwnerControl(site.config, site.store, EventLog(tmp_path / "owner.jsonl", time.time), time.time)
     assert owner.check(site.spec) is None
     choose("auto")  # as before, whatever the hardware
-    assert site.trainer().do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
+    site.train(2)
     choose(f"timm:{TIMM}")
-    failed = site.trainer().do(site.round(3))
-    assert isinstance(failed, RoundFailed)
+    failed = site.declined(3)
     assert failed.reason is DeclineReason.SPEC_REFUSED
     assert "were trained with timm:test_resnet, and [training] backbone is now timm:test_efficientnet" in failed.detail
     owner = OwnerControl(site.config, site.store, EventLog(tmp_path / "owner.jsonl", time.time), time.time)

@@ -17,7 +17,6 @@ from edge_client.session.commands import ChooseModel
 from edge_client.session.events import Chosen, RoundCommitted
 from edge_client.training import local_round
 from export.model.versions import Slots
-from fedcg.files import checked_secret
 from fedcg.learning.methods.fedproto import NearestPrototype
 from fedcg.learning.networks.personal_model import personal_model
 from fedcg.learning.registry import get_method
@@ -84,7 +83,7 @@ def test_what_a_method_remembers_is_kept_from_round_to_round_and_never_sent(fold
     site = Site(tmp_path, real_spec("averaging"))
     steps = []
     for number in (1, 2):
-        assert isinstance(site.trainer().do(site.round(number)), RoundCommitted)
+        site.train(number)
         stored = site.state()
         assert set(stored.extras) == {"raw", "done"}
         steps.append(int(stored.extras["done"]["steps"][0]))
@@ -100,7 +99,7 @@ def test_what_a_method_remembers_is_kept_from_round_to_round_and_never_sent(fold
 
 def allowing(site: Site) -> Site:
     policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | get_method(site.spec.method).payload.up)
-    site.config = site.config.model_copy(update={"policy": policy})
+    site.configure(policy=policy)
     return site
 
 
@@ -133,7 +132,7 @@ def test_a_spec_without_masks_is_declined_for_a_method_that_has_some_and_so_is_o
 def test_a_spec_with_another_number_of_probes_than_its_statistics_have_rows_is_declined(tmp_path: Path) -> None:
     spec = real_spec("fedprobe", probes=4)
     site = allowing(Site(tmp_path, spec.model_copy(update={"params": {**spec.params, "probes": 8}})))
-    (site.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
+    site.share_cohort_secret()
     report = site.declined()
     assert (report.reason, report.detail) == (
         DeclineReason.SPEC_REFUSED,

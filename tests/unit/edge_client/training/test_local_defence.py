@@ -16,7 +16,6 @@ from PIL import Image
 
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import DataSection
-from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.store.generations import Snapshot
 from edge_client.training.local_data import LocalData, LocalDefence
 from fedcg.event_log import EventLog
@@ -40,7 +39,7 @@ SHORT: dict[str, int | str] = {
 
 def give(site: Site, defence: str = "antigan", params: Mapping[str, int | str] = SHORT) -> None:
     values = {**site.config.data.model_dump(), "defence": defence, "defence_params": params}
-    site.config = site.config.model_copy(update={"data": DataSection.model_validate(values)})
+    site.configure(data=DataSection.model_validate(values))
 
 
 def local(site: Site) -> LocalData:
@@ -58,8 +57,8 @@ def test_a_round_trains_on_defended_images_and_its_snapshot_and_doctor_say_so(tm
     give(site)
     assert finding(plain) == ("ok", "none: models are trained on the real images")
     assert "will be in" in finding(site)[1]
-    assert isinstance(plain.trainer().do(plain.round()), RoundCommitted)
-    assert isinstance(site.trainer().do(site.round()), RoundCommitted)
+    plain.train()
+    site.train()
 
     snapshot = site.store.generations.snapshot(site.state().generation)
     real = LocalData(site.config.data.root, None, site.store).for_round(site.spec, 1)
@@ -153,8 +152,7 @@ def test_a_class_with_one_image_is_a_warning_in_the_log(tmp_path: Path) -> None:
 def test_a_window_larger_than_the_images_declines_with_the_setting_to_change(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("local"))
     give(site, params={"window": 33})
-    report = site.trainer().do(site.round())
-    assert isinstance(report, RoundFailed)
+    report = site.declined()
     assert report.reason is DeclineReason.SPEC_REFUSED
     assert "window = 33 is larger than the images of 32x32 pixels: lower `window`" in report.detail
 
@@ -162,8 +160,7 @@ def test_a_window_larger_than_the_images_declines_with_the_setting_to_change(tmp
 def test_the_doctor_names_a_file_of_weights_that_is_not_there(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("local"))
     give(site)
-    data = site.config.data.model_copy(update={"defence_stem": tmp_path / "gone.pth"})
-    site.config = site.config.model_copy(update={"data": data})
+    site.configure(data={"defence_stem": tmp_path / "gone.pth"})
     state, detail = finding(site)
     assert state == "failed"
     assert detail.startswith("antigan-")

@@ -73,7 +73,7 @@ def test_a_round_that_runs_out_of_memory_goes_on_in_pieces_and_later_rounds_begi
     assert rows_at_once == [None, BATCH // 2, BATCH // 4]
     assert [event["share"] for event in site.events("memory_short")] == [0.5, 0.25]
     assert isinstance(trainer.do(site.round(2)), RoundCommitted)
-    assert isinstance(site.trainer().do(site.round(3)), RoundCommitted)  # another process
+    site.train(3)  # another process
     assert rows_at_once[3:] == [BATCH // 4] * 2
     assert [event["batch_scale"] for event in site.events("plan")] == [1.0, 0.25]
 
@@ -83,11 +83,10 @@ def test_the_update_in_pieces_is_that_of_the_whole_batch_up_to_the_last_digits(
 ) -> None:
     whole, cut = (Site(tmp_path / name, real_spec("fedavg", batch_size=BATCH)) for name in ("whole", "cut"))
     for site in (whole, cut):
-        policy = site.config.policy.model_copy(update={"allow_upload": frozenset(site.spec.upload)})
-        site.config = site.config.model_copy(update={"policy": policy})
-    assert isinstance(whole.trainer().do(whole.round()), RoundCommitted)
+        site.configure(policy={"allow_upload": frozenset(site.spec.upload)})
+    whole.train()
     failing(monkeypatch, 1, MemoryError)
-    assert isinstance(cut.trainer().do(cut.round()), RoundCommitted)
+    cut.train()
     ours, theirs = cut.state().slots["personal"], whole.state().slots["personal"]
     differences = [abs(ours[part][name] - theirs[part][name]).max() for part in theirs for name in theirs[part]]
     assert 0 < max(differences) < 1e-4
@@ -102,8 +101,7 @@ def test_a_round_that_never_fits_is_declined_and_the_share_stays_above_its_least
         raise MemoryError("no room for the networks")
 
     monkeypatch.setattr(local_round, "protected_round", never)
-    report = site.trainer().do(site.round())
-    assert isinstance(report, RoundFailed)
+    report = site.declined()
     assert (report.reason, report.detail) == (DeclineReason.TRAINING_FAILED, "no room for the networks")
     assert site.events("memory_short")[-1]["share"] == LEAST_SHARE
     assert site.store.generations.load() is None
@@ -154,11 +152,11 @@ def test_three_deaths_with_memory_near_its_end_halve_and_a_round_that_goes_well_
 
     dies()
     dies()
-    assert isinstance(site.trainer().do(site.round()), RoundCommitted)
+    site.train()
     for _ in range(3):
         assert site.events("memory_short") == []
         dies()
-    assert isinstance(site.trainer().do(site.round(2)), RoundCommitted)
+    site.train(2)
     assert [event["share"] for event in site.events("memory_short")] == [0.5]
 
 

@@ -18,7 +18,6 @@ from edge_client.session.events import Chosen
 from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
 from edge_client.training.model_selection import Candidate, choose
-from fedcg.files import checked_secret
 from fedcg.learning.method import Masking, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.probes.alignment import outputs_on, probe_inputs, residual
@@ -76,8 +75,8 @@ def finished(root: Path, **params: ParameterValue) -> tuple[Site, ChooseModel]:
     """A box after two rounds, and the command that ends the federation."""
     site = Site(root, real_spec("fedcg", network=None, **params))
     for number in (1, 2):
-        site.trainer().do(site.round(number))
-    return site, ChooseModel(site.spec.digest, site.aggregate)
+        site.train(number)
+    return site, site.end
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[Part, Weights]]:
@@ -139,10 +138,10 @@ def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
 ) -> None:
     site = Site(tmp_path, real_spec(method))
     policy = PolicySection(allow_upload=frozenset({Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR}))
-    site.config = site.config.model_copy(update={"policy": policy})
-    site.trainer().do(site.round())
+    site.configure(policy=policy)
+    site.train()
     seen = watch(monkeypatch)
-    command = ChooseModel(site.spec.digest, site.aggregate)
+    command = site.end
     assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
     assert len(seen) == (5 if brought else 1)
     held = {part: site.spec.layouts[part] for part in get_method(method).payload.down}
@@ -157,10 +156,10 @@ def test_the_downloaded_candidate_of_a_fedprobe_device_has_the_extractor_that_wa
 ) -> None:
     relu = NetworkChoice(split="lenet5_relu", noise_dim=8)
     site = Site(tmp_path, real_spec("fedprobe", network=relu, probes=4, align_steps=60, align_lr=3e-3))
-    (site.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
+    site.share_cohort_secret()
     policy = PolicySection(allow_upload=frozenset({Part.CLASSIFIER, Part.STATISTICS}))
-    site.config = site.config.model_copy(update={"policy": policy})
-    site.trainer().do(site.round())
+    site.configure(policy=policy)
+    site.train()
     latest = to_weights(site.state().slots["personal"])
     inputs = probe_inputs(replace(context(site.spec), masking=Masking(Streams(b"c" * 32).at(site.spec.federation))), 4)
 
@@ -172,7 +171,7 @@ def test_the_downloaded_candidate_of_a_fedprobe_device_has_the_extractor_that_wa
     parts = to_arrays({Part.CLASSIFIER: latest[Part.CLASSIFIER], Part.STATISTICS: sums})
     site.aggregate = site.store.artifacts.put(aggregate_of(parts, site.spec, 1))
     seen = watch(monkeypatch)
-    assert site.trainer().do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    assert site.trainer().do(site.end) == Chosen(site.aggregate, succeeded=True)
     downloaded = seen[NAMES.index("downloaded")]
     assert float(residual(outputs(downloaded), wanted)) < 0.1 * float(residual(outputs(latest), wanted))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from edge_client.config import ExportSection
-from edge_client.session.commands import ChooseModel
 from edge_client.session.events import Chosen
 from edge_client.store.private_store import PrivateStore
 from export.errors import GateError
@@ -23,7 +22,7 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     trainer = site.trainer()
     for number in (1, 2):
         trainer.do(site.round(number))
-    command = ChooseModel(site.spec.digest, site.aggregate)
+    command = site.end
     assert trainer.do(command) == Chosen(site.aggregate, succeeded=True)
     outcome = site.store.finalised()
     assert outcome["accuracy_personal"] == outcome[f"accuracy_{outcome['candidate']}"]
@@ -41,7 +40,7 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
 
 def test_each_round_that_made_the_model_better_is_exported(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(), export=True)
-    site.config = site.config.model_copy(update={"export": ExportSection(variants=False, gate_points=100.0)})
+    site.configure(export=ExportSection(variants=False, gate_points=100.0))
     trainer, models = site.trainer(), site.store.root / "models"
     best = []
     for number in (1, 2, 3):
@@ -53,7 +52,7 @@ def test_each_round_that_made_the_model_better_is_exported(tmp_path: Path) -> No
     assert [event["model_dir"] for event in exported] == [
         str(models / f"{version:04}") for version in range(1, len(exported) + 1)
     ]
-    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
     assert site.store.finalised()["model_dir"] == str(models / f"{len(exported) + 1:04}")
 
 
@@ -89,7 +88,7 @@ def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, mon
         raise GateError("worse than version 0001")
 
     monkeypatch.setattr("export.build.install_model.pass_gate", refuse)
-    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
     outcome = site.store.finalised()
     assert outcome["gate"] == "worse than version 0001"
     assert outcome["model_dir"] == str(site.store.root / "models" / "0001")
@@ -100,11 +99,11 @@ def test_variants_of_the_chosen_model_are_judged_by_validation_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = Site(tmp_path, real_spec(), export=True)
-    site.config = site.config.model_copy(update={"export": ExportSection()})
+    site.configure(export=ExportSection())
     monkeypatch.setattr("export.build.variants.TIMING_S", 0.02)
     trainer = site.trainer()
     trainer.do(site.round(1))
-    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
     outcome = site.store.finalised()
     manifest = read_manifest(Path(str(outcome["model_dir"])))
     assert sorted(one.name for one in manifest.variants) == ["fp16", "fp32", "int8", "ort", "trt_fp16"]
@@ -122,12 +121,12 @@ def test_an_end_that_finds_the_disk_full_is_told_with_the_fix_and_the_process_li
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(PrivateStore, "save_finalised", full)
-    chosen = site.trainer().do(ChooseModel(site.spec.digest, site.aggregate))
+    chosen = site.trainer().do(site.end)
     assert chosen == Chosen(site.aggregate, succeeded=False)
     assert f"Free space on, or repair, {site.store.root}" in site.events("finalise_failed")[0]["detail"]
     assert f"Free space on, or repair, {site.store.root}" in caplog.text
 
 
 def test_a_device_that_never_trained_has_no_model_and_says_so(site: Site) -> None:
-    assert site.trainer().do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    assert site.trainer().do(site.end) == Chosen(site.aggregate, succeeded=True)
     assert site.events("finalised")[0]["candidate"] is None

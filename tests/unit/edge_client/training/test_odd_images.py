@@ -15,7 +15,7 @@ from edge_client.cli.doctor.checks import examine
 from edge_client.cli.status import read_status
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
-from edge_client.session.events import RoundCommitted, RoundFailed
+from edge_client.session.events import RoundCommitted
 from fedcg.imaging import MAX_FILE_BYTES
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
@@ -32,7 +32,7 @@ def test_a_box_of_one_class_with_an_empty_one_a_broken_file_and_mixed_colours_tr
 ) -> None:
     site = Site(tmp_path, real_spec(method))
     told = PolicySection(allow_report=DEFAULT_ALLOW_REPORT | {ReportField.LABEL_COUNTS})
-    site.config = site.config.model_copy(update={"policy": told})
+    site.configure(policy=told)
     train = site.root / "data" / "train"
     for path in (train / CLASSES[0]).iterdir():
         path.unlink()  # an empty class
@@ -40,7 +40,7 @@ def test_a_box_of_one_class_with_an_empty_one_a_broken_file_and_mixed_colours_tr
     own = sorted((train / CLASSES[1]).iterdir())
     own[0].write_bytes(b"\x89PNG and no more")
     Image.fromarray(np.full((32, 32, 3), 90, dtype=np.uint8)).save(own[1])
-    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
+    site.train()
     (skipped,) = site.events("images_skipped")
     assert skipped["count"] == 1
     assert own[0].name not in site.events_path.read_text()
@@ -64,8 +64,7 @@ def test_a_box_that_can_not_train_on_its_images_declines_and_names_what_is_wrong
             path.unlink()
     if stranger is not None:
         (train / CLASSES[2]).rename(train / stranger)
-    report = site.trainer().do(site.round())
-    assert isinstance(report, RoundFailed)
+    report = site.declined()
     assert report.reason is DeclineReason.NO_DATA
     assert why in report.detail
     assert str(site.root / "data") in report.detail
@@ -126,5 +125,5 @@ def test_what_is_named_as_an_image_and_is_no_file_is_left_out_and_named_by_agent
     images = len([*(site.root / "data").glob("*/*/*")])
     assert finding.detail.startswith(f"{images - 1} images in ")
     (folder / "gone.png").unlink()
-    assert site.trainer().do(site.round(3)) == RoundCommitted(RoundAttempt(3, 1))
+    site.train(3)
     assert str(read_status(site.config)["images_left_out"]).startswith("5: ")

@@ -27,7 +27,7 @@ def steps_of(site: Site) -> dict[str, int]:
 def test_half_of_the_steps_are_taken_in_every_stage_and_by_the_shadow_and_told_the_ledger(tmp_path: Path) -> None:
     whole = Site(tmp_path / "whole", real_spec(epochs=8), shadow=1)
     half = Site(tmp_path / "half", real_spec(epochs=8), shadow=1)
-    whole.trainer().do(whole.round())
+    whole.train()
     half.trainer().do(replace(half.round(), share=0.5))
     assert steps_of(whole).keys() == STEPS.keys()
     assert steps_of(half) == {phase: (steps + 1) // 2 for phase, steps in steps_of(whole).items()}
@@ -37,7 +37,7 @@ def test_half_of_the_steps_are_taken_in_every_stage_and_by_the_shadow_and_told_t
 
 def test_a_share_of_all_steps_ends_in_the_bytes_of_before_there_were_shares(tmp_path: Path) -> None:
     sites = [Site(tmp_path / name, real_spec()) for name in ("a", "b")]
-    sites[0].trainer().do(sites[0].round())
+    sites[0].train()
     sites[1].trainer().do(replace(sites[1].round(), share=1.0))
     assert sites[0].update() == sites[1].update()
 
@@ -48,9 +48,9 @@ def test_differentially_private_training_counts_the_steps_that_are_taken(tmp_pat
         site = Site(
             tmp_path / str(share), real_spec(epochs=8, network=NetworkChoice(noise_dim=8, discriminator="mlp_plain"))
         )
-        private = PrivacySettings(dp_sgd=DpSgdSettings(noise_multiplier=1.0, clip=1.0))
-        site.config = site.config.model_copy(
-            update={"privacy": private, "training": TrainingSection(device="cpu", threads=1)}
+        site.configure(
+            privacy=PrivacySettings(dp_sgd=DpSgdSettings(noise_multiplier=1.0, clip=1.0)),
+            training=TrainingSection(device="cpu", threads=1),
         )
         site.trainer().do(replace(site.round(), share=share))
         spent.append(site.store.privacy()["epsilon"])

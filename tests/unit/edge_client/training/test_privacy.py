@@ -16,7 +16,6 @@ from audit.measures.figures import Outcome
 from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
 from edge_client.session.commands import ChooseModel
-from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.training import local_round
 from edge_client.training.evaluation import measure
 from edge_client.training.model_selection import choose_model
@@ -37,8 +36,7 @@ DAMAGED = b'{"spent": "{}"}'
 def site_with(root: Path, privacy: PrivacySettings, *, shadow: int = 0) -> Site:
     spec = real_spec("fedsplit", batch_size=BATCH).model_copy(update={"codec": "f32", "with_base": ()})
     site = Site(root, spec, shadow=shadow)
-    policy = site.config.policy.model_copy(update={"allow_report": DEFAULT_ALLOW_REPORT | {ReportField.EPSILON}})
-    site.config = site.config.model_copy(update={"privacy": privacy, "policy": policy})
+    site.configure(privacy=privacy, policy={"allow_report": DEFAULT_ALLOW_REPORT | {ReportField.EPSILON}})
     return site
 
 
@@ -47,7 +45,7 @@ def dp_sgd(**settings: float) -> PrivacySettings:
 
 
 def change(site: Site, privacy: PrivacySettings) -> None:
-    site.config = site.config.model_copy(update={"privacy": privacy})
+    site.configure(privacy=privacy)
 
 
 def sent(site: Site, data: bytes | None = None) -> PartArrays:
@@ -77,7 +75,7 @@ def test_mechanisms_change_what_is_sent_and_neither_the_private_model_nor_the_sh
     plain = site_with(tmp_path / "a", PrivacySettings(), shadow=1)
     clipped = site_with(tmp_path / "b", PrivacySettings(update_clip=0.01, update_noise=0.001), shadow=1)
     for site in (plain, clipped):
-        site.trainer().do(site.round())
+        site.train()
     base = sent(plain, plain.store.artifacts.get(plain.aggregate))
     one, other = (sent(site)[Part.CLASSIFIER] for site in (plain, clipped))
     start = base[Part.CLASSIFIER]
@@ -99,7 +97,7 @@ def test_mechanisms_inside_local_steps_change_the_model_and_leave_the_shadow_alo
     plain = site_with(tmp_path / "a", PrivacySettings(), shadow=1)
     noisy = site_with(tmp_path / "b", PrivacySettings(gradient_noise=0.1), shadow=1)
     for site in (plain, noisy):
-        site.trainer().do(site.round())
+        site.train()
 
     def weights(site: Site, slot: str) -> Any:
         return site.state().slots[slot][Part.EXTRACTOR]["0.weight"]
@@ -112,25 +110,23 @@ def test_every_round_of_dp_sgd_counts_and_its_epsilon_is_reported_and_shown(tmp_
     site = site_with(tmp_path, dp_sgd(budget_epsilon=1000.0))
     seen = []
     for number in (1, 2):
-        assert site.trainer().do(site.round(number)) == RoundCommitted(RoundAttempt(number, 1))
+        site.train(number)
         assert reported(site) == PrivacySpent(epsilon=expected_epsilon(site, number), delta=DELTA, budget=1000.0)
         seen.append(expected_epsilon(site, number))
     assert 0 < seen[0] < seen[1]
     assert read_status(site.config)["privacy_spent"] == f"epsilon {seen[1]:.3g} of 1000 at delta 0.001"
-    policy = site.config.policy.model_copy(update={"allow_report": DEFAULT_ALLOW_REPORT})
-    site.config = site.config.model_copy(update={"policy": policy})
-    site.trainer().do(site.round(3))
+    site.configure(policy={"allow_report": DEFAULT_ALLOW_REPORT})
+    site.train(3)
     assert reported(site) is None
 
 
 def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_path: Path) -> None:
     site = site_with(tmp_path, dp_sgd())
-    site.trainer().do(site.round(1))
+    site.train(1)
     spent = expected_epsilon(site, 1)
     change(site, dp_sgd(budget_epsilon=(spent + expected_epsilon(site, 2)) / 2))
     before, phases = site.store.privacy(), len(site.events("phase_started"))
-    failed = site.trainer().do(site.round(2))
-    assert isinstance(failed, RoundFailed)
+    failed = site.declined(2)
     assert failed.reason is DeclineReason.WITHHELD
     for text in ("budget is used up", "budget_epsilon", "Nothing was trained", "fedcg agent leave"):
         assert text in failed.detail
@@ -138,7 +134,7 @@ def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_p
     assert site.store.privacy() == before
     assert site.state().generation.round_attempt == RoundAttempt(1, 1)
     change(site, dp_sgd(budget_epsilon=1000.0))
-    assert site.trainer().do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
+    site.train(2)
 
 
 CHILD = """
@@ -171,7 +167,7 @@ def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_
     install(monkeypatch, StandIn())
     killed, calm = (site_with(tmp_path / name, dp_sgd()) for name in ("killed", "calm"))
     audit = AuditSection(before_publish="quick", attacks=("labels",)) if during == "audit" else AuditSection()
-    killed.config = killed.config.model_copy(update={"audit": audit})
+    killed.configure(audit=audit)
     (tmp_path / "work").write_bytes(pickle.dumps((killed.config, killed.round())))
     command = [sys.executable, "-c", CHILD, str(tmp_path / "work"), during]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -182,7 +178,7 @@ def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_
     counted = killed.store.privacy()
     assert counted["epsilon"] > 0
     for site in (killed, calm):
-        assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
+        site.train()
     assert killed.store.privacy() == counted == calm.store.privacy()
     assert killed.update() == calm.update()  # the same noise: the repetition shows nothing that the first one did not
     assert reported(killed) == PrivacySpent(epsilon=expected_epsilon(killed, 1), delta=DELTA)
@@ -194,7 +190,7 @@ def test_a_round_that_is_withheld_or_fails_after_its_training_stays_counted(
     install(monkeypatch, StandIn(lambda: Outcome("labels", (figure(),))))
     site = site_with(tmp_path, dp_sgd())
     audit = AuditSection(before_publish="quick", gate="label_l1_gain<0.01", attacks=("labels",))
-    site.config = site.config.model_copy(update={"audit": audit})
+    site.configure(audit=audit)
     assert site.declined().reason is DeclineReason.WITHHELD
 
     def broken(*_: object, **__: object) -> bytes:
@@ -202,10 +198,9 @@ def test_a_round_that_is_withheld_or_fails_after_its_training_stays_counted(
 
     with monkeypatch.context() as patch:
         patch.setattr(local_round, "build_update", broken)
-        report = site.trainer().do(site.round(1, 2))
-    assert isinstance(report, RoundFailed)
-    site.config = site.config.model_copy(update={"audit": AuditSection()})
-    site.trainer().do(site.round(1, 3))
+        site.declined(1, 2)
+    site.configure(audit=AuditSection())
+    site.train(1, 3)
     assert reported(site) == PrivacySpent(epsilon=expected_epsilon(site, 3), delta=DELTA)
 
 
@@ -213,10 +208,10 @@ def test_other_settings_for_the_same_attempt_count_once_more(tmp_path: Path, mon
     site = site_with(tmp_path, dp_sgd(noise_multiplier=2.0))
     with monkeypatch.context() as patch:
         patch.setattr(local_round, "build_update", lambda *_, **__: 1 / 0)
-        site.trainer().do(site.round())
+        site.declined()
     first = site.store.privacy()["epsilon"]
     change(site, dp_sgd(noise_multiplier=1.0))
-    site.trainer().do(site.round())
+    site.train()
     both = reported(site)
     assert both is not None
     assert both.epsilon > max(first, expected_epsilon(site, 1))
@@ -224,24 +219,23 @@ def test_other_settings_for_the_same_attempt_count_once_more(tmp_path: Path, mon
 
 def test_no_epsilon_is_claimed_once_a_round_was_sent_without_dp_sgd(tmp_path: Path) -> None:
     site = site_with(tmp_path, PrivacySettings())
-    site.trainer().do(site.round(1))
+    site.train(1)
     assert read_status(site.config)["privacy_spent"] is None
     change(site, dp_sgd())
-    site.trainer().do(site.round(2))
+    site.train(2)
     assert reported(site) is None
     assert "not covered" in str(read_status(site.config)["privacy_spent"])
 
 
 def test_a_record_that_is_gone_or_damaged_ends_participation_and_is_never_a_record_of_nothing(tmp_path: Path) -> None:
     site = site_with(tmp_path, dp_sgd())
-    site.trainer().do(site.round(1))
+    site.train(1)
     path = site.store.root / "privacy.json"
     for content in (None, DAMAGED, b"\0"):
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content)
-        report = site.trainer().do(site.round(2))
-        assert isinstance(report, RoundFailed)
+        report = site.declined(2)
         assert (report.reason, str(path) in report.detail) == (DeclineReason.TRAINING_FAILED, True)
         assert "backup" in report.detail
         if content == DAMAGED:

@@ -17,12 +17,11 @@ from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png
 from edge_client.config import AuditSection
 from edge_client.session.events import RoundCommitted, RoundFailed
-from fedcg.files import checked_secret
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, Report, ReportField
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images
@@ -74,9 +73,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 def audited_site(root: Path, gate: str = "", report: frozenset[ReportField] = DEFAULT_ALLOW_REPORT) -> Site:
     site = Site(root, real_spec())
-    audit = AuditSection(before_publish="quick", gate=gate, attacks=("labels",))
-    policy = site.config.policy.model_copy(update={"allow_report": report})
-    site.config = site.config.model_copy(update={"audit": audit, "policy": policy})
+    site.configure(
+        audit=AuditSection(before_publish="quick", gate=gate, attacks=("labels",)), policy={"allow_report": report}
+    )
     return site
 
 
@@ -108,10 +107,9 @@ def test_a_gate_that_does_not_hold_keeps_the_update_on_the_device_and_names_cond
 def test_the_round_after_a_withheld_one_starts_from_the_state_before_it(tmp_path: Path, stand_in: StandIn) -> None:
     site, plain = audited_site(tmp_path / "a", "label_l1_gain<0.2"), Site(tmp_path / "b", real_spec())
     site.declined()
-    open_gate = site.config.audit.model_copy(update={"gate": "label_l1_gain<0.3"})
-    site.config = site.config.model_copy(update={"audit": open_gate})
+    site.configure(audit={"gate": "label_l1_gain<0.3"})
     for each in (site, plain):
-        assert each.trainer().do(each.round(2)) == RoundCommitted(RoundAttempt(2, 1))
+        each.train(2)
     assert site.update() == plain.update()
     assert len(stand_in.cases) == 2
 
@@ -120,7 +118,7 @@ def test_the_very_bytes_that_are_kept_for_sending_are_attacked_with_the_devices_
     tmp_path: Path, stand_in: StandIn
 ) -> None:
     site = audited_site(tmp_path)
-    site.trainer().do(site.round())
+    site.train()
     (case,), spec = stand_in.cases, site.spec
     layouts = {part: spec.layouts[part] for part in spec.upload}
     base = Base(site.aggregate, unpack(site.store.artifacts.get(site.aggregate), layouts).parts)
@@ -152,7 +150,7 @@ def test_an_audit_changes_no_bit_of_what_is_sent_unless_its_figures_are_reported
     plain, audited = Site(tmp_path / "a", real_spec()), audited_site(tmp_path / "b", "label_l1<0.6")
     telling = audited_site(tmp_path / "c", "label_l1<0.6", with_figures)
     for site in (plain, audited, telling):
-        site.trainer().do(site.round())
+        site.train()
     assert plain.update() == audited.update()
     # The figure of an attacker who was given the private extractor is none that a real one can reach.
     assert sent_report(telling).audit == {"label_l1": GAIN}
@@ -182,15 +180,15 @@ def test_the_report_with_its_pictures_lies_in_the_store_for_its_owner_alone(
     assert report["subject"]["start"] == "public spec seed"
     page = (folder / "report.html").read_text()
     assert outcome().pictures[0].rows[0][1][0] in page
-    (site.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
-    site.trainer().do(site.round(2))
+    site.share_cohort_secret()
+    site.declined(2)
     again = json.loads((folder / "report.json").read_text())["subject"]
     assert (again["round"], again["start"]) == (2, "cohort secret")
 
 
 def test_progress_of_the_audit_is_a_phase_and_a_sign_of_life(tmp_path: Path, stand_in: StandIn) -> None:
     site = audited_site(tmp_path)
-    site.trainer().do(site.round())
+    site.train()
     phases = [event["phase"] for event in site.events("phase_started")]
     assert phases == ["load", "classify", "generate", "evaluate", "audit"]
     steps = [(event["step"], event["steps"]) for event in site.events("progress") if event["phase"] == "audit"]
@@ -205,7 +203,7 @@ def test_an_attack_that_fails_is_named_and_a_gate_on_its_figures_does_not_hold(
 
     install(monkeypatch, StandIn(broken))
     without_gate = audited_site(tmp_path / "a", report=DEFAULT_ALLOW_REPORT | {ReportField.AUDIT})
-    assert without_gate.trainer().do(without_gate.round()) == RoundCommitted(RoundAttempt(1, 1))
+    without_gate.train()
     assert "singular matrix" in str(without_gate.events("audited")[0]["detail"])
     assert sent_report(without_gate).audit == {}
     gated = audited_site(tmp_path / "b", "label_l1_gain<0.9").declined()
@@ -219,7 +217,7 @@ def test_figures_of_an_attack_that_fails_its_positive_control_are_not_reported(
     control = Control("a planted leak", 0.1, "above 0.9", passed=False)
     install(monkeypatch, StandIn(lambda: Outcome("labels", (figure(),), (control,))))
     site = audited_site(tmp_path, report=DEFAULT_ALLOW_REPORT | {ReportField.AUDIT})
-    site.trainer().do(site.round())
+    site.train()
     assert sent_report(site).audit == {}
 
 
@@ -230,8 +228,7 @@ def test_auxiliary_images_reach_the_attacker_and_without_readable_ones_nothing_i
     draw_images(tmp_path / "aux", 4, seed=9)
 
     def auxiliary(root: Path) -> RoundCommitted | RoundFailed:
-        audit = site.config.audit.model_copy(update={"auxiliary": root})
-        site.config = site.config.model_copy(update={"audit": audit})
+        site.configure(audit={"auxiliary": root})
         report = site.trainer().do(site.round())
         assert isinstance(report, RoundCommitted | RoundFailed)
         return report
@@ -244,9 +241,8 @@ def test_auxiliary_images_reach_the_attacker_and_without_readable_ones_nothing_i
     assert isinstance(auxiliary(tmp_path / "aux"), RoundCommitted)
     stand_in.needs_auxiliary = True
     audit = AuditSection(before_publish="quick", gate="label_l1<9", attacks=("labels",))
-    site.config = site.config.model_copy(update={"audit": audit})
-    without = site.trainer().do(site.round(2))
-    assert isinstance(without, RoundFailed)
+    site.configure(audit=audit)
+    without = site.declined(2)
     assert (
         "not measured (labels: the attacker needs labelled images of the same kind: give [audit] auxiliary)"
         in without.detail

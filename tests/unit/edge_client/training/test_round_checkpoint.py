@@ -22,7 +22,6 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import NetworkChoice, ParameterValue
 from fedcg.learning.tensor_conversion import to_arrays
-from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import aggregate_of
@@ -61,7 +60,7 @@ def site_of(
         allow_upload=get_method(method).payload.up,
         allow_report=site.config.policy.allow_report | {ReportField.LABEL_COUNTS},
     )
-    site.config = site.config.model_copy(update={"training": training, "policy": policy, "privacy": privacy or OFF})
+    site.configure(training=training, policy=policy, privacy=privacy or OFF)
     return site
 
 
@@ -105,11 +104,11 @@ def check_every_interruption(
 ) -> None:
     site_with = partial(site_of, shadow=shadow, params=params)
     reference = site_with(tmp_path / "reference", method, privacy, every_s=0)
-    assert reference.trainer().do(reference.round()) == RoundCommitted(RoundAttempt(1, 1))
+    reference.train()
     kept = site_with(tmp_path / "kept", method, privacy, every_s=1e-9)
     with monkeypatch.context() as patch:
         saves = count_saves(patch)
-        kept.trainer().do(kept.round())
+        kept.train()
     assert result(kept) == result(reference)
     assert saves[0] >= EPOCHS
     assert not (kept.store.root / "checkpoint.bin").exists()
@@ -118,10 +117,10 @@ def check_every_interruption(
         with monkeypatch.context() as patch:
             count_saves(patch, killed_after=at)
             with pytest.raises(KilledError):
-                site.trainer().do(site.round())
+                site.train()
         with monkeypatch.context() as patch:
             again = count_saves(patch)
-            assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
+            site.train()
         assert result(site) == result(reference), at
         assert again[0] == saves[0] - at, "blocks before the checkpoint are not trained on again"
 
@@ -154,7 +153,7 @@ def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     with monkeypatch.context() as patch:
         count_saves(patch, killed_after=2)
         with pytest.raises(KilledError):
-            site.trainer().do(site.round())
+            site.train()
     return site
 
 
@@ -167,7 +166,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_round_begins_anew(
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     saves = count_saves(monkeypatch)
-    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
+    site.train()
     (refused,) = site.events("refused")
     assert "checkpoint.bin is damaged; the round begins anew" in refused["detail"]
     assert saves[0] >= EPOCHS
@@ -182,10 +181,9 @@ def test_a_checkpoint_of_another_round_or_of_other_settings_is_not_used(
     if other == "attempt":
         command = site.round(1, 2)
     elif other == "settings":
-        site.config = site.config.model_copy(update={"privacy": PrivacySettings(dropout=0.1)})
+        site.configure(privacy=PrivacySettings(dropout=0.1))
     elif other == "precision":
-        training = site.config.training.model_copy(update={"precision": "bf16"})
-        site.config = site.config.model_copy(update={"training": training})
+        site.configure(training={"precision": "bf16"})
         box = replace(detect(), cpu_formats=("f32", "bf16"))
         monkeypatch.setattr("edge_client.training.trainer_child.detect", lambda: box)
     else:
@@ -205,12 +203,12 @@ def test_a_full_disk_costs_checkpoints_and_not_the_round(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(CheckpointFile, "save", full)
-    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
+    site.train()
     assert "No space left on device" in site.events("refused")[0]["detail"]
 
 
 def test_without_checkpoints_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = site_of(tmp_path, "fedavg", None, every_s=0)
     saves = count_saves(monkeypatch)
-    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
+    site.train()
     assert saves == [0]

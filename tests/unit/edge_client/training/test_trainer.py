@@ -44,7 +44,7 @@ COHORT_KEY = b"c" * 32
 
 def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(), shadow=1)
-    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
+    site.train()
     state = site.state()
     assert set(state.slots) == {"personal", "shadow", "best", "best_shadow"}
     assert set(state.slots["personal"]) == set(NETWORKS)
@@ -86,10 +86,8 @@ def test_each_round_that_is_trained_is_in_the_ledger_once_with_its_energy_where_
     assert untold.cost is None
     monkeypatch.setattr(trainer_child, "read_power", lambda: Rail("VDD_IN", 5.0))
     told = frozenset({ReportField.EXAMPLES, ReportField.COST})
-    site.config = site.config.model_copy(
-        update={"policy": site.config.policy.model_copy(update={"allow_report": told})}
-    )
-    site.trainer().do(site.round(2))
+    site.configure(policy={"allow_report": told})
+    site.train(2)
     first, second = read_lines(site.store.root / LEDGER_FILE)
     assert [line["round"] for line in (first, second)] == [1, 2]
     assert first["joules"] is first["rail"] is None
@@ -107,7 +105,7 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
     with_shadow, without = Site(tmp_path / "a", real_spec(), shadow=1), Site(tmp_path / "b", real_spec())
     alone = Site(tmp_path / "c", real_spec("local"))
     for site in (with_shadow, without, alone):
-        site.trainer().do(site.round())
+        site.train()
     sent, reference = (read_header(each.update()) for each in (with_shadow, without))
     assert sent.report is not None
     assert sent.report.shadow == with_shadow.events("committed")[0]["accuracy_local"] is not None
@@ -132,7 +130,7 @@ def test_a_shadow_of_every_second_round_is_the_model_of_these_rounds_alone_and_i
         slots.append(site.state().slots["shadow"])
         told.append(read_header(site.update()).report)
         if number != 2:
-            alone.trainer().do(alone.round(number))
+            alone.train(number)
             for part, weights in slots[-1].items():
                 for name, tensor in alone.state().slots["personal"][part].items():
                     assert np.array_equal(tensor, weights[name]), (number, part, name)
@@ -149,9 +147,8 @@ def test_the_owner_switches_the_shadow_off_and_on_while_the_federation_runs(tmp_
     site = Site(tmp_path, real_spec(), shadow=4)
     found = []
     for number, every in enumerate((4, 0, 4), start=1):
-        training = site.config.training.model_copy(update={"shadow_every": every})
-        site.config = site.config.model_copy(update={"training": training})
-        site.trainer().do(site.round(number))
+        site.configure(training={"shadow_every": every})
+        site.train(number)
         report = read_header(site.update()).report
         found.append((report is not None and report.shadow is not None, "shadow" in site.state().slots))
     assert found == [(True, True), (False, False), (True, True)]
@@ -163,18 +160,17 @@ def test_the_downloaded_model_and_accuracies_by_class_are_reported_where_the_own
     site = Site(tmp_path, real_spec(), shadow=1)
 
     def allow(fields: frozenset[ReportField]) -> None:
-        policy = site.config.policy.model_copy(update={"allow_report": fields})
-        site.config = site.config.model_copy(update={"policy": policy})
+        site.configure(policy={"allow_report": fields})
 
     allow(DEFAULT_ALLOW_REPORT)
-    site.trainer().do(site.round(1))
+    site.train(1)
     untold = read_header(site.update()).report
     assert untold is not None
     assert untold.fields() <= DEFAULT_ALLOW_REPORT
     kept = to_weights(site.state().slots["personal"])
     fields = frozenset({ReportField.EXAMPLES, ReportField.DOWNLOADED, ReportField.PER_CLASS})
     allow(fields)
-    site.trainer().do(site.round(2))
+    site.train(2)
     told = read_header(site.update()).report
     assert told is not None
     assert told.fields() == fields
@@ -193,7 +189,7 @@ def test_the_downloaded_model_and_accuracies_by_class_are_reported_where_the_own
 
 
 def test_a_committed_round_is_never_trained_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    site.trainer().do(site.round())
+    site.train()
     before = site.state().generation
 
     def never(name: str) -> object:
@@ -227,7 +223,7 @@ def test_a_restarted_process_continues_with_the_same_bits(tmp_path: Path) -> Non
     trainer = through.trainer()
     for number in (1, 2, 3):
         trainer.do(through.round(number))
-        restarted.trainer().do(restarted.round(number))
+        restarted.train(number)
     assert through.update() == restarted.update()
     assert dict(through.state().generation.checksums) == dict(restarted.state().generation.checksums)
 
@@ -236,7 +232,7 @@ def test_devices_differ_by_their_secret_and_a_repetition_by_its_attempt(tmp_path
     sites = {name: Site(tmp_path / name, real_spec()) for name in ("a", "other secret", "other attempt")}
     (sites["other secret"].store.root / "secrets" / "device.key").write_bytes(checked_secret(b"e" * 32))
     for name, site in sites.items():
-        site.trainer().do(site.round(1, 2 if name == "other attempt" else 1))
+        site.train(1, 2 if name == "other attempt" else 1)
     weights = {name: site.state().slots["personal"][Part.EXTRACTOR] for name, site in sites.items()}
     for name in ("other secret", "other attempt"):
         assert any(not np.array_equal(weights["a"][key], weights[name][key]) for key in weights["a"])
@@ -245,9 +241,9 @@ def test_devices_differ_by_their_secret_and_a_repetition_by_its_attempt(tmp_path
 def test_the_cohort_secret_decides_where_private_parts_start_and_only_those(tmp_path: Path) -> None:
     spec = real_spec(lr=1e-12, gan_lr=1e-12, weight_decay=0.0)
     plain, cohort = Site(tmp_path / "a", spec), Site(tmp_path / "b", spec)
-    (cohort.store.root / "secrets" / "cohort.key").write_bytes(checked_secret(COHORT_KEY))
+    cohort.share_cohort_secret()
     for site in (plain, cohort):
-        site.trainer().do(site.round())
+        site.train()
     slots = [site.state().slots["personal"] for site in (plain, cohort)]
 
     def same(part: Part, name: str) -> bool:
@@ -259,7 +255,7 @@ def test_the_cohort_secret_decides_where_private_parts_start_and_only_those(tmp_
 
 def test_a_method_that_shares_nothing_sends_only_its_report(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("local"))
-    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
+    site.train()
     seen = inspect(site.update())
     assert seen.tensors == {}
     assert seen.report_fields == {"examples", "accuracy", "loss", "health"}
@@ -310,7 +306,7 @@ def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = Site(tmp_path, real_spec("fedsplit"), shadow=1)
-    site.trainer().do(site.round(1))
+    site.train(1)
     before = site.state().slots["shadow"]
     alone = get_method("local")
 
@@ -321,7 +317,7 @@ def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
         return replace(alone, local_round=broken) if name == "local" else get_method(name)
 
     monkeypatch.setattr(training, "get_method", lookup)
-    assert site.trainer().do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
+    site.train(2)
     after = site.state().slots["shadow"]
     assert all(np.array_equal(after[part][name], before[part][name]) for part in before for name in before[part])
     assert [event["what"] for event in site.events("refused")] == ["shadow"]
@@ -363,9 +359,9 @@ def test_images_that_come_after_a_round_was_accepted_count_from_the_next_round_o
     )  # as a trainer does that is killed right after
     draw_images(site.root / "data" / "train", 4, seed=9)
     for one in (calm, growing):
-        one.trainer().do(one.round(1))
+        one.train(1)
     assert calm.update() == growing.update()
-    growing.trainer().do(growing.round(2))
+    growing.train(2)
     grown = site.store.generations.snapshot(site.state().generation)
     assert len(grown.files) == len(kept.files) + 12
     before = {file.path: file.split for file in kept.files}
@@ -381,7 +377,7 @@ def test_a_changed_file_of_the_snapshot_fails_the_attempt_and_the_next_takes_a_n
     assert report.reason is DeclineReason.NO_DATA
     assert "changed since this round was accepted" in report.detail
     assert victim.name not in report.detail
-    assert site.trainer().do(site.round(1, 2)) == RoundCommitted(RoundAttempt(1, 2))
+    site.train(1, 2)
 
 
 def test_the_best_model_by_validation_is_kept_with_the_loss_deciding_between_equals() -> None:
@@ -434,9 +430,8 @@ def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(t
     spec = real_spec("fedmd_cg")
     assert (spec.upload, spec.with_base) == ((Part.CLASSIFIER, Part.GENERATOR), (Part.CLASSIFIER,))
     site = Site(tmp_path, spec)
-    policy = site.config.policy.model_copy(update={"allow_report": frozenset(ReportField)})
-    site.config = site.config.model_copy(update={"policy": policy})
-    assert site.trainer().do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
+    site.configure(policy={"allow_report": frozenset(ReportField)})
+    site.train()
     codecs = inspect(site.update()).codecs
     assert codecs["classifier/1.weight"] == "i8-delta"
     assert codecs["generator/body.0.weight"] == "i8"

@@ -14,7 +14,6 @@ from devices.nvidia import GpuReadings
 from devices.profile import GIB, DeviceKind, DeviceProfile, Gpu, Trainable
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import TrainingSection
-from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.training import trainer_child
 from edge_client.training.memory_share import MEMORY_FILE
 from edge_client.training.trainer_child import free_memory
@@ -54,8 +53,7 @@ def on(monkeypatch: pytest.MonkeyPatch, box: DeviceProfile, problem: str = "", f
 
 
 def configure(site: Site, **training: object) -> None:
-    section = TrainingSection.model_validate({"threads": 1, **training})
-    site.config = site.config.model_copy(update={"training": section})
+    site.configure(training=TrainingSection.model_validate({"threads": 1, **training}))
 
 
 def doctor(site: Site) -> Finding:
@@ -67,7 +65,7 @@ def test_a_torch_without_cuda_trains_on_the_cpu_for_a_stated_reason_and_the_doct
 ) -> None:
     on(monkeypatch, ORIN, NO_CUDA)
     configure(site, device="auto")
-    assert isinstance(site.trainer().do(site.round()), RoundCommitted)
+    site.train()
     plan = site.events("plan")[0]
     assert (plan["device"], plan["reason"]) == ("cpu", NO_CUDA)
     found = doctor(site)
@@ -80,8 +78,7 @@ def test_cuda_that_the_owner_asked_for_and_torch_lacks_is_declined_and_fails_the
 ) -> None:
     on(monkeypatch, ORIN, NO_CUDA)
     configure(site, device="cuda")
-    report = site.trainer().do(site.round())
-    assert isinstance(report, RoundFailed)
+    report = site.declined()
     assert report.reason is DeclineReason.NOT_ELIGIBLE
     assert report.detail == f'device = "cuda" under [training] can\'t be had: {NO_CUDA}'
     found = doctor(site)
@@ -92,21 +89,19 @@ def test_a_gpu_that_torch_does_not_find_counts_as_none(site: Site, monkeypatch: 
     on(monkeypatch, ORIN)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     configure(site, device="cuda")
-    report = site.trainer().do(site.round())
-    assert isinstance(report, RoundFailed)
+    report = site.declined()
     assert "check NVIDIA's driver" in report.detail
 
 
 def test_bf16_is_for_a_cpu_with_instructions_for_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(site, device="cpu", precision="bf16")
     on(monkeypatch, replace(CPU_BOX, cpu_formats=("f32", "int8")))
-    report = site.trainer().do(site.round())
-    assert isinstance(report, RoundFailed)
+    report = site.declined()
     assert report.reason is DeclineReason.NOT_ELIGIBLE
     assert 'the CPU of this box has instructions for f32, int8; set precision = "f32"' in report.detail
     assert doctor(site).detail == report.detail
     on(monkeypatch, replace(CPU_BOX, cpu_formats=("f32", "bf16")))
-    assert isinstance(site.trainer().do(site.round()), RoundCommitted)
+    site.train()
 
 
 def test_bf16_trains_other_weights_and_its_update_tells_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +110,7 @@ def test_bf16_trains_other_weights_and_its_update_tells_so(tmp_path: Path, monke
     for precision in ("f32", "bf16"):
         one = Site(tmp_path / precision, real_spec(batch_size=8))
         configure(one, device="cpu", precision=precision)
-        assert isinstance(one.trainer().do(one.round()), RoundCommitted)
+        one.train()
         updates[precision] = one.state(), read_header(one.update()).determinism
     assert updates["bf16"][1] == {**updates["f32"][1], "precision": "bf16"}
     ours, theirs = (updates[one][0].slots["personal"] for one in ("f32", "bf16"))
