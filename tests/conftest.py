@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def _children_find_the_tests() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _children_heed_ctrl_c() -> None:
+    """A shell that runs the tests in its background has SIGINT ignored, which every process of a test would inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
