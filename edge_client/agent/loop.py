@@ -35,27 +35,9 @@ from edge_client.identity.credentials import AgentKeys
 from edge_client.messaging.coordinator_link import CoordinatorLink, CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.inbox import Inbox, Item
+from edge_client.session import events
 from edge_client.session.commands import Command, SendHello, given_up
-from edge_client.session.events import (
-    Chosen,
-    ConsentChanged,
-    Event,
-    Invited,
-    LinkChanged,
-    Noted,
-    ObstacleChanged,
-    OutboxFound,
-    Revoked,
-    RoundCommitted,
-    RoundFailed,
-    Sending,
-    SessionLost,
-    Stopping,
-    Tick,
-    TrainerDied,
-    TrainingAbandoned,
-    Welcomed,
-)
+from edge_client.session.events import Event
 from edge_client.session.state import REVOKED_RETRY_S, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
@@ -208,18 +190,18 @@ class Agent:
             ):
                 self._requests.open()
             self._heed_owner()
-            self._handle(Tick())  # starts the training process: it loads torch while the link comes up
+            self._handle(events.Tick())  # starts the training process: it loads torch while the link comes up
             self._transfer.start()
             self._link.subscribe(chunks=self._reads_chunks)
             if self._is_revoked:
                 self._back_off()
-            self._transport.start(self._on_delivery, lambda up: self._put(LinkChanged(up)))
+            self._transport.start(self._on_delivery, lambda up: self._put(events.LinkChanged(up)))
             self._service.ready()
             while not self._stopping and not (until_finished and self._is_over):
                 self._turn()
                 self._service.alive(describe(self._state, self._reporter.progress))
             self._service.stopping()
-            self._handle(Stopping())
+            self._handle(events.Stopping())
         finally:
             self._requests.close()
             self._transfer.stop_sending()
@@ -248,7 +230,7 @@ class Agent:
         except queue.Full:
             self._dropped += 1  # every sender repeats a message that was not answered
 
-    def _put(self, item: LinkChanged | Chunk) -> None:
+    def _put(self, item: events.LinkChanged | Chunk) -> None:
         """Wait for room: no sender repeats an event of the link, and a chunk that waits is not read from its connection."""
         while not self._stopping:
             try:
@@ -269,9 +251,9 @@ class Agent:
             self._heed_owner()
             if self._transport.is_refused and self._link.has_session:
                 self._link.end_session()
-                self._handle(SessionLost(refused=True))
+                self._handle(events.SessionLost(refused=True))
             self._handle(self._transfer.keep_completed(self._state, self._clock()))
-            self._handle(Sending() if self._transfer.is_sending else Tick())
+            self._handle(events.Sending() if self._transfer.is_sending else events.Tick())
             if self._link.has_session:
                 self._handle(self._transfer.ask(self._clock()))
             self._heartbeats.send_due(self._state, self._clock())
@@ -296,7 +278,7 @@ class Agent:
     def _take(self, item: Item) -> None:
         if isinstance(item, Delivery):
             self._receive(item)
-        elif isinstance(item, LinkChanged):
+        elif isinstance(item, events.LinkChanged):
             self._link_changed(item)
         elif isinstance(item, Chunk):
             self._take_chunk(item)
@@ -309,7 +291,7 @@ class Agent:
         if reason is not self._owners_reason:
             self._owners_reason = reason
             self.self_reporter.is_paused = reason is DeclineReason.PAUSED
-            self._handle(ObstacleChanged(reason))
+            self._handle(events.ObstacleChanged(reason))
 
     def _answer(self, request: OwnerRequest) -> Reply:
         reply = self._owner.answer(request, self._state, self._reporter.progress)
@@ -318,38 +300,38 @@ class Agent:
             self._reporter.progress = None
             self._trainer.stop()
             self._adopt_commit()  # it may have died between its commit and its report
-            self._handle(TrainingAbandoned())
+            self._handle(events.TrainingAbandoned())
         elif reply["ok"] and isinstance(request, ApproveRequest | RevokeRequest):
             delivery, is_withheld = self._state.delivery, not self._owner.outbox_may_leave(self._reporter)
             if is_withheld and delivery is not None and delivery.update is not None:
                 self._transfer.end_update(delivery.update.id)
-            self._handle(ConsentChanged(is_withheld=is_withheld))
+            self._handle(events.ConsentChanged(is_withheld=is_withheld))
         return reply
 
     def _handle(self, event: Event | None) -> None:
         if event is None:
             return
-        if isinstance(event, Invited):  # what keeps this device from it: its owner, or the box
+        if isinstance(event, events.Invited):  # what keeps this device from it: its owner, or the box
             found = self._owner.obstacle(self._state)
             found = found or self.hardware.decline(event, self._state.offer, self._clock())
-            self._events_due.append(ObstacleChanged(self._code(found)))
+            self._events_due.append(events.ObstacleChanged(self._code(found)))
             event = replace(event, predicted_s=self.hardware.predicted_s(event.share))
         self._events_due.append(event)
         while self._events_due:
             due = self._events_due.popleft()
             self._reporter.report(due)
-            if isinstance(due, Revoked | Welcomed):
+            if isinstance(due, events.Revoked | events.Welcomed):
                 self._follow_standing(due)
-            if isinstance(due, Welcomed):
+            if isinstance(due, events.Welcomed):
                 self.self_reporter.repeat()
                 self.hardware.welcomed(due.server_time, self._clock())
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
                 self._carry_out(command)
 
-    def _follow_standing(self, statement: Revoked | Welcomed) -> None:
+    def _follow_standing(self, statement: events.Revoked | events.Welcomed) -> None:
         """Keep whether the coordinator has this device as a member, where that is another answer than before."""
-        is_revoked = isinstance(statement, Revoked)
+        is_revoked = isinstance(statement, events.Revoked)
         if is_revoked is self._is_revoked:
             return
         self._is_revoked = is_revoked
@@ -407,7 +389,7 @@ class Agent:
         """The chunk size that fits the link."""
         return chunk_bytes_for(self._transport.max_payload, self._config.broker.limits.chunk_bytes)
 
-    def _link_changed(self, event: LinkChanged) -> None:
+    def _link_changed(self, event: events.LinkChanged) -> None:
         self._link.end_session()
         self._reporter.link(up=event.up)
         try:
@@ -421,10 +403,10 @@ class Agent:
         generation = self._store.generations.newest()
         entry = None if generation is None else self._store.outbox(generation)
         if entry is not None and self._owner.outbox_may_leave(self._reporter):
-            self._handle(OutboxFound(entry.round_attempt))
+            self._handle(events.OutboxFound(entry.round_attempt))
 
     def _trainer_reported(self, report: TrainerReport) -> None:
-        if isinstance(report, Noted):
+        if isinstance(report, events.Noted):
             self._reporter.noted(report)
             self.hardware.noted(report.event)
             if report.event["event"] == "exported":
@@ -434,13 +416,13 @@ class Agent:
             self._trainer_ended(report)
             return
         self._reporter.progress = None
-        if isinstance(report, RoundFailed):
+        if isinstance(report, events.RoundFailed):
             self._reporter.failed(report)
             self._executor.why[report.reason] = report.detail
-        elif isinstance(report, Chosen):
+        elif isinstance(report, events.Chosen):
             self.self_reporter.look_at_model()
         self._handle(report)  # before the step that can fail: the disk
-        if isinstance(report, RoundCommitted):
+        if isinstance(report, events.RoundCommitted):
             self._prune()
 
     def _trainer_ended(self, report: Exited) -> None:
@@ -452,7 +434,7 @@ class Agent:
         try:
             self._adopt_commit()  # it may have died between its commit and its report
         finally:
-            self._handle(TrainerDied())
+            self._handle(events.TrainerDied())
 
     def _adopt_commit(self) -> None:
         generation = self._store.generations.newest()
@@ -460,7 +442,7 @@ class Agent:
             self._state.committed is not None and generation.round_attempt <= self._state.committed
         ):
             return
-        self._handle(RoundCommitted(generation.round_attempt, generation.spec))
+        self._handle(events.RoundCommitted(generation.round_attempt, generation.spec))
         self._prune()
 
     def _prune(self) -> None:

@@ -22,6 +22,7 @@ from edge_client.store.owner_record import Consent, DayTraffic, Pause, PauseFile
 from edge_client.store.private_store import open_store
 from edge_client.store.sent_record import SENT_FILE, sent_items
 from edge_client.store.small_files import write_json
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt, SelfReport
 from fedcg.wire.parts import Part
@@ -168,14 +169,6 @@ def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_worl
         ask_agent(world.config.store, RevokeRequest(spec=world.spec.digest))
 
 
-def test_what_no_approval_can_cure_is_not_said_to_wait_for_one(make_world: MakeWorld) -> None:
-    without_layouts = toy_spec(layouts={})
-    world = connected(make_world, policy=CLASSIFIER_ONLY, spec=without_layouts)
-    world.open_round()
-    assert world.coordinator.wait(Decline).reason is DeclineReason.SPEC_REFUSED
-    assert Consent(world.config.store).read().waiting == {}
-
-
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
@@ -195,10 +188,16 @@ def test_methods_and_federations_that_are_not_listed_need_approval(
     world.coordinator.wait(Accept)
 
 
-def test_a_spec_that_no_approval_would_admit_does_not_wait_for_one(make_world: MakeWorld) -> None:
-    world = connected(make_world, spec=toy_spec(method="telepathy"))
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [(toy_spec(layouts={}), DeclineReason.SPEC_REFUSED), (toy_spec(method="telepathy"), DeclineReason.UNKNOWN_METHOD)],
+)
+def test_a_spec_that_no_approval_would_admit_does_not_wait_for_one(
+    make_world: MakeWorld, spec: FederationSpec, reason: DeclineReason
+) -> None:
+    world = connected(make_world, policy=CLASSIFIER_ONLY, spec=spec)
     world.open_round()
-    assert world.coordinator.wait(Decline).reason is DeclineReason.UNKNOWN_METHOD
+    assert world.coordinator.wait(Decline).reason is reason
     assert Consent(world.config.store).read().waiting == {}
 
 
