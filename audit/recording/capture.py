@@ -149,7 +149,7 @@ class Capture:
         if artifact not in self.artifacts:
             seen = self.artifacts[artifact] = describe(artifact, data)
             way = (seen.sender, "up") if seen.kind == "update" else ("*", "down")
-            self._chunk_bytes[(*way, artifact)] += len(data)
+            self._chunk_bytes[way[0], way[1], artifact] += len(data)
         return artifact
 
     def restore(
@@ -177,13 +177,14 @@ class Capture:
         return sorted({str(seen.base) for seen in deltas} - self.artifacts.keys())
 
     def _feed_chunk(self, parsed: ParsedTopic, payload: bytes) -> dict[str, bytes]:
+        sender, way = _direction(parsed)
         try:
             chunk = parse_chunk(payload)
         except WireError:
             self._damaged += 1
-            self._control_bytes[(*_direction(parsed), 0)] += len(payload)
+            self._control_bytes[sender, way, 0] += len(payload)
             return {}
-        self._chunk_bytes[(*_direction(parsed), chunk.artifact)] += len(payload)
+        self._chunk_bytes[sender, way, chunk.artifact] += len(payload)
         if chunk.artifact in self.artifacts:
             return {}
         incoming = self._incoming.setdefault(chunk.artifact, _Incoming())
@@ -212,7 +213,8 @@ class Capture:
 
     def _feed_message(self, parsed: ParsedTopic, payload: bytes) -> dict[str, bytes]:
         fields = self._read_message(payload)
-        self._control_bytes[(*_direction(parsed), _number(fields.get("round")))] += len(payload)
+        sender, way = _direction(parsed)
+        self._control_bytes[sender, way, _number(fields.get("round"))] += len(payload)
         if not fields:
             if payload:  # an empty payload clears a retained message
                 self._damaged += 1
