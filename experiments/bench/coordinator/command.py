@@ -50,7 +50,7 @@ def coordinator_command(
     if sum_devices:
         return _sums(sum_devices, lost, numbers)
     from coordinator.storage.store import Store
-    from experiments.bench.coordinator.figures import as_record, cost_of_watchers, draw_memory, growth_mb, rounds_of
+    from experiments.bench.coordinator.figures import cost_of_watchers, draw_memory, growth_mb, rounds_of
     from experiments.bench.coordinator.rounds import Setting, run_rounds
     from experiments.bench.transport.broker import new_home
     from experiments.record import bench_record
@@ -81,7 +81,7 @@ def coordinator_command(
     record |= {
         "updates": run.updates(),
         "growth_mb_per_round": None if watchers else growth_mb(found),
-        "rounds": as_record(found),
+        "rounds": [asdict(each) for each in found],
     }
     if watchers:
         record["watching"] = {"pages": run.pages, "events": run.events, **cost_of_watchers(found, rounds)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
@@ -81,11 +81,6 @@ def cost_of_watchers(rounds: Sequence[Round], turn: int) -> dict[str, dict[str, 
         ratios = [round(watched / alone, 3) for alone, watched in zip(turns[0::2], turns[1::2], strict=True)]
         found[name] = {"without": turns[0::2], "with": turns[1::2], "ratios": ratios, "ratio": round(median(ratios), 3)}
     return found
-
-
-def as_record(rounds: Sequence[Round]) -> list[Mapping[str, Any]]:
-    """The rounds as plain values."""
-    return [asdict(each) for each in rounds]
 
 
 def draw_memory(rounds: Sequence[Round], path: Path, title: str) -> None:

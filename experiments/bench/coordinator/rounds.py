@@ -107,13 +107,13 @@ async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], Non
     run = Run()
     async with running_broker(home) as processes:
         announce(f"setting up {setting.sessions} sessions ...")
-        stage = await asyncio.to_thread(set_up, home, setting.sessions, setting.all_rounds)
+        shares = await asyncio.to_thread(set_up, home, setting.sessions, setting.all_rounds)
         coordinator = await processes.start("coordinator", fedcg("coordinator", "run", "--dir", home.root))
         await processes.line(coordinator, "coordinator of", READY_S)
         with ExitStack() as stack:
             crowd = stack.enter_context(process_of(_watchers(home)))
             stack.callback(crowd.send, None)
-            devices = [stack.enter_context(process_of(share)) for share in stage.device_processes()]
+            devices = [stack.enter_context(process_of(share)) for share in shares]
             async for event, number in _moments(Follower(home.events_file), coordinator):
                 sample = _sample(coordinator.process.pid)
                 (run.opened if event == OPENED else run.closed)[number] = sample

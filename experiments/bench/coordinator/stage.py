@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from coordinator.broker.access_lists import publish_access
 from coordinator.members.bundle_enrolment import enrol
@@ -26,22 +24,12 @@ from fedcg.wire.transfer.broker_presets import limits_for
 SERVER_ITERATIONS = 20
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A federation with its devices, before it is run."""
+def set_up(home: Home, sessions: int, rounds: int) -> list[Callable[..., None]]:
+    """Make the federation, the devices, and the update that they send, while the broker runs. Uses torch.
 
-    home: Home
-    devices: Path
-    names: tuple[str, ...]
-    replay: Replay
-
-    def device_processes(self) -> list[Callable[..., None]]:
-        """What each process of devices runs, as arguments of `process_of`."""
-        return device_processes(self.home, self.devices, self.names, limits_for(), self.replay.update)
-
-
-def set_up(home: Home, sessions: int, rounds: int) -> Stage:
-    """Make the federation, the devices, and the update that they send, while the broker runs. Uses torch."""
+    Returns:
+        What each process of devices runs, as arguments of `process_of`.
+    """
     run = RunSetting(
         clients=1,
         partition="iid",
@@ -61,7 +49,8 @@ def set_up(home: Home, sessions: int, rounds: int) -> Stage:
         enrol(home, store, names, devices, time.time())
         publish_access(home)
     spec = ArtifactStore(home.artifacts).get(record.spec)
-    return Stage(home, devices, names, Replay(spec, *_recorded(run, FederationSpec.parse(spec))))
+    replay = Replay(spec, *_recorded(run, FederationSpec.parse(spec)))
+    return device_processes(home, devices, names, limits_for(), replay.update)
 
 
 def _recorded(run: RunSetting, spec: FederationSpec) -> tuple[PartArrays, Report]:

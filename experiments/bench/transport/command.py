@@ -46,8 +46,8 @@ def transport_command(
 
     if sessions:
         found = round_of(sessions, sizes[0], rounds, limits_for(), announce)
-        record |= {"sessions": found.sessions, "size": found.size, "round_s": found.seconds}
-        lines = [f"{sessions} sessions x {found.size} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
+        record |= {"sessions": sessions, "size": sizes[0], "round_s": found.seconds}
+        lines = [f"{sessions} sessions x {sizes[0]} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
     else:
         cases = [filled(one, chunks, megabytes * 1_000_000) for one in sizes for chunks in window or [16, 64]]
         measured = [measure(case, repeats, announce) for case in cases]

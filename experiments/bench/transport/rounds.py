@@ -108,8 +108,6 @@ class Round:
         transfer_s: from the first manifest to the last update in the database, of each round.
     """
 
-    sessions: int
-    size: int
     seconds: tuple[float, ...]
     transfer_s: tuple[float, ...]
 
@@ -184,13 +182,10 @@ def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, announce
     names = tuple(map(device_name, range(sessions)))
     with TemporaryDirectory(prefix="fedcg-bench-") as folder:
         home = new_home(Path(folder))
-        seconds, transfer_s = asyncio.run(_rounds(home, classifier_spec(FEDERATION, size, rounds), names, limits))
-    return Round(sessions, size, tuple(seconds), tuple(transfer_s))
+        return asyncio.run(_rounds(home, classifier_spec(FEDERATION, size, rounds), names, limits))
 
 
-async def _rounds(
-    home: Home, spec: FederationSpec, names: tuple[str, ...], limits: LinkLimits
-) -> tuple[list[float], list[float]]:
+async def _rounds(home: Home, spec: FederationSpec, names: tuple[str, ...], limits: LinkLimits) -> Round:
     async with running_broker(home):
         bundles = await asyncio.to_thread(_set_up, home, spec, names)
         make_update = partial(_update, spec)
@@ -198,7 +193,7 @@ async def _rounds(
             service = stack.enter_context(process_of(partial(_run_service, home, spec, limits)))
             runs = device_processes(home, bundles, names, limits, make_update)
             devices = [stack.enter_context(process_of(run)) for run in runs]
-            found: tuple[list[float], list[float]] = await asyncio.to_thread(expect, service)
+            found: Round = await asyncio.to_thread(expect, service)
             for pipe in (*devices, service):
                 pipe.send("end")
     return found
@@ -284,7 +279,7 @@ def _run_service(home: Home, spec: FederationSpec, limits: LinkLimits, pipe: Any
         store.close()
 
 
-def _rounds_over(service: Service, work: threading.Thread, events: Path) -> tuple[list[float], list[float]]:
+def _rounds_over(service: Service, work: threading.Thread, events: Path) -> Round:
     end = time.monotonic() + SECONDS_MAX
     while service.state.phase is not Phase.FINISHED:
         if not work.is_alive() or time.monotonic() > end:
@@ -302,4 +297,4 @@ def _rounds_over(service: Service, work: threading.Thread, events: Path) -> tupl
             transfers[number] = (min(first, at - float(str(event["seconds"]))), at)
         elif event["event"] == "aggregate_stored":
             rounds.append(round(at - began[number], 3))
-    return rounds, [round(last - first, 4) for first, last in transfers.values()]
+    return Round(tuple(rounds), tuple(round(last - first, 4) for first, last in transfers.values()))

@@ -18,7 +18,7 @@ from export.serving.candidate import PENDING, Candidate
 from export.serving.judge import FAILURES, Progress, Stage, Verdict
 from export.serving.live_model import RECORD_NAME, ServedModel
 from fedcg.imaging import Pixels
-from tests.support.learning.export_models import CLASSES, flip_bit, install_model, make_spec
+from tests.support.learning.export_models import CLASSES, install_model, make_spec
 from tests.support.waiting import wait_until
 
 IMAGES = [np.full((20, 24, 3), level, dtype=np.uint8) for level in (40, 90, 200)]
@@ -301,15 +301,6 @@ def _rewrite(directory: Path, *, accuracy_onnx: float = 0.95, **fields: object) 
     manifest = read_manifest(directory)
     verification = manifest.verification.model_copy(update={"accuracy_onnx": accuracy_onnx})
     write_manifest(directory, manifest.model_copy(update={"verification": verification, **fields}))
-
-
-def test_a_damaged_successor_is_refused_and_is_no_candidate(root: Path, clock: Clock) -> None:
-    models = _started(root, clock)
-    Slots(root).use("0002")
-    flip_bit(root / "0002" / "model.onnx", 9)
-    models.refresh()
-    assert _states(models) == ("0001", None)
-    assert "model.onnx" in models.refused
 
 
 def test_memory_that_is_too_small_for_two_models_refuses_the_candidate(
