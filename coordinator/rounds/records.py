@@ -226,7 +226,7 @@ class UpdateRecord:
         report: the device's report, as JSON.
         distances: JSON of each part's distance from the aggregate that the round started from.
         weight: the number of examples that it counts for, once the updates to be merged are known.
-        figures: JSON of what validation measured.
+        figures: JSON of its `updates.robustness.Figures`, and of the verdict on them.
         facts: JSON of what its header says of the device beside the report.
     """
 
