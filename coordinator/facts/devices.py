@@ -12,10 +12,9 @@ from coordinator.facts.known import Known
 from coordinator.facts.worth import ClassWorth, by_class
 from coordinator.operations.operations import device_of
 from coordinator.paths import Home
-from coordinator.rounds.records import AttemptState, CertificateRecord, DeviceRecord, DeviceState
+from coordinator.rounds.records import AttemptState, CertificateRecord, DeviceRecord, DeviceState, PresenceRecord
 from coordinator.service.reports import DeviceProgress
 from coordinator.storage.overview_store import Delivery
-from coordinator.storage.presence_store import PresenceRecord
 from fedcg.wire.messages.conditions import Readings
 
 DAY_S = 86_400.0

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pydantic import BaseModel
 
 from coordinator.members.api_tokens import Role
-from coordinator.rounds.records import TokenRecord, TokenState
-from coordinator.storage.api_store import ApiTokenRecord
+from coordinator.rounds.records import ApiTokenRecord, TokenRecord, TokenState
 
 
 class TokenFacts(BaseModel, frozen=True):

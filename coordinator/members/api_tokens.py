@@ -13,7 +13,8 @@ from enum import Enum
 
 from coordinator.errors import NotFoundError, SteeringError
 from coordinator.paths import Home
-from coordinator.storage.api_store import ApiStore, ApiTokenRecord
+from coordinator.rounds.records import ApiTokenRecord
+from coordinator.storage.api_store import ApiStore
 from coordinator.storage.locks import changing_members
 from fedcg.files import replace_durably
 

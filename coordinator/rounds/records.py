@@ -283,3 +283,48 @@ class AggregateRecord:
     size: int
     server_state: str
     stored_at: float
+
+
+@dataclass(frozen=True)
+class ApiTokenRecord:
+    """A token of the API as the coordinator stores it; times are unix times.
+
+    Attributes:
+        role: a value of `Role`.
+        secret_hash: salt and sha256 of salt and secret, both in hex, with a `$` between.
+        expires_at: None for a token that does not expire.
+    """
+
+    id: str
+    name: str
+    role: str
+    secret_hash: str
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    last_used_at: float | None = None
+
+    def is_valid(self, now: float) -> bool:
+        """Whether it was not revoked and has not expired."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+@dataclass(frozen=True)
+class PresenceRecord:
+    """A device came or went; `at` is unix time."""
+
+    federation: str
+    device: str
+    at: float
+    online: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ConditionRecord:
+    """The last report of a device about itself; `at` is when its content came first, unix time, `content` a `DeviceCondition` as JSON."""
+
+    federation: str
+    device: str
+    at: float
+    content: str

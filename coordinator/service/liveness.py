@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.rounds.events import CameOnline, WentOffline
+from coordinator.rounds.records import PresenceRecord
 from coordinator.service.round_driver import RoundDriver
-from coordinator.storage.presence_store import KEEP_S, PresenceRecord
+from coordinator.storage.presence_store import KEEP_S
 from coordinator.storage.store import Store
 from coordinator.updates.receiver import Receiver
 from fedcg.event_log import EventLog

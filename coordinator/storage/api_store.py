@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from sqlalchemy import delete, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
+from coordinator.rounds.records import ApiTokenRecord
 from coordinator.storage import schema
 
 USED_EVERY_S = 60.0
 """The time of a token's last use is stored at most once in so many seconds."""
 KEEP_KEYS_S = 86_400.0
-
-
-@dataclass(frozen=True)
-class ApiTokenRecord:
-    """A token of the API as the coordinator stores it; times are unix times.
-
-    Attributes:
-        role: a value of `Role`.
-        secret_hash: salt and sha256 of salt and secret, both in hex, with a `$` between.
-        expires_at: None for a token that does not expire.
-    """
-
-    id: str
-    name: str
-    role: str
-    secret_hash: str
-    created_at: float
-    expires_at: float | None = None
-    revoked_at: float | None = None
-    last_used_at: float | None = None
-
-    def is_valid(self, now: float) -> bool:
-        """Whether it was not revoked and has not expired."""
-        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
 class ApiStore(schema.Queries):

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from pydantic.dataclasses import dataclass
 from sqlalchemy import delete, func, insert, select, tuple_
 from sqlalchemy.exc import IntegrityError
 
+from coordinator.rounds.records import ConditionRecord, PresenceRecord
 from coordinator.storage import schema
 
 KEEP_S = 90 * 86_400.0
 """Changes older than this are deleted, but never the last one of a device."""
 KEEP_CHANGES = 2000
 """So many changes of a device in a federation are kept, however often it comes and goes: as many as a page draws."""
-
-
-@dataclass(frozen=True)
-class PresenceRecord:
-    """A device came or went; `at` is unix time."""
-
-    federation: str
-    device: str
-    at: float
-    online: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class ConditionRecord:
-    """The last report of a device about itself; `at` is when its content came first, unix time, `content` a `DeviceCondition` as JSON."""
-
-    federation: str
-    device: str
-    at: float
-    content: str
 
 
 class Presence(schema.Queries):

@@ -52,7 +52,7 @@ def _table(
         key: the columns of the primary key.
         references: by column, the table whose `id` it holds.
     """
-    hints = {"federation": str, "round": int, "attempt": int} if "federation" in key else {}
+    hints = {column: str if column == "federation" else int for column in ATTEMPT if column in key}
     defaults = {each.name: each.default for each in fields(record) if each.default is not MISSING}
     columns = []
     for column, hint in {**hints, **get_type_hints(record)}.items():
@@ -82,7 +82,8 @@ devices = _table("devices", records.DeviceRecord, ("id",))
 certificates = _table("certificates", records.CertificateRecord, ("serial",), {"device": devices})
 tokens = _table("tokens", records.TokenRecord, ("id",))
 federations = _table("federations", records.FederationRecord, ("id",))
-_OF_FEDERATION, _OF_CLIENT = {"federation": federations}, {"federation": federations, "client": devices}
+_OF_FEDERATION = {"federation": federations}
+_OF_CLIENT, _OF_DEVICE = _OF_FEDERATION | {"client": devices}, _OF_FEDERATION | {"device": devices}
 key_links = Table(
     "key_links",
     metadata,
@@ -98,23 +99,8 @@ attempts = _table("attempts", records.AttemptRecord, ATTEMPT, _OF_FEDERATION)
 participants = _table("participants", records.ParticipantRecord, (*ATTEMPT, "client"), _OF_CLIENT)
 updates = _table("updates", records.UpdateRecord, (*ATTEMPT, "client"), _OF_CLIENT)
 aggregates = _table("aggregates", records.AggregateRecord, ("federation", "round"), _OF_FEDERATION)
-presence = Table(
-    "presence",
-    metadata,
-    Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("device", ForeignKey("devices.id"), primary_key=True),
-    Column("at", Float, primary_key=True),
-    Column("online", Boolean, nullable=False),
-    Column("reason", String, nullable=False, server_default=""),
-)
-conditions = Table(
-    "conditions",
-    metadata,
-    Column("federation", ForeignKey("federations.id"), primary_key=True),
-    Column("device", ForeignKey("devices.id"), primary_key=True),
-    Column("at", Float, nullable=False),
-    Column("content", String, nullable=False),
-)
+presence = _table("presence", records.PresenceRecord, ("federation", "device", "at"), _OF_DEVICE)
+conditions = _table("conditions", records.ConditionRecord, ("federation", "device"), _OF_DEVICE)
 masked_sums = Table(
     "masked_sums",
     metadata,
@@ -123,18 +109,7 @@ masked_sums = Table(
     Column("attempt", _Count, nullable=False),
     Column("content", String, nullable=False),
 )
-api_tokens = Table(
-    "api_tokens",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("name", String, nullable=False),
-    Column("role", String, nullable=False),
-    Column("secret_hash", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float),
-    Column("revoked_at", Float),
-    Column("last_used_at", Float),
-)
+api_tokens = _table("api_tokens", records.ApiTokenRecord, ("id",))
 events = Table(
     "events",
     metadata,

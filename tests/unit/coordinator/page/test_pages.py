@@ -19,10 +19,9 @@ from coordinator.aggregation.jobs import Progressed
 from coordinator.config import RoundSettings
 from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role
-from coordinator.rounds.records import FederationStatus
+from coordinator.rounds.records import FederationStatus, PresenceRecord
 from coordinator.service.service_context import MakeWorker
 from coordinator.storage import schema
-from coordinator.storage.presence_store import PresenceRecord
 from fedcg.wire.leaving import SENT, own_fields
 from fedcg.wire.messages.messages import DeclineReason, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField

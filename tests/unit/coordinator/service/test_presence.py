@@ -13,9 +13,8 @@ import pytest
 from coordinator.facts.devices import device_facts, device_history
 from coordinator.facts.known import Known
 from coordinator.rounds.events import WentOffline
-from coordinator.rounds.records import DeviceState
+from coordinator.rounds.records import DeviceState, PresenceRecord
 from coordinator.service.liveness import MISSED, PRUNE_EVERY, Liveness, PresenceLog
-from coordinator.storage.presence_store import PresenceRecord
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Welcome

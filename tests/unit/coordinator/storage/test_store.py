@@ -21,12 +21,12 @@ from coordinator.rounds.records import (
     DeviceState,
     FederationRecord,
     ParticipantState,
+    PresenceRecord,
     UpdateRecord,
 )
 from coordinator.rounds.round_engine import Phase, transition
 from coordinator.storage import schema
 from coordinator.storage.database import make_engine
-from coordinator.storage.presence_store import PresenceRecord
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome, RoundAttempt
 from tests.support.coordinator.engine import policy_of
