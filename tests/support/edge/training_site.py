@@ -11,6 +11,7 @@ from edge_client.session.commands import ChooseModel, TrainRound
 from edge_client.session.events import RoundCommitted, RoundFailed
 from edge_client.store.generations import StoredState
 from edge_client.store.private_store import PrivateStore
+from edge_client.training.local_data import LocalData, RoundData
 from edge_client.training.trainer_child import Trainer
 from fedcg.event_log import EventLog, read_events
 from fedcg.files import checked_secret
@@ -73,6 +74,10 @@ class Site:
 
     def round(self, number: int = 1, attempt: int = 1) -> TrainRound:
         return TrainRound(RoundAttempt(number, attempt), self.spec.digest, self.aggregate)
+
+    def data(self, number: int = 1) -> RoundData:
+        """The images of a round, without the device's defence, accepted for it if they were not."""
+        return LocalData(self.config.data.root, None, self.store).for_round(self.spec, number)
 
     def trainer(self) -> Trainer:
         return Trainer(self.config, self.store, EventLog(self.events_path, time.time))

@@ -12,14 +12,12 @@ import pytest
 from edge_client.agent import event_reporter
 from edge_client.agent.event_reporter import LinkProblems
 from edge_client.cli.status import Status, read_status
-from edge_client.config import PolicySection
 from edge_client.errors import StoreLockedError
 from edge_client.session.commands import ChooseModel, TrainerCommand
 from edge_client.session.events import RoundFailed
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
-from fedcg.wire.parts import Part
 from fedcg.worker_process import Exited
 from tests.support.edge.world import DEVICE, FakeTrainer, MakeWorld, World, in_round, in_training
 
@@ -45,15 +43,6 @@ def test_why_a_round_is_declined_is_in_the_log_and_in_the_status(
     assert f"round 1 of 2: declined (no_data): {NO_DOG}. What to do: run `fedcg doctor`" in caplog.text
     world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")
     assert status(world)["last_declined"] == f"round 1, attempt 1: no_data: {NO_DOG}"
-
-
-def test_what_the_policy_of_the_box_forbids_is_told_with_the_decline(make_world: MakeWorld) -> None:
-    world = in_round(make_world, policy=PolicySection(allow_upload=frozenset({Part.GENERATOR})))
-    assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
-    world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")
-    told = str(status(world)["last_declined"])
-    assert told.startswith("round 1, attempt 1: upload_not_allowed: ")
-    assert "allow_upload" in told
 
 
 def test_the_death_of_the_training_process_is_told(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:

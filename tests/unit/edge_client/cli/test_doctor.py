@@ -283,7 +283,7 @@ def test_a_check_that_the_system_breaks_off_is_a_finding_and_the_others_are_made
     def broken(*_: object) -> Finding:
         raise OSError(errno.EIO, "Input/output error", "/srv/disk")
 
-    monkeypatch.setattr("edge_client.cli.doctor.checks._disk", broken)
+    monkeypatch.setattr("shutil.disk_usage", broken)
     monkeypatch.setattr("edge_client.cli.doctor.checks.is_revoked", broken)
     found = {one.check: one for one in examine(box_config(tmp_path), datetime.now(timezone.utc))}
     assert (found["disk"].state, found["disk"].detail) == ("failed", "/srv/disk: Input/output error")
@@ -296,17 +296,15 @@ def checks_of(config: Path) -> list[str]:
     return [one.check for one in examine(load_config(config, {}), datetime.now(timezone.utc))]
 
 
-def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(tmp_path: Path) -> None:
     config = box_config(tmp_path)
-    monkeypatch.setattr("edge_client.cli.doctor.checks._broker", lambda *_: ("ok", "", ""))
     store = PrivateStore.open(config.store, FEDERATION, "a")
     events = EventLog(config.store / "events.jsonl", lambda: 0.0)
 
     def coordinator() -> Finding:
-        with store.locked():
-            found = examine(config, datetime.now(timezone.utc))
+        with store.locked(), socket.create_server(("127.0.0.1", 0)) as broker:
+            answering = config.broker.model_copy(update={"port": broker.getsockname()[1]})
+            found = examine(config.model_copy(update={"broker": answering}), datetime.now(timezone.utc))
         return next(finding for finding in found if finding.check == "coordinator")
 
     events.write("agent_started")

@@ -61,7 +61,7 @@ def test_a_round_trains_on_defended_images_and_its_snapshot_and_doctor_say_so(tm
     site.train()
 
     snapshot = site.store.generations.snapshot(site.state().generation)
-    real = LocalData(site.config.data.root, None, site.store).for_round(site.spec, 1)
+    real = site.data()
     defence, params = defence_of("antigan", SHORT)
     place = DefencePlace(Streams(DEVICE_KEY).at(FEDERATION, "defence"), lambda *_: None)
     expected = defence.apply(real.train, params, place).images
@@ -87,7 +87,7 @@ def test_a_round_trains_on_defended_images_and_its_snapshot_and_doctor_say_so(tm
 
 def test_it_is_trained_once_and_validation_and_test_stay_real(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("local"))
-    real = LocalData(site.config.data.root, None, site.store).for_round(site.spec, 1)
+    real = site.data()
     give(site)
     steps: list[int] = []
     mine = local(site)
@@ -137,7 +137,7 @@ def test_training_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) ->
 def test_a_class_with_one_image_is_a_warning_in_the_log(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("local"))
     give(site)
-    images = LocalData(site.config.data.root, None, site.store).for_round(site.spec, 1).train
+    images = site.data().train
     (of_first,) = torch.nonzero(images.labels == 0, as_tuple=True)
     few = images.rows([*of_first[:1].tolist(), *torch.nonzero(images.labels).flatten().tolist()])
     LocalDefence(site.config.data, site.store, EventLog(site.events_path, lambda: 0.0)).apply(FEDERATION, few, silent)

@@ -20,7 +20,6 @@ from edge_client.store.sent_record import LEDGER_FILE, read_lines
 from edge_client.training import local_round as training
 from edge_client.training import trainer_child
 from edge_client.training.evaluation import Measured
-from edge_client.training.local_data import LocalData
 from edge_client.training.trainer_child import reason_for
 from fedcg.files import checked_secret
 from fedcg.learning.method import ClientState, LocalResult, Method
@@ -178,8 +177,7 @@ def test_the_downloaded_model_and_accuracies_by_class_are_reported_where_the_own
     shared = {part: site.spec.layouts[part] for part in site.spec.upload}
     brought = to_weights(unpack(site.store.artifacts.get(site.aggregate), shared).parts)
     parts = {Part.EXTRACTOR: kept[Part.EXTRACTOR], Part.CLASSIFIER: brought[Part.CLASSIFIER]}
-    data = LocalData(site.config.data.root, None, site.store, lambda _: None).for_round(site.spec, 2)
-    expected = evaluate(site.spec, parts, data.test)
+    expected = evaluate(site.spec, parts, site.data(2).test)
     assert told.downloaded == expected.accuracy
     assert told.per_class is not None
     shares = [right / every for right, every in zip(expected.correct_per_class, expected.images_per_class, strict=True)]
@@ -354,9 +352,7 @@ def test_an_aggregate_of_another_federation_or_codec_is_not_loaded(
 def test_images_that_come_after_a_round_was_accepted_count_from_the_next_round_on(tmp_path: Path) -> None:
     calm, growing = Site(tmp_path / "a", real_spec()), Site(tmp_path / "b", real_spec())
     site = growing
-    kept = site.store.accept_snapshot(
-        site.spec.digest, 1, lambda: site.trainer()._work.data._take(site.spec).snapshot
-    )  # as a trainer does that is killed right after
+    kept = site.data(1).snapshot  # as a trainer does that is killed right after
     draw_images(site.root / "data" / "train", 4, seed=9)
     for one in (calm, growing):
         one.train(1)
@@ -369,8 +365,7 @@ def test_images_that_come_after_a_round_was_accepted_count_from_the_next_round_o
 
 
 def test_a_changed_file_of_the_snapshot_fails_the_attempt_and_the_next_takes_a_new_snapshot(site: Site) -> None:
-    trainer = site.trainer()
-    site.store.accept_snapshot(site.spec.digest, 1, lambda: trainer._work.data._take(site.spec).snapshot)
+    site.data(1)
     victim = next((site.root / "data" / "train" / CLASSES[0]).glob("*.png"))
     victim.write_bytes((site.root / "data" / "test" / CLASSES[1] / "2-000.png").read_bytes())
     report = site.declined()
