@@ -16,6 +16,7 @@ from coordinator.storage.event_store import EventFilter, coordinator_log
 from coordinator.storage.store import Store
 from fedcg.advice import DECLINE_ADVICE
 from fedcg.event_log import EventLog, read_events
+from tests.support.postgres import Cluster
 from tests.support.waiting import wait_until
 
 EVERY = EventFilter()
@@ -107,6 +108,16 @@ def test_events_of_an_earlier_process_stay_and_ids_go_on(tmp_path: Path, store: 
     coordinator_log(tmp_path / "events.jsonl", again.events).write("counted", n=1)
     assert [(each["id"], each["n"]) for each in again.events.last(EVERY, 10)] == [(2, 1), (1, 0)]
     again.close()
+
+
+def test_postgresql_keeps_events_alike(tmp_path: Path, postgres: Cluster) -> None:
+    with closing(Store(postgres.make_database())) as store:
+        log = coordinator_log(tmp_path / "events.jsonl", store.events)
+        for n in range(3):
+            log.write("counted", client="ä" if n else "b", n=n)
+        assert numbers(store.events.last(EventFilter(client="ä", text="COUNTED"), 10)) == [2, 1]
+        assert numbers(store.events.last(EventFilter(level="debug"), 10, before=3)) == [1, 0]
+        assert [each["id"] for each in store.events.after(1, 10)] == [2, 3]
 
 
 def test_the_table_keeps_a_bounded_number_of_events(
