@@ -51,7 +51,7 @@ def test_a_round_on_a_full_disk_is_refused_and_what_there_is_stays(tmp_path: Pat
     call = pickle.dumps((site.config, site.round(2), ENOUGH[fits])).hex()
     done = subprocess.run([sys.executable, "-c", TRAIN, call], capture_output=True, text=True, timeout=100, check=True)
     kind, detail = json.loads(done.stdout.splitlines()[-1])
-    assert kind == "Failed", detail
+    assert kind == "RoundFailed", detail
     assert f"Free space on, or repair, {site.store.root}" in detail
     kept = files_of(site.store.root / "generations")
     assert {name: data for name, data in kept.items() if name.startswith("1/")} == first
