@@ -272,11 +272,15 @@ def _content(body: bytes, media: str) -> str:
     """
     try:
         values = (
-            form_fields(body) if media.partition(";")[0].strip().lower() == FORM_MEDIA else json.loads(body or b"{}")
+            form_fields(body)
+            if media.partition(";")[0].strip().lower() == FORM_MEDIA
+            else json.loads(body or b"{}", object_pairs_hook=_once)
         )
         if isinstance(values, dict):
             values = {name: "(hidden)" if name in SECRET_FIELDS else value for name, value in values.items()}
         content = json.dumps(_shortened(values))
+    except _RepeatedFieldError:
+        raise
     except (ValueError, RecursionError, ProblemError):
         return "(not readable)"
     if len(content) > MAX_CHANGED:
@@ -284,6 +288,22 @@ def _content(body: bytes, media: str) -> str:
             422, "the request has more content than a line of the audit log holds: leave out what is not needed"
         )
     return content
+
+
+class _RepeatedFieldError(ProblemError):
+    """A request gives a field twice: which of the two counts would be a guess."""
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The values of an object of JSON.
+
+    Raises:
+        _RepeatedFieldError: 422.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise _RepeatedFieldError(422, "a field of the request is given more than once")
+    return values
 
 
 def _shortened(value: object) -> object:

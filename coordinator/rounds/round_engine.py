@@ -195,7 +195,8 @@ def _policy_changed(state: RoundState, event: events.PolicyChanged, now: float) 
 
 def _paused(state: RoundState, event: events.Paused, now: float) -> Step:
     state = replace(state, paused=event.reason)
-    return (replace(state, phase=Phase.PAUSED, reason=event.reason) if state.phase is Phase.WAITING else state), ()
+    rests = state.phase in (Phase.WAITING, Phase.PAUSED)
+    return (replace(state, phase=Phase.PAUSED, reason=event.reason) if rests else state), ()
 
 
 def _resumed(state: RoundState, event: events.Resumed, now: float) -> Step:

@@ -84,10 +84,12 @@ def sent_command(
     Example: fedcg agent sent --since 3d
     """
     from edge_client.store.sent_record import SENT_FILE, sent_items, totals
+    from edge_client.store.small_files import lost_lines
 
     settings = read_config(config)
     first = 0.0 if since is None else moment_of(since, time.time(), "--since")
     items = sent_items(settings.store / SENT_FILE, first)
+    problem = lost_lines(settings.store / SENT_FILE)
     sums = totals(items)
     lines = [_line(item).rstrip() for item in items]
     lines += [
@@ -97,8 +99,14 @@ def sent_command(
     ]
     if not items:
         lines = [f"No update and no report has left this device{'' if since is None else ' since then'}."]
-    values = {"device": settings.device, "items": items, "totals": sums, "not_listed": UNLISTED}
-    return values, "\n".join((*lines, f"Not listed: {UNLISTED}"))
+    values = {
+        "device": settings.device,
+        "items": items,
+        "totals": sums,
+        "problem": problem or None,
+        "not_listed": UNLISTED,
+    }
+    return values, "\n".join((*lines, *filter(None, [problem]), f"Not listed: {UNLISTED}"))
 
 
 def _line(item: dict[str, Any]) -> str:
@@ -129,6 +137,7 @@ def ledger_command(
     Example: fedcg agent ledger --since 7d
     """
     from edge_client.store.sent_record import LEDGER_FILE, read_lines
+    from edge_client.store.small_files import lost_lines
 
     settings = read_config(config)
     first = 0.0 if since is None else moment_of(since, time.time(), "--since")
@@ -150,8 +159,9 @@ def ledger_command(
     columns = ("time", "federation", "round", "attempt", "seconds", "on", "images", "bytes to send", "energy")
     energy = "" if sums["joules"] is None else f", {sums['joules']:.0f} J in {len(measured)} of them"
     total = f"{sums['rounds']} rounds: {sums['seconds']:.1f} s, {sums['update_bytes']} bytes to send{energy}"
-    values = {"device": settings.device, "rounds": rounds, "totals": sums}
-    return values, f"{table(columns, rows, 'No rounds yet.')}\n{total}"
+    problem = lost_lines(settings.store / LEDGER_FILE)
+    values = {"device": settings.device, "rounds": rounds, "totals": sums, "problem": problem or None}
+    return values, "\n".join((table(columns, rows, "No rounds yet."), total, *filter(None, [problem])))
 
 
 @prints

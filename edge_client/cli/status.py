@@ -20,7 +20,7 @@ from edge_client.errors import (
     StoreDamagedError,
     StoreFormatError,
 )
-from edge_client.identity.credentials import load_keys, read_certificate
+from edge_client.identity.credentials import load_keys, mqtt_config, read_certificate
 from edge_client.store.generations import Generation
 from edge_client.store.own_backbone import private_start
 from edge_client.store.owner_record import Consent, PauseFile, TrafficCounter
@@ -90,10 +90,28 @@ def read_status(config: AgentConfig) -> Status:
             status |= read()
         except DamagedFileError as error:  # noqa: PERF203 - what does not come from that file is shown
             problems.append(str(error))
+    problems += known_damage(config, store)
     # The file lags behind a running agent.
     if (today := status.pop("agent_bytes_today", None)) is not None:
         status["bytes_today"] = today
-    return status | {"problem": "; ".join(problems) or None}
+    return status | {"problem": "; ".join(dict.fromkeys(problems)) or None}
+
+
+def known_damage(config: AgentConfig, store: PrivateStore) -> list[str]:
+    """Every file of the device that is damaged: keys, certificates, secrets and the private store, each with what to do about it."""
+    found: list[str] = []
+    checks = (
+        lambda: load_keys(config),
+        lambda: mqtt_config(config),
+        store.take_over,
+        lambda: found.extend(store.damage()),
+    )
+    for check in checks:
+        try:
+            check()
+        except EdgeError as error:  # noqa: PERF203 - all are named
+            found.append(str(error))
+    return found
 
 
 def status_table(status: Status) -> str:

@@ -57,14 +57,18 @@ def backup_command(
 ) -> Result:
     """Write private store, keys, certificate and agent.toml into one encrypted file, for a box that replaces this one.
 
-    The agent must not run meanwhile. Images are not part of it. Exit codes: 0 done; 1 refused; 2 bad input, or a damaged store; 5 an agent runs; 6 the file exists.
+    The agent must not run meanwhile. Images are not part of it. A box with damaged files is not backed up. Exit codes: 0 done; 1 refused; 2 bad input, or a damaged store; 5 an agent runs; 6 the file exists.
 
     Example: fedcg agent backup --out /backup/line-4 --passphrase-file /root/passphrase
     """
+    from edge_client.cli.status import known_damage
+    from edge_client.errors import StoreError
     from edge_client.store.backup import write_backup
 
     settings = read_config(config)
     with _alone(settings) as store:
+        if damage := known_damage(settings, store):
+            raise StoreError("; ".join((*damage, "no backup was written: it would restore to the same")))
         facts = write_backup(settings, config, store, out, passphrase_of(passphrase_file, is_new=True))
     return {"file": str(out), "bytes": out.stat().st_size, **facts.model_dump()}, (
         f"Wrote {out}: device {facts.device} of {facts.federation}, trained up to round {facts.round}.\n"

@@ -76,8 +76,7 @@ def damage_of(path: Path) -> str:
         StoreError: it is another file, and damaged.
     """
     if path.suffix == ".jsonl":
-        lost = sum(checked_values(line) is None for line in path.read_bytes().splitlines())
-        return f"{path} is damaged: {lost} of its lines do not count" if lost else ""
+        return lost_lines(path)
     try:
         if path.suffix == ".json":
             read_json(path)
@@ -131,6 +130,13 @@ def checked_text(values: Mapping[str, Any]) -> str:
     """Values as JSON with their check."""
     whole = {"format": 1, **values}
     return json.dumps({**whole, _CHECK: _check_of(json.loads(json.dumps(whole)))})
+
+
+def lost_lines(path: Path) -> str:
+    """The sentence about lines of a record that are damaged, and so are left out of what is read from it; nothing about a whole or absent one."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    lost = sum(checked_values(line) is None for line in lines)
+    return f"{path} is damaged: {lost} of its lines do not count" if lost else ""
 
 
 def checked_values(text: bytes | str) -> dict[str, Any] | None:

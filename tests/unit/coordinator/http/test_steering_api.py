@@ -141,6 +141,8 @@ def test_all_errors_of_a_plan_and_of_a_policy_come_at_once(operator: httpx.Clien
     assert policy.status_code == 422
     assert len(policy.json()["problems"]) == 2
     assert operator.post("/api/v1/federations", json={"plan": PLAN, "start": "1"}).status_code == 422
+    twice = operator.patch(f"{CASTING}/policy", content='{"stop_gain": 0.1, "stop_gain": 0.3}')
+    assert (twice.status_code, "given more than once" in twice.text) == (422, True)
     flipped = operator.post("/api/v1/federations", json={"plan": {**PLAN, "augment_flip": "1"}, "start": False})
     assert (flipped.status_code, "must be true or false" in flipped.text) == (422, True)
 

@@ -41,6 +41,7 @@ def test_a_paused_federation_ends_its_attempt_and_opens_no_other_one() -> None:
     state, commands = closed(state)
     assert commands == [Distil(1, 1, ("a", "b"))]
     assert (state.phase, state.round, state.reason) == (Phase.PAUSED, 2, "maintenance")
+    assert play(state, Paused("a better reason"))[0].reason == "a better reason"
     state, commands = play(state, Resumed())
     assert commands[0] == OpenAttempt(2, 1, frozenset("ab"), 100.0)
 

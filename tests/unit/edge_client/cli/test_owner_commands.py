@@ -259,9 +259,12 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     assert [item["round"] for item in late] == [2]
     assert run(device, "sent", "--since", "yesterday").exit_code == 2
     assert (store / SENT_FILE).stat().st_mode & 0o777 == 0o600
+    assert data["problem"] is None
+    (store / SENT_FILE).write_text((store / SENT_FILE).read_text().replace("update", "updatE", 1))
+    assert f"{store / SENT_FILE} is damaged: 1 of its lines do not count" in run(device, "sent").stdout
 
 
-def test_ledger_lists_what_rounds_cost_and_leaves_a_torn_line_out(device: Path) -> None:
+def test_ledger_lists_what_rounds_cost_and_says_that_a_torn_line_is_left_out(device: Path) -> None:
     path = device.parent / "store" / LEDGER_FILE
     assert run(device, "ledger").stdout == "No rounds yet.\n0 rounds: 0.0 s, 0 bytes to send\n"
     about = {
@@ -276,7 +279,8 @@ def test_ledger_lists_what_rounds_cost_and_leaves_a_torn_line_out(device: Path) 
     with path.open("a") as file:
         file.write('{"kind": "round", "t": 1')
     append_line(path, {**about, "t": 2e9, "round": 2, "seconds": 10.0, "joules": None, "rail": None})
-    *lines, sums = run(device, "ledger").stdout.splitlines()
+    *lines, sums, damage = run(device, "ledger").stdout.splitlines()
+    assert damage == f"{path} is damaged: 1 of its lines do not count"
     head, first, second = (re.split(r"  +", line) for line in lines)
     assert head == ["TIME", "FEDERATION", "ROUND", "ATTEMPT", "SECONDS", "ON", "IMAGES", "BYTES TO SEND", "ENERGY"]
     assert first == ["2001-09-09 01:46:40 UTC", FEDERATION, "1", "1", "12.5", "cpu", "30", "5000", "70 J (VDD_IN)"]

@@ -13,7 +13,7 @@ from edge_client.config import load_config
 from edge_client.store import backup
 from edge_client.store.private_store import PrivateStore, open_store
 from fedcg import sealing
-from fedcg.errors import ALREADY_RUNNING, EXISTS, NOT_FOUND
+from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.filled_store import contents, files_of, fill
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
@@ -128,10 +128,24 @@ def test_a_truncated_or_altered_file_and_a_wrong_passphrase_write_nothing(box: P
     )
 
 
+@pytest.mark.parametrize("name", ["signing.key", "store/secrets/device.key", "store/counter.json"])
+def test_a_damaged_box_is_not_backed_up_and_its_status_names_the_file(box: Path, tmp_path: Path, name: str) -> None:
+    path = box.parent / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    code, output = run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path)
+    assert code != 0
+    assert str(path) in output
+    assert not (tmp_path / "backup").exists()
+    shown = data_of(run_fedcg("agent", "status", "--config", box, "--json").stdout)
+    assert str(path) in shown["problem"]
+
+
 def test_a_backup_without_a_key_of_the_box_is_refused(box: Path, tmp_path: Path) -> None:
     box.with_name("signing.key").unlink()
     code, output = run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path)
-    assert (code, "signing.key: not there" in output) == (NOT_FOUND, True)
+    assert (code, "signing.key" in output) == (BAD_INPUT, True)
     assert not (tmp_path / "backup").exists()
 
 
