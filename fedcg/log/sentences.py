@@ -221,6 +221,16 @@ def _artifact_store(event: Event) -> Line:
     return WARNING, "{reason}; rounds wait until it answers"
 
 
+def _api_refused(event: Event) -> Line:
+    who = "{identity}" if event.get("identity") else "somebody without a token"
+    return WARNING, f"{{refused}} requests to change something were refused, the last of {{address}}: {who}, {{route}}"
+
+
+def _policy_changed(event: Event) -> Line:
+    changed = event.get("changed")
+    return INFO, f"the policy was changed: {', '.join(changed) if isinstance(changed, list) else ''}"
+
+
 def _distilling(event: Event) -> Line:
     return DEBUG, f"{{at}}: {len(event.get('clients') or ())} updates are compared"
 
@@ -305,7 +315,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "device_disabled": (INFO, "{client} is not invited until it is enabled: {reason}"),
     "device_enabled": (INFO, "{client} is invited again"),
     "artifact_store": _artifact_store,
-    "policy_changed": (INFO, "the policy was changed"),
+    "policy_changed": _policy_changed,
     "online": (INFO, "{client} joined"),
     "offline": (WARNING, "{client} is offline: {reason}"),
     "device_enrolled": (INFO, "{client} is enrolled"),
@@ -346,10 +356,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "problem_closed": (INFO, "{kind}, {subject}: no problem any more"),
     "token_created": _token_created,
     "token_revoked": (INFO, "the enrolment token {token} is revoked"),
-    "api_refused": (
-        WARNING,
-        "{refused} requests to change something were refused, the last of {address}: {identity} {route}",
-    ),
+    "api_refused": _api_refused,
     "enrolment_limited": (WARNING, "{refused} requests to enrol from {address} came too fast and were refused"),
     "carrier_refused": (
         WARNING,
