@@ -115,10 +115,9 @@ def device_facts(known: Known) -> list[DeviceFacts]:
     certificates: dict[str, list[CertificateRecord]] = defaultdict(list)
     for certificate in known.store.register.certificates():
         certificates[certificate.device].append(certificate)
-    last, silenced = _last_deliveries(known), frozenset(silenced_in(Home(known.home)))
+    last, live = _last_deliveries(known), _Live.of(known)
     return [
-        _facts(known, device, certificates[device.id], last.get(device.id), silenced)
-        for device in known.store.devices()
+        _facts(known, device, certificates[device.id], last.get(device.id), live) for device in known.store.devices()
     ]
 
 
@@ -129,8 +128,8 @@ def one_device(known: Known, device: str) -> DeviceFacts:
         NotFoundError: there never was one of that id.
     """
     record = device_of(known.store, device)
-    certificates, last = known.store.register.certificates(device), _last_deliveries(known).get(device)
-    return _facts(known, record, certificates, last, frozenset(silenced_in(Home(known.home))))
+    certificates, last = known.store.register.certificates(device), _last_deliveries(known, device).get(device)
+    return _facts(known, record, certificates, last, _Live.of(known))
 
 
 def in_order(devices: Sequence[DeviceFacts], field: str, *, descending: bool = False) -> list[DeviceFacts]:
@@ -181,11 +180,24 @@ def stretches(changes: list[PresenceRecord], federation: str, since: float, unti
     return found
 
 
-def _last_deliveries(known: Known) -> dict[str, Delivery]:
-    """The last update of each device, whatever its federation and its outcome."""
+@dataclass(frozen=True)
+class _Live:
+    """What is computed once for all devices: who is silenced for all federations, and how far training is in each one."""
+
+    silenced: frozenset[str]
+    progress: dict[str, dict[str, DeviceProgress]]
+
+    @staticmethod
+    def of(known: Known) -> _Live:
+        progress = {federation: service.progress for federation, service in known.services.items()}
+        return _Live(frozenset(silenced_in(Home(known.home))), progress)
+
+
+def _last_deliveries(known: Known, device: str | None = None) -> dict[str, Delivery]:
+    """The last update of each device, or of one, whatever its federation and its outcome."""
     last: dict[str, Delivery] = {}
     for record in known.store.federations():
-        for client, delivery in known.store.overview.last_deliveries(record.id).items():
+        for client, delivery in known.store.overview.last_deliveries(record.id, device).items():
             if client not in last or delivery.stored_at > last[client].stored_at:
                 last[client] = delivery
     return last
@@ -196,7 +208,7 @@ def _facts(
     device: DeviceRecord,
     certificates: Sequence[CertificateRecord],
     last: Delivery | None,
-    silenced: frozenset[str],
+    live: _Live,
 ) -> DeviceFacts:
     services = known.services
     states = {federation: service.state for federation, service in services.items()}
@@ -223,11 +235,12 @@ def _facts(
             if (odd := service.round_driver.odd.get(device.id)) is not None
         },
         refused=sum(service.refused_of(device.id) for service in services.values()),
-        silenced=device.id in silenced or any(service.floods.is_silenced(device.id) for service in services.values()),
+        silenced=device.id in live.silenced
+        or any(service.floods.is_silenced(device.id) for service in services.values()),
         progress={
             federation: progress
-            for federation, service in services.items()
-            if (progress := service.progress.get(device.id)) is not None
+            for federation, board in live.progress.items()
+            if (progress := board.get(device.id)) is not None
         },
         certificate_expires_at=expires_at,
         certificate_days=(expires_at - known.now) / DAY_S if expires_at is not None and is_member else None,

@@ -52,7 +52,7 @@ def model_versions(known: Known, federation: str) -> list[ModelVersion]:
     record = known.federation(federation)
     overview = known.store.overview
     merged, users = overview.merged(record.id), defaultdict(list)
-    for client, last in overview.last_deliveries(record.id, Outcome.ACCEPTED).items():
+    for client, last in overview.last_deliveries(record.id, outcome=Outcome.ACCEPTED).items():
         users[last.round - 1].append(client)
     means = {number - 1: mean for number, mean, _ in overview.means(record.id)}
     found = []

@@ -42,7 +42,6 @@ def _kind(reason: DeclineReason) -> str:
 REMEDIES = {
     reason.value: (_kind(reason), f"{DECLINE_ADVICE[reason.value][:1].upper()}{DECLINE_ADVICE[reason.value][1:]}.")
     for reason in DeclineReason
-    if reason is not DeclineReason.INTERRUPTED  # one that was stopped comes back by itself
 }
 """By the reason of a device that declines: kind and remedy of the problem."""
 REJECTED = "update rejected", "Look at the box and at its log. `fedcg device revoke` if it is not yours any more."

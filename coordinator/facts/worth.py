@@ -82,7 +82,7 @@ def worth(known: Known, federation: str) -> Worth:
         NotFoundError: there is no such federation.
     """
     overview = known.store.overview
-    last = overview.last_deliveries(known.federation(federation).id, Outcome.ACCEPTED)
+    last = overview.last_deliveries(known.federation(federation).id, outcome=Outcome.ACCEPTED)
     found = sorted(map(_client, last.values()), key=lambda each: (each.gain is None, each.gain or 0.0, each.client))
     compared = [each for each in found if each.gain is not None]
     losing = [each for each in compared if each.gain is not None and each.gain < 0]

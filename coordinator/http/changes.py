@@ -22,6 +22,7 @@ import anyio
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
+from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, form_fields, unauthorised
 from coordinator.http.problems import UNFORESEEN, USED_KIND, ProblemError, problem_of, too_many
@@ -65,7 +66,7 @@ class AuditLog:
         self.path = path
         self._keep_s = keep_days * DAY_S
         self._writing = threading.Lock()
-        self._last = 0.0
+        self._last = max((line["t"] for line in self.last(1)), default=0.0)  # the clock may have been put back since
 
     def write(self, fields: Mapping[str, EventValue]) -> None:
         """Append a line.
@@ -125,14 +126,17 @@ class Changes:
         """Answer a request that changes something; `require` writes the intent once the role suffices. Errors are the caller's."""
         body = await request.body()
         intended: dict[str, EventValue] = {}
+        key = ""
 
         async def intend(identity: Identity) -> None:
+            nonlocal key
             if not intended:
                 if not self._failing.take(identity.token_id):
                     raise too_many("changes that failed", self._failing.wait_s(identity.token_id))
                 about = _about(request, identity)
                 await run_in_threadpool(self._intend, about, body, request.headers.get("Content-Type", ""))
                 intended.update(about)
+                key = await self._use_key(request, identity)
 
         request.state.intend = intend
         try:
@@ -140,9 +144,13 @@ class Changes:
             if identity is None:
                 raise unauthorised()  # noqa: TRY301 - its end is counted below
             request.state.identity = identity
-            response = await self._once(request, identity, handler)
+            response = await handler(request)
         except Exception as error:
-            await self._end(request, intended, problem_of(error).status)
+            status = problem_of(error).status
+            if key and status != UNFORESEEN:
+                with suppress(SQLAlchemyError):  # else the error that counts would be lost
+                    await run_in_threadpool(self._store.free_key, str(intended["token"]), key)
+            await self._end(request, intended, status)
             raise
         await self._end(request, intended, response.status_code)
         return response
@@ -170,11 +178,11 @@ class Changes:
             except OSError as error:
                 log.error("the outcome of a change is not in the audit log, its intent is: %s", error)  # noqa: TRY400
 
-    async def _once(self, request: Request, identity: Identity, handler: Handler) -> Response:
-        """Make a change whose key was not used before; one that is refused leaves its key unused."""
-        key = request.headers.get(KEY_HEADER)
-        if key is None:
-            return await handler(request)
+    async def _use_key(self, request: Request, identity: Identity) -> str:
+        """Use up the key of a request, if it has one: a change is made once for it. One that is refused frees it again."""
+        key = request.headers.get(KEY_HEADER, "")
+        if not key:
+            return ""
         if not _KEY.fullmatch(key):
             raise ProblemError(422, f"{KEY_HEADER}: use 1 to 255 printable ASCII characters, e.g. a UUID")
         if not await run_in_threadpool(self._store.use_key, identity.token_id, key, time.time()):
@@ -183,12 +191,7 @@ class Changes:
                 f"a change with this {KEY_HEADER} was asked for before: look whether it was made; another change needs a new key",
                 kind=USED_KIND,
             )
-        try:
-            return await handler(request)
-        except Exception as error:
-            if problem_of(error).status != UNFORESEEN:
-                await run_in_threadpool(self._store.free_key, identity.token_id, key)
-            raise
+        return key
 
 
 def _backwards(file: Path) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.http.access import Identity, Role, access_of, require
 from coordinator.http.problems import ProblemError
@@ -62,7 +63,7 @@ class EventStream:
     ) -> AsyncIterator[bytes]:
         """The events after the one with this id, or from now on, as they come, while the reader stays and is still known."""
         await asyncio.to_thread(self._events.flush)
-        newest = self._events.newest()
+        newest = await asyncio.to_thread(self._events.newest)
         is_known = last_event_id.isascii() and last_event_id.isdigit() and int(last_event_id) <= newest
         number = int(last_event_id) if is_known else newest
         self.watchers[token] += 1
@@ -74,7 +75,7 @@ class EventStream:
                     if not await is_valid():
                         return
                     checked_at = time.monotonic()
-                text, number = self.after(number)
+                text, number = await asyncio.to_thread(self.after, number)
                 if not text and time.monotonic() - sent_at >= KEEP_ALIVE_S:
                     text = KEEPALIVE_COMMENT
                 if text:
@@ -82,6 +83,8 @@ class EventStream:
                     sent_at = time.monotonic()
                 if number >= self._events.newest():  # all readers at one moment, so that they are at one place
                     await asyncio.sleep(LOOK_EVERY_S - time.monotonic() % LOOK_EVERY_S)
+        except SQLAlchemyError:  # the browser comes again, and the log of the coordinator has the reason
+            return
         finally:
             self.watchers -= Counter({token: 1})  # and no entry where none is left
 

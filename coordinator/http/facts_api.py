@@ -178,8 +178,8 @@ def device(device: str, known: Now) -> DeviceFacts:
 
 @router.get("/enrolment-tokens")
 def enrolment_tokens(known: Now, response: Response, limit: Limit = MAX_ITEMS) -> list[TokenFacts]:
-    """All enrolment tokens, oldest first; their secrets are stored nowhere."""
-    chosen = _bounded(response, known.store.register.tokens(), limit)
+    """All enrolment tokens, newest first; their secrets are stored nowhere."""
+    chosen = _bounded(response, known.store.register.tokens()[::-1], limit)
     return [token_facts(token, known.now) for token in chosen]
 
 

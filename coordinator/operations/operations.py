@@ -433,7 +433,7 @@ def open_federation(
         home: the coordinator's directory.
         store: its database.
         plan: the operator's plan.
-        start: else it is only created, and `Steering.start` starts it.
+        start: else it is only created, and `Operations.start` starts it.
         continued_from: a federation whose last aggregate has the initial weights.
         complete: the process that completes the plan, where one was started before.
         registering: `changing_members`, which is held for the registration alone; None where the caller holds it.

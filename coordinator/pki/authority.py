@@ -103,7 +103,7 @@ def issue(
         sans: addresses and host names that a server answers under; not used for clients.
         now: start of validity, for tests; default the current time.
         life: how long it is valid.
-        target: where the new files go; default beside the authority.
+        target: where the new files go; default beside the authority, and then it is valid from the authority's first day on.
 
     Raises:
         FileNotFoundError: there is no authority in `directory`.
@@ -113,7 +113,13 @@ def issue(
         raise ValueError(f"{common_name!r} can't be the name of a certificate")
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = certify(
-        directory, common_name, key.public_key(), life, sans=sans if server else None, now=now, from_first_day=server
+        directory,
+        common_name,
+        key.public_key(),
+        life,
+        sans=sans if server else None,
+        now=now,
+        from_first_day=server or target is None,
     )
     credential = credential_of(target or directory, common_name)
     _write(credential, certificate, key)
@@ -121,7 +127,7 @@ def issue(
 
 
 def server_credential(directory: Path, role: str, host: str) -> Credential:
-    """A server's certificate, issued anew when it runs out, is not valid yet, or does not name exactly what clients may call it.
+    """A server's certificate, issued anew when it runs out, or does not name exactly what clients may call it.
 
     This machine's own names are in it only when clients are on this machine: otherwise any program there could answer for the server.
 
@@ -161,7 +167,7 @@ def server_context(
 
 
 def renew_clients(home: Home) -> None:
-    """Renew the certificates of the coordinator and of observers that run out or are not valid yet; each for the key that it has."""
+    """Renew the certificates of the coordinator and of observers that run out; each for the key that it has."""
     authority, _ = _load_ca(home.pki)
     for name in (COORDINATOR, *observers_of(home)):
         own = credential_of(home.pki, name)
@@ -283,9 +289,8 @@ def _general_name(name: str) -> x509.GeneralName:
 
 
 def _is_lasting(certificate: x509.Certificate) -> bool:
-    return (
-        certificate.not_valid_before_utc <= datetime.now(timezone.utc) < certificate.not_valid_after_utc - RENEW_BEFORE
-    )
+    """Whether it runs out only later. All are valid from the authority's first day on: "not valid yet" tells of the clock alone."""
+    return datetime.now(timezone.utc) < certificate.not_valid_after_utc - RENEW_BEFORE
 
 
 def _names(certificate: x509.Certificate) -> set[str]:

@@ -147,7 +147,8 @@ def _write_all(archive: tarfile.TarFile, home: Home, engine: Engine) -> BackupFa
         kept, needed = _kept_artifacts(connection, home.config().storage.keep_rounds)
         facts = BackupFacts(schema_version=SCHEMA_VERSION, made_at=time.time(), artifacts=len(kept))
         add_bytes(archive, "backup.json", facts.model_dump_json().encode())
-        for number, source in enumerate(schema.metadata.sorted_tables):
+        without = (schema.events, schema.used_keys)  # what a restored coordinator has no use for
+        for number, source in enumerate(one for one in schema.metadata.sorted_tables if one not in without):
             rows = connection.execute(select(source).execution_options(yield_per=ROWS)).mappings()
             for part, page in enumerate(rows.partitions(ROWS)):
                 lines = "".join(f"{json.dumps(dict(row))}\n" for row in page)

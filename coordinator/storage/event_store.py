@@ -7,28 +7,32 @@ last ones here. Ids rise, and a reader goes on from the last one that it has.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine, Select, delete, func, insert, select
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.storage import schema
+from fedcg.errors import in_words
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.log.sentences import LEVELS, Sentence, sentence_of
 
-FLUSH_S = 0.25
+FLUSH_S, RETRY_S = 0.25, 5.0
 KEEP = 100_000
 """So many events stay: about 40 MB."""
 MAX_WAITING = 10_000
 """Of events that a busy or full database has not taken yet; the oldest are dropped, and are in the log alone."""
 Event = dict[str, Any]
 """The fields of an event, and `id`, `level` and `message`, its sentence in the log."""
+_log = logging.getLogger(__name__)
 _NAMES = {number: name for name, number in LEVELS.items()}
 
 
@@ -57,17 +61,24 @@ class Events(schema.Queries):
         self._planning, self._writing = threading.Lock(), threading.Lock()
         self._flushing: threading.Timer | None = None
         self._newest: int | None = None
+        self._fails = False
 
     def add(self, event: Mapping[str, EventValue]) -> None:
         """Add an event; the table has it a moment later."""
         level, message = sentence_of(event) or Sentence(LEVELS["debug"], str(event["event"]).replace("_", " "))
         named = {name: str(event.get(name) or "") for name in ("event", "client", "federation")}
-        self._waiting.append({**named, "level": level, "message": message, "content": json.dumps(event)})
+        row = {**named, "level": level, "message": message, "content": json.dumps(event)}
+        with self._planning:
+            self._waiting.append(row)
+        self._plan()
+
+    def _plan(self, wait_s: float = FLUSH_S) -> None:
         with self._planning:
             if self._flushing is None:
-                self._flushing = threading.Timer(FLUSH_S, self.flush)
+                self._flushing = threading.Timer(wait_s, self.flush)
                 self._flushing.daemon = True
-                self._flushing.start()
+                with suppress(RuntimeError):  # the program ends, and closes the store, which flushes
+                    self._flushing.start()
 
     def flush(self) -> None:
         """Bring what waits into the table."""
@@ -85,9 +96,15 @@ class Events(schema.Queries):
                     numbered = [{"id": number, **row} for number, row in enumerate(rows, before + 1)]
                     connection.execute(insert(table), numbered)
                     connection.execute(delete(table).where(table.c.id <= before + len(rows) - KEEP))
-                self._newest = before + len(rows)
-            except DBAPIError:  # such as a full disk: the next event tries again
-                self._waiting.extendleft(reversed(rows))
+                self._newest, self._fails = before + len(rows), False
+            except SQLAlchemyError as error:  # such as a full disk
+                if not self._fails:
+                    what = "the database takes no events, and the page lacks them until it does: %s"
+                    _log.warning(what, in_words(error))
+                self._fails = True
+                with self._planning:
+                    self._waiting = deque([*rows, *self._waiting], maxlen=MAX_WAITING)
+                self._plan(RETRY_S)
 
     def newest(self) -> int:
         """The id of the newest event that this process knows of; 0 before the first."""
@@ -103,13 +120,15 @@ class Events(schema.Queries):
         query = select(table).order_by(table.c.id.desc()).limit(limit)
         for name, value in (("event", wanted.event), ("client", wanted.client), ("federation", wanted.federation)):
             if value:
-                query = query.filter_by(**{name: value})
+                query = query.filter_by(**{name: value.replace("\0", "")})
         if before is not None:
             query = query.where(table.c.id < before)
         if wanted.level and not wanted.event:
             query = query.where(table.c.level >= LEVELS.get(wanted.level, 0))
         if wanted.text:
-            query = query.where((table.c.message + " " + table.c.content).icontains(wanted.text, autoescape=True))
+            query = query.where(
+                (table.c.message + " " + table.c.content).icontains(wanted.text.replace("\0", ""), autoescape=True)
+            )
         return self._events(query)
 
     def after(self, number: int, limit: int) -> list[Event]:

@@ -82,12 +82,16 @@ class Overview(schema.Queries):
             query = query.filter_by(client=client)
         return self._all(_delivery, query.order_by(table.c.round, table.c.attempt, table.c.client))
 
-    def last_deliveries(self, federation: str, outcome: Outcome | None = None) -> dict[str, Delivery]:
-        """The last update of each client of a federation, of any outcome or of one."""
+    def last_deliveries(
+        self, federation: str, client: str | None = None, *, outcome: Outcome | None = None
+    ) -> dict[str, Delivery]:
+        """The last update of each client of a federation, or of one, of any outcome or of one."""
         table = schema.updates
         recent = select(table.c.client, func.max(table.c.stored_at).label("at")).filter_by(federation=federation)
         if outcome is not None:
             recent = recent.filter_by(outcome=outcome.value)
+        if client is not None:
+            recent = recent.filter_by(client=client)
         newest = recent.group_by(table.c.client).subquery()
         is_newest = (table.c.client == newest.c.client) & (table.c.stored_at == newest.c.at)
         query = select(*_DELIVERY).join(newest, is_newest).where(table.c.federation == federation)

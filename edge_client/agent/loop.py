@@ -247,7 +247,8 @@ class Agent:
         try:
             if item is not None:
                 self._take(item)
-            self._requests.answer_all(self._answer)
+            with self._reporter.recording_errors("control", "a request of the owner"):
+                self._requests.answer_all(self._answer)
             self._heed_owner()
             if self._transport.is_refused and self._link.has_session:
                 self._link.end_session()

@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import json
 import secrets
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ ANSWER_S = 15.0
 """The loop looks four times a second, unless its disk is slow."""
 LOOK_EVERY_S = 0.02
 _LOCK = "lock"
+_SUFFIXES = (".request", ".answer", ".draft")
 Reply = dict[str, Any]
 
 
@@ -103,6 +103,7 @@ class OwnerRequests:
     def __init__(self, root: Path) -> None:
         self._folder = root / CONTROL_FOLDER
         self._lock: IO[str] | None = None
+        self._seen: set[str] = set()
 
     def open(self) -> None:
         """Begin to take requests; the caller holds the store's lock, so what is there was left by an earlier agent.
@@ -110,8 +111,11 @@ class OwnerRequests:
         Raises:
             OSError: the folder can't be made.
         """
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(mode=0o700)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder.chmod(0o700)
+        for left in (path for suffix in _SUFFIXES for path in self._folder.glob(f"*{suffix}")):
+            with contextlib.suppress(OSError):
+                left.unlink()
         self._lock = (self._folder / _LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # waits for a command that looks at it
 
@@ -122,16 +126,21 @@ class OwnerRequests:
             self._lock = None
 
     def answer_all(self, answer: Callable[[OwnerRequest], Reply]) -> None:
-        """Answer the requests that wait; one whose answer fails is not tried again.
+        """Answer the requests that wait, each once; one that can't be read or taken away is left alone from then on.
 
         Raises:
-            OSError: a request can't be read, or its answer not be written.
+            OSError: a request can't be read, or its answer not be written; the others are answered at the next look.
         """
         for path in sorted(self._folder.glob("*.request")) if self._lock is not None else ():
-            with path.open("rb") as file:
-                text = file.read(MAX_REQUEST_BYTES + 1)
-            path.unlink()
-            _write(path.with_suffix(".answer"), json.dumps(_reply_to(text, answer)), PRIVATE)
+            if path.name in self._seen:
+                continue
+            self._seen.add(path.name)
+            with contextlib.suppress(FileNotFoundError):  # whoever asked waits no more
+                with path.open("rb") as file:
+                    text = file.read(MAX_REQUEST_BYTES + 1)
+                path.unlink()
+                self._seen.discard(path.name)
+                _write(path.with_suffix(".answer"), json.dumps(_reply_to(text, answer)), PRIVATE)
 
 
 def _reply_to(text: bytes, answer: Callable[[OwnerRequest], Reply]) -> Reply:
@@ -159,8 +168,8 @@ def ask_agent(root: Path, request: OwnerRequest) -> Reply:
             _write(path, request.model_dump_json(), READABLE)  # root's, too, is the agent's to read
             reply = json.loads(_answer_to(path, root))
         finally:
-            for left in (path, path.with_suffix(".answer")):
-                left.unlink(missing_ok=True)
+            for suffix in _SUFFIXES:
+                path.with_suffix(suffix).unlink(missing_ok=True)
     except PermissionError as error:
         raise OwnerRequestError(f"{root} belongs to the agent's user: run this as that user or root") from error
     except (OSError, ValueError) as error:
@@ -185,14 +194,21 @@ def _answer_to(path: Path, root: Path) -> bytes:
             return answer.read(MAX_REPLY_BYTES)
         _check_running(root)
         if is_late:
-            raise OwnerRequestError(f"the agent is busy and did not answer within {ANSWER_S:g} s; try again")
+            raise OwnerRequestError(
+                f"the agent is busy and did not answer within {ANSWER_S:g} s; look at `fedcg agent status` whether it was done, and try again"
+            )
         time.sleep(LOOK_EVERY_S)
 
 
 def _write(path: Path, text: str, mode: int) -> None:
     """A whole file or none."""
     draft = path.with_suffix(".draft")
-    draft.touch(mode)
-    draft.write_text(text, encoding="utf-8")
-    draft.chmod(mode)
-    draft.replace(path)
+    try:
+        draft.touch(mode)
+        draft.write_text(text, encoding="utf-8")
+        draft.chmod(mode)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise

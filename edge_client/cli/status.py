@@ -29,7 +29,7 @@ from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
 from fedcg.advice import REVOKED_ADVICE
-from fedcg.errors import NOT_FOUND
+from fedcg.errors import NOT_FOUND, in_words
 from fedcg.event_log import EventValue, log_text, read_events
 from fedcg.text_output import moment, table
 from fedcg.wire.messages.messages import Outcome
@@ -90,27 +90,21 @@ def read_status(config: AgentConfig) -> Status:
             status |= read()
         except DamagedFileError as error:  # noqa: PERF203 - what does not come from that file is shown
             problems.append(str(error))
-    problems += known_damage(config, store)
+    problems += damage_that_matters(config, store)
     # The file lags behind a running agent.
     if (today := status.pop("agent_bytes_today", None)) is not None:
         status["bytes_today"] = today
     return status | {"problem": "; ".join(dict.fromkeys(problems)) or None}
 
 
-def known_damage(config: AgentConfig, store: PrivateStore) -> list[str]:
-    """Every file of the device that is damaged: keys, certificates, secrets and the private store, each with what to do about it."""
+def damage_that_matters(config: AgentConfig, store: PrivateStore) -> list[str]:
+    """Every file without which the device can't go on: keys, certificates, secrets and the private store; each with what to do about it."""
     found: list[str] = []
-    checks = (
-        lambda: load_keys(config),
-        lambda: mqtt_config(config),
-        store.take_over,
-        lambda: found.extend(store.damage()),
-    )
-    for check in checks:
+    for check in (lambda: load_keys(config), lambda: mqtt_config(config), store.take_over, store.check_small_files):
         try:
             check()
-        except EdgeError as error:  # noqa: PERF203 - all are named
-            found.append(str(error))
+        except (EdgeError, OSError) as error:  # noqa: PERF203 - all are named
+            found.append(in_words(error))
     return found
 
 

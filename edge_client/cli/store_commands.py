@@ -61,14 +61,14 @@ def backup_command(
 
     Example: fedcg agent backup --out /backup/line-4 --passphrase-file /root/passphrase
     """
-    from edge_client.cli.status import known_damage
+    from edge_client.cli.status import damage_that_matters
     from edge_client.errors import StoreError
     from edge_client.store.backup import write_backup
 
     settings = read_config(config)
     with _alone(settings) as store:
-        if damage := known_damage(settings, store):
-            raise StoreError("; ".join((*damage, "no backup was written: it would restore to the same")))
+        if damage := damage_that_matters(settings, store):
+            raise StoreError("; ".join((*damage, "no backup was written")))
         facts = write_backup(settings, config, store, out, passphrase_of(passphrase_file, is_new=True))
     return {"file": str(out), "bytes": out.stat().st_size, **facts.model_dump()}, (
         f"Wrote {out}: device {facts.device} of {facts.federation}, trained up to round {facts.round}.\n"

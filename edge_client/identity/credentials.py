@@ -110,7 +110,7 @@ def read_checked(path: Path) -> bytes:
     try:
         content = checked(path.read_bytes())
     except OSError as error:
-        raise EnrolError(f"{path} can't be used: {error}") from error
+        raise EnrolError(f"{path} can't be used: {error}", exit_code=FAILED if is_passing(error) else None) from error
     if content is None:
         raise EnrolError(f"{path} is damaged: restore it from a backup, or enrol the device again")
     return content

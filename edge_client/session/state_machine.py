@@ -19,6 +19,7 @@ from edge_client.session.commands import AnswerSum, Done, LoadUpdate, RecordDeli
 from edge_client.session.due_commands import Step, advance, decline, is_asked
 from edge_client.session.state import (
     GRANT_PATIENCE_S,
+    HELLO_EVERY_S,
     MANIFEST_FIRST_S,
     REFUSED_HELLO_S,
     REFUSED_PUBLISH_S,
@@ -73,9 +74,8 @@ def _link_changed(state: SessionState, event: events.LinkChanged, now: float) ->
 def _coordinator_seen(state: SessionState, event: events.CoordinatorSeen, now: float) -> Step:
     if not event.online or event.epoch <= state.epoch:
         return state, ()
-    is_asked = (
-        not state.welcomed and state.hello_at > now
-    )  # a hello is on its way, and repeated when it is not answered
+    # A hello is on its way, and repeated when it is not answered; one that waits after a refused message is for the coordinator before.
+    is_asked = not state.welcomed and now < state.hello_at <= now + HELLO_EVERY_S
     return replace(state, epoch=event.epoch, welcomed=False, hello_at=state.hello_at if is_asked else now), ()
 
 

@@ -177,12 +177,20 @@ class PrivateStore:
         Raises:
             StoreError: names a file that matters, what is lost with it, and what to do.
         """
-        kept = (path for name in (SENT_FILE, LEDGER_FILE, "signing.pub") if (path := self.root / name).exists())
+        kept = (path for name in (SENT_FILE, LEDGER_FILE) if (path := self.root / name).exists())
         specs = (path for path in self.root.glob("specs/*.json") if self.spec(path.stem) is None)
         artifacts = filter(_is_altered, map(self.artifacts.path, self.artifacts.ids()))
         again = (f"{path} is damaged: it is fetched again where it is needed" for path in (*specs, *artifacts))
-        small = sorted(path for path in self.root.glob("*.json") if _OWN.fullmatch(path.name))
-        return *filter(None, map(damage_of, (*small, *kept))), *again
+        return *self.check_small_files(), *filter(None, map(damage_of, kept)), *again
+
+    def check_small_files(self) -> tuple[str, ...]:
+        """What is damaged of the small files and is made anew.
+
+        Raises:
+            StoreError: names another one that is damaged.
+        """
+        small = (path for path in self.root.iterdir() if path.suffix in (".json", ".pub") and _OWN.fullmatch(path.name))
+        return tuple(filter(None, map(damage_of, sorted(small))))
 
     def open_to_others(self) -> tuple[Path, ...]:
         """Folders and private files that other users of the machine may read or change, the outermost first."""

@@ -134,8 +134,10 @@ def checked_text(values: Mapping[str, Any]) -> str:
 
 def lost_lines(path: Path) -> str:
     """The sentence about lines of a record that are damaged, and so are left out of what is read from it; nothing about a whole or absent one."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    lost = sum(checked_values(line) is None for line in lines)
+    if not path.exists():
+        return ""
+    with path.open("rb") as lines:
+        lost = sum(checked_values(line) is None for line in lines)
     return f"{path} is damaged: {lost} of its lines do not count" if lost else ""
 
 

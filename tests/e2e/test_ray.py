@@ -249,7 +249,7 @@ def test_the_command_gives_the_same_records_with_ray_and_leaves_nothing_behind(t
     ) as with_ray:
         wait_for(lambda: bool(processes_in(scratch)) or with_ray.poll() is not None, "a cluster")
         finish(with_ray)
-    assert not processes_in(scratch)
+    wait_for(lambda: not processes_in(scratch), "the last of its processes ends")
     assert not list(scratch.glob("fedcg-ray-*"))
     with fedcg_command(*batch, "--out", str(tmp_path / "plain"), "--workers", "1") as plain:
         finish(plain)

@@ -40,7 +40,7 @@ def test_why_a_round_is_declined_is_in_the_log_and_in_the_status(
     world.trainer.deliver(RoundFailed(RoundAttempt(1, 1), DeclineReason.NO_DATA, NO_DOG))
     assert world.coordinator.wait(Decline).reason is DeclineReason.NO_DATA
     world.coordinator.work_until(lambda: "declined (no_data)" in caplog.text, "the decline is logged")
-    assert f"round 1 of 2: declined (no_data): {NO_DOG}. What to do: run `fedcg doctor`" in caplog.text
+    assert f"round 1 of 2: declined (no_data): {NO_DOG}. What to do: put images where [data] root" in caplog.text
     world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")
     assert status(world)["last_declined"] == f"round 1, attempt 1: no_data: {NO_DOG}"
 

@@ -10,8 +10,10 @@ import pytest
 from edge_client.agent import owner_requests
 from edge_client.agent.owner_requests import (
     MAX_REQUEST_BYTES,
+    OwnerRequest,
     OwnerRequests,
     PauseRequest,
+    Reply,
     ResumeRequest,
     StatusRequest,
     ask_agent,
@@ -69,6 +71,24 @@ def test_a_request_outside_the_schema_is_refused_by_field(
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b'{"command": "status"'])
 def test_bytes_that_are_no_request_are_refused(tmp_path: Path, text: bytes) -> None:
     assert reply_to(tmp_path, text)["ok"] is False
+
+
+def test_a_request_that_cannot_be_read_is_reported_once_and_holds_up_no_other_one(tmp_path: Path) -> None:
+    requests, taken = OwnerRequests(tmp_path), []
+    requests.open()
+    (tmp_path / "control" / "1.request").mkdir()
+    (tmp_path / "control" / "2.request").write_text(StatusRequest().model_dump_json())
+
+    def answer(request: OwnerRequest) -> Reply:
+        taken.append(request)
+        return success({})
+
+    with pytest.raises(IsADirectoryError):
+        requests.answer_all(answer)
+    for _ in range(2):
+        requests.answer_all(answer)
+    assert taken == [StatusRequest()]
+    requests.close()
 
 
 def test_without_an_agent_the_error_names_the_store_and_the_next_step(tmp_path: Path) -> None:

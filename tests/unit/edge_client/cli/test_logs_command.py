@@ -35,7 +35,10 @@ def test_the_events_of_a_device_are_printed_as_sentences(config: Path) -> None:
     done = run_fedcg("agent", "logs", "--config", config)
     first, second = done.output.splitlines()
     assert first.endswith("[info     ] connected to the broker")
-    assert "[warning  ] round 1 of 9: declined (no_data): /srv: no images. What to do: run `fedcg doctor`" in second
+    assert (
+        "[warning  ] round 1 of 9: declined (no_data): /srv: no images. What to do: put images where [data] root"
+        in second
+    )
     assert "load begins" in run_fedcg("agent", "logs", "--config", config, "--verbose").output
 
 

@@ -142,6 +142,15 @@ def test_a_damaged_box_is_not_backed_up_and_its_status_names_the_file(box: Path,
     assert str(path) in shown["problem"]
 
 
+def test_a_torn_line_of_a_record_hinders_no_backup(box: Path, tmp_path: Path) -> None:
+    for name in ("sent.jsonl", "ledger.jsonl"):
+        with (box.parent / "store" / name).open("a") as file:
+            file.write('{"kind": "round", "t": 1')  # the power was cut
+    made(box)
+    shown = data_of(run_fedcg("agent", "status", "--config", box, "--json").stdout)
+    assert shown["problem"] is None
+
+
 def test_a_backup_without_a_key_of_the_box_is_refused(box: Path, tmp_path: Path) -> None:
     box.with_name("signing.key").unlink()
     code, output = run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path)

@@ -34,7 +34,8 @@ def test_no_update_of_six_sessions_is_lost_while_two_watch(tmp_path: Path) -> No
     for each in record["rounds"]:
         coordinator, worker = each["memory_mb"]
         assert coordinator > 30
-        assert worker > 100, "the worker, with torch, is a child of the coordinator"
+        # After the last round the worker ends, with torch; before, it is a child of the coordinator.
+        assert worker > 100 or each is record["rounds"][-1]
         assert each["seconds"] > 0
         assert each["processor_s"] > 0
     *offers, last = (each["next_offer_s"] for each in record["rounds"])
