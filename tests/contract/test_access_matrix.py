@@ -81,7 +81,9 @@ def of_a_foreign_authority(plant: Plant, folder: Path) -> Credential:
 def expired(plant: Plant, folder: Path) -> Credential:
     for name in ("ca.pem", "ca.key"):
         (folder / name).write_bytes((plant.home.pki / name).read_bytes())
-    return issue(folder, "a", now=datetime.now(timezone.utc) - timedelta(days=30), life=timedelta(days=1))
+    return issue(
+        folder, "a", now=datetime.now(timezone.utc) - timedelta(days=30), life=timedelta(days=1), target=folder
+    )
 
 
 SHOWN: dict[str, tuple[Callable[[Plant, Path], Credential | None], int | None]] = {
