@@ -334,6 +334,10 @@ def test_an_archived_federation_leaves_the_page_but_for_its_own_address_and_the_
     assert operator.get("/f/tiny")[0] == 200  # its data stays
 
 
+def test_the_first_page_marks_the_screen_that_it_shows(page: ServedPage) -> None:
+    assert re.search(r'<a href="/f/\w+" aria-current="page">Now</a>', page.reader().get("/")[1])
+
+
 def test_a_form_of_another_site_changes_nothing(page: ServedPage) -> None:
     operator = page.reader()
     status, _, text = operator.post("/federations/tiny/stop")
