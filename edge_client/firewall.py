@@ -17,11 +17,10 @@ from pydantic import ValidationError
 
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
-from fedcg.learning.backbone_names import pinned_weights
 from fedcg.learning.errors import LearningError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec, NetworkChoice
-from fedcg.learning.split_names import check_name
+from fedcg.learning.split_names import check_name, pinned_weights
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_header
 from fedcg.wire.artifacts.tensors import Array, PartArrays, beyond
 from fedcg.wire.errors import WireError

@@ -26,7 +26,7 @@ from audit.techniques.image_generator import ImageGenerator, descend
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, weights_of
-from fedcg.learning.networks.layers.layer_randomness import lent_generators
+from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.optimisers import adam
 from fedcg.wire.parts import Part

@@ -25,7 +25,7 @@ from audit.techniques.gradients import BatchGradient, batch_gradient
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.networks import build_part, load_part
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part

@@ -15,7 +15,7 @@ import torch
 from audit.evidence.colluder import Colluder
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Method, Weights
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec

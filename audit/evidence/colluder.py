@@ -13,9 +13,8 @@ from audit.errors import DecodeError
 from fedcg.learning.errors import LearningError
 from fedcg.learning.method import Aggregate, Masking, RoundContext, Weights
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.networks.initial_weights import initial_parts
-from fedcg.learning.probes.alignment import fit, outputs_on, probe_inputs
-from fedcg.learning.probes.sums import WEIGHT, ProbeParams, counted, mean_outputs
+from fedcg.learning.networks.plans import initial_parts
+from fedcg.learning.probes import WEIGHT, ProbeParams, counted, fit, mean_outputs, outputs_on, probe_inputs
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec

@@ -12,14 +12,13 @@ from audit.evidence.case import Extractor, View
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, Masking, RoundContext, TrainingParams, Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
-from fedcg.learning.networks.initial_weights import shadow_spec
-from fedcg.learning.networks.layers.layer_randomness import lent_generators
-from fedcg.learning.networks.layers.pooled import AveragedConv2d, MaxedConv2d
+from fedcg.learning.networks.fast_layers import AveragedConv2d, MaxedConv2d
+from fedcg.learning.networks.plans import shadow_spec
+from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, ParameterValue
-from fedcg.learning.training.augmentation import Augmenter
-from fedcg.learning.training.batches import image_tensors, local_batches
+from fedcg.learning.training.batches import Augmenter, image_tensors, local_batches
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.optimisers import adam
 from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, run_stage

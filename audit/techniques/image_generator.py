@@ -9,8 +9,7 @@ from torch import nn
 
 from audit.measures.images import unit_pixels
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.networks.layers.initial_values import draw_weights
-from fedcg.learning.networks.layers.layer_randomness import lent_generators
+from fedcg.learning.networks.randomness import draw_weights, lent_generators
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.optimisers import adam
 

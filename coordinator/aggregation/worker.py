@@ -142,8 +142,7 @@ class JobRunner:
 
     def _open(self) -> None:
         from coordinator.aggregation.server_state import decode_extras, unpack_aggregate
-        from fedcg.learning.aggregation.averaging import PartsAverage
-        from fedcg.learning.aggregation.row_store import DirectorySpill
+        from fedcg.learning.aggregation.averaging import DirectorySpill, PartsAverage
         from fedcg.learning.method import Callbacks, Machine, Masking, RoundContext, ServerState
         from fedcg.learning.registry import get_method
         from fedcg.learning.seeds import Streams

@@ -236,7 +236,7 @@ def _make(request: _Request) -> InitialArtifacts | None:
 
     from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
     from fedcg.learning.data.public_images import read_public
-    from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+    from fedcg.learning.networks.plans import complete_spec, initial_parts
     from fedcg.learning.registry import get_method
     from fedcg.learning.seeds import spec_root
 
@@ -328,7 +328,7 @@ def main() -> int:
     """The process: a plan on standard input, the ids on standard output, or the reason on standard error."""
     with loading():  # torch and what needs it, before there is a request
         import_module("coordinator.aggregation.server_state")
-        import_module("fedcg.learning.networks.initial_weights")
+        import_module("fedcg.learning.networks.plans")
     code, text = answer(sys.stdin.read())
     (sys.stderr if code else sys.stdout).write(text)
     return code

@@ -19,7 +19,7 @@ from edge_client.store.private_store import open_store
 from edge_client.training.trainer_handle import trainer_process
 from export.model.signature import note_signer
 from fedcg.event_log import EventLog
-from fedcg.learning.backbone_names import use_weights
+from fedcg.learning.split_names import use_weights
 from fedcg.log.settings import LogSettings
 from fedcg.wire.transport.mqtt import MqttTransport
 

@@ -9,9 +9,9 @@ from devices.nvidia import torch_obstacle
 from devices.profile import DeviceProfile, NotTrainableError, plan_training
 from edge_client.config import AUTO, AgentConfig
 from edge_client.store.private_store import PrivateStore
-from fedcg.learning.backbone_names import least_work
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.spec import FederationSpec, NetworkChoice
+from fedcg.learning.split_names import least_work
 
 _FEW_CPUS = 4
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edge_client.training.local_data import RoundData
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Evaluation, Weights
-from fedcg.learning.networks.personal_model import personal_parts
+from fedcg.learning.networks.assembly import personal_parts
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.wire.parts import Part

@@ -15,9 +15,8 @@ from edge_client.errors import RoundError
 from edge_client.store.generations import Snapshot, SnapshotFile
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
-from fedcg.learning.data.formats import is_array_source, stamp
-from fedcg.learning.data.image_files import list_files
 from fedcg.learning.data.image_folder import LocalImages, load_folder, read_images, split_source
+from fedcg.learning.data.sources import is_array_source, list_files, stamp
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, defence_label, defence_of
 from fedcg.learning.defences.scrambling import Scrambling
 from fedcg.learning.errors import DataError

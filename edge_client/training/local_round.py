@@ -36,7 +36,7 @@ from edge_client.training.local_data import RoundData
 from edge_client.training.workplace import ProgressEvents, Workplace
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.accountant import Spent, after_round
+from fedcg.learning.mechanisms.dp_sgd import Spent, after_round
 from fedcg.learning.mechanisms.protected_round import check_mechanisms, downloaded_parts, protected_round
 from fedcg.learning.method import (
     Aggregate,
@@ -48,9 +48,9 @@ from fedcg.learning.method import (
     Weights,
     check_finite,
 )
-from fedcg.learning.networks.initial_weights import initial_parts, method_layouts, shadow_spec
+from fedcg.learning.networks.assembly import personal_parts
 from fedcg.learning.networks.own_backbone import DeviceSpec, device_spec
-from fedcg.learning.networks.personal_model import personal_parts
+from fedcg.learning.networks.plans import initial_parts, method_layouts, shadow_spec
 from fedcg.learning.privacy import OFF, DpSgdSettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.round_checkpoint import RoundCheckpoint

@@ -26,14 +26,14 @@ from edge_client.training.workplace import Workplace
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
 from fedcg.learning.method import ClientState, DivergedError, Method, Progress, Weights
-from fedcg.learning.networks.initial_weights import shadow_spec
-from fedcg.learning.networks.personal_model import personal_parts
+from fedcg.learning.networks.assembly import personal_parts
+from fedcg.learning.networks.plans import shadow_spec
 from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss, logits_of
-from fedcg.learning.training.moving_average import averaged_parts
+from fedcg.learning.training.stage import averaged_parts
 from fedcg.wire.parts import Part
 
 

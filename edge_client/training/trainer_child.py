@@ -46,7 +46,7 @@ from edge_client.training.workplace import Workplace
 from export.errors import ExportError
 from fedcg.event_log import EventLog
 from fedcg.files import advice_for
-from fedcg.learning.data.image_files import IMAGE_SUFFIXES
+from fedcg.learning.data.sources import IMAGE_SUFFIXES
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError

@@ -25,8 +25,8 @@ from experiments.settings.cli_options import (
 from experiments.settings.options import DEMO_PUBLIC_IMAGES, Setting, parse_params
 from fedcg.child_python import loading
 from fedcg.json_output import print_data
-from fedcg.learning.backbone_names import is_projected
 from fedcg.learning.spec import plan_from_mapping
+from fedcg.learning.split_names import is_projected
 
 if TYPE_CHECKING:
     from experiments.demo.run_folder import Run
@@ -117,7 +117,7 @@ def _run_folder(values: Values, options: DemoOptions) -> Run:
     check(setting)
     plan = setting.plan(setting.source())  # finds data, and a backbone's weights
     if is_projected(setting.network):
-        from fedcg.learning.networks.initial_weights import complete_spec
+        from fedcg.learning.networks.plans import complete_spec
 
         complete_spec(plan_from_mapping(plan))  # reads them
     if setting.method in DEMO_PUBLIC_IMAGES and not setting.public_images:

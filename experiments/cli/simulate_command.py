@@ -196,8 +196,10 @@ def _check(batch: Batch) -> None:
 
 
 def _check_method(setting: RunSetting) -> None:
-    from fedcg.learning.networks.discriminators import DISCRIMINATORS  # torch comes with them: not for --help
-    from fedcg.learning.networks.generators import generator_names
+    from fedcg.learning.networks.gan import (
+        DISCRIMINATORS,  # torch comes with them: not for --help
+        generator_names,
+    )
 
     method, params = get_method(setting.method), setting.all_params()
     unknown = sorted(params.keys() - method.params_type.model_fields.keys())
@@ -229,7 +231,7 @@ def _check_method(setting: RunSetting) -> None:
 def _check_network(setting: RunSetting, source: Source) -> None:
     """What a method, the split's least size of an image, or mechanisms refuse; a split of the user's own is run on random images."""
     from fedcg.learning.mechanisms.protected_round import check_mechanisms
-    from fedcg.learning.networks.initial_weights import complete_spec
+    from fedcg.learning.networks.plans import complete_spec
 
     check_mechanisms(
         complete_spec(plan_from_mapping(setting.plan(source))), get_method(setting.method), setting.privacy

@@ -10,8 +10,8 @@ import numpy as np
 from experiments.data.lazy_images import PicturesPerClass, rows_per_class
 from experiments.data.source import Source
 from experiments.errors import SourceError
-from fedcg.learning.data.formats import ArrayData, read_arrays
-from fedcg.learning.data.formats.arrays import LabelledImages
+from fedcg.learning.data.array_files import ArrayData, LabelledImages
+from fedcg.learning.data.sources import read_arrays
 from fedcg.learning.errors import DataError
 
 

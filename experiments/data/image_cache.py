@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from experiments.data.lazy_images import FilePicture, Picture, RowPicture
 from experiments.data.source import Source
-from fedcg.learning.data.decoding import decode_image, fit_pixels
+from fedcg.learning.data.sources import decode_image, fit_pixels
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.spec import ImageForm

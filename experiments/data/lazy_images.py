@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedcg.learning.data.decoding import read_image
+from fedcg.learning.data.sources import read_image
 
 Pixels = NDArray[np.uint8]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments.data.source import DIGITS, DIGITS_DOMAINS, TORCHVISION, Source, digits
-from fedcg.learning.data.formats import is_array_source
+from fedcg.learning.data.sources import is_array_source
 
 
 def open_source(text: str) -> Source:

@@ -13,8 +13,7 @@ from experiments.data.array_sources import array_source
 from experiments.data.image_cache import user_cache
 from experiments.data.source import TORCHVISION, Source
 from experiments.errors import SourceError
-from fedcg.learning.data.formats import ArrayData
-from fedcg.learning.data.formats.arrays import LabelledImages
+from fedcg.learning.data.array_files import ArrayData, LabelledImages
 from fedcg.learning.errors import LearningError
 from fedcg.learning.networks.torchvision_backbones import vision
 

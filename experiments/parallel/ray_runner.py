@@ -16,7 +16,6 @@ import torch
 
 from experiments.errors import RunError
 from experiments.parallel.ray_cluster import Build, own_build, own_processor, slots
-from fedcg.learning.backbone_names import WEIGHTS_VARIABLE
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.simulation.party import ClientData, Party, Roots
@@ -29,7 +28,7 @@ from fedcg.learning.simulation.tasks import (
     measure_task,
     teacher_task,
 )
-from fedcg.learning.split_names import ALLOW_VARIABLE
+from fedcg.learning.split_names import ALLOW_VARIABLE, WEIGHTS_VARIABLE
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -48,7 +47,7 @@ class Demands:
         build: its own must be the same.
         threads: of torch.
         splits: networks of the user's own that may be imported (`fedcg.learning.split_names`).
-        weights: files and folders with weights of backbones (`fedcg.learning.backbone_names`).
+        weights: files and folders with weights of backbones (`fedcg.learning.split_names`).
     """
 
     build: Build

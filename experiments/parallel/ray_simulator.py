@@ -15,8 +15,7 @@ from experiments.errors import OptionError, RunError
 from experiments.parallel.ray_cluster import RayCluster
 from experiments.parallel.ray_runner import MAX_RETRIES, Demands, RayRunner, original, resources
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import simulated_rounds
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -16,10 +16,9 @@ from experiments.errors import ExperimentError, OptionError
 from experiments.settings.options import Setting
 from fedcg.config_file import problems_in_words
 from fedcg.errors import FAILED, BadInputError
-from fedcg.learning.backbone_names import RANDOM, is_projected, use_weights
 from fedcg.learning.errors import LearningError, NetworkError
 from fedcg.learning.registry import method_names
-from fedcg.learning.split_names import allow_here, check_name
+from fedcg.learning.split_names import RANDOM, allow_here, check_name, is_projected, use_weights
 
 Values = dict[str, Any]
 """Every option of a command by the name of its field, typed or by default."""

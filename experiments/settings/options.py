@@ -20,7 +20,6 @@ from experiments.data.partition_shares import Partition
 from experiments.data.source import DIGITS, Source
 from experiments.errors import OptionError
 from fedcg.errors import NOT_FOUND
-from fedcg.learning.backbone_names import IMAGENET, RANDOM, is_projected, parse_projected, weights_digest, weights_for
 from fedcg.learning.spec import (
     DEFAULT_MIN_COHORT,
     CropPixels,
@@ -30,6 +29,7 @@ from fedcg.learning.spec import (
     ParameterValue,
     check_crop,
 )
+from fedcg.learning.split_names import IMAGENET, RANDOM, is_projected, parse_projected, weights_digest, weights_for
 
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"

@@ -21,7 +21,7 @@ from experiments.simulation.simulation_curves import draw_curves, write_tables
 from experiments.simulation.simulation_record import label_of
 from experiments.simulation.single_run import FailedRun, Runs, write_failures
 from experiments.simulation.tensorboard import EventFiles
-from fedcg.learning.simulation.state import Simulation
+from fedcg.learning.simulation.simulation import Simulation
 
 _COLUMNS = {
     "own test\npersonal": "accuracy_personal",

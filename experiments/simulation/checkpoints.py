@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from experiments.simulation.batch import RunSetting
 from fedcg.files import fsync_path
 from fedcg.learning.method import Aggregate, ClientState, ServerState, Weights
-from fedcg.learning.simulation.state import Simulation
+from fedcg.learning.simulation.simulation import Simulation
 from fedcg.wire.parts import Part
 
 CHECKPOINT_FORMAT = 1

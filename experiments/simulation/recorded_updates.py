@@ -29,7 +29,7 @@ from fedcg.files import replace_durably
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import ATTEMPT, ClientData, Party
-from fedcg.learning.simulation.state import Simulation
+from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack

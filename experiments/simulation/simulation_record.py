@@ -18,10 +18,10 @@ from experiments.demo.summary import mean
 from experiments.record import machine, versions
 from experiments.simulation.batch import PlannedRun
 from fedcg.files import READABLE, replace_durably
-from fedcg.learning.mechanisms.accountant import Spent
+from fedcg.learning.mechanisms.dp_sgd import Spent
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.state import Failure, Simulation
+from fedcg.learning.simulation.simulation import Failure, Simulation
 from fedcg.learning.simulation.tasks import RoundRecord
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import codecs_for

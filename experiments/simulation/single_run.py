@@ -31,11 +31,10 @@ from experiments.simulation.simulation_record import record_of, write_json
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.networks.own_backbone import keeps_features
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import NONE_TRAINED, beginning
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.simulation import NONE_TRAINED, Schedule, Simulation, beginning
 from fedcg.learning.spec import FederationSpec, ImageForm, ParameterValue, plan_from_mapping
 
 

@@ -11,7 +11,7 @@ from experiments.demo.summary import mean
 from experiments.errors import OptionError
 
 if TYPE_CHECKING:
-    from fedcg.learning.simulation.state import Simulation
+    from fedcg.learning.simulation.simulation import Simulation
 
 EVENTS_FOLDER = "tensorboard"
 

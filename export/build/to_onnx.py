@@ -21,7 +21,7 @@ from export.build.preprocess_graph import add_preprocessing
 from export.errors import ConversionError
 from export.model.manifest import Takes
 from export.model.runtime import NETWORK_INPUT, OUTPUT_NAMES
-from fedcg.learning.networks.personal_model import personal_model
+from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 

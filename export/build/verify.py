@@ -18,7 +18,7 @@ from export.model.runtime import INPUT_NAME, Floats, Predictor
 from fedcg.image_form import ImageForm
 from fedcg.imaging import Pixels, fit_pixels
 from fedcg.learning.data.image_folder import normalise
-from fedcg.learning.networks.personal_model import personal_model
+from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 

@@ -1,20 +1,63 @@
-"""Finds methods by name, without importing them.
+"""Finds by name, without importing it, what this program and installed packages offer: methods, and the entry points of a group. Torch-free.
 
-They are files `fedcg/learning/methods/NAME.py`, which hold `METHOD`, and what installed packages register in the entry-point group
-`fedcg.methods` (NAME to `module:METHOD`).
+A method is a file `fedcg/learning/methods/NAME.py` that holds `METHOD`, or an entry of the group `fedcg.methods` (NAME to `module:METHOD`).
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib
+from collections.abc import Mapping
 from importlib import import_module, resources
-from typing import TYPE_CHECKING
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from fedcg.learning.errors import ExtensionError, UnknownMethodError
-from fedcg.learning.extensions import imported, registered
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Method
+
+
+@functools.cache  # reading it takes milliseconds, and what is installed does not change while a process runs
+def registered(group: str, built_in: frozenset[str]) -> Mapping[str, str]:
+    """Names of a group (`fedcg.splits`, `fedcg.methods`, `fedcg.generators`) that are installed here, to `module:attribute`.
+
+    Args:
+        group: of entry points.
+        built_in: names that have a meaning already.
+
+    Raises:
+        ExtensionError: two installed packages give one name to different things, or one has the name of something built in.
+    """
+    found: dict[str, str] = {}
+    for entry in sorted(entry_points(group=group)):
+        if entry.name in built_in:
+            raise ExtensionError(
+                f"an installed package registers {entry.name!r} in {group} as {entry.value}, and that name is built in; "
+                "give the entry another name, or uninstall the package"
+            )
+        if found.setdefault(entry.name, entry.value) != entry.value:
+            raise ExtensionError(
+                f"two installed packages register {entry.name!r} in {group}: {found[entry.name]} and {entry.value}; "
+                "uninstall one of them"
+            )
+    return MappingProxyType(found)
+
+
+def imported(target: str) -> Any:
+    """What a `module:attribute` names.
+
+    Raises:
+        ExtensionError: it can't be imported.
+    """
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise ExtensionError(f"{target}: {type(error).__name__}: {error}") from error
+
 
 ENTRY_POINT_GROUP = "fedcg.methods"
 _PACKAGE = "fedcg.learning.methods"

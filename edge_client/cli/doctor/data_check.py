@@ -11,9 +11,14 @@ from pathlib import Path
 from edge_client.cli.doctor.findings import Result, spec_of
 from edge_client.cli.status import LEFT_OUT_ADVICE
 from edge_client.config import AgentConfig
-from fedcg.learning.data.decoding import decode_image, read_image
-from fedcg.learning.data.formats import dataset_name, installed_dataset, is_array_source
-from fedcg.learning.data.image_files import find_images
+from fedcg.learning.data.sources import (
+    dataset_name,
+    decode_image,
+    find_images,
+    installed_dataset,
+    is_array_source,
+    read_image,
+)
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 

@@ -21,9 +21,8 @@ from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.training.local_data import defence_place
 from edge_client.training.trainer_child import plan_here
 from fedcg.files import SECRET_BYTES, replace_durably
-from fedcg.learning.data.formats import dataset_name, is_array_source
-from fedcg.learning.data.image_files import find_images, list_files
 from fedcg.learning.data.image_folder import read_images
+from fedcg.learning.data.sources import dataset_name, find_images, is_array_source, list_files
 from fedcg.learning.defences.defence import DefencePlace, defence_label, defence_of
 from fedcg.learning.defences.sample_pictures import SHOWN
 from fedcg.learning.errors import DataError, LearningError

@@ -16,8 +16,8 @@ from edge_client.config import AUTO, AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.private_store import open_store
-from fedcg.learning.backbone_names import backbone_of, files_of_weights, pinned_weights
 from fedcg.learning.errors import NetworkError
+from fedcg.learning.split_names import backbone_of, files_of_weights, pinned_weights
 
 
 def check_training(config: AgentConfig, now: datetime) -> Result:

@@ -28,8 +28,7 @@ from experiments.bench.attacks.attackers import Attack
 from fedcg.learning.method import Aggregate, LabelCounts, Update, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule, Updates
+from fedcg.learning.simulation.simulation import Schedule, Updates, simulate
 from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, Runner, SerialRunner
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import Base

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fedcg.learning.method import Update, Weights
-from fedcg.learning.probes.sums import OUTPUTS
+from fedcg.learning.probes import OUTPUTS
 from fedcg.wire.parts import Part
 
 Parts = Mapping[Part, Weights]

@@ -126,7 +126,7 @@ def _party(setting: Mapping[str, Any]) -> Party:
     from experiments.data.client_datasets import build_cohort
     from experiments.simulation.batch import RunSetting
     from experiments.simulation.party_builder import party_of
-    from fedcg.learning.networks.initial_weights import complete_spec
+    from fedcg.learning.networks.plans import complete_spec
     from fedcg.learning.spec import plan_from_mapping
 
     run = RunSetting(**setting, quick=True)

@@ -59,7 +59,7 @@ def _recorded(run: RunSetting, spec: FederationSpec) -> tuple[PartArrays, Report
 
     from experiments.data.client_datasets import build_cohort
     from experiments.simulation.party_builder import party_of
-    from fedcg.learning.networks.initial_weights import initial_parts
+    from fedcg.learning.networks.plans import initial_parts
     from fedcg.learning.registry import get_method
     from fedcg.learning.tensor_conversion import to_arrays
 

@@ -31,7 +31,7 @@ from fedcg.child_python import spawning
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks import build_part, weights_of
-from fedcg.learning.networks.personal_model import personal_model
+from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
 

@@ -16,7 +16,7 @@ from devices.power import EnergyMeter
 from devices.telemetry import read_power
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Callbacks, Machine, Masking, RoundContext
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice

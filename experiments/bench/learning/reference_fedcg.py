@@ -26,12 +26,15 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
 from fedcg.learning.networks import NETWORKS, Networks
-from fedcg.learning.networks.layers.pooled import AveragedConv2d
-from fedcg.learning.networks.layers.small_maps import MapBatchNorm2d, SmallConvTranspose2d
-from fedcg.learning.networks.layers.spectral import SpectralConv2d, SpectralLinear
+from fedcg.learning.networks.fast_layers import (
+    AveragedConv2d,
+    MapBatchNorm2d,
+    SmallConvTranspose2d,
+    SpectralConv2d,
+    SpectralLinear,
+)
 from fedcg.learning.spec import FederationSpec
-from fedcg.learning.training.augmentation import Augmentation, Augmenter
-from fedcg.learning.training.batches import index_blocks, slices, steps_of
+from fedcg.learning.training.batches import Augmentation, Augmenter, index_blocks, slices, steps_of
 from fedcg.learning.training.losses import (
     cross_entropy,
     discriminator_loss,

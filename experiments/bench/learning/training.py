@@ -31,7 +31,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
 from fedcg.learning.networks import NETWORKS, Networks, load_part
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice
 from fedcg.learning.training.batches import FeatureSource

@@ -1,25 +1,163 @@
-"""Weighted averages of weights, updated as clients arrive: one client's weights in memory at a time, in any order.
+"""Averages of clients' weights, updated as clients arrive, in any order: exact weighted sums, medians and trimmed means, and the files that hold clients' rows until a round is merged.
 
-Floating-point tensors, BatchNorm's running statistics among them, are summed exactly (`exact_sum`), so that the order of arrival
+Floating-point tensors, BatchNorm's running statistics among them, are summed exactly (`ExactSum`), so that the order of arrival
 never shows. Integer tensors (BatchNorm's `num_batches_tracked`) are counters that nothing here computes with (momentum is
 fixed): the largest is kept.
+
+Weighted sums of tensors that are the same bit for bit whatever the order of their terms.
+
+A floating-point sum depends on the order of its terms, so updates could only be summed once all of them are there. Integer
+addition does not: every term is rounded ONCE to a multiple of 2^-32, by itself, and is added in two 64-bit integers.
+
+Why nothing overflows: a term is held within ±2^52, so its coarse limb (units of 2^10) is at most 2^42 and its fine limb (units of
+2^-32, of a rest of at most 2^9) at most 2^41; `MOST_TERMS` = 2^20 of them stay below 2^62.
+Why it is precise enough: a term n x is off by at most 2^-33, so a mean Σ n x / Σ n with counts n >= 1 is off by at most
+2^-33 ≈ 1.2e-10; half a unit in the last place of a float32 is larger for every value above 0.002.
+
+(Yin et al., ICML 2018.) Every client counts once, whatever number of examples it reports. Values come from the row store, a block of
+coordinates of all clients at a time, so that memory stays flat; they are sorted, so that the order of clients never shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from fedcg.learning.aggregation.exact_sum import ExactSum
-from fedcg.learning.aggregation.robust_statistics import WEIGHTS, combined, flat_weights, with_weights
-from fedcg.learning.method import Aggregate, Combination, ServerState, Spill, Update
+from fedcg.files import replace_durably
+from fedcg.learning.method import Aggregate, Combination, DivergedError, ServerState, Spill, Update, Weights
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights
+
+
+MOST_TERMS = 1 << 20
+_COARSE = 2.0**10
+_FINE = 2.0**-32
+_LIMIT = (
+    2.0**52
+)  # a weight of 1e6 examples times a value of 4e9: whatever is larger is broken or hostile, and saturates
+
+
+class ExactSum:
+    """Σ_i w_i x_i of float tensors of one shape, on the CPU; a function of the terms alone, not of their order."""
+
+    def __init__(self) -> None:
+        self._coarse: torch.Tensor | None = None
+        self._fine = torch.zeros(())
+        self._terms = 0
+
+    def add(self, values: torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
+        """Add one term.
+
+        Args:
+            values: float tensor.
+            weight: w_i >= 0, a number or a tensor that broadcasts to `values`; whole numbers (counts) lose nothing.
+
+        Raises:
+            DivergedError: a value is not finite.
+            OverflowError: more than `MOST_TERMS` terms.
+        """
+        if self._terms == MOST_TERMS:
+            raise OverflowError(f"an exact sum has room for {MOST_TERMS} terms")
+        term = values.detach().to("cpu", torch.float64) * weight
+        if not term.isfinite().all():
+            raise DivergedError("a weight or an output of an update is not finite")
+        term = term.clamp(-_LIMIT, _LIMIT)
+        coarse = torch.round(term / _COARSE)
+        fine = term.sub_(coarse, alpha=_COARSE).div_(_FINE).round_()
+        if self._coarse is None:
+            self._coarse, self._fine = coarse.to(torch.int64), fine.to(torch.int64)
+        else:
+            self._coarse += coarse.to(torch.int64)
+            self._fine += fine.to(torch.int64)
+        self._terms += 1
+
+    def value(self) -> torch.Tensor:
+        """The sum as float64, of the terms' shape.
+
+        Raises:
+            ValueError: nothing was added.
+        """
+        if self._coarse is None:
+            raise ValueError("nothing was added to this sum")
+        return self._coarse.to(torch.float64).mul_(_COARSE).add_(self._fine.to(torch.float64), alpha=_FINE)
+
+
+TRIMMED = 0.2
+"""Share of the clients that a trimmed mean leaves out at either end; at least one of three or more."""
+BLOCK_NUMBERS = 1 << 23
+"""So many numbers are sorted at a time: 64 MB of float64."""
+WEIGHTS = "weights"
+
+
+def combine(values: torch.Tensor, how: Combination) -> torch.Tensor:
+    """The median or trimmed mean over clients, [N, ...] -> [...] float64; of an even N the mean of the two in the middle.
+
+    Raises:
+        DivergedError: a value is not finite.
+    """
+    ordered = values.to(torch.float64).sort(dim=0).values
+    if not ordered.isfinite().all():
+        raise DivergedError("a weight or an output of an update is not finite")
+    most = (len(ordered) - 1) // 2
+    cut = {"mean": 0, "median": most, "trimmed": min(most, max(1, round(TRIMMED * len(ordered))))}[how]
+    return ordered[cut : len(ordered) - cut].mean(dim=0)
+
+
+def combined(
+    spill: Spill,
+    clients: Collection[str],
+    name: str,
+    how: Combination,
+    of: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+) -> torch.Tensor:
+    """`combine` of one spilled tensor of each client, block by block of its first dimension.
+
+    Args:
+        spill: holds the tensor of every client, all of one shape.
+        clients: at least one.
+        name: of the tensor.
+        how: median or trimmed mean.
+        of: what of a block of rows is combined.
+    """
+    first = spill.get(min(clients))[name]
+    rows = max(1, BLOCK_NUMBERS // max(1, len(clients) * first[:1].numel()))
+    blocks = []
+    for start in range(0, len(first), rows):
+        some = slice(start, start + rows)
+        blocks.append(combine(torch.stack([of(spill.get(client)[name][some]) for client in sorted(clients)]), how))
+    return torch.cat(blocks)
+
+
+def flat_weights(parts: Mapping[Part, Weights]) -> torch.Tensor:
+    """The floating-point tensors of some parts, one after the other by name, [P] float32."""
+    flat = [tensor.reshape(-1).to(torch.float32) for _, _, tensor in _floats(parts)]
+    return torch.cat(flat) if flat else torch.zeros(0)
+
+
+def with_weights(parts: Mapping[Part, Weights], flat: torch.Tensor) -> dict[Part, dict[str, torch.Tensor]]:
+    """The parts with the numbers of `flat` (as `flat_weights` orders them) in their floating-point tensors."""
+    changed = {part: dict(weights) for part, weights in parts.items()}
+    start = 0
+    for part, name, tensor in _floats(parts):
+        numbers = flat[start : start + tensor.numel()]
+        changed[part][name] = numbers.reshape(tensor.shape).to(tensor.dtype)
+        start += tensor.numel()
+    return changed
+
+
+def _floats(parts: Mapping[Part, Weights]) -> list[tuple[Part, str, torch.Tensor]]:
+    return [
+        (part, name, tensor)
+        for part, weights in sorted(parts.items())
+        for name, tensor in sorted(weights.items())
+        if tensor.is_floating_point()
+    ]
 
 
 VELOCITY = "velocity"
@@ -245,3 +383,32 @@ class PartsAverage:
         averaged = self._average.finish(updates)[0].parts
         aggregate = replace(self._state.aggregate, parts={**self._state.aggregate.parts, **averaged})
         return aggregate, replace(self._state, aggregate=aggregate)
+
+
+class DirectorySpill:
+    """Rows of teacher passes, one file per client; a file that is there is complete."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def put(self, client: str, tensors: Weights) -> None:
+        """Keep a client's rows durably."""
+        from safetensors.torch import save
+
+        rows = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        replace_durably(self._path(client), save(rows))
+
+    def get(self, client: str) -> Weights:
+        """A client's rows."""
+        from safetensors.torch import load
+
+        rows: Weights = load(self._path(client).read_bytes())
+        return rows
+
+    def has(self, client: str) -> bool:
+        """Whether a client's rows are complete."""
+        return self._path(client).is_file()
+
+    def _path(self, client: str) -> Path:
+        return self._directory / f"{client}.safetensors"

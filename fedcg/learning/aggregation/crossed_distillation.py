@@ -2,7 +2,7 @@
 
 What can be summed or drawn is summed or drawn while updates arrive: the average of weights, eq. 10's mean teacher (a row's
 label is known, and so is n_i^y of an update), and the one client per batch and label that counts in eq. 11. Order of
-arrival never shows: sums are exact (`exact_sum`), draws are races (`ClientSampling`).
+arrival never shows: sums are exact (`ExactSum`), draws are races (`ClientSampling`).
 
 Eq. 11 of FedMD-CG at a cost that does not grow with clients: for every batch and label ONE client is drawn i ~ τ(·, y).
 
@@ -14,6 +14,10 @@ Clients are drawn while they arrive, in any order, by a race: client i needs E /
 own stream; the fastest wins, with probability n_i^y / Σ_j n_j^y = τ_iy (the least of exponentials with rates n_i^y). So only the
 leader's rows need to be kept. Labels that are equal modulo `HEATS` run on one E: each label's odds stay τ, and where clients
 have similar labels the same one tends to win all of them, so that a batch of many labels needs few classifiers.
+
+Notation: ρ_g = D(G), ρ_i = D_i(G_i), ρ_ig = D(G_i), ρ_gi = D_i(G), each a softmax (at the divergence's temperature) over logits at one bank row (z, y). Teachers
+(D_i, G_i) are frozen and in eval mode: ρ_i is a constant row, G_i(z, y) a constant input; in KL_3 the gradient passes THROUGH the
+frozen D_i into G.
 """
 
 from __future__ import annotations
@@ -23,14 +27,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from torch.func import functional_call
 
-from fedcg.learning.aggregation.averaging import Merged, RunningAverage
-from fedcg.learning.aggregation.crossed_teachers import FrozenTeacher, TeacherRows, crossed_loss, outputs_of
+from fedcg.learning.aggregation.averaging import ExactSum, Merged, RunningAverage
 from fedcg.learning.aggregation.distillation import (
     SHARED,
     Bank,
     Distillation,
+    Pair,
     draw_bank,
     generator_blocks,
     load_pair,
@@ -38,14 +43,119 @@ from fedcg.learning.aggregation.distillation import (
     train_student,
     uniform,
 )
-from fedcg.learning.aggregation.exact_sum import ExactSum
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
-from fedcg.learning.training.batches import BLOCK_ROWS
+from fedcg.learning.training.batches import BLOCK_ROWS, generate
 from fedcg.learning.training.losses import Divergence
 from fedcg.learning.training.stage import Nets, Tensors
 from fedcg.wire.parts import Part
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """One client's part in eq. 11 on n rows of a batch.
+
+    Attributes:
+        classify: D_i, frozen: features [n, *shape] -> logits [n, C]; lets gradients through to its input.
+        position: [n] int64, which rows of the batch.
+        features: [n, *shape] G_i(z, y) at these rows.
+        log_teacher: [n, C] log ρ_i.
+        weight: [n] τ_iy where every client counts, 1 where one was drawn by τ.
+    """
+
+    classify: Callable[[torch.Tensor], torch.Tensor]
+    position: torch.Tensor
+    features: torch.Tensor
+    log_teacher: torch.Tensor
+    weight: torch.Tensor
+
+
+def crossed_loss(
+    features: torch.Tensor,
+    logits: torch.Tensor,
+    mean: torch.Tensor,
+    outputs: Sequence[TeacherRows],
+    student: nn.Module,
+    divergence: Divergence,
+) -> torch.Tensor:
+    """KL_1 + KL_2 + KL_3 per row of a batch (eq. 10-12), [B].
+
+    Args:
+        features: G(z, y), with gradient.
+        logits: D(G(z, y)).
+        mean: [B, C] Σ_i τ_iy times the divergence's summand of ρ_i, for eq. 10.
+        outputs: of the clients that take part in eq. 11.
+        student: D; runs once over the features of all teachers for KL_2 (classifiers treat rows independently).
+        divergence: of student and teacher.
+    """
+    loss = divergence.rows_of_mean(logits, mean)
+    if not outputs:
+        return loss
+    position = torch.cat([output.position for output in outputs])
+    target = torch.cat([output.log_teacher for output in outputs])
+    weight = torch.cat([output.weight for output in outputs])
+    ours = student(torch.cat([output.features for output in outputs]))
+    theirs = torch.cat([output.classify(features[output.position]) for output in outputs])
+    second, third = (divergence.rows(both, target) for both in (ours, theirs))
+    return loss.index_add(0, position, weight * (second + third))
+
+
+class FrozenTeacher:
+    """One client that counts on every row of a label it has; its features are made a block of the bank ahead.
+
+    Args:
+        teacher: frozen here.
+        bank: shared with all other teachers.
+        log_teacher: [rows, C] log ρ_i over the bank.
+        weight: [rows] τ_iy; 0 where the client has no part.
+        block_rows: rows of the bank to make features for at once, so that memory does not grow with the bank.
+        device: of the teacher.
+    """
+
+    def __init__(
+        self, teacher: Pair, bank: Bank, log_teacher: torch.Tensor, weight: torch.Tensor, block_rows: int, device: str
+    ) -> None:
+        for half in (teacher.generator, teacher.classifier):
+            half.eval().requires_grad_(False)  # noqa: FBT003 - torch's own signature
+        self._teacher = teacher
+        self._bank = bank
+        self._log_teacher = log_teacher
+        self._weight = weight.to(torch.float32)
+        self._block_rows = block_rows
+        self._device = device
+        self._block = slice(0, 0)
+        self._index = torch.zeros(0, dtype=torch.int64)
+        self._features = torch.zeros(0)
+
+    def on(self, rows: slice) -> TeacherRows | None:
+        """Its output on some rows of the bank; None where it has no part."""
+        if not self._block.start <= rows.start <= rows.stop <= self._block.stop:
+            self._make(slice(rows.start, max(rows.stop, rows.start + self._block_rows)))
+        first, last = torch.searchsorted(self._index, torch.tensor([rows.start, rows.stop])).tolist()
+        if first == last:
+            return None
+        index = self._index[first:last]
+        return TeacherRows(
+            classify=self._teacher.classifier,
+            position=(index - rows.start).to(self._device),
+            features=self._features[first:last],
+            log_teacher=self._log_teacher[index].to(self._device),
+            weight=self._weight[index].to(self._device),
+        )
+
+    def _make(self, block: slice) -> None:
+        self._block = block
+        self._index = self._weight[block].nonzero().squeeze(1) + block.start
+        if len(self._index):
+            noise, labels = self._bank.noise[self._index], self._bank.labels[self._index]
+            self._features = generate(self._teacher.generator, noise.to(self._device), labels.to(self._device))
+
+
+def outputs_of(teachers: Sequence[FrozenTeacher], rows: slice) -> list[TeacherRows]:
+    """Eq. 11 as printed: every client, weighted by τ_iy; on some rows of the bank, in client-id order."""
+    return [output for teacher in teachers if (output := teacher.on(rows)) is not None]
+
 
 HEATS = 4  # classifiers that a batch needs where clients are alike; fewer would make a step one client's output
 ClassifierOf = Callable[[str], Callable[[torch.Tensor], torch.Tensor]]

@@ -20,9 +20,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import Merged, RunningAverage, robust_average, robust_rows
-from fedcg.learning.aggregation.exact_sum import ExactSum
-from fedcg.learning.aggregation.robust_statistics import combined
+from fedcg.learning.aggregation.averaging import ExactSum, Merged, RunningAverage, combined, robust_average, robust_rows
 from fedcg.learning.method import (
     Aggregate,
     Combination,

@@ -14,7 +14,7 @@ from torch import nn
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Spill, Update, Weights
 from fedcg.learning.networks.assembly import feature_shape, split_of
-from fedcg.learning.networks.split import FeatureRange
+from fedcg.learning.networks.splits import FeatureRange
 from fedcg.learning.spec import FederationSpec, NetworkSpec
 from fedcg.learning.training.batches import extract_features
 from fedcg.wire.parts import Part, TensorLayout

@@ -11,13 +11,21 @@ from pydantic import ValidationError
 
 from fedcg.config_file import problems_of
 from fedcg.json_output import Result, prints
-from fedcg.learning import backbone_names
-from fedcg.learning.backbone_names import IMAGENET, is_projected, weights_digest, weights_for
+from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.split_names import BACKBONES, BUILT_IN, allow_here, registered
+from fedcg.learning.split_names import (
+    BUILT_IN,
+    CUTS,
+    IMAGENET,
+    allow_here,
+    is_projected,
+    registered,
+    weights_digest,
+    weights_for,
+)
 
 if TYPE_CHECKING:
-    from fedcg.learning.networks.network_sizes import Sizes
+    from fedcg.learning.networks.plans import Sizes
 
 network_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The networks a federation can be made of.")
 _MODES = {1: "L", 3: "RGB"}
@@ -31,13 +39,15 @@ def list_networks() -> Result:
 
     Example: fedcg network list
     """
-    from fedcg.learning.networks.discriminators import DISCRIMINATORS  # torch comes with them: not for --help
-    from fedcg.learning.networks.generators import generator_names
+    from fedcg.learning.networks.gan import (
+        DISCRIMINATORS,  # torch comes with them: not for --help
+        generator_names,
+    )
 
-    layers = {name: list(cuts.strides) for name, cuts in BACKBONES.items()}
-    weights = {name: _weights_here(name) for name in backbone_names.BACKBONES}
+    layers = {name: list(cuts.strides) for name, cuts in CUTS.items()}
+    weights = {name: _weights_here(name) for name in split_names.BACKBONES}
     names = {
-        "splits": [*BUILT_IN, *BACKBONES, *sorted(registered())],
+        "splits": [*BUILT_IN, *CUTS, *sorted(registered())],
         "cuts": {name: [f"{name}@{layer}" for layer in found] for name, found in layers.items()},
         "generators": list(generator_names()),
         "discriminators": sorted(DISCRIMINATORS),
@@ -76,7 +86,7 @@ def fetch_network(
     from fedcg.learning.networks.timm_backbones import fetch_weights  # torch comes with it: not for --help
 
     try:
-        path = backbone_names.backbone_of(name).installed_file()
+        path = split_names.backbone_of(name).installed_file()
         is_installed = path is not None
         path = path or fetch_weights(name, out)
         digest = weights_digest(path)
@@ -103,7 +113,7 @@ def show_network(
     Example: fedcg network show lenet5_relu --channels 1 --image-size 28
     """
     from fedcg.learning.errors import LearningError  # torch comes with the networks: not for --help
-    from fedcg.learning.networks.network_sizes import sizes_of
+    from fedcg.learning.networks.plans import sizes_of
     from fedcg.learning.spec import FederationPlan
 
     if channels not in _MODES:

@@ -12,10 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedcg.imaging import is_named_as_image
-from fedcg.learning.data.decoding import decode_image, fit_pixels, read_image
-from fedcg.learning.data.formats import read_arrays
-from fedcg.learning.data.formats.npz import read_unlabelled
-from fedcg.learning.data.image_files import IMAGE_SUFFIXES
+from fedcg.learning.data.array_files import read_unlabelled
+from fedcg.learning.data.sources import IMAGE_SUFFIXES, decode_image, fit_pixels, read_arrays, read_image
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.spec import ImageForm

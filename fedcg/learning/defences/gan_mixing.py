@@ -31,17 +31,16 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fedcg.files import replace_durably
-from fedcg.learning.backbone_names import BACKBONES
 from fedcg.learning.defences.defence import DefencePlace, Defended
 from fedcg.learning.defences.params import AntiGanParams
 from fedcg.learning.defences.sample_pictures import shown
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.assembly import allocated
-from fedcg.learning.networks.discriminators import ConcatenatingDiscriminator, Passes
-from fedcg.learning.networks.generators import ConditionalGenerator
-from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.gan import ConcatenatingDiscriminator, ConditionalGenerator, Passes
+from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.networks.timm_backbones import read_weights
+from fedcg.learning.split_names import BACKBONES
 from fedcg.learning.training.losses import check_loss
 from fedcg.learning.training.optimisers import Adam
 

@@ -43,7 +43,7 @@ from fedcg.learning.method import (
     Weights,
 )
 from fedcg.learning.networks.assembly import skeleton
-from fedcg.learning.networks.layers.layer_randomness import lent_generators
+from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkSpec

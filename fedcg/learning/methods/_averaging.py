@@ -39,10 +39,9 @@ from fedcg.learning.method import (
     Turn,
 )
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.networks.layers.stacked import can_stack
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
-from fedcg.learning.training.moving_average import MovingAverage, average_extras, moving_average
-from fedcg.learning.training.stacked_training import Learner, train_classifiers
+from fedcg.learning.training.stacked_training import Learner, can_stack, train_classifiers
+from fedcg.learning.training.stage import MovingAverage, average_extras, moving_average
 from fedcg.wire.parts import Part, Report
 
 PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})

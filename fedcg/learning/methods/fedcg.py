@@ -44,8 +44,7 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.methods._averaging import local_result
 from fedcg.learning.networks import NETWORKS, load_part
-from fedcg.learning.networks.discriminators import rows_are_independent
-from fedcg.learning.networks.generators import ClassGaussians
+from fedcg.learning.networks.gan import ClassGaussians, rows_are_independent
 from fedcg.learning.spec import NetworkSpec
 from fedcg.learning.training.batches import FeatureSource, extract_features, feature_batches, generate, local_steps
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
@@ -59,9 +58,8 @@ from fedcg.learning.training.losses import (
     paired_labels,
     real_loss,
 )
-from fedcg.learning.training.moving_average import moving_average
 from fedcg.learning.training.optimisers import adam
-from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
+from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, moving_average, run_stage
 from fedcg.wire.parts import Part
 
 PRIVATE = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})

@@ -38,8 +38,7 @@ from fedcg.learning.method import (
 from fedcg.learning.networks import feature_shape, load_part, weights_of
 from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.losses import cross_entropy
-from fedcg.learning.training.moving_average import average_extras, moving_average
-from fedcg.learning.training.stage import Nets, Tensors, run_stage
+from fedcg.learning.training.stage import Nets, Tensors, average_extras, moving_average, run_stage
 from fedcg.wire.parts import Part, Report
 
 _PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})

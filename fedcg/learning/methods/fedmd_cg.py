@@ -49,9 +49,8 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import FeatureSource, feature_batches, generate, local_steps
 from fedcg.learning.training.classification import Penalty, train_classifier
 from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
-from fedcg.learning.training.moving_average import moving_average
 from fedcg.learning.training.optimisers import adam
-from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
+from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, moving_average, run_stage
 from fedcg.wire.parts import Part
 
 PRIVATE = frozenset({Part.EXTRACTOR})

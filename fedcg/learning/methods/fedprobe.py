@@ -36,8 +36,17 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.methods._averaging import LocalHalf, average_of, unpenalised
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.probes.alignment import distance, fit, outputs_on, probe_inputs
-from fedcg.learning.probes.sums import ProbeParams, WithProbeSums, counted, mean_outputs, sums_layout
+from fedcg.learning.probes import (
+    ProbeParams,
+    WithProbeSums,
+    counted,
+    distance,
+    fit,
+    mean_outputs,
+    outputs_on,
+    probe_inputs,
+    sums_layout,
+)
 from fedcg.wire.parts import Part
 
 HEAD = frozenset({Part.CLASSIFIER})

@@ -43,8 +43,7 @@ from fedcg.learning.method import (
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.spec import NetworkSpec
 from fedcg.learning.training.classification import Penalty, train_classifier
-from fedcg.learning.training.moving_average import EXTRA, average_extras, moving_average
-from fedcg.learning.training.stage import Nets
+from fedcg.learning.training.stage import EXTRA, Nets, average_extras, moving_average
 from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.STATISTICS})

@@ -61,16 +61,25 @@ from fedcg.learning.method import (
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.assembly import allocated, split_of
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencoder, unfit_form
-from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
-from fedcg.learning.training.augmentation import Augmenter
-from fedcg.learning.training.batches import images_at_once, local_batches
+from fedcg.learning.training.batches import Augmenter, images_at_once, local_batches
 from fedcg.learning.training.classification import dropped
 from fedcg.learning.training.losses import cross_entropy, fake_loss, real_loss
-from fedcg.learning.training.moving_average import average_extras, moving_average
 from fedcg.learning.training.optimisers import adam, task_optimiser
-from fedcg.learning.training.stage import AfterStep, Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
+from fedcg.learning.training.stage import (
+    AfterStep,
+    Descent,
+    Descents,
+    Nets,
+    Stage,
+    Tensors,
+    Trained,
+    average_extras,
+    moving_average,
+    run_stage,
+)
 from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.IMAGE_GENERATOR})

@@ -11,7 +11,7 @@ from fedcg.learning.networks.assembly import (
     load_part,
     weights_of,
 )
-from fedcg.learning.networks.split import FeatureRange, Split
+from fedcg.learning.networks.splits import FeatureRange, Split
 
 __all__ = [
     "NETWORKS",

@@ -1,8 +1,6 @@
-"""Builds the networks that a spec names, their tensor layouts, and their initial weights.
+"""Builds what a spec names: the networks, their tensor layouts, and the model that a client uses and serves.
 
-Modules are built on torch's meta device, where nothing random happens, and then filled: with given weights (`load_part`), or
-with weights drawn from one explicit stream (`draw_weights`). A user's own split is built on the CPU as its author wrote it,
-with torch's default generator lent to it. The global random state is never changed.
+Modules are built on torch's meta device, where nothing random happens, and then filled: with given weights (`load_part`), or with weights drawn from one explicit stream (`draw_weights`). A user's own split is built on the CPU as its author wrote it, with torch's default generator lent to it. The global random state is never changed.
 """
 
 from __future__ import annotations
@@ -15,23 +13,21 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from fedcg.learning.backbone_names import is_projected
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.discriminators import DISCRIMINATORS
-from fedcg.learning.networks.generators import generator_builder
+from fedcg.learning.networks.gan import DISCRIMINATORS, generator_builder
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
-from fedcg.learning.networks.layers.initial_values import draw_weights
-from fedcg.learning.networks.layers.layer_randomness import lent_generators
-from fedcg.learning.networks.own_splits import Rehearsal, load_split, rehearse
-from fedcg.learning.networks.split import SPLITS, Split
+from fedcg.learning.networks.randomness import draw_weights, lent_generators
+from fedcg.learning.networks.splits import SPLITS, Rehearsal, Split, load_split, rehearse
 from fedcg.learning.networks.timm_backbones import check_plain, projected_split
 from fedcg.learning.networks.torchvision_backbones import backbone_split
-from fedcg.learning.spec import NetworkSpec
-from fedcg.learning.split_names import is_backbone
+from fedcg.learning.registry import get_method
+from fedcg.learning.spec import FederationSpec, NetworkSpec
+from fedcg.learning.split_names import is_backbone, is_projected
 from fedcg.wire.parts import Part, TensorLayout
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights
+
 
 _Entry = TypeVar("_Entry")
 _DTYPES = {torch.float32: "float32", torch.int64: "int64"}
@@ -214,3 +210,48 @@ def layouts(spec: NetworkSpec, parts: frozenset[Part]) -> dict[Part, tuple[Tenso
     """Tensor layouts of some parts, from shapes alone: nothing is allocated."""
     with lent_generators(0):
         return {part: layout_of(skeleton(spec, part).state_dict()) for part in sorted(parts)}
+
+
+class ExtractorAndClassifier(nn.Module):
+    """Images [B, C, H, W] float32, normalised, to logits [B, classes]."""
+
+    def __init__(self, extractor: nn.Module, classifier: nn.Module) -> None:
+        super().__init__()
+        self.extractor = extractor
+        self.classifier = classifier
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """The classifier's logits of the extractor's features."""
+        logits: torch.Tensor = self.classifier(self.extractor(images))
+        return logits
+
+
+def personal_model(
+    spec: FederationSpec, parts: Mapping[Part, Weights], device: str = "cpu", before: nn.Module | None = None
+) -> nn.Module:
+    """A client's model in evaluation mode, with a copy of the weights.
+
+    Args:
+        spec: names the method.
+        parts: the method's `personal` ones; others are ignored.
+        device: torch device string.
+        before: what real images go through first, normalised ones in and out (a data defence's input layer).
+
+    Returns:
+        From images [B, C, H, W] float32, normalised, to logits [B, classes].
+
+    Raises:
+        NetworkError: weights that do not fit the spec's networks.
+    """
+    method = get_method(spec.method)
+    if method.personal.predict is not None:
+        model = method.personal.predict(spec, parts)
+    else:
+        nets = (load_part(spec, part, parts[part], device) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+        model = ExtractorAndClassifier(*nets)
+    return (model if before is None else nn.Sequential(before, model)).to(device).eval()
+
+
+def personal_parts(spec: FederationSpec, parts: Mapping[Part, Weights]) -> dict[Part, Weights]:
+    """Those that the client's model is made of."""
+    return {part: parts[part] for part in sorted(get_method(spec.method).personal.parts)}

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fedcg.image_form import ImageForm
-from fedcg.learning.networks.split import FeatureRange, Split
+from fedcg.learning.networks.splits import FeatureRange, Split
 
 SMALLEST_SIDE = 12  # the discriminator's two last 4x4 convolutions take two pixels off a quarter of a side
 _SLOPE = 0.2

@@ -16,13 +16,13 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from fedcg.learning.backbone_names import is_projected
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.assembly import allocated, layouts, skeleton, split_of
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone, check_weights
 from fedcg.learning.spec import FederationPlan, FederationSpec
+from fedcg.learning.split_names import is_projected
 from fedcg.wire.parts import Part
 
 

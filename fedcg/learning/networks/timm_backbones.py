@@ -28,7 +28,12 @@ from torch import nn
 
 from fedcg.errors import ConnectionFailedError
 from fedcg.image_form import ImageForm
-from fedcg.learning.backbone_names import (
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.networks.randomness import draw_weights
+from fedcg.learning.networks.splits import FeatureRange, Split
+from fedcg.learning.networks.torchvision_backbones import vision
+from fedcg.learning.spec import NetworkChoice
+from fedcg.learning.split_names import (
     IMAGENET,
     INSTALL_TIMM,
     MAX_WEIGHT_BYTES,
@@ -36,11 +41,6 @@ from fedcg.learning.backbone_names import (
     parse_projected,
     pinned_weights,
 )
-from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.layers.initial_values import draw_weights
-from fedcg.learning.networks.split import FeatureRange, Split
-from fedcg.learning.networks.torchvision_backbones import vision
-from fedcg.learning.spec import NetworkChoice
 
 _OUTER = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
 _SEPARABLE = {"conv_dw": "_depthwise_conv", "bn1": "_bn1", "conv_pw": "_project_conv", "bn2": "_bn2"}
@@ -410,7 +410,7 @@ def fetch_weights(backbone: str, out: Path) -> Path:
     """Download timm's default weights of a backbone into a folder, as `NAME.safetensors` or `NAME.pth`.
 
     Args:
-        backbone: a name of `fedcg.learning.backbone_names.BACKBONES`, or `timm:NAME`.
+        backbone: a name of `fedcg.learning.split_names.BACKBONES`, or `timm:NAME`.
         out: the folder; made where there is none. A file of that name is replaced.
 
     Raises:

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from fedcg.learning.errors import LearningError
-from fedcg.learning.networks.split import FeatureRange, Split
-from fedcg.learning.split_names import BACKBONES, INSTALL_VISION, backbone_cut, check_name
+from fedcg.learning.networks.splits import FeatureRange, Split
+from fedcg.learning.split_names import CUTS, INSTALL_VISION, backbone_cut, check_name
 
 _SCHEMAS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
 
@@ -92,7 +92,7 @@ def backbone_split(name: str) -> Split:
         extractor=extractor,
         classifier=classifier,
         feature_range=FeatureRange.UNIT if with_sigmoid else FeatureRange.NON_NEGATIVE,
-        smallest_side=BACKBONES[backbone].smallest_side(layer),
+        smallest_side=CUTS[backbone].smallest_side(layer),
     )
 
 

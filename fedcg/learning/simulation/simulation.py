@@ -1,23 +1,20 @@
-"""Many clients and the server, round after round, calling exactly the functions that agents and coordinator call.
+"""Many clients and the server, round after round, calling exactly the functions that agents and coordinator call; how long a run lasts, and where it stands after a round.
 
-Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a
-round consists of, and who runs it, is in `tasks`.
-
-What the DP-SGD of simulated clients has spent, and who has no budget left for a round.
+Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a round consists of, and who runs it, is in `tasks`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.accountant import Spent, after_round
+from fedcg.learning.mechanisms.dp_sgd import Spent, after_round
 from fedcg.learning.mechanisms.protected_round import check_mechanisms, neutral_parts
 from fedcg.learning.method import (
     Aggregate,
@@ -29,21 +26,128 @@ from fedcg.learning.method import (
     Update,
     Weights,
 )
-from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
+from fedcg.learning.networks.plans import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.state import Failure, Schedule, Sent, Simulation, Updates
 from fedcg.learning.simulation.tasks import (
     LocalOutcome,
     LocalTask,
     MeasureTask,
     MemorySpill,
+    RoundRecord,
     Runner,
     SerialRunner,
 )
-from fedcg.learning.training.evaluation import evaluate
-from fedcg.learning.training.moving_average import averaged_parts
-from fedcg.wire.parts import Part
+from fedcg.learning.training.evaluation import evaluate, is_preferred
+from fedcg.learning.training.stage import averaged_parts
+from fedcg.wire.parts import Part, Report
+
+Updates = Mapping[str, Update]
+Screen = Callable[[int, Updates, Aggregate], Updates]
+"""(round, the updates by client, the aggregate that they started from) -> the updates that are merged."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a simulation runs and what is done beside the training.
+
+    Attributes:
+        rounds: the spec's number when None.
+        shadow: train a local-only shadow of every client too; the method `local` has none, it is its own.
+        evaluate_every: clients are measured after every so many rounds, and after the last.
+        participation: share of the clients that take part in a round, in (0, 1].
+        early_stop: end after so many rounds without a better validation of any client; None: never.
+        kept_updates: rounds whose updates stay in `Simulation.sent`.
+        screen: what the server does to a round's updates before it merges them; None: nothing.
+    """
+
+    rounds: int | None = None
+    shadow: bool = True
+    evaluate_every: int = 1
+    participation: float = 1.0
+    early_stop: int | None = None
+    kept_updates: frozenset[int] = frozenset()
+    screen: Screen | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A client's update before it is coded: the shared parts, and all that it could report."""
+
+    shared: SharedResult
+    report: Report
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A client that could not train in a round, or warned, or the server that could not merge, and why."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Where a simulation stands after some rounds; at its end, the outcome.
+
+    Attributes:
+        rounds: how many are done.
+        server: what the server keeps; `states` and `shadows` what the clients keep.
+        curves: one record per client and measured round.
+        failures: rounds in which a client could not train; `shadow_failures` its shadow; `server_failures` the student.
+        warnings: what owners of clients would be told, by client.
+        aggregate_seconds: of each round.
+        global_accuracy: (round, accuracy) of the average of all clients' models, for measured rounds.
+        update_bytes: of each round, mean over its updates as they were coded; 0 where there were none. Empty without a coding.
+        spent: what the DP-SGD of each client has spent; empty without.
+        ended_early: validation stood still for as long as the schedule allows.
+        sent: by client, the updates of the last round where the schedule keeps them. No checkpoint holds them.
+    """
+
+    rounds: int
+    server: ServerState
+    states: Mapping[str, ClientState]
+    shadows: Mapping[str, ClientState]
+    curves: Mapping[str, tuple[RoundRecord, ...]]
+    failures: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
+    shadow_failures: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
+    warnings: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
+    server_failures: tuple[Failure, ...] = ()
+    aggregate_seconds: tuple[float, ...] = ()
+    global_accuracy: tuple[tuple[int, float], ...] = ()
+    update_bytes: tuple[int, ...] = ()
+    spent: Mapping[str, Spent] = field(default_factory=dict)
+    ended_early: bool = False
+    sent: Mapping[str, Sent] = field(default_factory=dict)
+
+    @property
+    def aggregate(self) -> Aggregate:
+        """The last aggregate."""
+        return self.server.aggregate
+
+    def best(self, client: str) -> RoundRecord:
+        """A client's record at its best validation round: by accuracy, then loss, the first of equals."""
+        return _best(self.curves[client], lambda record: (record.validation, record.validation_loss))
+
+    def best_local(self, client: str) -> RoundRecord:
+        """A client's record at its shadow's best validation round.
+
+        Raises:
+            ValueError: the simulation ran without shadows.
+        """
+        if client not in self.shadows:
+            raise ValueError("this simulation ran without shadows")
+        return _best(self.curves[client], lambda record: (record.local_validation, record.local_validation_loss))
+
+
+def _best(
+    curve: Sequence[RoundRecord], figures: Callable[[RoundRecord], tuple[float | None, float | None]]
+) -> RoundRecord:
+    best = curve[0]
+    for record in curve[1:]:
+        if is_preferred(*figures(record), *figures(best)):
+            best = record
+    return best
 
 
 def spent_after_round(

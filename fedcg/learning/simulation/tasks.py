@@ -31,7 +31,7 @@ from fedcg.learning.method import (
     Weights,
     check_finite,
 )
-from fedcg.learning.networks.initial_weights import shadow_spec
+from fedcg.learning.networks.plans import shadow_spec
 from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party

@@ -13,8 +13,7 @@ from torch import nn
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, TrainingParams
-from fedcg.learning.training.augmentation import Augmenter
-from fedcg.learning.training.batches import image_tensors, images_at_once, local_batches
+from fedcg.learning.training.batches import Augmenter, image_tensors, images_at_once, local_batches
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.optimisers import task_optimiser
 from fedcg.learning.training.stage import AfterStep, Descent, Descents, Nets, Stage, Step, Tensors, Trained, run_stage

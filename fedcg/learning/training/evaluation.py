@@ -12,7 +12,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.networks import load_part
-from fedcg.learning.networks.personal_model import personal_model
+from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import extract_features, generate, images_at_once

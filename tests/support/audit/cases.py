@@ -17,11 +17,10 @@ from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import party_of
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import simulated_rounds
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
 from fedcg.learning.spec import plan_from_mapping
 from fedcg.wire.parts import Part, Report
 

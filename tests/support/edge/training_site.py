@@ -15,7 +15,7 @@ from edge_client.training.local_data import LocalData, RoundData
 from edge_client.training.trainer_child import Trainer
 from fedcg.event_log import EventLog, read_events
 from fedcg.files import checked_secret
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, ParameterValue

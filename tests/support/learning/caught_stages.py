@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedcg.learning.method import Machine, RoundContext
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.round_checkpoint import Restorable, Tensors
 from fedcg.learning.simulation.simulation import update_of

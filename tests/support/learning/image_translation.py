@@ -20,7 +20,7 @@ from fedcg.learning.networks.image_networks import (
     image_generator,
     image_split,
 )
-from fedcg.learning.networks.layers.initial_values import draw_weights
+from fedcg.learning.networks.randomness import draw_weights
 
 DIGITS = tuple("0123456789")
 

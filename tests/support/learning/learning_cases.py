@@ -11,11 +11,11 @@ import torch
 from fedcg.learning.aggregation.distillation import SHARED, Pair, load_pair
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Aggregator, Example, LocalResult, Masking, RoundContext, Update, Weights
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.party import ClientData, Party, Roots
-from fedcg.learning.simulation.state import Simulation
+from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
 from fedcg.wire.parts import Part

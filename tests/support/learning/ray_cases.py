@@ -12,7 +12,7 @@ from experiments.parallel.ray_runner import Demands
 from experiments.parallel.ray_simulator import Reported, host
 from fedcg.learning.method import Aggregate
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.simulation import Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, local_task
 
 UNTIL_KILLED_S = 120.0

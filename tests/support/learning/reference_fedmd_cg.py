@@ -17,8 +17,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods.fedmd_cg import FedmdCgParams, class_scale, ramp
 from fedcg.learning.networks import Networks
-from fedcg.learning.training.augmentation import Augmenter
-from fedcg.learning.training.batches import index_blocks, slices, steps_of
+from fedcg.learning.training.batches import Augmenter, index_blocks, slices, steps_of
 from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
 
 Replay = tuple[torch.Tensor, torch.Tensor]

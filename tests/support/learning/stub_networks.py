@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.aggregation.distillation import Pair
-from fedcg.learning.training.augmentation import Augmenter
+from fedcg.learning.training.batches import Augmenter
 from fedcg.learning.training.classification import Penalty
 
 FIRST, SECOND = (0.9, 0.05, 0.05), (0.1, 0.45, 0.45)

@@ -8,10 +8,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from fedcg.learning.backbone_names import weights_digest
-from fedcg.learning.networks.layers.layer_randomness import lent_generators
+from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.networks.timm_backbones import timm_library
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
+from fedcg.learning.split_names import weights_digest
 
 TIMM = "test_efficientnet"
 SPLIT = f"timm:{TIMM}+project:16"

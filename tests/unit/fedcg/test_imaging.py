@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedcg.imaging import ImageError, TooManyPixelsError, decode_image
-from fedcg.learning.data import decoding
+from fedcg.learning.data import sources
 from fedcg.learning.errors import DataError
 from tests.support.learning.export_models import encoded, image_form, picture
 
@@ -46,7 +46,7 @@ def test_training_sees_the_same_pixels_with_the_channels_first(content: bytes, m
     assert pixels.dtype == np.uint8
     assert pixels.shape == form.shape == (20, 24, form.channels)
     assert pixels.flags.writeable  # in memory of its own
-    np.testing.assert_array_equal(pixels.transpose(2, 0, 1), decoding.decode_image(content, form, "one"))
+    np.testing.assert_array_equal(pixels.transpose(2, 0, 1), sources.decode_image(content, form, "one"))
 
 
 def test_an_image_is_converted_then_resized_bilinearly_and_not_resampled_at_the_right_size() -> None:
@@ -73,7 +73,7 @@ def test_a_file_that_is_no_sound_image_is_an_error_with_its_reason(content: byte
     with pytest.raises(ImageError, match=reason):
         decode_image(content, image_form())
     with pytest.raises(DataError, match=rf"^cat/a\.png: .*{reason}"):
-        decoding.decode_image(content, image_form(), "cat/a.png")
+        sources.decode_image(content, image_form(), "cat/a.png")
 
 
 def _png_header(width: int, height: int) -> bytes:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from audit.evidence.networks import with_lenet5
-from fedcg.learning.backbone_names import WEIGHTS_VARIABLE
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
+from fedcg.learning.split_names import WEIGHTS_VARIABLE
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import carried_out, simulated_case
 from tests.support.learning.tiny_backbone import SPLIT, write_tiny_weights

@@ -16,7 +16,7 @@ from coordinator.aggregation.server_state import unpack_aggregate
 from coordinator.errors import ValidationError
 from coordinator.updates.robustness import Yardstick
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationSpec

@@ -97,7 +97,7 @@ def test_a_data_set_that_is_not_installed_is_a_failure_with_the_names_of_those_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = [EntryPoint(name, "box.images:make", "fedcg.datasets") for name in ("mine", "other")]
-    monkeypatch.setattr("fedcg.learning.data.formats.detect.entry_points", lambda group: installed)
+    monkeypatch.setattr("fedcg.learning.data.sources.entry_points", lambda group: installed)
     config = box_config(tmp_path)
     sources = {name: config.data.model_copy(update={"root": tmp_path / f"dataset:{name}"}) for name in ("nix", "mine")}
     told = {name: data_finding(config.model_copy(update={"data": data})) for name, data in sources.items()}

@@ -19,7 +19,7 @@ from fedcg.event_log import EventLog
 from fedcg.files import checked_secret
 from fedcg.learning.defences.params import EtcParams
 from fedcg.learning.defences.scrambling import Scrambling, draw_keys, scrambling_of
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm
 from fedcg.learning.tensor_conversion import to_weights

@@ -18,11 +18,11 @@ from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
 from edge_client.session.events import Chosen, RoundCommitted
 from fedcg.event_log import EventLog
-from fedcg.learning.backbone_names import WEIGHTS_VARIABLE, weights_digest
-from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.networks.own_backbone import keeps_features
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone
 from fedcg.learning.spec import BackboneChoice
+from fedcg.learning.split_names import WEIGHTS_VARIABLE, weights_digest
 from fedcg.log.settings import LogSettings
 from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt

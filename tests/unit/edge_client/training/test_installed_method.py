@@ -18,7 +18,7 @@ from edge_client.session.events import Chosen, RoundCommitted
 from edge_client.training import local_round
 from export.model.versions import Slots
 from fedcg.learning.methods.fedproto import NearestPrototype
-from fedcg.learning.networks.personal_model import personal_model
+from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.registry import get_method
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.wire.artifacts.artifacts import unpack

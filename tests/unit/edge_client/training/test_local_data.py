@@ -14,7 +14,7 @@ from edge_client.errors import RoundError
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData, RoundData
 from fedcg.learning.image_set import SkippedImage
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 
 CLASSES = ("cat", "dog")

@@ -20,8 +20,7 @@ from edge_client.training.evaluation import Measured, measure
 from edge_client.training.model_selection import Candidate, choose
 from fedcg.learning.method import Masking, Weights
 from fedcg.learning.networks import load_part
-from fedcg.learning.probes.alignment import outputs_on, probe_inputs, residual
-from fedcg.learning.probes.sums import ProbeParams, counted
+from fedcg.learning.probes import ProbeParams, counted, outputs_on, probe_inputs, residual
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue

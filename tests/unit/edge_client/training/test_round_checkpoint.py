@@ -16,7 +16,7 @@ from devices.detect import detect
 from edge_client.config import PolicySection, TrainingSection
 from edge_client.session.events import RoundCommitted
 from edge_client.store.generations import CheckpointFile
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.privacy import OFF, DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root

@@ -24,7 +24,7 @@ from edge_client.training.trainer_child import reason_for
 from fedcg.files import checked_secret
 from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.networks import NETWORKS
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays, to_weights

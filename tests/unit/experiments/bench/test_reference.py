@@ -28,7 +28,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
 from fedcg.learning.networks import NETWORKS, Networks, load_part, weights_of
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.spec import ImageForm, NetworkChoice
 from fedcg.learning.training.batches import FeatureSource
 from fedcg.learning.training.classification import train_classifier

@@ -12,7 +12,7 @@ from fedcg.learning.aggregation.distillation import Distillation, Pair, draw_ban
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
 from fedcg.learning.methods import fedmd_cg
 from fedcg.learning.networks import Networks, load_part, weights_of
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import NetworkChoice, ParameterValue
 from fedcg.learning.training.batches import FeatureSource

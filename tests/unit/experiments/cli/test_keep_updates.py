@@ -10,7 +10,7 @@ import pytest
 
 from experiments.simulation.batch import load_batch
 from experiments.simulation.checkpoints import Checkpoints
-from fedcg.learning.simulation.state import Simulation
+from fedcg.learning.simulation.simulation import Simulation
 from tests.support.commands import run_fedcg
 
 TINY = shlex.split(

@@ -12,10 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedcg.learning.backbone_names import BACKBONES, WEIGHTS_VARIABLE, weights_digest
 from fedcg.learning.networks import own_backbone, timm_backbones
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.split_names import BACKBONES, WEIGHTS_VARIABLE, weights_digest
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.tiny_backbone import SPLIT, TIMM, write_tiny_weights
 

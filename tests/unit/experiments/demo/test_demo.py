@@ -21,7 +21,7 @@ from experiments.errors import OptionError
 from experiments.record import write_record
 from experiments.settings.options import Setting, load_setting, parse_params, root_secret
 from fedcg.files import secret_in
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.spec import plan_from_mapping
 from tests.support.commands import run_fedcg
 

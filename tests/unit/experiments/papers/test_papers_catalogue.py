@@ -8,8 +8,7 @@ from pydantic import JsonValue
 from experiments.errors import OptionError
 from experiments.papers.catalogue import Published, claims, find_presets, presets
 from experiments.papers.plan import TableRun, plan_runs, printed_runs, table_batch
-from fedcg.learning.mechanisms.accountant import Spent
-from fedcg.learning.mechanisms.dp_sgd import private_step_count, sampling_rate
+from fedcg.learning.mechanisms.dp_sgd import Spent, private_step_count, sampling_rate
 from fedcg.learning.method import TrainingParams
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method, method_names

@@ -17,11 +17,10 @@ from experiments.simulation.batch import RunSetting
 from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.lanes import default_workers
 from fedcg.learning.method import ClientState
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
 from fedcg.learning.simulation.tasks import LocalTask, SerialRunner
 from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of, same_parts
 

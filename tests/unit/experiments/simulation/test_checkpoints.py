@@ -9,8 +9,7 @@ import torch
 
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.checkpoints import Checkpoints
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.simulation import Schedule, simulate
 from tests.support.learning.learning_cases import assert_same_simulation, party_of, same
 
 

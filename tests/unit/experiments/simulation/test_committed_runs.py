@@ -17,10 +17,9 @@ from experiments.data.source import DIGITS, DIGITS_DOMAINS, Source, digits
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import party_of
 from experiments.simulation.simulation_record import read_records
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
 from fedcg.learning.spec import plan_from_mapping
 
 RUNS = Path(__file__).parents[4] / "docs" / "benchmarks" / "runs"

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.simulation.simulation_record import client_record
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
 from fedcg.learning.training.evaluation import calibrated_loss, logits_of
 from tests.support.learning.learning_cases import party_of
 

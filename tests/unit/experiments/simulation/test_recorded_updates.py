@@ -26,11 +26,10 @@ from fedcg.learning.data.image_folder import read_images, split_source
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Update
 from fedcg.learning.methods.ppidsg import SCRAMBLING
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
 from fedcg.learning.simulation.tasks import MemorySpill, SerialRunner
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.learning.tensor_conversion import to_weights

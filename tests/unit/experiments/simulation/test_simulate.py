@@ -20,10 +20,9 @@ from experiments.simulation.batch import PlannedRun, RunSetting, has_record
 from experiments.simulation.party_builder import roots_of
 from experiments.simulation.simulation_record import FIGURES
 from experiments.simulation.single_run import FAILURES_FILE, FailedRun, Runs, write_failures
-from fedcg.learning.networks.generators import GENERATORS
-from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Simulation
+from fedcg.learning.networks.gan import GENERATORS
+from fedcg.learning.networks.plans import complete_spec
+from fedcg.learning.simulation.simulation import Simulation, simulate
 from fedcg.learning.spec import plan_from_mapping
 
 SMALL = RunSetting(

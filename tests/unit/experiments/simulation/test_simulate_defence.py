@@ -16,8 +16,7 @@ from experiments.simulation.batch import PlannedRun, RunSetting
 from experiments.simulation.single_run import Runs
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Simulation
+from fedcg.learning.simulation.simulation import Simulation, simulate
 from tests.support.commands import data_of, run_fedcg
 
 SMALL = {

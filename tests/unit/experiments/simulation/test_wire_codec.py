@@ -12,10 +12,9 @@ import torch
 from experiments.parallel.pool_runner import PoolRunner
 from experiments.simulation.party_builder import WireCoding, coding_of
 from fedcg.learning.method import DivergedError, Weights
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.simulation import Schedule, simulate
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import AggregateCodec, Part, UpdateCodec
 from tests.support.commands import data_of, run_fedcg

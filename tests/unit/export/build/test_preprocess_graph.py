@@ -24,9 +24,9 @@ from export.errors import VerificationError
 from export.model.preprocess import load_image, normalise
 from fedcg.image_form import ImageForm
 from fedcg.imaging import Pixels
-from fedcg.learning.data import decoding
 from fedcg.learning.data import image_folder as data
-from fedcg.learning.data.decoding import fit_pixels
+from fedcg.learning.data import sources
+from fedcg.learning.data.sources import fit_pixels
 from tests.support.learning.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture
 
 FORMS = {"landscape": (20, 24), "square": (32, 32), "tall": (17, 5), "large": (61, 90)}
@@ -133,7 +133,7 @@ def test_the_width_comes_first_whatever_the_size_and_the_version_of_pillow(size:
     wanted = _pass(_pass(image.swapaxes(0, 1), form.width).swapaxes(0, 1), form.height)
     file = encoded(Image.fromarray(image), "PNG")
     np.testing.assert_array_equal(load_image(file, form), wanted)
-    np.testing.assert_array_equal(decoding.decode_image(file, form, "one").transpose(1, 2, 0), wanted)
+    np.testing.assert_array_equal(sources.decode_image(file, form, "one").transpose(1, 2, 0), wanted)
     np.testing.assert_array_equal(_seen(session, image[None]), normalise(wanted[None], form))
     assert not np.array_equal(_pass(_pass(image, form.height).swapaxes(0, 1), form.width).swapaxes(0, 1), wanted)
 

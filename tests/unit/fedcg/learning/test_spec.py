@@ -7,7 +7,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import BackboneChoice, FederationPlan, FederationSpec, NetworkChoice
 from fedcg.wire.parts import Part, UpdateCodec

@@ -13,10 +13,13 @@ from fedcg.learning.aggregation.crossed_distillation import (
     ClientSampling,
     CrossedAggregator,
     Crossing,
+    FrozenTeacher,
     TaughtBank,
+    TeacherRows,
+    crossed_loss,
     label_shares,
+    outputs_of,
 )
-from fedcg.learning.aggregation.crossed_teachers import FrozenTeacher, TeacherRows, crossed_loss, outputs_of
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair, draw_bank, teacher_logits, uniform
 from fedcg.learning.method import Aggregate, ServerState, Update
 from fedcg.learning.seeds import Streams

@@ -14,10 +14,12 @@ from fedcg.learning.aggregation import crossed_distillation as crossed
 from fedcg.learning.aggregation.crossed_distillation import (
     CrossedAggregator,
     Crossing,
+    FrozenTeacher,
+    crossed_loss,
     label_distribution,
     label_shares,
+    outputs_of,
 )
-from fedcg.learning.aggregation.crossed_teachers import FrozenTeacher, crossed_loss, outputs_of
 from fedcg.learning.aggregation.distillation import (
     SHARED,
     Bank,
@@ -29,7 +31,7 @@ from fedcg.learning.aggregation.distillation import (
     uniform,
 )
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.losses import Divergence

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.learning.aggregation import exact_sum
-from fedcg.learning.aggregation.exact_sum import ExactSum
+from fedcg.learning.aggregation import averaging
+from fedcg.learning.aggregation.averaging import ExactSum
 from fedcg.learning.method import DivergedError
 
 TERMS = st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), st.integers(1, 1 << 20)), min_size=2, max_size=5)
@@ -63,9 +63,9 @@ def test_what_is_not_finite_is_refused_and_what_is_enormous_saturates() -> None:
 
 def test_no_number_of_terms_overflows_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     # the largest terms there are, as many as there may be, stay within 64 bits: 2^20 times (2^42 and 2^41)
-    assert exact_sum.MOST_TERMS * 2**42 < 2**63
+    assert averaging.MOST_TERMS * 2**42 < 2**63
     total = ExactSum()
-    monkeypatch.setattr(exact_sum, "MOST_TERMS", 2)
+    monkeypatch.setattr(averaging, "MOST_TERMS", 2)
     total.add(torch.tensor([1e30]))
     total.add(torch.tensor([1e30]))
     with pytest.raises(OverflowError, match="room for 2"):

@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.learning.aggregation import robust_statistics
-from fedcg.learning.aggregation.averaging import AverageAggregator, PartsAverage
+from fedcg.learning.aggregation import averaging
+from fedcg.learning.aggregation.averaging import AverageAggregator, DirectorySpill, PartsAverage, combine, combined
 from fedcg.learning.aggregation.distillation import Distillation, TaughtAverage, distillation
-from fedcg.learning.aggregation.robust_statistics import combine, combined
-from fedcg.learning.aggregation.row_store import DirectorySpill
 from fedcg.learning.method import Aggregate, Callbacks, Combination, DivergedError, ServerState, Taught, Update
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.tasks import MemorySpill
@@ -69,7 +67,7 @@ def test_blocks_of_rows_give_what_all_rows_at_once_give(monkeypatch: pytest.Monk
     for client in "abc":
         spill.put(client, {"logits": torch.randn(50, 4, generator=torch.manual_seed(ord(client)))})
     whole = combined(spill, "abc", "logits", "median", lambda rows: rows.log_softmax(1))
-    monkeypatch.setattr(robust_statistics, "BLOCK_NUMBERS", 100)
+    monkeypatch.setattr(averaging, "BLOCK_NUMBERS", 100)
     assert torch.equal(combined(spill, "abc", "logits", "median", lambda rows: rows.log_softmax(1)), whole)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from fedcg.learning.data.image_files import list_files
 from fedcg.learning.data.image_folder import load_folder, normalise, split_by_hash, usable_rows
+from fedcg.learning.data.sources import list_files
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry
 from fedcg.learning.spec import ImageForm

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedcg.learning.data.formats import ArrayData, read_arrays
-from fedcg.learning.data.formats.arrays import MAX_BYTES
+from fedcg.learning.data.array_files import MAX_BYTES, ArrayData
 from fedcg.learning.data.image_folder import load_folder, read_images
+from fedcg.learning.data.sources import read_arrays
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 
@@ -306,7 +306,7 @@ class Point:
 
 def test_a_torch_dataset_of_ones_own_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = [Mine()]
-    monkeypatch.setattr("fedcg.learning.data.formats.detect.entry_points", lambda group: [Point(given[-1])])
+    monkeypatch.setattr("fedcg.learning.data.sources.entry_points", lambda group: [Point(given[-1])])
     found = read_images(tmp_path / "dataset:mine", ("cat", "dog"), GREY)
     assert found.images.labels.tolist() == [0, 1, 0, 1]
     assert found.images.images[3, 0].unique().tolist() == [3]

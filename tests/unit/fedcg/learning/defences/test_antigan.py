@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from fedcg.learning.backbone_names import Backbone
 from fedcg.learning.defences import gan_mixing
 from fedcg.learning.defences.antigan import DEFENCE
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, Defended
@@ -34,6 +33,7 @@ from fedcg.learning.errors import DataError, DefenceError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import silent
 from fedcg.learning.seeds import Streams
+from fedcg.learning.split_names import Backbone
 
 SHORT = AntiGanParams(gan_steps=4, obfuscation_steps=3, batch_size=6, width=4, noise_dim=5, features="gabor")
 STREAMS = Streams(b"device").at("pets", "defence")

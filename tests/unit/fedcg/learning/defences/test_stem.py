@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from fedcg.learning.backbone_names import MAX_WEIGHT_BYTES, Backbone
 from fedcg.learning.defences import gan_mixing as stems
 from fedcg.learning.errors import NetworkError
+from fedcg.learning.split_names import MAX_WEIGHT_BYTES, Backbone
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant
 
 from fedcg.learning.errors import PrivacyError
-from fedcg.learning.mechanisms.accountant import Spent, after_round
+from fedcg.learning.mechanisms.dp_sgd import Spent, after_round
 from fedcg.learning.method import TrainingParams
 from fedcg.learning.privacy import DpSgdSettings
 from fedcg.learning.registry import get_method

@@ -21,7 +21,7 @@ from fedcg.learning.mechanisms.protected_round import (
 )
 from fedcg.learning.method import Aggregate, LocalResult, RoundContext
 from fedcg.learning.methods import fedcg
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.training.batches import FeatureSource

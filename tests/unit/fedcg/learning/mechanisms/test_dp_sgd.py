@@ -19,7 +19,7 @@ from fedcg.learning.mechanisms.protected_round import check_mechanisms, protecte
 from fedcg.learning.method import Aggregate, ClientState, LocalResult, Machine, RoundContext, TrainingParams
 from fedcg.learning.methods import fedcg, fedgen, fedprox
 from fedcg.learning.networks import build_part, load_part
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue

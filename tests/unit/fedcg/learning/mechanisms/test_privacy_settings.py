@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import LocalResult
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.privacy import OFF, PrivacySettings, parse_mechanisms
 from fedcg.learning.registry import get_method
 from tests.support.learning.learning_cases import bright_images, context, quick_spec

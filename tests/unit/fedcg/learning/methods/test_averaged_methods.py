@@ -16,7 +16,7 @@ from fedcg.learning.errors import DataError, PrivacyError
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.methods import feddf, fedgen, fedprox
 from fedcg.learning.networks import load_part
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams

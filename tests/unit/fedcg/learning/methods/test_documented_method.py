@@ -12,12 +12,11 @@ import torch
 
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
-from fedcg.learning import extensions, methods
+from fedcg.learning import methods, registry
 from fedcg.learning.errors import ExtensionError, NetworkError
-from fedcg.learning.networks.initial_weights import method_layouts
+from fedcg.learning.networks.plans import method_layouts
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.simulation import Schedule, simulate
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part, TensorLayout
 from tests.support.installed import importable, register
@@ -95,7 +94,7 @@ def test_a_method_with_masks_and_no_statistics_of_its_own_to_put_them_on_is_refu
 
 def test_a_package_cannot_take_the_name_of_a_built_in_method(folder: Path) -> None:
     spec = quick_spec("local")
-    extensions.registered.cache_clear()
+    registry.registered.cache_clear()
     install(folder, "fedproto", "fedproto")
     with pytest.raises(ExtensionError, match=r"registers 'fedproto' in fedcg\.methods .* that name is built in"):
         get_method("fedproto")

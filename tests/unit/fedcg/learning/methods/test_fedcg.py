@@ -13,7 +13,7 @@ from torch import nn
 from fedcg.learning.errors import NetworkError, PrivacyError
 from fedcg.learning.methods import fedcg
 from fedcg.learning.networks import load_part
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec, NetworkChoice

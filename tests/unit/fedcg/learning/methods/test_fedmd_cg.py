@@ -11,7 +11,7 @@ from torch import nn
 
 from fedcg.learning.method import Aggregate
 from fedcg.learning.methods import fedcg, fedmd_cg
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.spec import ParameterValue
 from fedcg.learning.training.batches import FeatureSource
 from fedcg.learning.training.stage import run_stage

@@ -13,7 +13,7 @@ from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.errors import DataError, UnknownMethodError
 from fedcg.learning.method import Aggregate, Callbacks, DivergedError, LabelCounts, LocalResult, TrainingParams
 from fedcg.learning.networks import load_part
-from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
+from fedcg.learning.networks.plans import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.simulation.simulation import update_of
 from fedcg.learning.spec import ParameterValue

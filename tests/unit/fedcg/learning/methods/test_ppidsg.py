@@ -11,8 +11,8 @@ from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.method import ClientState, LocalResult
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.networks.personal_model import personal_model
+from fedcg.learning.networks.assembly import personal_model
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.training.evaluation import evaluate

@@ -17,7 +17,7 @@ from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Aggregate, Needs, Update
 from fedcg.learning.methods.fedproto import NearestPrototype, towards
 from fedcg.learning.networks import feature_shape, load_part
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.training.evaluation import evaluate
@@ -134,7 +134,7 @@ def test_a_method_refuses_networks_with_a_sentence_when_a_federation_is_planned(
 ) -> None:
     method = get_method("fedgh")
     refusing = replace(method, needs=Needs(networks=lambda spec: "network.split must be ours"))
-    monkeypatch.setattr("fedcg.learning.networks.initial_weights.get_method", lambda name: refusing)
+    monkeypatch.setattr("fedcg.learning.networks.plans.get_method", lambda name: refusing)
     with pytest.raises(NetworkError, match=r"fedgh: network\.split must be ours"):
         complete_spec(plan("fedgh"))
 

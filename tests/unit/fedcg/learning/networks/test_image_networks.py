@@ -15,7 +15,7 @@ from fedcg.learning.networks.image_networks import (
     image_split,
     unfit_form,
 )
-from fedcg.learning.networks.split import FeatureRange
+from fedcg.learning.networks.splits import FeatureRange
 from fedcg.learning.spec import ImageForm
 from tests.support.learning.image_translation import built, networks_of
 

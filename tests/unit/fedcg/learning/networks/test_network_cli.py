@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.learning.networks import own_splits
-from fedcg.learning.networks.discriminators import DISCRIMINATORS
-from fedcg.learning.networks.generators import GENERATORS
+from fedcg.learning.networks import splits
+from fedcg.learning.networks.gan import DISCRIMINATORS, GENERATORS
 from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import ALLOW_VARIABLE
 from tests.support.commands import data_of, run_fedcg
@@ -115,4 +114,4 @@ def test_a_function_typed_by_a_person_is_shown_without_being_installed(
     assert shown["feature_shape"] == [8, 4, 4]
     # 1 x 8 x 9 + 8 weights and biases of the first convolution, 8 x 8 x 9 + 8 of the second, 2 x 8 of its batch norm
     assert shown["parts"]["extractor"]["parameters"] == 80 + 584 + 16
-    own_splits._imported.cache_clear()
+    splits._imported.cache_clear()

@@ -19,9 +19,9 @@ from fedcg.learning.networks import (
     load_part,
     weights_of,
 )
-from fedcg.learning.networks.generators import GENERATORS, ClassGaussians, spread_growth
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts, shadow_spec
-from fedcg.learning.networks.layers.spectral import SpectralConv2d, SpectralLinear
+from fedcg.learning.networks.fast_layers import SpectralConv2d, SpectralLinear
+from fedcg.learning.networks.gan import GENERATORS, ClassGaussians, spread_growth
+from fedcg.learning.networks.plans import complete_spec, initial_parts, shadow_spec
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField

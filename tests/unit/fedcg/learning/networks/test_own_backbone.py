@@ -10,11 +10,11 @@ import pytest
 from experiments.settings.options import Setting
 from experiments.simulation.party_builder import own_specs
 from fedcg.cli import app
-from fedcg.learning.backbone_names import WEIGHTS_VARIABLE, least_work
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.networks.own_backbone import device_spec
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.spec import BackboneChoice, FederationSpec, NetworkChoice
+from fedcg.learning.split_names import WEIGHTS_VARIABLE, least_work
 from fedcg.wire.parts import Part
 from tests.support.learning.tiny_backbone import SPLIT, TIMM, tiny_plan, write_tiny_weights
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedcg.learning.errors import ExtensionError
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.spec import NetworkChoice
 from tests.support.commands import data_of, run_fedcg
 from tests.support.installed import importable, register

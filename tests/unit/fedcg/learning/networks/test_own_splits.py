@@ -15,8 +15,8 @@ from export.build.to_onnx import export_personal
 from export.build.verify import verify
 from fedcg.learning.errors import ExtensionError, NetworkError
 from fedcg.learning.method import Aggregate
-from fedcg.learning.networks import NETWORKS, build_part, feature_shape, load_part, own_splits, weights_of
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks import NETWORKS, build_part, feature_shape, load_part, splits, weights_of
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here, check_name
@@ -45,7 +45,7 @@ def classifier(shape, classes):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the import path, and nothing registered or allowed."""
     monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
-    own_splits._imported.cache_clear()
+    splits._imported.cache_clear()
     yield from importable(tmp_path, monkeypatch)
 
 

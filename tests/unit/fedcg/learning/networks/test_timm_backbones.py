@@ -15,7 +15,18 @@ import safetensors.torch
 import torch
 
 from export.build.to_onnx import export_personal
-from fedcg.learning.backbone_names import (
+from fedcg.learning.errors import NetworkError, PrivacyError
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
+from fedcg.learning.networks import build_part, feature_shape, weights_of
+from fedcg.learning.networks import timm_backbones as backbones
+from fedcg.learning.networks.assembly import personal_model
+from fedcg.learning.networks.own_backbone import KeptFeatures, with_features
+from fedcg.learning.networks.plans import complete_spec, initial_parts
+from fedcg.learning.networks.timm_backbones import ProjectedBackbone, read_weights
+from fedcg.learning.registry import get_method
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.split_names import (
     BACKBONES,
     WEIGHTS_VARIABLE,
     Projected,
@@ -24,17 +35,6 @@ from fedcg.learning.backbone_names import (
     weights_digest,
     weights_for,
 )
-from fedcg.learning.errors import NetworkError, PrivacyError
-from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
-from fedcg.learning.networks import build_part, feature_shape, weights_of
-from fedcg.learning.networks import timm_backbones as backbones
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.networks.own_backbone import KeptFeatures, with_features
-from fedcg.learning.networks.personal_model import personal_model
-from fedcg.learning.networks.timm_backbones import ProjectedBackbone, read_weights
-from fedcg.learning.registry import get_method
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.learning.training.evaluation import logits_of
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, same

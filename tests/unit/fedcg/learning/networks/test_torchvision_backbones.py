@@ -18,17 +18,15 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, TrainingParams
 from fedcg.learning.networks import NETWORKS, FeatureRange, build_part, feature_shape, load_part, weights_of
 from fedcg.learning.networks.assembly import allocated, skeleton, split_of
-from fedcg.learning.networks.discriminators import DISCRIMINATORS
-from fedcg.learning.networks.generators import GENERATORS
+from fedcg.learning.networks.gan import DISCRIMINATORS, GENERATORS
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.networks.layers.initial_values import draw_weights
-from fedcg.learning.networks.layers.layer_randomness import lent_generators
-from fedcg.learning.networks.split import SPLITS
+from fedcg.learning.networks.plans import complete_spec, initial_parts
+from fedcg.learning.networks.randomness import draw_weights, lent_generators
+from fedcg.learning.networks.splits import SPLITS
 from fedcg.learning.networks.torchvision_backbones import backbone_split, vision
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
-from fedcg.learning.split_names import BACKBONES, BUILT_IN, check_name
+from fedcg.learning.split_names import BUILT_IN, CUTS, check_name
 from fedcg.learning.training import batches
 from fedcg.learning.training.batches import extract_features, images_at_once
 from fedcg.learning.training.classification import classification
@@ -37,7 +35,7 @@ from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import Part, Report
 from tests.support.learning.learning_cases import bright_images, context, same
 
-EVERY_CUT = [f"{backbone}@{layer}" for backbone, cuts in BACKBONES.items() for layer in cuts.strides]
+EVERY_CUT = [f"{backbone}@{layer}" for backbone, cuts in CUTS.items() for layer in cuts.strides]
 ROOT = Path(__file__).parents[5]
 CLASSES = ("dark", "grey", "light")
 
@@ -83,7 +81,7 @@ def test_a_cut_has_the_shape_and_the_range_of_its_layer(
     assert split_of(spec).feature_range is feature_range
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", CUTS)
 def test_extractor_and_classifier_together_are_torchvisions_network(backbone: str) -> None:
     with lent_generators(3):
         whole: nn.Module = getattr(vision("models"), backbone)(weights=None, num_classes=len(CLASSES)).eval()
@@ -110,7 +108,7 @@ def test_extractor_and_classifier_together_are_torchvisions_network(backbone: st
 )
 def test_a_cut_trains_on_two_of_its_smallest_images_and_keeps_its_range(name: str) -> None:
     backbone, _, layer = name.partition("@")
-    spec = plan_for(name, max(4, BACKBONES[backbone].smallest_side(layer)))
+    spec = plan_for(name, max(4, CUTS[backbone].smallest_side(layer)))
     extractor, classifier = (build_part(spec, part).train() for part in (Part.EXTRACTOR, Part.CLASSIFIER))
     with lent_generators(0):
         features = extractor(images_of(spec, 2))
@@ -121,11 +119,11 @@ def test_a_cut_trains_on_two_of_its_smallest_images_and_keeps_its_range(name: st
     assert features.max().item() <= (1.0 if split_of(spec).feature_range is FeatureRange.UNIT else float("inf"))
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", CUTS)
 def test_strides_are_those_of_the_layers_and_a_smallest_image_leaves_two_positions_to_the_last_halving(
     backbone: str,
 ) -> None:
-    cuts = BACKBONES[backbone]
+    cuts = CUTS[backbone]
     for layer, stride in cuts.strides.items():
         if layer != "avgpool":
             assert feature_shape(plan_for(f"{backbone}@{layer}", 64))[1:] == (64 // stride, 64 // stride)
@@ -134,14 +132,14 @@ def test_strides_are_those_of_the_layers_and_a_smallest_image_leaves_two_positio
 
 
 def test_grey_images_get_a_first_convolution_of_one_channel() -> None:
-    for name in BACKBONES:
+    for name in CUTS:
         grey, colour = (build_part(plan_for(name, 28, mode), Part.EXTRACTOR) for mode in ("L", "RGB"))
         first, other = (next(iter(net.parameters())) for net in (grey, colour))
         assert (first.shape[1], other.shape[1]) == (1, 3)
         assert first.shape[2:] == other.shape[2:]
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", CUTS)
 def test_running_averages_follow_the_data_within_a_round_of_thirty_steps(backbone: str) -> None:
     spec = plan_for(backbone, 16)
     extractor = build_part(spec, Part.EXTRACTOR).train()
@@ -177,7 +175,7 @@ def test_without_torchvision_the_error_says_which_extra_to_install(monkeypatch: 
 def test_the_names_known_without_torch_are_the_splits_there_are() -> None:
     assert set(BUILT_IN) == set(SPLITS) | set(IMAGE_SPLITS)
     assert "torchvision" in sys.modules
-    for name in (*BUILT_IN, *BACKBONES, *EVERY_CUT):
+    for name in (*BUILT_IN, *CUTS, *EVERY_CUT):
         check_name(name)
 
 
@@ -191,7 +189,7 @@ def test_building_lenet_imports_neither_torchvision_nor_torchs_compiler() -> Non
 
 
 def _each_network() -> list[tuple[FederationPlan, Part]]:
-    splits = [(plan_for(name), part) for name in (*SPLITS, *BACKBONES) for part in (Part.EXTRACTOR, Part.CLASSIFIER)]
+    splits = [(plan_for(name), part) for name in (*SPLITS, *CUTS) for part in (Part.EXTRACTOR, Part.CLASSIFIER)]
     made = [
         (plan_for(split).model_copy(update={"network": NetworkChoice(split=split, **{part.value: kind})}), part)
         for split in ("lenet5", "resnet18@layer3")

@@ -23,22 +23,25 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.methods.fedprobe import align
 from fedcg.learning.networks import load_part
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.probes.alignment import distance, fit, outputs_on, probe_inputs, residual
-from fedcg.learning.probes.images import probe_images
-from fedcg.learning.probes.sums import (
+from fedcg.learning.networks.plans import complete_spec, initial_parts
+from fedcg.learning.probes import (
     MODULUS,
     OUTPUTS,
     WEIGHT,
     ProbeParams,
     WithProbeSums,
     counted,
+    distance,
+    fit,
     mean_outputs,
+    outputs_on,
+    probe_images,
+    probe_inputs,
+    residual,
 )
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.simulation import Schedule, simulate
 from fedcg.learning.spec import ImageForm, NetworkChoice
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (

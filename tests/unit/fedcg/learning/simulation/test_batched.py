@@ -11,17 +11,15 @@ from torch import nn
 
 from fedcg.learning.method import Aggregate, TrainingParams, Weights
 from fedcg.learning.networks import load_part
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.networks.layers.stacked import Stacked, can_stack
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.simulation.party import ClientData, Party
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
 from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, SerialRunner
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training import batches, cuda_graph
 from fedcg.learning.training import stacked_training as batched_loops
 from fedcg.learning.training.classification import train_classifier
-from fedcg.learning.training.stacked_training import Learner, train_classifiers
+from fedcg.learning.training.stacked_training import Learner, Stacked, can_stack, train_classifiers
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
     GREY,

@@ -13,13 +13,12 @@ from pydantic import TypeAdapter
 
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.accountant import Spent
+from fedcg.learning.mechanisms.dp_sgd import Spent
 from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.simulation import simulation, tasks
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import NONE_TRAINED, simulate, simulated_rounds
-from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.simulation import NONE_TRAINED, Schedule, simulate, simulated_rounds
 from fedcg.learning.simulation.tasks import SerialRunner
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate

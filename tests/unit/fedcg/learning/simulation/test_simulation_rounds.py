@@ -9,12 +9,19 @@ import torch
 
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, LocalResult, Method
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation import tasks as simulation_tasks
 from fedcg.learning.simulation.party import ClientData, Party
-from fedcg.learning.simulation.simulation import NONE_MERGED, NONE_TRAINED, participants, simulate
-from fedcg.learning.simulation.state import Failure, Schedule, Simulation
+from fedcg.learning.simulation.simulation import (
+    NONE_MERGED,
+    NONE_TRAINED,
+    Failure,
+    Schedule,
+    Simulation,
+    participants,
+    simulate,
+)
 from fedcg.learning.simulation.tasks import LocalTask, RoundRecord, local_task
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (

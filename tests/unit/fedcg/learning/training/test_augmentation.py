@@ -8,11 +8,17 @@ import torch
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import build_part
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm
-from fedcg.learning.training.augmentation import Augmentation, Augmenter
-from fedcg.learning.training.batches import FeatureSource, extract_features, image_tensors, index_blocks
+from fedcg.learning.training.batches import (
+    Augmentation,
+    Augmenter,
+    FeatureSource,
+    extract_features,
+    image_tensors,
+    index_blocks,
+)
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import bright_images, plan, quick_spec
 

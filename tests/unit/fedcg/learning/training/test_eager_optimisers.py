@@ -29,7 +29,7 @@ import coordinator.aggregation.worker, coordinator.aggregation.server_state, edg
 from fedcg.learning.registry import method_names
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.simulation import Schedule
 from tests.support.learning.learning_cases import bright_images, quick_spec, roots_from_seed
 data = {name: ClientData(*(bright_images(12, seed) for seed in (1, 2, 3))) for name in "ab"}
 for method, optimiser in [*((name, "adam") for name in method_names()), ("fedmd_cg", "sgd")]:

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.simulation import Schedule, simulate
 from fedcg.learning.training.evaluation import evaluate
-from fedcg.learning.training.moving_average import MovingAverage, averaged_parts
+from fedcg.learning.training.stage import MovingAverage, averaged_parts
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
     NAMES,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fedcg.learning.method import Machine, Precision, Weights
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.spec import NetworkChoice
 from tests.support.learning.learning_cases import GREY, context, plan_of, round_of_one_client, same
 

@@ -18,14 +18,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedcg.learning.method import Callbacks, DivergedError, Machine, RoundContext
-from fedcg.learning.networks.layers.layer_randomness import seeded_layers
+from fedcg.learning.networks.randomness import seeded_layers
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.round_checkpoint import RoundCheckpoint, Tensors
 from fedcg.learning.training import cuda_graph
-from fedcg.learning.training.moving_average import MovingAverage
 from fedcg.learning.training.optimisers import SGD, adam
-from fedcg.learning.training.stage import Batches, Descent, Descents, Nets, Stage, Trained, pieces, run_stage
+from fedcg.learning.training.stage import (
+    Batches,
+    Descent,
+    Descents,
+    MovingAverage,
+    Nets,
+    Stage,
+    Trained,
+    pieces,
+    run_stage,
+)
 from fedcg.wire.parts import Part
 from tests.support.learning.caught_stages import CASES, VARIANTS, Caught, stages_of
 from tests.support.learning.learning_cases import context, quick_spec, same

@@ -10,8 +10,8 @@ from torch import nn
 
 from fedcg.learning.method import TrainingParams
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.networks.initial_weights import initial_parts
-from fedcg.learning.networks.layers.layer_randomness import lent_generators, seeded_layers
+from fedcg.learning.networks.plans import initial_parts
+from fedcg.learning.networks.randomness import lent_generators, seeded_layers
 from fedcg.learning.training.classification import train_classifier
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import bright_images, context, quick_spec, same

@@ -7,17 +7,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
-from fedcg.learning.networks.discriminators import DISCRIMINATORS, rows_are_independent
-from fedcg.learning.networks.layers.initial_values import draw_weights
-from fedcg.learning.networks.layers.pooled import AveragedConv2d, MaxedConv2d, Maximum
-from fedcg.learning.networks.layers.small_maps import (
+from fedcg.learning.networks.fast_layers import (
+    AveragedConv2d,
     ConvolvedInForm,
     MapBatchNorm2d,
+    MaxedConv2d,
+    Maximum,
     SmallConvTranspose2d,
     form_for,
     form_of,
     is_small,
 )
+from fedcg.learning.networks.gan import DISCRIMINATORS, rows_are_independent
+from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.training.optimisers import FusedAdam
 
 SHAPES = [

@@ -1,7 +1,6 @@
 """CIFAR-10 and CIFAR-100 as their authors publish them: binary batches, and the Python version.
 
-The Python batches are pickles. They are read by an unpickler that knows nothing but stand-ins of this module for the three
-numpy names in those files: it can call nothing else, and numpy gets plain bytes whose size was checked.
+The Python batches are pickles. They are read by an unpickler that knows nothing but stand-ins of this module for the three numpy names in those files: it can call nothing else, and numpy gets plain bytes whose size was checked.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcg.learning.data.formats.arrays import MAX_BYTES, ArrayData, LabelledImages, labelled
+from fedcg.learning.data.array_files import MAX_BYTES, ArrayData, LabelledImages, labelled
 from fedcg.learning.errors import DataError
 
 SIDE, CHANNELS = 32, 3

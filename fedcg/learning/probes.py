@@ -1,7 +1,6 @@
-"""Outputs on the probes as whole numbers, and their sum over clients: what fedprobe shares as the part `statistics`.
+"""Probe images that a cohort's secret makes, the whole-number sums of extractors' outputs on them, and extractors fitted to their mean.
 
-A client sends round(scale · c · U), with U its extractor's outputs, cut to [0, clip], and c its weight, and c itself; the aggregate has the
-sums of both, so that Σ c U / Σ c is the weighted mean. Whole numbers add up to the same sum in any order, and modulo 2³² behind masks.
+No image holds anybody's data: dead leaves (Lee, Mumford & Huang 2001) over 1/f noise. Numbers are round(scale · c · U) with the weight c, so that sums are exact in any order, and modulo 2^32 behind masks.
 """
 
 from __future__ import annotations
@@ -10,15 +9,20 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from pydantic import Field, model_validator
+from torch import nn
 from typing_extensions import Self
 
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
     Aux,
     Average,
     DivergedError,
+    RoundContext,
     ServerMomentum,
     ServerState,
     TrainingParams,
@@ -28,8 +32,129 @@ from fedcg.learning.method import (
     silent,
 )
 from fedcg.learning.networks.assembly import feature_shape
-from fedcg.learning.spec import NetworkSpec
+from fedcg.learning.networks.own_backbone import with_features
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import ImageForm, NetworkSpec
+from fedcg.learning.training.optimisers import adam
 from fedcg.wire.parts import SUM_NUMBERS, SUM_WEIGHT, Part, TensorLayout
+
+LEAVES = 24
+SMALLEST, LARGEST = 0.08, 0.5
+"""Radii of the discs, as shares of the longer side; their density falls with the third power."""
+_TEXTURE = 0.35
+
+
+def probe_images(streams: Streams, count: int, form: ImageForm) -> torch.Tensor:
+    """Images that all who hold a secret draw alike.
+
+    Args:
+        streams: of the cohort's secret.
+        count: how many.
+        form: of the federation's images.
+
+    Returns:
+        [count, C, H, W] uint8.
+    """
+    stream = streams.generator("probes")
+    size = count, form.channels, form.height, form.width
+    images, texture = _noise(size, stream), _noise(size, stream)
+    for _ in range(LEAVES):
+        disc, colour = _disc(size, stream), torch.rand(count, form.channels, 1, 1, generator=stream)
+        leaf = colour + _TEXTURE * (texture - 0.5)
+        images = torch.where(disc, leaf, images)
+    return (255.0 * images).clamp(0.0, 255.0).round().to(torch.uint8)
+
+
+def _noise(size: tuple[int, int, int, int], stream: torch.Generator) -> torch.Tensor:
+    """Octaves of random grids, each of half the amplitude of the coarser one; every image from 0 to 1."""
+    count, channels, height, width = size
+    total, cells, weight = torch.zeros(size), 2, 1.0
+    while cells <= max(height, width):
+        grid = torch.rand(count, channels, cells, cells, generator=stream)
+        total += weight * F.interpolate(grid, (height, width), mode="bilinear", align_corners=False)
+        cells, weight = 2 * cells, weight / 2
+    low, high = (bound(total, (1, 2, 3), keepdim=True) for bound in (torch.amin, torch.amax))
+    return (total - low) / (high - low)
+
+
+def _disc(size: tuple[int, int, int, int], stream: torch.Generator) -> torch.Tensor:
+    """One disc per image, [N, 1, H, W] bool."""
+    count, _, height, width = size
+    side = max(height, width)
+    drawn = torch.rand(3, count, 1, 1, 1, generator=stream)
+    radius = SMALLEST / torch.sqrt(1.0 - drawn[0] * (1.0 - (SMALLEST / LARGEST) ** 2))
+    down = (torch.arange(height).view(-1, 1) / side - drawn[1] * height / side).square()
+    across = (torch.arange(width).view(1, -1) / side - drawn[2] * width / side).square()
+    return down + across < radius.square()
+
+
+_MOST_KINDS = 100
+
+
+def probe_inputs(ctx: RoundContext, count: int) -> torch.Tensor:
+    """The cohort's probes as the extractor takes them, on the context's device; a frozen backbone's features where they stand for images."""
+    assert ctx.masking.cohort is not None  # methods with probes need the secret
+    images = probe_images(ctx.masking.cohort, count, ctx.spec.image)
+    unlabelled = ImageSet(images, torch.zeros(count, dtype=torch.int64), ctx.spec.classes)
+    (made,) = with_features(ctx.spec, [unlabelled], ctx.device)
+    return normalise(made.images.to(ctx.device), ctx.spec.image)
+
+
+@torch.no_grad()
+def outputs_on(extractor: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """[M, D] float32 on the CPU; `extractor` is left in evaluation mode."""
+    features: torch.Tensor = extractor.eval()(inputs)
+    return features.flatten(1).float().cpu()
+
+
+def residual(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean squared difference, in variances of what is wanted: 1 for the best constant of each feature."""
+    spread = (wanted - wanted.mean(0)).square().mean().clamp(min=1e-8)
+    return (outputs - wanted).square().mean() / spread
+
+
+def distance(own: torch.Tensor, mean: torch.Tensor) -> float:
+    """Of a mean from the own outputs [M, D]: the squared difference in variances of the one that varies more.
+
+    Backbones of different kinds have a mean that varies less than each of them: n of them have an n-th. One that hardly varies is of no
+    extractors: infinitely far away.
+    """
+    of_own, of_mean = (float((some - some.mean(0)).square().mean()) for some in (own, mean))
+    if of_mean < of_own / _MOST_KINDS:
+        return math.inf
+    return float((own - mean).square().mean()) / max(of_own, of_mean, 1e-8)
+
+
+def fit(
+    extractor: nn.Module,
+    inputs: torch.Tensor,
+    wanted: torch.Tensor,
+    steps: int,
+    lr: float,
+    until: float,
+    ctx: RoundContext,
+) -> tuple[float, float]:
+    """Adam on the residual, all probes at once, batch norm's statistics as they are; until `until`, at most `steps` steps.
+
+    Returns:
+        The residual before and after.
+    """
+    extractor.eval()
+    wanted = wanted.to(ctx.device)
+    optimiser = adam([one for one in extractor.parameters() if one.requires_grad], lr, 0.0)
+    first = found = float("nan")
+    for done in range(steps + 1):
+        loss = residual(extractor(inputs).flatten(1), wanted)
+        found = float(loss.detach())
+        first = found if done == 0 else first
+        if not found > until or done == steps:  # a loss that is not a number ends it, too
+            break
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        ctx.callbacks.progress("align", done + 1, steps)
+    return first, found
+
 
 OUTPUTS, WEIGHT = SUM_NUMBERS, SUM_WEIGHT
 MODULUS = 1 << 32

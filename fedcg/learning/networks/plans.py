@@ -1,19 +1,26 @@
-"""From an operator's plan to a complete spec, and from a spec to the initial weights of all.
-
-Roots (design §5): classifier and generator start from the public spec seed, extractor and discriminator from the cohort secret;
-a part that a method shares is public whatever it is. All clients and the server thus start from the same weights of
-what is averaged, and a coordinator does not know where a private part started.
-"""
+"""From an operator's plan to a complete spec; from a spec to initial weights, tensor layouts, and what each part and method costs in parameters and bytes."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.method import LabelCounts, Method, TrainingParams, Weights
-from fedcg.learning.networks.assembly import build_part, layouts, weights_of
+from fedcg.learning.networks.assembly import (
+    NETWORKS,
+    build_part,
+    feature_shape,
+    layouts,
+    skeleton,
+    split_of,
+    weights_of,
+)
 from fedcg.learning.networks.own_backbone import check_backbones
-from fedcg.learning.registry import get_method
+from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkSpec
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, SUM_NUMBERS, SUM_WEIGHT, Part, ReportField, TensorLayout, is_delta
@@ -122,3 +129,83 @@ def shadow_spec(spec: FederationSpec) -> FederationSpec:
             "layouts": {part: layout for part, layout in spec.layouts.items() if part in parts},
         }
     )
+
+
+_ITEM_BYTES = {"float32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """One part.
+
+    Attributes:
+        parameters: how many numbers are trained.
+        parameter_bytes: those as float32.
+        tensor_bytes: all tensors, buffers such as batch norm's among them, as the wire carries them without compression.
+    """
+
+    parameters: int
+    parameter_bytes: int
+    tensor_bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of tensors that one client sends and gets in a round of a method, before compression."""
+
+    up: int
+    down: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a choice of networks for one form of image.
+
+    Attributes:
+        feature_shape: of one image's features.
+        feature_range: "unit" or "non_negative".
+        smallest_side: the least height and width of an image that the split takes.
+        parts: per part.
+        methods: per method that can work with these networks, by name.
+        refusals: why the other methods can't, by name.
+    """
+
+    feature_shape: tuple[int, ...]
+    feature_range: str
+    smallest_side: int
+    parts: dict[Part, PartSize]
+    methods: dict[str, Traffic]
+    refusals: dict[str, str]
+
+
+def sizes_of(spec: NetworkSpec) -> Sizes:
+    """The sizes that follow from a plan or spec.
+
+    Raises:
+        NetworkError: networks that can't be built for this form of image.
+    """
+    split = split_of(spec)
+    own = frozenset() if split.image_generator is None else frozenset({Part.IMAGE_GENERATOR})
+    parts = {part: _size(spec, part, tensors) for part, tensors in layouts(spec, own.union(NETWORKS)).items()}
+    methods, refusals = {}, {}
+    for name in method_names():
+        method = get_method(name)
+        if problem := method.needs.networks(spec):
+            refusals[name] = problem
+            continue
+        tensors = method_layouts(spec, method)
+        methods[name] = Traffic(*(_total(tensors, shared) for shared in (method.payload.up, method.payload.down)))
+    return Sizes(feature_shape(spec), split.feature_range.value, split.smallest_side, parts, methods, refusals)
+
+
+def _size(spec: NetworkSpec, part: Part, tensors: tuple[TensorLayout, ...]) -> PartSize:
+    parameters = sum(parameter.numel() for parameter in skeleton(spec, part).parameters())
+    return PartSize(parameters, 4 * parameters, _bytes(tensors))
+
+
+def _total(tensors: Mapping[Part, tuple[TensorLayout, ...]], shared: frozenset[Part]) -> int:
+    return sum(_bytes(tensors[part]) for part in shared)
+
+
+def _bytes(tensors: tuple[TensorLayout, ...]) -> int:
+    return sum(_ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in tensors)

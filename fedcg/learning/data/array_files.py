@@ -1,0 +1,289 @@
+"""Data sets that come as arrays in a few files: what the readers give, their common bounds and checks, IDX files (MNIST and its family) and `.npz`. Torch-free; every size is bounded before memory is taken.
+
+IDX files, the form of MNIST and its family (Fashion-MNIST, KMNIST, EMNIST, QMNIST): a magic number, big-endian sizes, bytes.
+
+A folder holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the same with `t10k-` (or `test-`), each also as `.gz`,
+with a name in front where the set has one (`emnist-digits-train-images-idx3-ubyte`).
+
+`.npz` files: `images` and `labels`; or `train_images`, `train_labels` and the same with `test_` and `val_`; or Keras' `x_train`.
+
+The sizes that the archive and each array's header declare are checked against each other and against the limit before a byte
+is unpacked, and never is more unpacked than declared. Objects (pickles) are refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from fedcg.learning.errors import DataError
+
+# The largest public set of this kind, EMNIST by class, has 814,255 images and 640 MB; more than this is a mistake or an attack.
+MAX_BYTES = 2 << 30
+MAX_IMAGES = 4_000_000
+MAX_SIDE = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledImages:
+    """One part of a data set.
+
+    Attributes:
+        images: [N, H, W] (grey) or [N, H, W, 3] uint8.
+        labels: [N] int64, not negative.
+        file: the file of the images, for messages and names.
+    """
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    file: Path
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayData:
+    """A data set read from array files.
+
+    Attributes:
+        train: the training part, or everything where the set comes in one piece.
+        test: the test part, where there is one.
+        val: the validation part, where there is one.
+        classes: class names in label order, where the files name them.
+    """
+
+    train: LabelledImages
+    test: LabelledImages | None = None
+    val: LabelledImages | None = None
+    classes: tuple[str, ...] | None = None
+
+    def parts(self) -> dict[str, LabelledImages]:
+        """The parts that are there, by name, in the order train, val, test."""
+        named = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: part for name, part in named.items() if part is not None}
+
+
+def checked_shape(shape: tuple[int, ...], where: Path) -> int:
+    """The number of bytes of uint8 images of this shape.
+
+    Raises:
+        DataError: not [N, H, W] or [N, H, W, 1 or 3], nothing in it, or over the bounds.
+    """
+    if len(shape) not in (3, 4) or (len(shape) == 4 and shape[3] not in (1, 3)):
+        raise DataError(f"{where}: images must be uint8 [N, H, W] or [N, H, W, 1 or 3], not {list(shape)}")
+    if min(shape) < 1:
+        raise DataError(f"{where}: holds no image (shape {list(shape)})")
+    size = int(np.prod([int(side) for side in shape], dtype=object))
+    if shape[0] > MAX_IMAGES or max(shape[1:]) > MAX_SIDE or size > MAX_BYTES:
+        raise DataError(
+            f"{where}: declares {list(shape)}: over the limit of {MAX_IMAGES} images of {MAX_SIDE}x{MAX_SIDE} "
+            f"and {MAX_BYTES >> 20} MiB"
+        )
+    return size
+
+
+def labelled(images: NDArray[np.uint8], labels: NDArray[np.int64], file: Path, labels_file: Path) -> LabelledImages:
+    """Images with their labels; a last axis of one channel is dropped.
+
+    Raises:
+        DataError: not one label per image, or a negative one.
+    """
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.shape != images.shape[:1]:
+        raise DataError(f"{labels_file}: {list(labels.shape)} labels for the {len(images)} images of {file}")
+    if int(labels.min()) < 0:
+        raise DataError(f"{labels_file}: a negative label ({int(labels.min())})")
+    return LabelledImages(images[..., 0] if images.ndim == 4 and images.shape[3] == 1 else images, labels, file)
+
+
+_NAME = re.compile(r"(?P<set>.*?)-?(?P<part>train|t10k|test)-(?P<what>images|labels)[.-]idx[13]-ubyte(\.gz)?")
+_UNSIGNED_BYTE = 8  # the code of the element type, third byte of the magic number
+
+
+def is_idx_name(name: str) -> bool:
+    """Whether a file of this name is one of a set's IDX files."""
+    return _NAME.fullmatch(name) is not None
+
+
+def read_idx_folder(root: Path) -> ArrayData | None:
+    """The IDX files of a folder; None where there are none.
+
+    Raises:
+        DataError: files of several sets, a missing one of a pair, or a damaged one; names it.
+    """
+    found = {
+        (match["set"], match["part"], match["what"]): path
+        for path in sorted(root.iterdir(), reverse=True)  # the unpacked file wins over its .gz
+        if (match := _NAME.fullmatch(path.name)) is not None and path.is_file()
+    }
+    sets = sorted({key[0] for key in found})
+    if not found:
+        return None
+    if len(sets) > 1:
+        raise DataError(f"{root}: holds the files of several sets ({', '.join(sets)}): give each a folder of its own")
+    parts = {part: _read_part(root, found, sets[0], part) for _, part, what in found if what == "images"}
+    if "train" not in parts:
+        raise DataError(f"{root}: no train-images-idx3-ubyte beside {next(iter(found.values())).name}")
+    return ArrayData(parts["train"], parts.get("t10k", parts.get("test")))
+
+
+def _read_part(root: Path, found: dict[tuple[str, str, str], Path], name: str, part: str) -> LabelledImages:
+    images_file, labels_file = found[name, part, "images"], found.get((name, part, "labels"))
+    if labels_file is None:
+        raise DataError(f"{root}: {images_file.name} has no {part}-labels-idx1-ubyte beside it")
+    images = read_idx(images_file, 3)
+    labels = read_idx(labels_file, 1).astype(np.int64)
+    if name.startswith("emnist"):
+        images = np.ascontiguousarray(images.transpose(0, 2, 1))  # EMNIST's files store the columns first
+    if name == "emnist-letters":
+        labels = labels - 1  # its labels are 1..26
+    return labelled(images, labels, images_file, labels_file)
+
+
+def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """One IDX file of unsigned bytes.
+
+    Args:
+        path: the file; `.gz` is unpacked while reading.
+        dimensions: 3 for images, 1 for labels.
+
+    Raises:
+        DataError: another form, more declared than the limit allows, or fewer or more bytes than declared.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return _read(cast(BinaryIO, file), path, dimensions)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged or unreadable ({error})") from error
+
+
+def _read(file: BinaryIO, path: Path, dimensions: int) -> NDArray[np.uint8]:
+    header = file.read(4 + 4 * dimensions)
+    expected = bytes([0, 0, _UNSIGNED_BYTE, dimensions])
+    if len(header) < 4 + 4 * dimensions or header[:4] != expected:
+        raise DataError(f"{path}: not an IDX file of {dimensions}-dimensional unsigned bytes")
+    shape = struct.unpack(f">{dimensions}I", header[4:])
+    size = checked_shape(shape, path) if dimensions == 3 else shape[0]
+    if shape[0] > MAX_IMAGES or size > MAX_BYTES:
+        raise DataError(f"{path}: declares {shape[0]} labels: over the limit of {MAX_IMAGES}")
+    content = file.read(size + 1)
+    if len(content) != size:
+        fault = "cut off" if len(content) < size else "longer than declared"
+        raise DataError(
+            f"{path}: {fault}: it declares {list(shape)}, which takes {size} bytes, and {len(content)} are there"
+        )
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+
+
+_WHOLE = ("images", "labels")
+_PARTS = {part: ((f"{part}_images", f"{part}_labels"), (f"x_{part}", f"y_{part}")) for part in ("train", "test", "val")}
+
+
+def read_npz(path: Path) -> ArrayData:
+    """Read the labelled images of an `.npz`.
+
+    Raises:
+        DataError: not such a file, other arrays in it, damaged, or over the limit; names it.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            there = {name.removesuffix(".npy") for name in archive.namelist()}
+            if there.issuperset(_WHOLE):
+                return ArrayData(_labelled(archive, path, *_WHOLE))
+            parts = {
+                part: _labelled(archive, path, *names)
+                for part, candidates in _PARTS.items()
+                for names in candidates
+                if there.issuperset(names)
+            }
+    # What a damaged archive's directory, names and streams raise.
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error,
+            struct.error) as error:  # fmt: skip
+        raise DataError(f"{path}: not an .npz, or damaged ({error})") from error
+    if "train" not in parts:
+        raise DataError(
+            f"{path}: not an .npz with the arrays `images` and `labels`, nor with `train_images` and `train_labels` "
+            f"(and `test_…`), nor `x_train` and `y_train`; it holds {', '.join(sorted(there)[:8]) or 'nothing'}"
+        )
+    return ArrayData(parts["train"], parts.get("test"), parts.get("val"))
+
+
+def read_unlabelled(path: Path) -> NDArray[np.uint8]:
+    """The images of an `.npz`, whose labels are not read: `images`, `train_images` or `x_train`.
+
+    Raises:
+        DataError: not such a file, no such array, damaged, or over the limit; names it.
+    """
+    names = (_WHOLE[0], *(images for images, _ in _PARTS["train"]))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            there = {name.removesuffix(".npy") for name in archive.namelist()}
+            name = next((name for name in names if name in there), None)
+            if name is None:
+                raise DataError(f"{path}: an .npz without `{'`, `'.join(names)}`")
+            pixels = _pixels(archive, path, name)
+            if pixels.ndim < 3:
+                raise DataError(f"{path}: `{name}` must be [N, H, W] or [N, H, W, 1 or 3], not {list(pixels.shape)}")
+            return pixels[..., 0] if pixels.ndim == 4 and pixels.shape[3] == 1 else pixels
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, KeyError) as error:
+        raise DataError(f"{path}: not an .npz, or damaged ({error})") from error
+
+
+def _pixels(archive: zipfile.ZipFile, path: Path, name: str) -> NDArray[np.uint8]:
+    pixels = _array(archive, path, name)
+    if pixels.dtype != np.uint8:
+        raise DataError(f"{path}: `{name}` must be uint8, not {pixels.dtype}")
+    return pixels.astype(np.uint8, copy=False)
+
+
+def _labelled(archive: zipfile.ZipFile, path: Path, images: str, labels: str) -> LabelledImages:
+    pixels, numbers = _pixels(archive, path, images), _array(archive, path, labels)
+    if numbers.dtype.kind not in "iu":
+        raise DataError(f"{path}: `{labels}` must be integers, not {numbers.dtype}")
+    return labelled(pixels, numbers.astype(np.int64), path, path)
+
+
+def _array(archive: zipfile.ZipFile, path: Path, name: str) -> NDArray[np.generic]:
+    entry = archive.getinfo(f"{name}.npy")
+    if entry.file_size > MAX_BYTES:
+        raise DataError(f"{path}: `{name}` unpacks to {entry.file_size} bytes: over the limit of {MAX_BYTES}")
+    with archive.open(entry) as file:
+        shape, is_columns_first, kind = _header(file, path, name)
+        if kind.hasobject:
+            raise DataError(f"{path}: `{name}` holds objects, which are not read")
+        is_images = len(shape) > 2
+        size = (
+            checked_shape(shape, path) * kind.itemsize
+            if is_images
+            else int(np.prod(shape, dtype=object)) * kind.itemsize
+        )
+        if not is_images and (not shape or not 0 < size <= MAX_IMAGES * 8):
+            raise DataError(f"{path}: `{name}` has the shape {list(shape)}: there must be at least one image and label")
+        if size != entry.file_size - file.tell():
+            raise DataError(f"{path}: `{name}` declares {list(shape)} of {kind}, which is not what the archive holds")
+        content = file.read(size)
+    if len(content) != size:
+        raise DataError(f"{path}: `{name}` is cut off")
+    return np.frombuffer(content, dtype=kind).reshape(shape, order="F" if is_columns_first else "C")
+
+
+def _header(file: IO[bytes], path: Path, name: str) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+    try:
+        version = npy.read_magic(file)
+        if version == (1, 0):
+            return npy.read_array_header_1_0(file)
+        return npy.read_array_header_2_0(file)
+    except ValueError as error:
+        raise DataError(f"{path}: `{name}` is not a numpy array ({error})") from error

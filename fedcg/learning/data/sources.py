@@ -1,0 +1,166 @@
+"""What a device's data source is: image files in folders, array files, or an installed data set; which files there are, and one image decoded. Torch-free.
+
+One walk for training, the doctor and the snapshots. Images are decoded by `fedcg.imaging`, channels first; an error names the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+import numpy as np
+
+from fedcg import imaging
+from fedcg.image_form import ImageForm
+from fedcg.imaging import ImageError, Pixels, is_named_as_image
+from fedcg.learning.data.array_files import ArrayData, is_idx_name, read_idx_folder, read_npz
+from fedcg.learning.data.cifar import CIFAR_NAMES, read_cifar_folder
+from fedcg.learning.errors import DataError
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+SPLITS = ("train", "val", "test")
+
+
+def find_images(
+    root: Path, classes: Sequence[str] = (), unreadable: Callable[[str], object] | None = None
+) -> tuple[list[Path], list[Path]]:
+    """What is named as an image in `root/class/` or `root/{train,val,test}/class/`, and what lies in no class's folder; both sorted.
+
+    Args:
+        root: the data folder.
+        classes: a class may be named as a split.
+        unreadable: gets what can't be read, and why.
+
+    Raises:
+        DataError: a folder can't be read, without `unreadable`.
+    """
+
+    def listed(folder: Path) -> list[Path]:
+        try:
+            return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+        except OSError as error:
+            if unreadable is None:
+                raise DataError(f"{folder}: {error.strerror or error}") from error
+            unreadable(f"{folder}: {error.strerror or error}")
+            return []
+
+    splits = [root / name for name in SPLITS if (root / name).is_dir() and name not in classes]
+    folders = [path for base in splits or [root] for path in listed(base) if path.is_dir()]
+    sorted_in, loose = (
+        [path for folder in some for path in listed(folder) if is_named_as_image(path, IMAGE_SUFFIXES)]
+        for some in (folders, [*splits, root])
+    )
+    return sorted_in, loose
+
+
+def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
+    """Relative path and label of every image under `root/class/*` or `root/{train,val,test}/class/*`, sorted by path.
+
+    Raises:
+        DataError: no folder, one that can't be read, images of a class that the spec does not name, or no image at all.
+    """
+    if not root.is_dir():
+        raise DataError(f"{root}: no such folder")
+    labels = {name: index for index, name in enumerate(classes)}
+    found, loose = find_images(root, classes)
+    if unknown := next((path.parent for path in found if path.parent.name not in labels), None):
+        raise DataError(
+            f"{unknown}: the spec has no class {unknown.name!r}; its classes are {', '.join(classes)}. Rename the folder to "
+            "one of them, have the operator list the class in a new federation, or move the folder elsewhere"
+        )
+    if not found:
+        where = "its images lie in the folder itself, which names no class" if loose else "no images"
+        raise DataError(f"{root}: {where}; expected {root}/CLASS/*.png or .jpg with CLASS one of {', '.join(classes)}")
+    return sorted((path.relative_to(root).as_posix(), labels[path.parent.name]) for path in found)
+
+
+def decode_image(content: bytes, form: ImageForm, name: str) -> Pixels:
+    """Bytes of one image file to [C, H, W] uint8 in the spec's form.
+
+    Raises:
+        DataError: not an image, damaged, or over 50 million pixels; names the file.
+    """
+    try:
+        return _channels_first(imaging.decode_image(content, form))
+    except ImageError as error:
+        raise DataError(f"{name}: {error}") from error
+
+
+def read_image(path: Path) -> bytes:
+    """The bytes of an image file.
+
+    Raises:
+        DataError: `fedcg.imaging.read_file` opens no such file; names it.
+        OSError: it can't be read.
+    """
+    try:
+        return imaging.read_file(path)
+    except ImageError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def fit_pixels(pixels: Pixels, form: ImageForm) -> Pixels:
+    """[H, W] or [H, W, 3] uint8 to [C, H, W] in the spec's form, as if it came from a file without loss."""
+    return _channels_first(imaging.fit_pixels(pixels, form))
+
+
+def _channels_first(pixels: Pixels) -> Pixels:
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+DATASET_GROUP = "fedcg.datasets"
+DATASET_PREFIX = "dataset:"  # before the name of an entry point of the group
+
+
+def read_arrays(root: Path) -> ArrayData | None:
+    """Read an `.npz` file, or a folder with IDX or CIFAR files.
+
+    Returns:
+        The data set; None for a folder that holds none of these, whose images are files of their own.
+
+    Raises:
+        DataError: a damaged file, or one over the limits; names it.
+    """
+    if root.suffix == ".npz":
+        if not root.is_file():
+            raise DataError(f"{root}: no such file")
+        return read_npz(root)
+    if not root.is_dir():
+        return None
+    return read_idx_folder(root) or read_cifar_folder(root)
+
+
+def dataset_name(root: Path) -> str | None:
+    """NAME, where a source is `dataset:NAME`; the path before it, which a configuration file's folder adds, is ignored."""
+    return root.name.removeprefix(DATASET_PREFIX) if root.name.startswith(DATASET_PREFIX) else None
+
+
+def installed_dataset(name: str) -> EntryPoint:
+    """The entry point of `dataset:NAME`; nothing of it is imported.
+
+    Raises:
+        DataError: there is none; names those there are.
+    """
+    found = {point.name: point for point in entry_points(group=DATASET_GROUP)}
+    if name not in found:
+        there = ", ".join(sorted(found)) or "none is installed"
+        raise DataError(f"{DATASET_PREFIX}{name}: no entry point of that name in the group `{DATASET_GROUP}` ({there})")
+    return found[name]
+
+
+def is_array_source(root: Path) -> bool:
+    """Whether `read_arrays` would read this path, by file names alone."""
+    if root.suffix == ".npz":
+        return True
+    return root.is_dir() and any(
+        path.is_file() and (is_idx_name(path.name) or path.name in CIFAR_NAMES) for path in root.iterdir()
+    )
+
+
+def stamp(root: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of the files that `read_arrays` may read: as long as they stay, so does the data."""
+    files = (
+        [root] if root.is_file() else sorted(path for path in root.iterdir() if path.is_file()) if root.is_dir() else []
+    )
+    return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)

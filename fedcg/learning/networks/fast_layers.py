@@ -1,0 +1,459 @@
+"""Drop-in layers with torch's functions, tensor names and shapes that are faster on small maps: convolutions as matrix products, spectral norm on top of them, and convolution with pooling in one.
+
+Convolutions of tiny feature maps as a few matrix products: drop-in for torch's layers, same tensor names and shapes.
+
+A stride-1 convolution is a product of two polynomials, and a product that is n + k - 1 long is known from its values at as many
+points (Toom-Cook; for convolutions Winograd): 512 -> 256 channels from 2x2 to 3x3 take 9 matrix products instead of 16, from 3x3
+to 4x4 16 instead of 36. Both directions of the layer and all three gradients are the same product, with its factors in other
+roles. At most five points per axis: their matrices hold small numbers, so that nothing is lost in float32 but the last digit or two.
+
+Memory order of maps between such layers is (height, width, batch, channels), of their weights (height, width, inputs, outputs);
+shapes as torch has them. On other devices than a CPU, and for larger maps, torch's own layers run.
+
+Spectrally normalised layers: W x / σ(W) + b, with σ, the largest singular value, tracked by power iteration.
+
+The same function as `torch.nn.utils.parametrizations.spectral_norm` (one iteration a forward pass in train mode, gradient through σ).
+σ divides the OUTPUT instead of the weights, and after an iteration σ = ‖Wᵀu‖, which that iteration has computed. Several
+passes can go through in one call (`passes`): each has its own iteration and its own σ, as if they had come one after the other,
+and they share the matrix products.
+
+A convolution and the 2x2 pool after it in one; same functions and same tensors as `nn.Conv2d` followed by the pool.
+
+An average is linear: together with the convolution it is one convolution of stride 2, whose kernel is the mean of four copies of
+the kernel, shifted by one: 6x6 instead of 5x5, at a quarter of the positions. For a maximum the four shifted kernels give the four
+pixels of every window as four maps, whose maximum runs over memory in order; torch's own max pool costs as much as the convolution.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it  # noqa: N812 - the field's name for it
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+Size = tuple[int, int]
+_POINTS = (0.0, 1.0, -1.0, 2.0)  # and infinity, always the last
+
+
+@dataclass(frozen=True)
+class Form:
+    """A convolution as products between points: out = leave · ((enter · maps) x (kernel · weight)), x a matrix product per point.
+
+    Attributes:
+        enter: [P, positions of the input].
+        kernel: [P, positions of the kernel].
+        leave: [positions of the output, P]. None, for any of the three, is the identity.
+        size: height and width of the output.
+        grows: it is a transposed convolution.
+    """
+
+    enter: torch.Tensor | None
+    kernel: torch.Tensor | None
+    leave: torch.Tensor | None
+    size: Size
+    grows: bool
+
+
+def is_small(smaller: Size, kernel: Size) -> bool:
+    """Whether a layer between a map of this size and one larger by the kernel can be written as a `Form`."""
+    return all(side > 0 and side + width - 1 <= len(_POINTS) + 1 for side, width in zip(smaller, kernel, strict=True))
+
+
+def _values(length: int, points: int) -> torch.Tensor:
+    """[points, length] float64: takes a polynomial's coefficients to its values; at infinity that is the leading one."""
+    finite = torch.tensor(_POINTS[: points - 1], dtype=torch.float64).view(-1, 1)
+    infinity = torch.zeros(1, length, dtype=torch.float64)
+    infinity[0, -1] = 1.0
+    return torch.cat([finite ** torch.arange(length), infinity])
+
+
+@functools.lru_cache(maxsize=64)
+def form_of(smaller: Size, kernel: Size, dtype: torch.dtype, *, grows: bool) -> Form:
+    """The form of a transposed convolution (`grows`: from the smaller map) or of a convolution (to the smaller map)."""
+    larger = (smaller[0] + kernel[0] - 1, smaller[1] + kernel[1] - 1)
+    pairs = [zip(smaller, larger, strict=True), zip(kernel, larger, strict=True), zip(larger, larger, strict=True)]
+    of_map, of_kernel, of_product = (torch.kron(*(_values(few, many) for few, many in pair)) for pair in pairs)
+    interpolated = torch.linalg.inv(of_product)
+    enter, leave = (of_map, interpolated) if grows else (interpolated.t(), of_map.t())
+    matrices = [_unless_identity(matrix.to(dtype).contiguous()) for matrix in (enter, of_kernel, leave)]
+    return Form(matrices[0], matrices[1], matrices[2], larger if grows else smaller, grows)
+
+
+def _unless_identity(matrix: torch.Tensor) -> torch.Tensor | None:
+    rows, columns = matrix.shape
+    return None if rows == columns and torch.equal(matrix, torch.eye(rows, dtype=matrix.dtype)) else matrix
+
+
+def _apply(matrix: torch.Tensor | None, planes: torch.Tensor) -> torch.Tensor:
+    """A matrix [R, S], or the identity, on the first axis of [S, A, B]."""
+    return planes if matrix is None else (matrix @ planes.flatten(1)).view(matrix.shape[0], *planes.shape[1:])
+
+
+def _transpose(matrix: torch.Tensor | None) -> torch.Tensor | None:
+    return None if matrix is None else matrix.t()
+
+
+def planes_of(maps: torch.Tensor) -> torch.Tensor:
+    """[B, C, H, W] -> [H * W, B, C]; a view in the memory order of this module."""
+    return maps.permute(2, 3, 0, 1).flatten(0, 1)
+
+
+def maps_of(planes: torch.Tensor, size: Size) -> torch.Tensor:
+    """[H * W, B, C] -> [B, C, H, W], a view."""
+    return planes.view(*size, *planes.shape[1:]).permute(2, 3, 0, 1)
+
+
+def matrices_of(weight: torch.Tensor, *, grows: bool) -> torch.Tensor:
+    """A weight as torch shapes it -> [kh * kw, inputs, outputs]; a view in the memory order of this module."""
+    return (weight.permute(2, 3, 0, 1) if grows else weight.permute(2, 3, 1, 0)).flatten(0, 1)
+
+
+def weight_of(matrices: torch.Tensor, kernel: Size, *, grows: bool) -> torch.Tensor:
+    """The inverse of `matrices_of`, a view."""
+    matrices = matrices.view(*kernel, *matrices.shape[1:])
+    return matrices.permute(2, 3, 0, 1) if grows else matrices.permute(3, 2, 0, 1)
+
+
+def without_values(weight: torch.Tensor, *, grows: bool) -> nn.Parameter:
+    """A parameter of the same shape, without values, in the memory order of this module."""
+    tall, wide = weight.shape[2:]
+    inputs, outputs = (weight.shape[0], weight.shape[1]) if grows else (weight.shape[1], weight.shape[0])
+    return nn.Parameter(weight_of(weight.new_empty(tall * wide, inputs, outputs), (tall, wide), grows=grows))
+
+
+@dataclass(frozen=True)
+class Products:
+    """A convolution on its way: what the gradients need."""
+
+    form: Form
+    size: Size
+    kernel: Size
+    entered: torch.Tensor
+    matrices: torch.Tensor
+
+    def output(self) -> torch.Tensor:
+        """[B, outputs, H', W']."""
+        return maps_of(_apply(self.form.leave, torch.bmm(self.entered, self.matrices)), self.form.size)
+
+    def left(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the output, [B, outputs, H', W'], as it left the products: [P, B, outputs]."""
+        return _apply(_transpose(self.form.leave), planes_of(grad))
+
+    def to_maps(self, left: torch.Tensor) -> torch.Tensor:
+        """Gradient of the maps, [B, inputs, H, W]."""
+        inner = torch.bmm(left, self.matrices.transpose(1, 2))
+        return maps_of(_apply(_transpose(self.form.enter), inner), self.size)
+
+    def to_matrices(self, left: torch.Tensor) -> torch.Tensor:
+        """Gradient of the weight as [kh * kw, inputs, outputs]."""
+        return _apply(_transpose(self.form.kernel), torch.bmm(self.entered.transpose(1, 2), left))
+
+
+def products(maps: torch.Tensor, weight: torch.Tensor, form: Form) -> Products:
+    """Begin a convolution: both factors between the points."""
+    return Products(
+        form,
+        (maps.shape[2], maps.shape[3]),
+        (weight.shape[2], weight.shape[3]),
+        _apply(form.enter, planes_of(maps)),
+        _apply(form.kernel, matrices_of(weight, grows=form.grows)),
+    )
+
+
+def form_for(maps: torch.Tensor, weight: torch.Tensor, *, grows: bool) -> Form | None:
+    """The form of a (transposed) convolution, or None where torch's own layer is to run."""
+    kernel = (weight.shape[2], weight.shape[3])
+    tall, wide = maps.shape[2], maps.shape[3]
+    smaller = (tall, wide) if grows else (tall - kernel[0] + 1, wide - kernel[1] + 1)
+    if maps.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not is_small(smaller, kernel):
+        return None
+    return form_of(smaller, kernel, weight.dtype, grows=grows)
+
+
+class ConvolvedInForm(torch.autograd.Function):
+    """A (transposed) convolution by its form. Args of `apply`: maps, weight, form."""
+
+    @staticmethod
+    def forward(ctx: Any, maps: torch.Tensor, weight: torch.Tensor, form: Form) -> torch.Tensor:
+        """[B, inputs, H, W] -> [B, outputs, H', W']."""
+        ctx.products = products(maps, weight, form)
+        output: torch.Tensor = ctx.products.output()
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        """Gradients of maps and weight, where they are needed."""
+        made: Products = ctx.products
+        left = made.left(grad)
+        to_maps = made.to_maps(left) if ctx.needs_input_grad[0] else None
+        to_weight = (
+            weight_of(made.to_matrices(left), made.kernel, grows=made.form.grows) if ctx.needs_input_grad[1] else None
+        )
+        return to_maps, to_weight, None
+
+
+class SmallConvTranspose2d(nn.ConvTranspose2d):
+    """A transposed convolution with stride 1 and without bias."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: Size) -> None:
+        super().__init__(inputs, outputs, kernel, bias=False)
+        self.weight = without_values(self.weight, grows=True)
+
+    def forward(self, input: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:  # noqa: A002 - torch's
+        """[B, inputs, H, W] -> [B, outputs, H + kh - 1, W + kw - 1]."""
+        form = form_for(input, self.weight, grows=True)
+        if form is None or output_size is not None:
+            return super().forward(input, output_size)
+        convolved: torch.Tensor = ConvolvedInForm.apply(input, self.weight, form)  # type: ignore[no-untyped-call]
+        return convolved
+
+
+class MapBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm of small maps in this module's memory order; several passes' rows in one tensor see only their own pass."""
+
+    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, C, H, W] -> the same shape; the batch holds `passes` passes of equal size, one after the other."""
+        if passes == 1 or not self.training:
+            return self._one(input)
+        return torch.cat([self._one(rows) for rows in input.chunk(passes)])
+
+    def _one(self, rows: torch.Tensor) -> torch.Tensor:
+        if rows.device.type != "cpu":
+            return super().forward(rows)
+        # One image of one column: the only form of this memory order that torch's channels-last kernel knows.
+        column = rows.permute(2, 3, 0, 1).reshape(1, -1, 1, rows.shape[1]).permute(0, 3, 1, 2)
+        normed = super().forward(column)
+        size = (rows.shape[2], rows.shape[3])
+        return maps_of(normed.permute(0, 2, 3, 1).reshape(size[0] * size[1], rows.shape[0], rows.shape[1]), size)
+
+
+_EPS = 1e-12
+
+
+class SingularVectors(nn.Module):
+    """Estimates of a weight matrix's first left and right singular vectors; buffers, so they travel with the weights."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.register_buffer("left", torch.empty(rows))
+        self.register_buffer("right", torch.empty(columns))
+
+    @torch.no_grad()
+    def forward(self, matrices: torch.Tensor, passes: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Singular vectors and values for some passes in a row; in train mode each begins with one iteration.
+
+        Args:
+            matrices: [K, inputs, outputs], the weight; `right` has the order (inputs, K).
+            passes: how many.
+
+        Returns:
+            Left vectors [passes, outputs], right ones [passes, K * inputs], σ [passes].
+        """
+        positions, inputs, outputs = matrices.shape
+        matrix = matrices.reshape(positions * inputs, outputs)
+        left, right = self.left, self.right.view(inputs, positions).t().flatten()
+        seen = []
+        for _ in range(passes):
+            if self.training:
+                left = F.normalize(right @ matrix, dim=0, eps=_EPS)
+                across = matrix @ left
+                sigma = across.norm()
+                right = across / sigma.clamp_min(_EPS)
+            else:
+                sigma = left.dot(right @ matrix)
+            seen.append((left, right, sigma))
+        if self.training:
+            self.left.copy_(left)
+            self.right.copy_(right.view(positions, inputs).t().flatten())
+        lefts, rights, sigmas = (torch.stack(column) for column in zip(*seen, strict=True))
+        return lefts, rights, sigmas
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Start from random directions."""
+        for vector in (self.left, self.right):
+            direction = torch.randn(vector.shape, generator=generator)
+            vector.copy_(direction / direction.norm())
+
+
+class _Normalised(torch.autograd.Function):
+    """A convolution divided by σ, row by row of its pass. Args: maps, weight, form, left and right vectors, σ."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        maps: torch.Tensor,
+        weight: torch.Tensor,
+        form: Form,
+        lefts: torch.Tensor,
+        rights: torch.Tensor,
+        sigmas: torch.Tensor,
+    ) -> torch.Tensor:
+        """[B, inputs, H, W] -> [B, outputs, H', W']."""
+        ctx.products = products(maps, weight, form)
+        scale = sigmas.reciprocal().repeat_interleave(maps.shape[0] // len(sigmas)).view(-1, 1, 1, 1)
+        output: torch.Tensor = ctx.products.output() * scale
+        ctx.save_for_backward(output, scale, lefts, rights, sigmas)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of maps and weight, where they are needed."""
+        output, scale, lefts, rights, sigmas = ctx.saved_tensors
+        made = ctx.products
+        left = made.left(grad * scale)
+        to_maps = made.to_maps(left) if ctx.needs_input_grad[0] else None
+        to_weight = None
+        if ctx.needs_input_grad[1]:
+            to_matrices = made.to_matrices(left)
+            # dσ/dW = u vᵀ, and the loss falls by grad · output / σ per unit of σ.
+            share = (grad * output).sum(dim=(1, 2, 3)).view(len(sigmas), -1).sum(dim=1) / sigmas
+            to_matrices.view(-1, lefts.shape[1]).addmm_(rights.t(), lefts * -share.unsqueeze(1))
+            to_weight = weight_of(to_matrices, made.kernel, grows=False)
+        return to_maps, to_weight, None, None, None, None
+
+
+class SpectralLinear(nn.Linear):
+    """A linear layer divided by its weight's largest singular value."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.weight = nn.Parameter(self.weight.new_empty(inputs, outputs).t())
+        self.vectors = SingularVectors(outputs, inputs)
+
+    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs] -> [B, outputs]; the batch holds `passes` passes of equal size, one after the other."""
+        weight = self.weight.view(*self.weight.shape, 1, 1)
+        vectors = self.vectors(matrices_of(weight, grows=False), passes)
+        form = form_of((1, 1), (1, 1), weight.dtype, grows=False)
+        maps = input.view(*input.shape, 1, 1)
+        normalised: torch.Tensor = _Normalised.apply(maps, weight, form, *vectors)  # type: ignore[no-untyped-call]
+        return normalised.flatten(1) + self.bias
+
+
+class SpectralConv2d(nn.Conv2d):
+    """A convolution divided by the largest singular value of its weight, flattened to [outputs, the rest]."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: Size, *, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, kernel, bias=bias)
+        self.weight = without_values(self.weight, grows=False)
+        self.vectors = SingularVectors(outputs, inputs * kernel[0] * kernel[1])
+
+    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs, H, W] -> [B, outputs, H', W']; the batch holds `passes` passes of equal size, one after the other."""
+        vectors = self.vectors(matrices_of(self.weight, grows=False), passes)
+        form = form_for(input, self.weight, grows=False)
+        if form is None:
+            normalised = self._on_large_maps(input, *vectors)
+        else:
+            normalised = _Normalised.apply(input, self.weight, form, *vectors)  # type: ignore[no-untyped-call]
+        return normalised if self.bias is None else normalised + self.bias.view(-1, 1, 1)
+
+    def _on_large_maps(
+        self, maps: torch.Tensor, lefts: torch.Tensor, rights: torch.Tensor, sigmas: torch.Tensor
+    ) -> torch.Tensor:
+        # With the vectors held fixed σ = uᵀ W v, whose gradient is u vᵀ.
+        across = torch.einsum("pk,ko->po", rights, matrices_of(self.weight, grows=False).flatten(0, 1))
+        scale = (lefts * across).sum(dim=1).repeat_interleave(maps.shape[0] // len(sigmas))
+        return F.conv2d(maps, self.weight) / scale.view(-1, 1, 1, 1)
+
+
+def is_exporting() -> bool:
+    """Whether a graph is being recorded: an exported one has torch's two layers, with kernels that are constants."""
+    return bool(torch.jit.is_tracing() or torch.compiler.is_exporting())  # type: ignore[no-untyped-call, attr-defined]
+
+
+def is_transformed() -> bool:
+    """Whether torch.func differentiates row by row (per-sample gradients): it takes torch's own operations only."""
+    return torch._C._are_functorch_transforms_active()  # noqa: SLF001 - what torch.autograd.Function itself asks
+
+
+class AveragedConv2d(nn.Conv2d):
+    """`nn.AvgPool2d(2)(nn.Conv2d(inputs, outputs, kernel)(images))`."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
+        super().__init__(inputs, outputs, kernel)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs, H, W] -> [B, outputs, (H - kernel + 1) // 2, (W - kernel + 1) // 2]."""
+        if is_exporting():
+            return F.avg_pool2d(super().forward(input), 2)
+        tall = F.pad(self.weight, (0, 0, 0, 1)) + F.pad(self.weight, (0, 0, 1, 0))
+        wide = F.pad(tall, (0, 1)) + F.pad(tall, (1, 0))
+        return F.conv2d(input, 0.25 * wide, self.bias, stride=2)
+
+
+Quarters = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quarters_in_windows(maps: torch.Tensor) -> Quarters:
+    """The four pixels of each 2x2 window, row by row: views of [B, C, H, W] with even sides."""
+    return maps[..., 0::2, 0::2], maps[..., 0::2, 1::2], maps[..., 1::2, 0::2], maps[..., 1::2, 1::2]
+
+
+def quarters_in_turn(maps: torch.Tensor) -> Quarters:
+    """The four pixels of each window where they lie in four groups of channels: views of [B, 4C, H, W]."""
+    first, second, third, fourth = maps.chunk(4, dim=1)
+    return first, second, third, fourth
+
+
+class Maximum(torch.autograd.Function):
+    """Maximum of four pixels. Args of `apply`: maps, and whether their quarters are groups of channels (else windows).
+
+    The gradient goes to the first of equals, as in torch's max pool.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, maps: torch.Tensor, in_turn: bool) -> torch.Tensor:
+        """[B, 4C, H, W] or [B, C, 2H, 2W] -> [B, C, H, W]."""
+        ctx.quarters, ctx.shape = quarters_in_turn if in_turn else quarters_in_windows, maps.shape
+        first, second, third, fourth = ctx.quarters(maps)
+        upper, lower = torch.maximum(first, second), torch.maximum(third, fourth)
+        ctx.save_for_backward(second > first, fourth > third, lower > upper)
+        return torch.maximum(upper, lower)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Gradient of the maps."""
+        is_second, is_fourth, is_lower = ctx.saved_tensors
+        to_maps = grad.new_empty(ctx.shape)
+        first, second, third, fourth = ctx.quarters(to_maps)
+        lower = grad * is_lower
+        upper = grad - lower
+        second.copy_(upper * is_second)
+        torch.sub(upper, second, out=first)
+        fourth.copy_(lower * is_fourth)
+        torch.sub(lower, fourth, out=third)
+        return to_maps, None
+
+
+class MaxedConv2d(nn.Conv2d):
+    """`nn.MaxPool2d(2)(nn.Conv2d(inputs, outputs, kernel)(images))`."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
+        super().__init__(inputs, outputs, kernel)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs, H, W] -> [B, outputs, (H - kernel + 1) // 2, (W - kernel + 1) // 2]."""
+        assert self.bias is not None
+        if is_exporting() or is_transformed() or input.device.type != "cpu":
+            return F.max_pool2d(super().forward(input), 2)
+        # A gradient of the input costs more in stride 2 than the four maps save.
+        in_turn = not (torch.is_grad_enabled() and input.requires_grad)
+        if in_turn:
+            shifted = [F.pad(self.weight, (right, 1 - right, down, 1 - down)) for down in (0, 1) for right in (0, 1)]
+            maps = F.conv2d(input, torch.cat(shifted), self.bias.repeat(4), stride=2)
+        else:
+            maps = super().forward(input)
+            maps = maps[..., : maps.shape[2] // 2 * 2, : maps.shape[3] // 2 * 2]
+        pooled: torch.Tensor = Maximum.apply(maps, in_turn)  # type: ignore[no-untyped-call]
+        return pooled
