@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from fedcg.errors import FAILED
-from fedcg.json_output import AsJson, Result, print_data, prints
+from fedcg.terminal import AsJson, Result, print_data, prints
 from fedcg.text_output import table
 
 app = typer.Typer(no_args_is_help=True, help="Record independently the data that left the devices, and attack it.")

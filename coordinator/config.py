@@ -14,8 +14,8 @@ from typing_extensions import Self
 from coordinator.errors import ConfigError
 from fedcg.config_file import Settings, read_toml
 from fedcg.wire.messages.enrolment_messages import PresetName
-from fedcg.wire.messages.messages import MAX_CHUNK_BYTES
-from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, LinkLimits, limits_for
+from fedcg.wire.messages.schemas import MAX_CHUNK_BYTES
+from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
 from fedcg.worker_process import STALL_S
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")

@@ -10,12 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from devices.catalogue import load_catalogue
-from devices.detect import LIVE_ROOT, detect, runtime_providers
+from devices.detect import LIVE_ROOT, detect, load_catalogue, runtime_providers
 from devices.nvidia import torch_obstacle
 from devices.profile import GIB, DeviceProfile, Gpu, NotTrainableError, TrainingPlan, plan_training
 from devices.telemetry import Telemetry, read_telemetry
-from fedcg.json_output import print_data
+from fedcg.terminal import print_data
 
 UNAVAILABLE = "unavailable"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from devices.catalogue import load_catalogue
+from devices.detect import load_catalogue
 from devices.files import compatible, read_int, read_text
 
 _MODE_NAME = re.compile(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+)\s*>")

@@ -25,7 +25,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, FAILED, NOT_CONNECTED, TIMED_OUT, FedcgError
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import Part
 
 

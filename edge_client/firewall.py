@@ -22,9 +22,9 @@ from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.learning.split_names import check_name, pinned_weights
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_header
-from fedcg.wire.artifacts.tensors import Array, PartArrays, beyond
+from fedcg.wire.artifacts.payload import Array, PartArrays, beyond
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import SUM_NUMBERS, VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
 
 # Everything in a header about the device beside the report, with its form: the facts that a repetition with the same bits needs.

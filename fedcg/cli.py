@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fedcg.errors import BAD_INPUT, FAILED, NEXT_STEPS, NOT_FOUND, BadInputError, FedcgError, in_words
 from fedcg.event_log import log_text
-from fedcg.json_output import print_error, print_failure
+from fedcg.terminal import print_error, print_failure
 from fedcg.text_output import plain
 
 DEBUG_FLAG = "--debug"

@@ -54,7 +54,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedcg.log.sentences import sentence_of
+from fedcg.sentences import sentence_of
 
 ROTATE_BYTES = 32 * 1024 * 1024
 FIELDS = "event_fields"

@@ -25,7 +25,9 @@ from coordinator.paths import Home
 from coordinator.service.service import Service
 from fedcg.event_log import read_events
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import SigningKey, seal
+from fedcg.wire.messages.schemas import (
+    SPOKEN,
     Decline,
     DeclineReason,
     DeviceStatus,
@@ -36,12 +38,10 @@ from fedcg.wire.messages.messages import (
     Need,
     Receipt,
 )
-from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.transfer.chunks import chunk_frame
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig
 from fedcg.wire.transport.transport import Will
-from fedcg.wire.versions import SPOKEN
 from tests.support.broker.broker_plant import Plant, open_plant
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.fake_device import FakeDevice

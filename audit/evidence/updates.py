@@ -24,7 +24,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.wire.artifacts.artifacts import Artifact, ArtifactHeader, Base, codecs_for, read_header, unpack
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import Report
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import OrderError, WireError
-from fedcg.wire.messages.key_chain import check_links
-from fedcg.wire.messages.messages import KeyChain
-from fedcg.wire.messages.signing import MAGIC as ENVELOPE_MAGIC
-from fedcg.wire.messages.signing import OVERHEAD_BYTES, read_envelope
+from fedcg.wire.messages.envelopes import MAGIC as ENVELOPE_MAGIC
+from fedcg.wire.messages.envelopes import OVERHEAD_BYTES, check_links, read_envelope
+from fedcg.wire.messages.schemas import KeyChain
 from fedcg.wire.messages.topics import ParsedTopic, TopicKind, Topics
 from fedcg.wire.parts import TensorCodec, is_delta
 from fedcg.wire.transfer.chunks import parse_chunk

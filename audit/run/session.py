@@ -17,9 +17,8 @@ from audit.attacks.attack import Attack, Effort, get_attack
 from audit.errors import CaptureError
 from audit.evidence import Case
 from audit.measures.figures import Outcome
-from fedcg.child_python import spawning
 from fedcg.files import replace_durably
-from fedcg.worker_process import abandon, die_with_parent
+from fedcg.worker_process import abandon, die_with_parent, spawning
 
 LOOK_EVERY_S = 0.2
 SEND_EVERY_S = 0.5

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.updates.robustness import Distances, Figures
-from fedcg.wire.messages.messages import OfAttempt
+from fedcg.wire.messages.schemas import OfAttempt
 from fedcg.worker_process import STALL_S
 
 

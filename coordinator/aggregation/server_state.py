@@ -19,7 +19,7 @@ from fedcg.learning.method import Aggregate, Method, ServerState, Weights, check
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, codecs_for, pack, unpack
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.parts import Part, PartLayouts
 
 MAX_LINE = 120

@@ -24,8 +24,8 @@ from coordinator.errors import BrokerError
 from coordinator.paths import BROKER_NAME, CRL_NAME, Home
 from coordinator.pki.authority import CA_NAME, credential_of, issue, server_credential
 from fedcg.files import READABLE, replace_durably
-from fedcg.wire.clocks import SET_CLOCK, clock_time
 from fedcg.wire.messages.topics import LISTS_READER
+from fedcg.wire.tls import SET_CLOCK, clock_time
 
 ACL_NAME = "acl"
 ADDRESS_NAME = "broker.json"
@@ -109,7 +109,7 @@ def check_dates(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """The broker's limits per session; `fedcg.wire.transfer.broker_presets` stays well inside.
+    """The broker's limits per session; `fedcg.wire.transfer.windows` stays well inside.
 
     Attributes:
         packet_bytes: largest packet.

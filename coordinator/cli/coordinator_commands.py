@@ -16,12 +16,11 @@ import typer
 from coordinator.cli.federation_commands import federation_app, federations_table
 from coordinator.cli.shared_options import HOME_VARIABLE, Directory, asks, line_printer, store_of
 from coordinator.cli.watch_command import federation_watch
-from fedcg.child_python import loading
 from fedcg.errors import FAILED
-from fedcg.json_output import AsJson, Result, prints
-from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
-from fedcg.questions import PassphraseFile, passphrase_of
+from fedcg.log_output import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
+from fedcg.terminal import AsJson, PassphraseFile, Result, passphrase_of, prints
 from fedcg.text_output import moment, seconds_of, table
+from fedcg.worker_process import loading
 
 if TYPE_CHECKING:
     from coordinator.cli.client import Client
@@ -171,7 +170,7 @@ def coordinator_run(
     with loading():
         from coordinator.cli.run import run_coordinator
     from coordinator.paths import Home
-    from fedcg.log.output import set_up_log, toggle_debug_on_signal
+    from fedcg.log_output import set_up_log, toggle_debug_on_signal
 
     log = LogSettings(form, level)
     set_up_log(log)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli.shared_options import Named, Reason, asks
-from fedcg.json_output import Result, prints
+from fedcg.terminal import Result, prints
 from fedcg.text_output import moment, table
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 
 from coordinator.cli.shared_options import Directory, Reason, asks, store_of
 from fedcg.errors import BadInputError
-from fedcg.json_output import Result, prints
+from fedcg.terminal import Result, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:

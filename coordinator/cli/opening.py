@@ -16,8 +16,8 @@ from coordinator.pki.authority import create_ca, issue, server_credential
 from fedcg.config_file import listed, problems_of
 from fedcg.errors import EXISTS
 from fedcg.files import READABLE, SECRET_BYTES, checked_secret, replace_durably, write_durably
-from fedcg.wire.messages.messages import COORDINATOR
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import COORDINATOR
 
 HERE = ("sqlite", "directory")
 """Places in the coordinator's directory, as `fedcg coordinator restore` names them."""

@@ -57,7 +57,7 @@ from fedcg.errors import FedcgError
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 from fedcg.wire.transport.transport import Transport, Will

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedcg.json_output import Result, print_data, prints, with_options
+from fedcg.terminal import Result, print_data, prints, with_options
 
 if TYPE_CHECKING:
     from coordinator.paths import Home

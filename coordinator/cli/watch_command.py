@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli.shared_options import Named, Somewhere, Url
-from fedcg.json_output import print_data
+from fedcg.terminal import print_data
 from fedcg.text_output import moment
 
 if TYPE_CHECKING:

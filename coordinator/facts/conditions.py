@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.facts.known import Known
 from coordinator.storage.overview_store import Delivery
-from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding
+from fedcg.wire.messages.schemas import DeviceCondition, DoctorFinding
 
 ENROL_AGAIN = "`fedcg token create --replaces DEVICE` here, then `fedcg enrol` on the device into a new folder."
 LOOK = "On the device: `fedcg doctor` names what is wrong and what to do."

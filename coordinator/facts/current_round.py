@@ -20,7 +20,7 @@ from coordinator.rounds.records import (
 from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.reports import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import Outcome
 
 ESTIMATED_FROM = 5
 """Closed rounds whose median duration is the estimate for the next ones."""

@@ -6,8 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from coordinator.facts.known import Known
-from fedcg.wire.messages.conditions import DeviceCondition, ServedModel
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import DeviceCondition, Outcome, ServedModel
 
 
 @dataclass(frozen=True)

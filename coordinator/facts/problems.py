@@ -16,8 +16,8 @@ from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.service import Service
 from coordinator.sums.board import Phase as SumPhase
 from coordinator.updates.robustness import is_tolerated
-from fedcg.advice import COHORT_ADVICE, DECLINE_ADVICE
-from fedcg.wire.messages.messages import DeclineReason, Outcome
+from fedcg.sentences import COHORT_ADVICE, DECLINE_ADVICE
+from fedcg.wire.messages.schemas import DeclineReason, Outcome
 
 FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
 """The coordinator's disk is nearly full below both."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.facts.known import Known
 from coordinator.storage.overview_store import Delivery
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import Outcome
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,14 @@ from coordinator.service.coordinator import Coordinator
 from coordinator.updates.receiver import Receiver
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError, OrderError, TooLargeError, WireError
 from fedcg.wire.messages.enrolment_messages import common_name
-from fedcg.wire.messages.messages import ArtifactRef
+from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile
-from fedcg.wire.transfer.chunks import Chunk
-from fedcg.wire.transfer.http_ranges import (
+from fedcg.wire.transfer.chunks import (
     ARTIFACTS_PATH,
+    HTTPS_STALL_S,
     READY_PATH,
-    STALL_S,
     UPDATES_PATH,
+    Chunk,
     Span,
     parse_content_range,
     parse_range,
@@ -178,7 +178,7 @@ class _Transfers:
             for start in range(span.first, span.last + 1, PIECE_BYTES):
                 if not await self._members.is_open(request):
                     request.scope[HANG_UP]()
-                    await asyncio.sleep(STALL_S)  # ended by the disconnect
+                    await asyncio.sleep(HTTPS_STALL_S)  # ended by the disconnect
                 length = min(PIECE_BYTES, span.last + 1 - start)
                 yield await anyio.to_thread.run_sync(os.pread, file, length, start, limiter=self._threads)
         finally:

@@ -39,7 +39,7 @@ from fedcg.wire.messages.enrolment_messages import (
     key_digest,
     renewal_statement,
 )
-from fedcg.wire.messages.signing import VerifyKey
+from fedcg.wire.messages.envelopes import VerifyKey
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from coordinator.pki.authority import CA_NAME, LEAF_LIFE, credential_of, issue
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, DeviceState
 from coordinator.storage.store import Store
+from fedcg.agent_config import CONFIG_NAME, render_agent_config
 from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import replace_durably, with_check
-from fedcg.provision.agent_config import CONFIG_NAME, render_agent_config
 from fedcg.wire.messages.enrolment_messages import load_certificate
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.topics import check_device_id
 
 

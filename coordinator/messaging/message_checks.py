@@ -12,25 +12,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fedcg.refusal_counter import Refusals
 from fedcg.wire.errors import (
     MalformedError,
     OtherDeviceError,
     OtherFederationError,
     OtherSessionError,
+    Refusals,
     ReplayError,
     WireError,
 )
-from fedcg.wire.messages import messages
-from fedcg.wire.messages.ordering import Session, session_id
-from fedcg.wire.messages.signing import VerifyKey, open_envelope
+from fedcg.wire.messages import schemas
+from fedcg.wire.messages.envelopes import Session, VerifyKey, open_envelope, session_id
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transport.transport import Delivery
 
 NONCES_KEPT = 64  # of each device's earlier hellos since the start
 
 
-MessageT = TypeVar("MessageT", bound=messages.AnyMessage)
+MessageT = TypeVar("MessageT", bound=schemas.AnyMessage)
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class FromDevice:
     """A message of a device that passed every check."""
 
     device: str
-    message: messages.DeviceMessage
+    message: schemas.DeviceMessage
 
 
 @dataclass
@@ -46,7 +45,7 @@ class _OpenSession:
     device_nonce: str
     nonce: str
     session: Session
-    carrier: messages.Carrier
+    carrier: schemas.Carrier
 
 
 class Sessions:
@@ -56,7 +55,7 @@ class Sessions:
         self._open: dict[str, _OpenSession] = {}
         self._earlier: dict[str, deque[str]] = {}
 
-    def greet(self, device: str, nonce: str, carrier: messages.Carrier = messages.Carrier.MQTT) -> str:
+    def greet(self, device: str, nonce: str, carrier: schemas.Carrier = schemas.Carrier.MQTT) -> str:
         """Open a session for a hello and return the coordinator's nonce for the welcome."""
         known = self._open.get(device)
         if known is not None and known.device_nonce == nonce:
@@ -68,16 +67,16 @@ class Sessions:
         return ours
 
     @property
-    def carriers(self) -> frozenset[messages.Carrier]:
+    def carriers(self) -> frozenset[schemas.Carrier]:
         """How the artifacts of devices with a session travel."""
         return frozenset(known.carrier for known in self._open.values())
 
-    def carrier(self, device: str) -> messages.Carrier:
+    def carrier(self, device: str) -> schemas.Carrier:
         """How a device's artifacts travel, as announced in its hello."""
         known = self._open.get(device)
-        return messages.Carrier.MQTT if known is None else known.carrier
+        return schemas.Carrier.MQTT if known is None else known.carrier
 
-    def check_hello(self, hello: messages.Hello) -> None:
+    def check_hello(self, hello: schemas.Hello) -> None:
         """Check that a hello is not the recording of one whose session was replaced since.
 
         Raises:
@@ -90,7 +89,7 @@ class Sessions:
         """End the session of a device, if it has one."""
         self._open.pop(device, None)
 
-    def admit(self, device: str, message: messages.AnyMessage) -> None:
+    def admit(self, device: str, message: schemas.AnyMessage) -> None:
         """Check that a message continues the device's session.
 
         Raises:
@@ -123,13 +122,13 @@ class Cohorts:
         """Forget the mark of a device that left the federation: the others are judged without it."""
         self._marks.pop(device, None)
 
-    def verdict(self, device: str) -> messages.CohortVerdict:
+    def verdict(self, device: str) -> schemas.CohortVerdict:
         """Whether a device's secret equals those of all other devices that have sent a mark."""
         mine = self._marks.get(device)
         others = {mark for name, mark in self._marks.items() if name != device}
         if not others:
-            return messages.CohortVerdict.ALONE
-        return messages.CohortVerdict.SAME if others == {mine} else messages.CohortVerdict.DIFFERENT
+            return schemas.CohortVerdict.ALONE
+        return schemas.CohortVerdict.SAME if others == {mine} else schemas.CohortVerdict.DIFFERENT
 
     def without(self) -> list[str]:
         """The devices without a secret."""
@@ -208,22 +207,22 @@ class MessageChecks:
         message = open_envelope(delivery.payload, self._keys.get)
         self._check_address(message, parsed.device)
         status_topic = parsed.kind is TopicKind.STATUS
-        if isinstance(message, messages.DeviceStatus) != status_topic:
+        if isinstance(message, schemas.DeviceStatus) != status_topic:
             raise MalformedError(f"a {message.kind} message on a topic that is not for it")
-        if isinstance(message, messages.Hello):
+        if isinstance(message, schemas.Hello):
             self._sessions.check_hello(message)
             return FromDevice(parsed.device, message)
-        if isinstance(message, messages.InSession):
+        if isinstance(message, schemas.InSession):
             self._sessions.admit(parsed.device, message)
-        elif not isinstance(message, messages.DeviceStatus):
+        elif not isinstance(message, schemas.DeviceStatus):
             raise MalformedError(f"a {message.kind} message is not for the coordinator")
         return FromDevice(parsed.device, message)
 
-    def _check_address(self, message: messages.AnyMessage, device: str) -> None:
+    def _check_address(self, message: schemas.AnyMessage, device: str) -> None:
         if message.sender != device:
             raise OtherDeviceError(f"a {message.kind} message of {message.sender!r} on the topic of {device!r}")
         if message.federation != self._topics.federation:
             raise OtherFederationError(f"a message for federation {message.federation!r}")
-        wanted = {messages.COORDINATOR, "*"} if isinstance(message, messages.DeviceStatus) else {messages.COORDINATOR}
+        wanted = {schemas.COORDINATOR, "*"} if isinstance(message, schemas.DeviceStatus) else {schemas.COORDINATOR}
         if message.recipient not in wanted:
             raise OtherDeviceError(f"a message for {message.recipient!r}")

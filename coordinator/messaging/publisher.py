@@ -13,16 +13,14 @@ from typing import TypedDict
 
 from coordinator.messaging.message_checks import Cohorts, Sessions
 from coordinator.pki.signing_keys import SigningIdentity
-from fedcg.wire import versions
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages import messages
-from fedcg.wire.messages.signing import SigningKey, seal
-from fedcg.wire.messages.sum_steps import ToDevice
+from fedcg.wire.messages import schemas
+from fedcg.wire.messages.envelopes import SigningKey, seal
+from fedcg.wire.messages.schemas import ToDevice
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, PRESETS, LinkLimits
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender
-from fedcg.wire.transfer.chunk_window import Ranges
 from fedcg.wire.transfer.chunks import chunk_bytes_for
+from fedcg.wire.transfer.windows import DEFAULT_PRESET, PRESETS, LinkLimits, Ranges
 from fedcg.wire.transport.transport import Transport, Will
 
 log = logging.getLogger(__name__)
@@ -38,11 +36,11 @@ class _Envelope(TypedDict):
 
 
 def _envelope(
-    federation: str, epoch: int, recipient: str = messages.EVERYONE, at: messages.RoundAttempt = messages.NO_ATTEMPT
+    federation: str, epoch: int, recipient: str = schemas.EVERYONE, at: schemas.RoundAttempt = schemas.NO_ATTEMPT
 ) -> _Envelope:
     return {
         "federation": federation,
-        "sender": messages.COORDINATOR,
+        "sender": schemas.COORDINATOR,
         "recipient": recipient,
         "epoch": epoch,
         "round": at.round,
@@ -50,9 +48,9 @@ def _envelope(
     }
 
 
-def status_message(federation: str, epoch: int, *, online: bool) -> messages.CoordinatorStatus:
+def status_message(federation: str, epoch: int, *, online: bool) -> schemas.CoordinatorStatus:
     """The coordinator's status; it is published retained."""
-    return messages.CoordinatorStatus(**_envelope(federation, epoch), online=online)
+    return schemas.CoordinatorStatus(**_envelope(federation, epoch), online=online)
 
 
 def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
@@ -120,34 +118,34 @@ class Publisher:
 
     def keys(self) -> bool:
         """Publish, retained, how the message key was replaced; nothing while it is still the first one."""
-        links = self._signing_identity.links[-messages.MAX_KEY_LINKS :]
+        links = self._signing_identity.links[-schemas.MAX_KEY_LINKS :]
         if not links:
             return True
-        message = messages.KeyChain(**self._to(messages.EVERYONE), links=links)
+        message = schemas.KeyChain(**self._to(schemas.EVERYONE), links=links)
         return self._publish(self._topics.keys, self._seal(message), retain=True)
 
     def offer(
         self,
-        at: messages.RoundAttempt,
-        spec: messages.ArtifactRef,
-        aggregate: messages.ArtifactRef,
+        at: schemas.RoundAttempt,
+        spec: schemas.ArtifactRef,
+        aggregate: schemas.ArtifactRef,
         rounds: int,
         deadline_at: float,
     ) -> bool:
         """Publish, retained, the offer of the open (round, attempt)."""
-        message = messages.Offer(
-            **self._to(messages.EVERYONE, at), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
+        message = schemas.Offer(
+            **self._to(schemas.EVERYONE, at), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
         )
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
-    def finished(self, at: messages.RoundAttempt, spec: messages.ArtifactRef, aggregate: messages.ArtifactRef) -> bool:
+    def finished(self, at: schemas.RoundAttempt, spec: schemas.ArtifactRef, aggregate: schemas.ArtifactRef) -> bool:
         """Publish, retained, that the federation is over."""
-        message = messages.Finished(**self._to(messages.EVERYONE, at), spec=spec, aggregate=aggregate)
+        message = schemas.Finished(**self._to(schemas.EVERYONE, at), spec=spec, aggregate=aggregate)
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
     def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
         """Answer a hello, with the version that the session has."""
-        message = messages.Welcome(
+        message = schemas.Welcome(
             **self._to(device),
             version=version,
             device_nonce=device_nonce,
@@ -157,49 +155,49 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def refuse_hello(self, device: str, hello: messages.Hello) -> bool:
+    def refuse_hello(self, device: str, hello: schemas.Hello) -> bool:
         """Answer a hello that lists no version of the protocol supported here."""
-        message = messages.Refusal(
+        message = schemas.Refusal(
             **self._to(device),
             device_nonce=hello.nonce,
-            versions=versions.SPOKEN,
+            versions=schemas.SPOKEN,
             device_versions=hello.versions,
-            update=versions.outdated(hello.versions, versions.SPOKEN),
+            update=schemas.outdated(hello.versions, schemas.SPOKEN),
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def invite(self, device: str, at: messages.RoundAttempt, share: float = 1.0) -> bool:
+    def invite(self, device: str, at: schemas.RoundAttempt, share: float = 1.0) -> bool:
         """Ask a device to take part in (round, attempt) with a share of the spec's local steps."""
         return self._send(
-            device, messages.Invite(**self._to(device, at), cohort=self._cohorts.verdict(device), share=share)
+            device, schemas.Invite(**self._to(device, at), cohort=self._cohorts.verdict(device), share=share)
         )
 
     def left(self, device: str) -> bool:
         """Confirm that a device is no member any more."""
-        return self._send(device, messages.Left(**self._to(device)))
+        return self._send(device, schemas.Left(**self._to(device)))
 
     def revoked(self, device: str, key: str) -> bool:
         """Tell the device that has this message key that it is revoked; outside of a session, as it has none any more."""
         return self._publish(
-            self._topics.down_control(device), self._seal(messages.Revoked(**self._to(device), key=key))
+            self._topics.down_control(device), self._seal(schemas.Revoked(**self._to(device), key=key))
         )
 
-    def sum_step(self, device: str, at: messages.RoundAttempt, step: ToDevice) -> bool:
+    def sum_step(self, device: str, at: schemas.RoundAttempt, step: ToDevice) -> bool:
         """Send a step of the masked sum of (round, attempt)."""
-        return self._send(device, messages.SumDown(**self._to(device, at), body=step))
+        return self._send(device, schemas.SumDown(**self._to(device, at), body=step))
 
-    def need(self, device: str, manifest: messages.Manifest, ranges: Ranges) -> bool:
+    def need(self, device: str, manifest: schemas.Manifest, ranges: Ranges) -> bool:
         """Grant chunks of an announced update."""
         return self._send(
             device,
-            messages.Need(**self._to(device, manifest.at), artifact=manifest.artifact.id, ranges=ranges),
+            schemas.Need(**self._to(device, manifest.at), artifact=manifest.artifact.id, ranges=ranges),
         )
 
     def receipt(
-        self, device: str, at: messages.RoundAttempt, artifact: str, outcome: messages.Outcome, reason: str
+        self, device: str, at: schemas.RoundAttempt, artifact: str, outcome: schemas.Outcome, reason: str
     ) -> bool:
         """End an update, or say what became of one that was accepted."""
-        message = messages.Receipt(**self._to(device, at), artifact=artifact, outcome=outcome, reason=reason[:300])
+        message = schemas.Receipt(**self._to(device, at), artifact=artifact, outcome=outcome, reason=reason[:300])
         return self._send(device, message)
 
     def chunks(self, device: str, source: ChunkFile, ranges: Ranges) -> None:
@@ -215,12 +213,12 @@ class Publisher:
 
         Nothing is sent when every device fetches over HTTPS.
         """
-        if self._sessions.carriers == {messages.Carrier.HTTPS}:
+        if self._sessions.carriers == {schemas.Carrier.HTTPS}:
             return
         burst = self._limits.window.chunks_of(source.ref.chunk_bytes)
         self._sender.broadcast(self._topics.aggregate, source, is_current, self._limits.broadcast_bytes_per_s, burst)
 
-    def carrier(self, device: str) -> messages.Carrier:
+    def carrier(self, device: str) -> schemas.Carrier:
         """How a device's artifacts travel."""
         return self._sessions.carrier(device)
 
@@ -232,13 +230,13 @@ class Publisher:
         """Stop sending chunks."""
         self._sender.close()
 
-    def _to(self, recipient: str, at: messages.RoundAttempt = messages.NO_ATTEMPT) -> _Envelope:
+    def _to(self, recipient: str, at: schemas.RoundAttempt = schemas.NO_ATTEMPT) -> _Envelope:
         return _envelope(self._topics.federation, self._epoch, recipient, at)
 
-    def _seal(self, message: messages.AnyMessage) -> bytes:
+    def _seal(self, message: schemas.AnyMessage) -> bytes:
         return seal(message, self._signing_identity.key)
 
-    def _send(self, device: str, message: messages.AnyMessage) -> bool:
+    def _send(self, device: str, message: schemas.AnyMessage) -> bool:
         with self._lock:
             stamped = self._sessions.stamp(device, message)
             return stamped is not None and self._publish(self._topics.down_control(device), self._seal(stamped))

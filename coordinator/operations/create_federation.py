@@ -22,14 +22,14 @@ import tomllib
 from pydantic import BaseModel, ValidationError, field_validator
 
 from coordinator.errors import PlanError, StoppingError
-from fedcg.child_python import loading, module_command
 from fedcg.config_file import Place, listed, numbered, problems_of, read_toml
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import Part
+from fedcg.worker_process import loading, module_command
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights
@@ -134,7 +134,7 @@ def too_few_for_sums(spec: FederationSpec, min_clients: int) -> str:
     """Why rounds of so few clients can't be had with what a method sends behind masks; empty where they can."""
     if not spec.summed:
         return ""
-    from fedcg.wire.sums.protocol import MIN_DEVICES  # only here: cryptography comes with it
+    from fedcg.wire.sums import MIN_DEVICES  # only here: cryptography comes with it
 
     if min_clients >= MIN_DEVICES:
         return ""

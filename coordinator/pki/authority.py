@@ -23,9 +23,8 @@ from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import HomeError
 from coordinator.paths import CRL_NAME, Home, damaged
 from fedcg.files import READABLE, replace_durably, write_durably
-from fedcg.wire.clocks import SET_CLOCK, clock_time
-from fedcg.wire.messages.messages import COORDINATOR
-from fedcg.wire.server_role import AUTHORITY_NAME, ServerRole
+from fedcg.wire.messages.schemas import COORDINATOR
+from fedcg.wire.tls import AUTHORITY_NAME, SET_CLOCK, ServerRole, clock_time
 
 CA_NAME = "ca"
 CA_LIFE = timedelta(days=3650)
@@ -133,7 +132,7 @@ def server_credential(directory: Path, role: str, host: str) -> Credential:
 
     Args:
         directory: holds the authority.
-        role: which server it is (`fedcg.wire.server_role`); the common name.
+        role: which server it is (`fedcg.wire.tls`); the common name.
         host: name or address under which clients reach it.
     """
     names = tuple(dict.fromkeys((host, "127.0.0.1", "localhost"))) if host in LOOPBACK_HOSTS else (host,)

@@ -16,9 +16,8 @@ from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.files import fsync_path
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.key_chain import make_link
-from fedcg.wire.messages.messages import KeyLink
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey, make_link
+from fedcg.wire.messages.schemas import KeyLink
 
 
 @dataclass(frozen=True)

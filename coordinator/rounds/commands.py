@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedcg.wire.messages.messages import OfAttempt
+from fedcg.wire.messages.schemas import OfAttempt
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import OfAttempt
+from fedcg.wire.messages.schemas import OfAttempt
 
 
 class Event:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 
 RETRY_MAX_S = 600.0
 """At most, however many attempts have failed."""

@@ -18,7 +18,7 @@ from typing import Any
 from coordinator.rounds import commands, events
 from coordinator.rounds.opening import Opening, wanted_updates
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 
 WAITS_FOR_OWNERS = "waits_for_owners"
 """The label of a federation whose open attempt can't close before owners of devices approve its spec."""

@@ -11,7 +11,7 @@ from coordinator.rounds.round_engine import Phase
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.updates.receiver import Receiver
-from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, RoundAttempt
 
 REMIND_S = 5.0
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from coordinator.aggregation.jobs import Progressed
 from coordinator.rounds.round_engine import RoundState
 from coordinator.storage.store import Store
-from fedcg.wire.messages.conditions import Readings
-from fedcg.wire.messages.messages import Heartbeat, OfAttempt, SelfReport
+from fedcg.wire.messages.schemas import Heartbeat, OfAttempt, Readings, SelfReport
 
 BOOTS_KEPT = 8  # agent processes of a device that are told apart
 

@@ -30,7 +30,7 @@ from coordinator.updates.receiver import Receiver
 from coordinator.updates.screening import Choice, Screening
 from coordinator.updates.track_record import left_out, odd_updates, plateau_reason
 from fedcg.event_log import EventValue
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 
 PACE_ROUNDS = 10
 """A device's pace is known by what it said in so many rounds before."""

@@ -32,10 +32,9 @@ from coordinator.updates.published_artifacts import ArtifactRequests, PublishedA
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.update_checks import UpdateChecks
 from fedcg.event_log import EventLog
-from fedcg.refusal_counter import Refusals
-from fedcg.wire import versions
-from fedcg.wire.errors import CapacityError, VersionError
-from fedcg.wire.messages.messages import (
+from fedcg.wire.errors import CapacityError, Refusals, VersionError
+from fedcg.wire.messages import schemas
+from fedcg.wire.messages.schemas import (
     Accept,
     Decline,
     DeviceStatus,
@@ -315,9 +314,9 @@ class Service:
             self.sums.receive(device, message)
 
     def _hello(self, device: str, hello: Hello) -> None:
-        version = versions.agree(hello.versions)
+        version = schemas.agree(hello.versions)
         if version is None:
-            reason = versions.explain_versions(hello.versions, versions.SPOKEN)
+            reason = schemas.explain_versions(hello.versions, schemas.SPOKEN)
             self._refusals.note(f"the hello of {device}", VersionError(reason), device)
             self._publisher.refuse_hello(device, hello)
             return

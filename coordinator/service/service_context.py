@@ -17,7 +17,7 @@ from coordinator.updates.robustness import Distances
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, PRESETS, LinkLimits
+from fedcg.wire.transfer.windows import DEFAULT_PRESET, PRESETS, LinkLimits
 from fedcg.wire.transport.transport import Transport, Will
 from fedcg.worker_process import Exited
 

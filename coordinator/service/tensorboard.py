@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.errors import ConfigError
 from coordinator.rounds.records import UpdateRecord
 from coordinator.storage.store import Store
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -29,7 +29,7 @@ from fedcg.errors import EXISTS
 from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably
 from fedcg.sealing import Seal, add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import Outcome
 
 MAGIC = b"FEDCG-BACKUP-1\n"
 ROWS = 500

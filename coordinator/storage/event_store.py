@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator.storage import schema
 from fedcg.errors import in_words
 from fedcg.event_log import EventLog, EventValue, log_event
-from fedcg.log.sentences import LEVELS, Sentence, sentence_of
+from fedcg.sentences import LEVELS, Sentence, sentence_of
 
 FLUSH_S, RETRY_S = 0.25, 5.0
 KEEP = 100_000

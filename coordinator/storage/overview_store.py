@@ -10,7 +10,7 @@ from sqlalchemy import JSON, ColumnElement, Table, and_, cast, func, select, typ
 
 from coordinator.rounds.records import AttemptState
 from coordinator.storage import schema
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import Outcome
 
 ANSWERS = 50  # of one device that a page shows
 

@@ -42,7 +42,7 @@ from coordinator.storage.presence_store import Presence
 from coordinator.storage.register import Register
 from fedcg.errors import EXISTS
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import KeyLink, Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import KeyLink, Outcome, RoundAttempt
 
 
 class SumRecords(schema.Queries):

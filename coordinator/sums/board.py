@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from fedcg.wire.errors import SignatureError, SumError
-from fedcg.wire.messages.signing import VerifyKey
-from fedcg.wire.messages.sum_steps import (
+from fedcg.wire.messages.envelopes import VerifyKey
+from fedcg.wire.messages.schemas import (
     MAX_SUM_DEVICES,
     FromDevice,
     SumDealt,
@@ -27,9 +27,18 @@ from fedcg.wire.messages.sum_steps import (
     SumSurvivors,
     ToDevice,
 )
-from fedcg.wire.sums.protocol import MIN_DEVICES, Survivors, survivors_label, threshold_of, unmask
-from fedcg.wire.sums.secrets import Numbers, SumRound
-from fedcg.wire.sums.steps import announcement_of, from_hex, members_of
+from fedcg.wire.sums import (
+    MIN_DEVICES,
+    Numbers,
+    SumRound,
+    Survivors,
+    announcement_of,
+    from_hex,
+    members_of,
+    survivors_label,
+    threshold_of,
+    unmask,
+)
 
 KEYS_WAIT_S = 60.0
 """How long devices may take for their keys after the first one's: some load their images meanwhile."""

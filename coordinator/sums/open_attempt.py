@@ -12,10 +12,10 @@ from coordinator.sums.board import Phase, Sends, SumBoard
 from fedcg.event_log import EventLog, EventValue
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.messages import RoundAttempt, SumUp
-from fedcg.wire.messages.signing import VerifyKey
+from fedcg.wire.messages.envelopes import VerifyKey
+from fedcg.wire.messages.schemas import RoundAttempt, SumUp
 from fedcg.wire.parts import numbers_size
-from fedcg.wire.sums.secrets import SumRound
+from fedcg.wire.sums import SumRound
 
 Merge = Callable[[OpenedSum], None]
 

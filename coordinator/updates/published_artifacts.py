@@ -9,9 +9,9 @@ from functools import partial
 
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError
-from fedcg.wire.messages.messages import ArtifactRef, Need
+from fedcg.wire.messages.schemas import ArtifactRef, Need
 from fedcg.wire.transfer.chunk_sender import ChunkFile, file_ref
-from fedcg.wire.transfer.chunk_window import Ranges
+from fedcg.wire.transfer.windows import Ranges
 
 OPEN_FILES = 8  # those that were used last; others are opened again when a device asks
 

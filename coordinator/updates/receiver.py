@@ -27,9 +27,8 @@ from coordinator.rounds.records import UpdateRecord
 from coordinator.updates.update_checks import UpdateChecks
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.event_log import EventLog
-from fedcg.refusal_counter import Refusals
-from fedcg.wire.errors import CapacityError, OrderError, WireError
-from fedcg.wire.messages.messages import (
+from fedcg.wire.errors import CapacityError, OrderError, Refusals, WireError
+from fedcg.wire.messages.schemas import (
     MAX_ARTIFACT_BYTES,
     MAX_CHUNK_BYTES,
     ArtifactRef,
@@ -37,9 +36,9 @@ from fedcg.wire.messages.messages import (
     Outcome,
     RoundAttempt,
 )
-from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES, Chunk, read_frame
 from fedcg.wire.transfer.partial_files import Partials
+from fedcg.wire.transfer.windows import LinkLimits
 
 MAX_BYTES = 64 * 1024 * 1024
 MAX_PARTIAL_FILES = 1024

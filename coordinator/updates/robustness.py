@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from coordinator.config import Action, RobustnessSettings
 from coordinator.errors import ValidationError
 from fedcg.wire.artifacts.artifacts import Base
-from fedcg.wire.artifacts.tensors import Array, PartArrays
+from fedcg.wire.artifacts.payload import Array, PartArrays
 from fedcg.wire.parts import Part
 
 NORM_BOUND = 1e5

@@ -25,7 +25,7 @@ from coordinator.updates.robustness import (
 from coordinator.updates.track_record import typical_distances
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 
 
 @dataclass(frozen=True)

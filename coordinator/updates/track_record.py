@@ -8,7 +8,7 @@ from coordinator.rounds.records import AttemptRecord, ParticipantState, UpdateRe
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances, medians_of
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import DeclineReason, Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
 
 FAILED_IN_A_ROW = 2
 """A device that failed in this many consecutive attempts is left out of the next ones."""

@@ -18,7 +18,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.messages import Manifest, Outcome
+from fedcg.wire.messages.schemas import Manifest, Outcome
 
 
 class UpdateChecks:

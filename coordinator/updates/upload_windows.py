@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedcg.wire.messages.messages import Carrier, Manifest, RoundAttempt
-from fedcg.wire.transfer.chunk_window import Ranges, Window
+from fedcg.wire.messages.schemas import Carrier, Manifest, RoundAttempt
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
+from fedcg.wire.transfer.windows import Ranges, Window
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,17 @@ from dataclasses import dataclass
 
 from coordinator.errors import ValidationError
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts.artifacts import Artifact, ArtifactHeader, Base, codecs_for, parts_in, read_header, unpack
-from fedcg.wire.artifacts.container import MAX_HEADER_BYTES
-from fedcg.wire.artifacts.tensors import PartArrays, assert_finite, assert_within, max_payload_bytes
+from fedcg.wire.artifacts.artifacts import (
+    MAX_HEADER_BYTES,
+    Artifact,
+    ArtifactHeader,
+    Base,
+    codecs_for,
+    parts_in,
+    read_header,
+    unpack,
+)
+from fedcg.wire.artifacts.payload import PartArrays, assert_finite, assert_within, max_payload_bytes
 from fedcg.wire.errors import WireError
 from fedcg.wire.parts import VOLUNTARY_REPORT, PartLayouts, Report, TensorCodec
 

@@ -21,10 +21,9 @@ from edge_client.transfer.artifact_transfer import ArtifactTransfer
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError, WireError
-from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, RoundAttempt, SumUp
-from fedcg.wire.messages.signing import SigningKey
-from fedcg.wire.messages.sum_steps import SumDealt, SumOff
-from fedcg.wire.sums.secrets import SumRound
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import ArtifactRef, DeclineReason, RoundAttempt, SumDealt, SumOff, SumUp
+from fedcg.wire.sums import SumRound
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 
 

@@ -12,9 +12,8 @@ from typing import get_args
 from edge_client.session.events import Event, HelloRefused, Invited, Noted, Offered, RoundFailed, Welcomed
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.files import advice_for
-from fedcg.refusal_counter import Refusals
-from fedcg.wire.errors import IntegrityError, VersionError, WireError
-from fedcg.wire.messages.messages import CohortVerdict, RoundAttempt, TrainingPhase
+from fedcg.wire.errors import IntegrityError, Refusals, VersionError, WireError
+from fedcg.wire.messages.schemas import CohortVerdict, RoundAttempt, TrainingPhase
 from fedcg.worker_process import Exited
 
 PHASES: tuple[TrainingPhase, ...] = get_args(TrainingPhase)

@@ -16,9 +16,9 @@ from edge_client.session.events import Invited
 from edge_client.store.sent_record import LEDGER_FILE, read_lines
 from fedcg.event_log import EventValue
 from fedcg.files import READABLE, replace_durably
-from fedcg.repeating import repeating
-from fedcg.wire.messages.messages import DeclineReason, Offer
+from fedcg.wire.messages.schemas import DeclineReason, Offer
 from fedcg.wire.parts import ReportField
+from fedcg.worker_process import repeating
 
 LOOK_EVERY_S = 15.0
 Sample = tuple[str, Mapping[str, str], float]  # name, labels, value

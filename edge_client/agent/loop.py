@@ -45,14 +45,14 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerHandle, TrainerReport
 from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer, MqttCarrier
 from edge_client.transfer.https_client import https_carrier
-from fedcg.advice import REVOKED_ADVICE
 from fedcg.errors import NOT_CONNECTED
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Need, RoundAttempt
+from fedcg.sentences import REVOKED_ADVICE
+from fedcg.wire.messages.envelopes import PinnedKey
+from fedcg.wire.messages.schemas import ArtifactRef, DeclineReason, Need, RoundAttempt
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transfer.chunk_window import Ranges
 from fedcg.wire.transfer.chunks import Chunk, chunk_bytes_for
+from fedcg.wire.transfer.windows import Ranges
 from fedcg.wire.transport.transport import Delivery, Transport
 from fedcg.worker_process import Exited
 

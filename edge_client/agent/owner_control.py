@@ -34,8 +34,8 @@ from fedcg.event_log import EventLog
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import codecs_for
-from fedcg.wire.artifacts.tensors import data_bytes, max_payload_bytes
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.artifacts.payload import data_bytes, max_payload_bytes
+from fedcg.wire.messages.schemas import DeclineReason
 
 MB = 1_000_000
 HEADER_BYTES, CLASS_BYTES, CODEC_BYTES = 4096, 128, 32

@@ -26,7 +26,7 @@ from edge_client.store.owner_record import MAX_REASON
 from edge_client.store.private_store import CONTROL_FOLDER, is_locked
 from fedcg.files import PRIVATE, READABLE
 from fedcg.text_output import wrong_value
-from fedcg.wire.messages.messages import Sha256
+from fedcg.wire.messages.schemas import Sha256
 
 MAX_PAUSE_S = 366 * 86_400.0
 MAX_REQUEST_BYTES = 4096

@@ -20,7 +20,7 @@ from edge_client.training.trainer_handle import trainer_process
 from export.model.signature import note_signer
 from fedcg.event_log import EventLog
 from fedcg.learning.split_names import use_weights
-from fedcg.log.settings import LogSettings
+from fedcg.log_output import LogSettings
 from fedcg.wire.transport.mqtt import MqttTransport
 
 STORE_WAIT_S = 5.0  # a predecessor that was just killed may still hold the locks for a moment

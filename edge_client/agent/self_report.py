@@ -22,10 +22,18 @@ from edge_client.store.sent_record import SentRecord
 from export.errors import ExportError
 from export.model.manifest import Manifest, read_manifest
 from export.model.versions import Slots
-from fedcg.repeating import repeating
-from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, FormEvidence, Readings, ServedModel
-from fedcg.wire.messages.messages import Heartbeat, RoundAttempt, SelfReport
+from fedcg.wire.messages.schemas import (
+    DeviceCondition,
+    DoctorFinding,
+    FormEvidence,
+    Heartbeat,
+    Readings,
+    RoundAttempt,
+    SelfReport,
+    ServedModel,
+)
 from fedcg.wire.parts import ReportField
+from fedcg.worker_process import repeating
 
 EVERY_S = 300.0
 """Time between two reports of the same: the coordinator compares the clocks."""

@@ -22,15 +22,15 @@ from edge_client.cli.enrol_commands import join_command, leave_command, renew_co
 from edge_client.cli.record_commands import diagnose_command, ledger_command, logs_command, sent_command
 from edge_client.cli.shared_options import ConfigOption, read_config
 from edge_client.cli.store_commands import backup_command, restore_command, store_app
-from fedcg.child_python import loading
 from fedcg.errors import FAILED, NOT_CONNECTED, NOT_FOUND
-from fedcg.json_output import AsJson, Result, print_data, prints
-from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
+from fedcg.log_output import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
+from fedcg.terminal import AsJson, Result, print_data, prints
+from fedcg.worker_process import loading
 
 if TYPE_CHECKING:
     from edge_client.cli.doctor.findings import Finding
     from edge_client.config import AgentConfig
-    from fedcg.wire.messages.conditions import DoctorFinding
+    from fedcg.wire.messages.schemas import DoctorFinding
 
 DEFAULT_EXECUTABLE = PurePosixPath("/opt/fedcg/venv/bin/fedcg")
 DEFAULT_CONFIG_ROOT = PurePosixPath("/etc/fedcg")
@@ -119,7 +119,7 @@ def run_command(
     """
     with loading():
         from edge_client.agent.run import run_agent
-    from fedcg.log.output import set_up_log, toggle_debug_on_signal
+    from fedcg.log_output import set_up_log, toggle_debug_on_signal
 
     log = LogSettings(form, level)
     set_up_log(log)

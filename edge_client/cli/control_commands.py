@@ -12,8 +12,7 @@ import typer
 
 from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
-from fedcg.json_output import Result, prints
-from fedcg.questions import confirm
+from fedcg.terminal import Result, confirm, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:

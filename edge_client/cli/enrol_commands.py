@@ -10,8 +10,7 @@ import typer
 
 from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
-from fedcg.json_output import Result, prints
-from fedcg.questions import confirm
+from fedcg.terminal import Result, confirm, prints
 from fedcg.text_output import seconds_of
 
 STDIN = "-"
@@ -44,7 +43,7 @@ def enrol_command(
     Example: fedcg enrol --token - --device line-4 --data /data/images --out /etc/fedcg/casting
     """
     from edge_client.identity.enrol import enrol
-    from fedcg.provision.agent_config import DATA
+    from fedcg.agent_config import DATA
     from fedcg.wire.messages.enrolment_messages import Token
 
     if token == STDIN and sys.stdin.isatty():

@@ -12,8 +12,8 @@ import typer
 from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import EXISTS, NOT_FOUND, BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
-from fedcg.json_output import Result, print_data, prints
-from fedcg.log.sentences import DEBUG, LEVELS, sentence_of
+from fedcg.sentences import DEBUG, LEVELS, sentence_of
+from fedcg.terminal import Result, print_data, prints
 from fedcg.text_output import moment, moment_of, table
 
 FOLLOW_EVERY_S = 0.5

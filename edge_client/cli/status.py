@@ -28,11 +28,11 @@ from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, is_locke
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
-from fedcg.advice import REVOKED_ADVICE
 from fedcg.errors import NOT_FOUND, in_words
 from fedcg.event_log import EventValue, log_text, read_events
+from fedcg.sentences import REVOKED_ADVICE
 from fedcg.text_output import moment, table
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import Outcome
 from fedcg.wire.parts import PrivacySpent
 
 Status = dict[str, EventValue]

@@ -12,8 +12,7 @@ import typer
 
 from edge_client.cli.shared_options import ConfigOption, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
-from fedcg.json_output import Result, prints
-from fedcg.questions import PassphraseFile, passphrase_of
+from fedcg.terminal import PassphraseFile, Result, passphrase_of, prints
 
 if TYPE_CHECKING:
     from edge_client.config import AgentConfig

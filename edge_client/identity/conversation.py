@@ -19,9 +19,9 @@ from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.sent_record import SentRecord
-from fedcg.advice import REVOKED_ADVICE
+from fedcg.sentences import REVOKED_ADVICE
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.key_chain import PinnedKey
+from fedcg.wire.messages.envelopes import PinnedKey
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.transport import Delivery, Transport
 

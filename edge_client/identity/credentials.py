@@ -21,7 +21,7 @@ from fedcg.errors import FAILED
 from fedcg.files import checked, fsync_path, is_passing, replace_durably, with_check
 from fedcg.wire.errors import MalformedError, WireError
 from fedcg.wire.messages.enrolment_messages import certificate_key_digest, common_name, key_digest, load_certificate
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 
 RENEW_AT = 1 / 3

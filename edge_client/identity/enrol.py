@@ -18,11 +18,10 @@ from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey, check_issued, load_keys
 from edge_client.identity.enrolment_client import ask, check_clock, fetch_authority, trusting
 from edge_client.store.private_store import PrivateStore, open_store
+from fedcg.agent_config import CONFIG_NAME, DATA, render_agent_config
 from fedcg.config_file import set_values
 from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably, with_check
-from fedcg.provision.agent_config import CONFIG_NAME, DATA, render_agent_config
-from fedcg.wire.clocks import SET_CLOCK
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.enrolment_messages import (
     ENROL_PATH,
@@ -33,9 +32,10 @@ from fedcg.wire.messages.enrolment_messages import (
     enrolment_statement,
     message_key_digest,
 )
-from fedcg.wire.messages.messages import Identifier
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.messages.schemas import Identifier
 from fedcg.wire.messages.topics import check_device_id
+from fedcg.wire.tls import SET_CLOCK
 
 MAY_BE_THERE = frozenset({"signing.key", "tls", "data", "store"})
 """The entries that a new device's folder may hold: keys of an attempt without answer, images, a private store."""

@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import BaseModel, ValidationError
 
 from edge_client.errors import ClockError, EnrolError, LateAnswerError, NotAcceptedError
-from fedcg.wire.clocks import MOST_CLOCK_OFF_S, clock_difference, explain_dates
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.enrolment_messages import (
     AUTHORITY_PATH,
@@ -24,7 +23,7 @@ from fedcg.wire.messages.enrolment_messages import (
     certificate_key_digest,
     load_certificate,
 )
-from fedcg.wire.server_role import ServerRole, expect_role
+from fedcg.wire.tls import MOST_CLOCK_OFF_S, ServerRole, clock_difference, expect_role, explain_dates
 
 TIMEOUT_S = 20.0
 AnswerT = TypeVar("AnswerT", bound=BaseModel)

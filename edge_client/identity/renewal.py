@@ -26,8 +26,6 @@ from edge_client.identity.credentials import (
 )
 from edge_client.identity.enrolment_client import ask, check_clock, fetch_authority, trusting
 from fedcg.event_log import EventLog
-from fedcg.repeating import repeating
-from fedcg.wire.clocks import SET_CLOCK
 from fedcg.wire.messages.enrolment_messages import (
     RENEW_PATH,
     RenewAnswer,
@@ -35,7 +33,9 @@ from fedcg.wire.messages.enrolment_messages import (
     certificate_key_digest,
     renewal_statement,
 )
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.tls import SET_CLOCK
+from fedcg.worker_process import repeating
 
 LOOK_AGAIN = timedelta(hours=6)
 """Longest time between two checks: a device's clock may jump."""

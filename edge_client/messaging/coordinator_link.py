@@ -12,8 +12,17 @@ from edge_client.messaging.handshake import Handshake
 from edge_client.session import events
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.errors import MalformedError, OldEpochError, OtherDeviceError, OtherFederationError, TransportError
-from fedcg.wire.messages.key_chain import PinnedKey, open_key_chain
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import (
+    BroadcastOrder,
+    PinnedKey,
+    SigningKey,
+    VerifyKey,
+    open_envelope,
+    open_key_chain,
+    read_envelope,
+    seal,
+)
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
     EVERYONE,
     NO_ATTEMPT,
@@ -33,8 +42,6 @@ from fedcg.wire.messages.messages import (
     SumDown,
     Welcome,
 )
-from fedcg.wire.messages.ordering import BroadcastOrder
-from fedcg.wire.messages.signing import SigningKey, VerifyKey, open_envelope, read_envelope, seal
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import Chunk, read_frame
 from fedcg.wire.transport.transport import Delivery, Transport, Will

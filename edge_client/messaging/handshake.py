@@ -9,9 +9,10 @@ from __future__ import annotations
 import secrets
 from typing import TypeVar
 
-from fedcg.wire import versions
 from fedcg.wire.errors import OtherSessionError, ReplayError, VersionError
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages import schemas
+from fedcg.wire.messages.envelopes import Session, session_id
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
     NO_ATTEMPT,
     AnyMessage,
@@ -21,7 +22,6 @@ from fedcg.wire.messages.messages import (
     RoundAttempt,
     Welcome,
 )
-from fedcg.wire.messages.ordering import Session, session_id
 
 MessageT = TypeVar("MessageT", bound=AnyMessage)
 
@@ -84,7 +84,7 @@ class Handshake:
             round=committed.round,
             attempt=committed.attempt,
             nonce=self._nonce,
-            versions=versions.SPOKEN,
+            versions=schemas.SPOKEN,
             agent=self._agent,
             cohort=self._cohort,
             heartbeat_s=self._heartbeat_s,
@@ -102,8 +102,8 @@ class Handshake:
         """
         if message.device_nonce != self._nonce or message.nonce in self._answers:
             raise ReplayError("a welcome that answers no hello of this device, or answers one again")
-        if message.version not in versions.SPOKEN:
-            raise VersionError(f"a welcome for protocol version {message.version}; {versions.SPOKEN} were offered")
+        if message.version not in schemas.SPOKEN:
+            raise VersionError(f"a welcome for protocol version {message.version}; {schemas.SPOKEN} were offered")
         self._answers.add(message.nonce)
         self._session = Session(session_id(message.device_nonce, message.nonce))
 
@@ -115,7 +115,7 @@ class Handshake:
         """
         if message.device_nonce != self._nonce or self.is_open:
             raise ReplayError("a refusal that answers no hello of this device")
-        return versions.explain_versions(message.device_versions, message.versions)
+        return schemas.explain_versions(message.device_versions, message.versions)
 
     def stamp(self, message: MessageT) -> MessageT:
         """The message with session and counter.

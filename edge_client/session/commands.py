@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge_client.session.events import Chosen, Event, RoundFailed, TrainerDied
-from fedcg.wire.messages.messages import AnyMessage, ArtifactRef, DeclineReason, Outcome, RoundAttempt
-from fedcg.wire.messages.sum_steps import ToDevice
+from fedcg.wire.messages.schemas import AnyMessage, ArtifactRef, DeclineReason, Outcome, RoundAttempt, ToDevice
 
 
 @dataclass(frozen=True)

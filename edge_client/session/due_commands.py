@@ -33,7 +33,7 @@ from edge_client.session.state import (
     SessionState,
     Trainer,
 )
-from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Leave, Manifest, RoundAttempt
+from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, Leave, Manifest, RoundAttempt
 
 Step = tuple[SessionState, tuple[Command, ...]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedcg.event_log import EventValue
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.schemas import (
     ArtifactRef,
     CohortVerdict,
     DeclineReason,
@@ -14,8 +14,8 @@ from fedcg.wire.messages.messages import (
     Offer,
     Receipt,
     RoundAttempt,
+    ToDevice,
 )
-from fedcg.wire.messages.sum_steps import ToDevice
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from edge_client.session.commands import Wanted
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
     NO_ATTEMPT,
     ArtifactRef,

@@ -32,7 +32,7 @@ from edge_client.session.state import (
     SessionState,
     Trainer,
 )
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 
 
 def step(state: SessionState, event: events.Event, now: float) -> Step:

@@ -24,7 +24,7 @@ from edge_client.store.private_store import CONTROL_FOLDER, PrivateStore
 from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import fsync_path, replace_durably, write_durably
 from fedcg.sealing import Seal, add_bytes, read_small, sealed_archive, sealed_entries, without_accounts
-from fedcg.wire.messages.messages import Identifier
+from fedcg.wire.messages.schemas import Identifier
 
 MAGIC = b"FEDCG-AGENT-BACKUP-1\n"
 ENTRY = re.compile(r"agent\.toml|identity/[a-z_]{1,20}|store(/[A-Za-z0-9_][\w.-]{0,120}){1,6}")

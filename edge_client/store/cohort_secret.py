@@ -17,7 +17,7 @@ from edge_client.store.private_store import PrivateStore
 from fedcg.errors import EXISTS
 from fedcg.files import SECRET_BYTES
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.signing import VerifyKey
+from fedcg.wire.messages.envelopes import VerifyKey
 
 _CHECK_BYTES = 3
 _GROUP = 4

@@ -32,8 +32,8 @@ from safetensors.numpy import save as save_safetensors
 from edge_client.errors import StoreDamagedError, unreadable
 from fedcg.files import file_sha256, fsync_path, replace_durably, write_durably
 from fedcg.wire.artifacts.artifacts import artifact_id
-from fedcg.wire.artifacts.tensors import Array, PartArrays, flatten
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.artifacts.payload import Array, PartArrays, flatten
+from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 
 SPLITS = ("train", "val", "test")

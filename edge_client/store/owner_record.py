@@ -18,7 +18,7 @@ from edge_client.config import PolicySection
 from edge_client.firewall import widened
 from edge_client.store.small_files import damaged, read_json, write_json
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.messages.messages import DeclineReason, Sha256
+from fedcg.wire.messages.schemas import DeclineReason, Sha256
 
 WRITTEN_EVERY_BYTES = 1_000_000
 MAX_REASON = 200

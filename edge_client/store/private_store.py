@@ -53,10 +53,8 @@ from fedcg.files import SECRET_BYTES, advice_for, checked_secret, file_sha256, r
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
-from fedcg.wire.messages.ordering import START, Position
-from fedcg.wire.messages.signing import VerifyKey
+from fedcg.wire.messages.envelopes import START, PinnedKey, Position, VerifyKey
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from fedcg.wire.transfer.partial_files import Partials
 
 FORMAT_FILE = "format.json"

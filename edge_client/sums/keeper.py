@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client.errors import StoreError
 from fedcg.wire.errors import SumError
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
-from fedcg.wire.messages.sum_steps import (
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.messages.schemas import (
     SumDealt,
     SumKeys,
     SumMembers,
@@ -25,9 +25,21 @@ from fedcg.wire.messages.sum_steps import (
     SumSigned,
     SumSurvivors,
 )
-from fedcg.wire.sums.protocol import MIN_DEVICES, Survivors, masked, reveal, share_out, sign_survivors
-from fedcg.wire.sums.secrets import Numbers, SumRound, SumSecrets
-from fedcg.wire.sums.steps import from_hex, in_hex, keys_of, members_of
+from fedcg.wire.sums import (
+    MIN_DEVICES,
+    Numbers,
+    SumRound,
+    SumSecrets,
+    Survivors,
+    from_hex,
+    in_hex,
+    keys_of,
+    masked,
+    members_of,
+    reveal,
+    share_out,
+    sign_survivors,
+)
 
 
 class _Kept(BaseModel):

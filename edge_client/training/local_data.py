@@ -24,7 +24,7 @@ from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.method import Progress, silent
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 
 
 @dataclass(frozen=True)

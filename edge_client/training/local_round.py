@@ -61,9 +61,9 @@ from fedcg.learning.training.batches import paced
 from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, Health, Part, PrivacySpent, Report, ReportField, is_delta
-from fedcg.wire.sums.secrets import SumRound
+from fedcg.wire.sums import SumRound
 
 COVERED = "dp_sgd.covered"
 """Score of a generation: every round of this store that was committed was trained with DP-SGD."""

@@ -33,7 +33,7 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import AuditFigure, Part, Report
 
 REPORT_FILE = "report.json"

@@ -52,7 +52,7 @@ from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_out_of_memory, is_sticky
 from fedcg.wire.errors import CodecError, WireError
-from fedcg.wire.messages.messages import NO_ATTEMPT, DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import NO_ATTEMPT, DeclineReason, RoundAttempt
 from fedcg.wire.parts import RoundCost
 from fedcg.worker_process import requests_of
 

@@ -12,10 +12,8 @@ from typing import Protocol
 from edge_client.config import AgentConfig
 from edge_client.session.commands import TrainerCommand
 from edge_client.session.events import Noted, TrainerReady, Working, WorkReport
-from fedcg.child_python import loading
-from fedcg.log.output import set_up_log
-from fedcg.log.settings import LogSettings
-from fedcg.worker_process import Exited, WorkerProcess
+from fedcg.log_output import LogSettings, set_up_log
+from fedcg.worker_process import Exited, WorkerProcess, loading
 
 TrainerReport = TrainerReady | WorkReport | Noted | Exited
 

@@ -15,7 +15,7 @@ from devices.eligibility import EligibilitySettings, Obstacle, Reason, eligibili
 from devices.telemetry import Telemetry
 from edge_client.inference_load import InferenceLoad
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.messages import NO_ATTEMPT, RoundAttempt
+from fedcg.wire.messages.schemas import NO_ATTEMPT, RoundAttempt
 
 LOOK_AGAIN_S = 0.2
 LOW_NICE = 10

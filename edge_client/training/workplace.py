@@ -18,7 +18,7 @@ from fedcg.learning.method import Callbacks, Machine, Masking, Progress, RoundCo
 from fedcg.learning.networks.own_backbone import KeptFeatures
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import RoundCost
 
 EVERY_S = 0.2

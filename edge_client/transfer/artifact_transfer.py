@@ -15,10 +15,10 @@ from edge_client.session.state import SessionState
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.downloads import Downloaded, Downloads
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.messages import ArtifactRef
+from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender
-from fedcg.wire.transfer.chunk_window import Ranges, Window
 from fedcg.wire.transfer.chunks import Chunk
+from fedcg.wire.transfer.windows import Ranges, Window
 from fedcg.wire.transport.transport import Transport
 
 

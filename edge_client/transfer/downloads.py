@@ -12,10 +12,10 @@ from pathlib import Path
 from edge_client.session.commands import Wanted
 from edge_client.session.state import SILENCE_S
 from fedcg.wire.errors import IntegrityError, TooLargeError
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, ArtifactRef
-from fedcg.wire.transfer.chunk_window import Ranges, Window
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, ArtifactRef
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
+from fedcg.wire.transfer.windows import Ranges, Window
 
 MAX_SPEC_BYTES = 8 * 1024 * 1024
 DISK_PATIENCE_S = 5.0  # after the disk failed

@@ -24,18 +24,17 @@ from edge_client.config import AgentConfig
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import MalformedError, TransportError, WireError
 from fedcg.wire.messages.enrolment_messages import Refusal
-from fedcg.wire.messages.messages import ArtifactRef, Carrier
-from fedcg.wire.server_role import ServerRole
+from fedcg.wire.messages.schemas import ArtifactRef, Carrier
+from fedcg.wire.tls import ServerRole
 from fedcg.wire.transfer.chunk_sender import ChunkFile
-from fedcg.wire.transfer.chunk_window import Ranges
-from fedcg.wire.transfer.chunks import Chunk
-from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, STALL_S, UPDATES_PATH, span_of
+from fedcg.wire.transfer.chunks import ARTIFACTS_PATH, HTTPS_STALL_S, READY_PATH, UPDATES_PATH, Chunk, span_of
+from fedcg.wire.transfer.windows import Ranges
 from fedcg.wire.transport.mqtt_config import TlsFiles
 
 CONNECT_S = 10.0
 JOIN_S = 2.0
 SEND_BYTES = 16 * 1024
-"""Bytes handed to the connection at once: they must get through within `STALL_S`."""
+"""Bytes handed to the connection at once: they must get through within `HTTPS_STALL_S`."""
 MAX_REFUSAL_BYTES = 4096
 MAX_REST_BYTES = 4096
 """What is read behind the expected part of an answer to keep the connection; with more of it the connection is closed."""
@@ -310,7 +309,7 @@ class Line:
             connection = http.client.HTTPSConnection(self._host, self._port, timeout=CONNECT_S, context=context)
             self._connection = connection
             connection.connect()
-            connection.sock.settimeout(STALL_S)
+            connection.sock.settimeout(HTTPS_STALL_S)
         return self._connection
 
 

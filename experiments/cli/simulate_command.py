@@ -31,13 +31,13 @@ from experiments.settings.options import parse_method_params, parse_networks, pa
 from experiments.simulation.batch import Batch, RunSetting, load_batch, plan_batch, save_batch
 from experiments.simulation.lanes import Lanes, default_workers, open_lanes, open_ray_lanes
 from fedcg.config_file import problems_in_words
-from fedcg.json_output import print_data
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.method import silent
 from fedcg.learning.privacy import PrivacySettings, parse_mechanisms
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import plan_from_mapping
+from fedcg.terminal import print_data
 
 _WITH_RESUME = frozenset({"resume", "workers", "ray", "force", "keep_updates", "as_json", "tensorboard", "plot"})
 

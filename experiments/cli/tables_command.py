@@ -27,7 +27,7 @@ from experiments.papers.sheets import (
     transfer_sheet,
 )
 from experiments.papers.traffic import traffic
-from fedcg.json_output import print_data
+from fedcg.terminal import print_data
 
 _WIDTH = 160
 

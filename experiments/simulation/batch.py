@@ -55,7 +55,7 @@ class RunSetting(Setting):
     Attributes:
         precision: of training steps; "bf16" on CUDA devices alone.
         batched_clients: clients train together, where the method can; None: on a CUDA device. Other last digits.
-        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.codecs`).
+        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.payload`).
         start: the root of the private parts' initial weights.
         privacy: the mechanisms of every client; a setting without any has the JSON that it had before there were some.
         paper: the published setting that this run started from.

@@ -24,7 +24,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, codecs_for, pack, unpack
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.parts import Part, UpdateCodec
 
 

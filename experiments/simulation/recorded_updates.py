@@ -33,7 +33,7 @@ from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, Report
 
 UPDATES_FOLDER = "updates"

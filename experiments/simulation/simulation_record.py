@@ -25,7 +25,7 @@ from fedcg.learning.simulation.simulation import Failure, Simulation
 from fedcg.learning.simulation.tasks import RoundRecord
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import codecs_for
-from fedcg.wire.artifacts.tensors import data_bytes
+from fedcg.wire.artifacts.payload import data_bytes
 from fedcg.wire.parts import Part, UpdateCodec
 
 RECORD_FORMAT = 2

@@ -19,7 +19,7 @@ from export.errors import ExportError, ServingError
 from export.model.versions import Slots, Version
 from fedcg.errors import NOT_FOUND
 from fedcg.imaging import MAX_PIXELS
-from fedcg.json_output import AsJson, Result, print_data, prints
+from fedcg.terminal import AsJson, Result, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:

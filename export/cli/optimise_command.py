@@ -14,7 +14,7 @@ from export.cli.infer_commands import Root, Threads, model_app
 from export.model.manifest import Manifest, read_all
 from export.model.signature import MANIFEST_NAME
 from export.model.versions import Slots
-from fedcg.json_output import Result, prints
+from fedcg.terminal import Result, prints
 
 if TYPE_CHECKING:
     from export.build.variants import HeldOut

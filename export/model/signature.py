@@ -19,7 +19,7 @@ from fedcg.errors import NOT_FOUND
 from fedcg.files import READABLE, replace_durably
 
 if TYPE_CHECKING:
-    from fedcg.wire.messages.signing import VerifyKey
+    from fedcg.wire.messages.envelopes import VerifyKey
 
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "manifest.sig"
@@ -50,7 +50,7 @@ def sign_manifest(directory: Path, key_file: Path) -> None:
         InputError: it can't be read, or is no such key.
     """
     from fedcg.wire.errors import MalformedError
-    from fedcg.wire.messages.signing import SigningKey
+    from fedcg.wire.messages.envelopes import SigningKey
 
     try:
         key = SigningKey.load(key_file)
@@ -144,7 +144,7 @@ def check_intact(directory: Path, manifest: bytes) -> str:
 def _keys_in(path: Path) -> tuple[VerifyKey, ...]:
     content = path.read_bytes()
     if b"-----BEGIN" in content:  # behind a first line with its check
-        from fedcg.wire.messages.signing import SigningKey
+        from fedcg.wire.messages.envelopes import SigningKey
 
         return (SigningKey.load(path).public,)
     return _key_type().load_all(path)
@@ -156,7 +156,7 @@ def _verify_key(text: str) -> VerifyKey:
 
 def _key_type() -> type[VerifyKey]:
     try:
-        from fedcg.wire.messages.signing import VerifyKey
+        from fedcg.wire.messages.envelopes import VerifyKey
     except ModuleNotFoundError as error:
         raise ModelError(
             f"the signature of a model can't be checked: the Python package {error.name!r} is not installed here. "

@@ -334,7 +334,7 @@ class FederationPlan(RoundPolicy):
     """What an operator writes to open a federation (TOML); the coordinator completes it to a `FederationSpec`.
 
     Attributes:
-        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.codecs`).
+        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.payload`).
     """
 
     federation: Annotated[_FederationId, Field(description="id: small letters, digits and dashes")]

@@ -1,4 +1,6 @@
-"""What a split's name means on this machine: which code it may import, which backbone it names, and which local file holds that backbone's weights. Torch-free.
+"""What a split's name means on this machine: which code it may import, which backbone it names, and which local file holds that backbone's weights.
+
+Torch-free.
 
 A split's name reaches a device in the spec, from the coordinator. A name is therefore never taken as something to import
 because a spec names it: only what the owner of this machine installed or allowed counts.

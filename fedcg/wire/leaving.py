@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from fedcg.wire.artifacts.artifacts import ArtifactHeader
 from fedcg.wire.messages.enrolment_messages import EnrolRequest, RenewRequest
-from fedcg.wire.messages.messages import DeviceMessage, Leave
+from fedcg.wire.messages.schemas import DeviceMessage, Leave
 
 SENT: tuple[type[BaseModel], ...] = (ArtifactHeader, *get_args(DeviceMessage), EnrolRequest, RenewRequest)
 """What a device sends beside tensors; the first line of each one's docstring is what a person reads of it."""

@@ -31,7 +31,7 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog
 from fedcg.wire.artifacts.artifacts import artifact_id
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from tests.support.broker.memory import MemoryTransport
 from tests.support.coordinator.hanging_children import THREADS_FILE, count_and_note_threads

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from fedcg.wire.messages.messages import MAX_MESSAGE_BYTES
-from fedcg.wire.messages.signing import MAX_ENVELOPE_BYTES
+from fedcg.wire.messages.envelopes import MAX_ENVELOPE_BYTES
+from fedcg.wire.messages.schemas import MAX_MESSAGE_BYTES
 from fedcg.wire.transfer.chunks import chunk_bytes_for
 from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import HEADER_BYTES, MqttTransport

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedcg.wire.artifacts.artifacts import read_header
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from tests.support.commands import data_of
 from tests.support.edge.toml_edit import set_values
 from tests.support.page.pages import Reader

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edge_client.store.private_store import PrivateStore
-from fedcg.wire.messages.signing import VerifyKey
+from fedcg.wire.messages.envelopes import VerifyKey
 from tests.support.commands import data_of
 from tests.support.stack import Stack, wait_for
 

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from audit.recording.comparison import Check, check_recording
-from fedcg.wire.messages.messages import COORDINATOR, Manifest
-from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.envelopes import SigningKey, seal
+from fedcg.wire.messages.schemas import COORDINATOR, Manifest
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
 from tests.support.plant import as_artifact

@@ -14,7 +14,7 @@ from edge_client.session.commands import LoadUpdate, TrainerCommand, TrainRound
 from edge_client.session.events import Event, LinkChanged, OutboxFound, RoundCommitted, Tick
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
-from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Manifest, RoundAttempt
+from fedcg.wire.messages.schemas import Accept, ArtifactRef, Decline, DeclineReason, Manifest, RoundAttempt
 from fedcg.wire.transport.transport import Delivery as Incoming
 from tests.support.edge.world import FakeTrainer, World
 from tests.support.waiting import wait_until

@@ -11,7 +11,7 @@ import pytest
 
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TlsSection
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.schemas import COORDINATOR
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import HOST, Client, Pki, RunningMosquitto, acl_for, mqtt_client
 from tests.support.waiting import wait_until

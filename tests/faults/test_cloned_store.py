@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.store.private_store import PrivateStore
-from fedcg.wire.messages.messages import Manifest, RoundAttempt
+from fedcg.wire.messages.schemas import Manifest, RoundAttempt
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import RunningService
 from tests.support.hostile import Box, Federation, HostileBroker, Passing

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import save_file
 
 from export.model.versions import POINTER_NAME
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.learning.export_models import encoded, make_parts, make_spec, picture, write_images
 from tests.support.serving import PNG, install_versions, serving
 

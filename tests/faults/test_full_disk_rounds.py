@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.store.private_store import PrivateStore
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.edge.filled_store import files_of
 from tests.support.edge.training_site import Site, real_spec
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.schemas import COORDINATOR
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import RunningMosquitto, acl_for
 from tests.support.broker.throttle import Throttle, Weather

@@ -18,8 +18,8 @@ from fedcg.files import checked_secret
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, unpack
-from fedcg.wire.artifacts.tensors import Array
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.artifacts.payload import Array
+from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.stack import Stack, wait_for
 

@@ -26,8 +26,8 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.wire.artifacts.artifacts import pack
-from fedcg.wire.messages.messages import COORDINATOR, AnyMessage, RoundAttempt, decode
-from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey
+from fedcg.wire.messages.envelopes import OVERHEAD_BYTES, SigningKey
+from fedcg.wire.messages.schemas import COORDINATOR, AnyMessage, RoundAttempt, decode
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import chunk_frame, parse_chunk
 from tests.support.broker.memory import MemoryBroker, MemoryTransport

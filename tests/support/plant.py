@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from fedcg.wire.artifacts.artifacts import artifact_id
-from fedcg.wire.artifacts.container import join_artifact
+from fedcg.wire.artifacts.artifacts import artifact_id, join_artifact
 
 
 @dataclass(frozen=True)

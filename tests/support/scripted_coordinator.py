@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import Session, SigningKey, open_envelope, seal, session_id
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
     EVERYONE,
+    PROTOCOL_VERSION,
     Accept,
     AnyMessage,
     ArtifactRef,
@@ -31,12 +33,9 @@ from fedcg.wire.messages.messages import (
     SelfReport,
     Welcome,
 )
-from fedcg.wire.messages.ordering import Session, session_id
-from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.transport import Delivery
-from fedcg.wire.versions import PROTOCOL_VERSION
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.edge.receivers import Receiver
 from tests.support.wire.artifact_chunks import frames_for, make_ref

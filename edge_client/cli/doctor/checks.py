@@ -35,15 +35,13 @@ from edge_client.session.state import Purpose
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, is_locked, open_store
 from edge_client.transfer.https_client import check_ready, tls_of
-from fedcg.advice import REVOKED_ADVICE
 from fedcg.files import advice_for
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
-from fedcg.wire.clocks import MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference, clock_time
+from fedcg.sentences import REVOKED_ADVICE
 from fedcg.wire.errors import TransportError, WireError
-from fedcg.wire.messages.conditions import DoctorCheck, DoctorFinding
 from fedcg.wire.messages.enrolment_messages import certificate_key_digest, common_name
-from fedcg.wire.messages.messages import Carrier
-from fedcg.wire.server_role import AUTHORITY_NAME
+from fedcg.wire.messages.schemas import Carrier, DoctorCheck, DoctorFinding
+from fedcg.wire.tls import AUTHORITY_NAME, MOST_CLOCK_OFF_S, SET_CLOCK, clock_difference, clock_time
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import explain_failure
 

@@ -14,7 +14,7 @@ from devices.profile import DeviceProfile
 from devices.telemetry import LIVE_ROOT, Sensors, Telemetry, Zone
 from edge_client.cli.doctor.findings import Finding
 from edge_client.inference_load import InferenceLoad
-from fedcg.advice import DECLINE_ADVICE
+from fedcg.sentences import DECLINE_ADVICE
 
 RATE_S = 1.0
 """Between two readings of the counters, where there are any."""

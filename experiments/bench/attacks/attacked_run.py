@@ -32,7 +32,7 @@ from fedcg.learning.simulation.simulation import Schedule, Updates, simulate
 from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, Runner, SerialRunner
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import Base
-from fedcg.wire.artifacts.tensors import assert_finite
+from fedcg.wire.artifacts.payload import assert_finite
 from fedcg.wire.parts import Part
 
 _NO_ARTIFACT = "0" * 64

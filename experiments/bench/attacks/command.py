@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedcg.json_output import Result, prints
+from fedcg.terminal import Result, prints
 
 if TYPE_CHECKING:
     from fedcg.learning.simulation.party import Party

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcg.json_output import Result, prints
+from fedcg.terminal import Result, prints
 
 
 @prints

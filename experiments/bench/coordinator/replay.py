@@ -10,7 +10,7 @@ from edge_client.config import PolicySection
 from edge_client.firewall import UpdateFacts, build_update
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
-from fedcg.wire.artifacts.tensors import PartArrays
+from fedcg.wire.artifacts.payload import PartArrays
 from fedcg.wire.parts import Report
 
 

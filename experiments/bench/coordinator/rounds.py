@@ -33,7 +33,7 @@ from experiments.bench.transport.broker import (
 from experiments.demo.event_follower import Follower, whole
 from experiments.demo.processes import POLL_S, Child, fedcg
 from experiments.demo.run_folder import LOOPBACK
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import Outcome
 
 OPENED, CLOSED = "attempt_opened", "aggregate_stored"
 

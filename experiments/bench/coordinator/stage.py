@@ -17,9 +17,9 @@ from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, device_n
 from experiments.simulation.batch import RunSetting
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.artifacts.tensors import PartArrays
+from fedcg.wire.artifacts.payload import PartArrays
 from fedcg.wire.parts import DEFAULT_AGGREGATE_CODEC, DEFAULT_UPDATE_CODEC, Report
-from fedcg.wire.transfer.broker_presets import limits_for
+from fedcg.wire.transfer.windows import limits_for
 
 SERVER_ITERATIONS = 20
 

@@ -10,9 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedcg.wire.messages.signing import SigningKey
-from fedcg.wire.sums.protocol import Members, Survivors, added, masked, reveal, share_out, sign_survivors, unmask
-from fedcg.wire.sums.secrets import SumRound, SumSecrets
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.sums import (
+    Members,
+    SumRound,
+    SumSecrets,
+    Survivors,
+    added,
+    masked,
+    reveal,
+    share_out,
+    sign_survivors,
+    unmask,
+)
 
 _AT = SumRound("bench", 1, 1)
 _SIGNATURE_BYTES = 64

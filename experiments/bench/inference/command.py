@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedcg.json_output import Result, prints
+from fedcg.terminal import Result, prints
 
 
 @prints

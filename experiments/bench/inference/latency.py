@@ -27,13 +27,13 @@ from export.build.install_model import package_personal
 from export.build.variants import HeldOut, add_variants
 from export.model.runtime import Model
 from export.model.versions import Slots
-from fedcg.child_python import spawning
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
+from fedcg.worker_process import spawning
 
 CLASSES = 10
 JUDGED, CALIBRATING = 20, 20  # pictures that variants are tried by

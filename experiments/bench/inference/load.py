@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from export.errors import ServingError
-from fedcg.child_python import module_command
+from fedcg.worker_process import module_command
 
 _START_S = 60.0
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)

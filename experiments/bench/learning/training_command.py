@@ -9,9 +9,9 @@ import typer
 
 from experiments.record import bench_record
 from fedcg.errors import BadInputError
-from fedcg.json_output import Result, prints
 from fedcg.learning.errors import LearningError
 from fedcg.learning.spec import NetworkChoice
+from fedcg.terminal import Result, prints
 
 
 @prints

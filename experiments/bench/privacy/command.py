@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedcg.json_output import print_data
+from fedcg.terminal import print_data
 
 
 def privacy_command(

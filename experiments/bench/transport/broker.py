@@ -18,10 +18,10 @@ from coordinator.storage.store import Store
 from experiments.bench.transport.peers import MakeUpdate, Party, run_devices
 from experiments.demo.processes import Children, children, fedcg
 from experiments.demo.run_folder import LOOPBACK, free_ports
-from fedcg.child_python import spawning
 from fedcg.find_mosquitto import find_mosquitto
-from fedcg.wire.transfer.broker_presets import LinkLimits
+from fedcg.wire.transfer.windows import LinkLimits
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.worker_process import spawning
 
 FEDERATION = "bench"
 SECONDS_MAX = 300.0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedcg.json_output import Result, prints
+from fedcg.terminal import Result, prints
 
 
 @prints
@@ -35,7 +35,7 @@ def transport_command(
     """
     from experiments.bench.transport.rounds import LARGE, SMALL, filled, measure, round_of
     from experiments.record import bench_record
-    from fedcg.wire.transfer.broker_presets import limits_for
+    from fedcg.wire.transfer.windows import limits_for
 
     sizes = size or [SMALL, LARGE]
     record = bench_record("bench transport") | {"load": [round(value, 1) for value in os.getloadavg()]}

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import Session, SigningKey, VerifyKey, open_envelope, seal, session_id
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
+    SPOKEN,
     Accept,
     AnyMessage,
     Finished,
@@ -29,17 +31,14 @@ from fedcg.wire.messages.messages import (
     Receipt,
     Welcome,
 )
-from fedcg.wire.messages.ordering import Session, session_id
-from fedcg.wire.messages.signing import SigningKey, VerifyKey, open_envelope, seal
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender, file_ref
 from fedcg.wire.transfer.chunks import chunk_bytes_for, read_frame
 from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
+from fedcg.wire.transfer.windows import LinkLimits
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig
 from fedcg.wire.transport.transport import Delivery
-from fedcg.wire.versions import SPOKEN
 
 HELLO_AGAIN_S = 0.5
 MANIFEST_AGAIN_S = 5.0

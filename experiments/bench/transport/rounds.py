@@ -58,10 +58,10 @@ from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, RoundPolicy
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
-from fedcg.wire.messages.messages import COORDINATOR, MAX_CHUNK_BYTES
+from fedcg.wire.messages.schemas import COORDINATOR, MAX_CHUNK_BYTES
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
-from fedcg.wire.transfer.broker_presets import LinkLimits, limits_for
 from fedcg.wire.transfer.chunks import chunk_bytes_for
+from fedcg.wire.transfer.windows import LinkLimits, limits_for
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedcg.json_output import Result, prints
 from fedcg.learning.registry import method_names
+from fedcg.terminal import Result, prints
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, SUMMED_MEANING
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import typer
 from pydantic import ValidationError
 
 from fedcg.config_file import problems_of
-from fedcg.json_output import Result, prints
 from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.split_names import (
@@ -23,6 +22,7 @@ from fedcg.learning.split_names import (
     weights_digest,
     weights_for,
 )
+from fedcg.terminal import Result, prints
 
 if TYPE_CHECKING:
     from fedcg.learning.networks.plans import Sizes

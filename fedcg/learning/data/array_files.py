@@ -1,4 +1,6 @@
-"""Data sets that come as arrays in a few files: what the readers give, their common bounds and checks, IDX files (MNIST and its family) and `.npz`. Torch-free; every size is bounded before memory is taken.
+"""Data sets that come as arrays in a few files: what the readers give, their common bounds and checks, IDX files (MNIST and its family) and `.npz`.
+
+Torch-free; every size is bounded before memory is taken.
 
 IDX files, the form of MNIST and its family (Fashion-MNIST, KMNIST, EMNIST, QMNIST): a magic number, big-endian sizes, bytes.
 

@@ -1,4 +1,6 @@
-"""What a device's data source is: image files in folders, array files, or an installed data set; which files there are, and one image decoded. Torch-free.
+"""What a device's data source is: image files in folders, array files, or an installed data set; which files there are, and one image decoded.
+
+Torch-free.
 
 One walk for training, the doctor and the snapshots. Images are decoded by `fedcg.imaging`, channels first; an error names the file.
 """

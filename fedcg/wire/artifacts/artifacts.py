@@ -1,22 +1,22 @@
-"""Artifacts: a header and tensors in one blob that is named by the sha256 of its bytes.
+"""Artifacts: a header and a payload of tensors in one blob that is named by the sha256 of its bytes.
 
-`container` defines the blob's outer form, `artifact_store` keeps blobs, `transfer` moves them;
-`inspection` reads them without a layout.
+The outer form: magic, length of the header (u32, big endian), header JSON, one zstd frame; every size is bounded before memory is
+taken for it. `artifact_store` keeps artifacts, `inspection` reads them without a layout.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+import struct
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import zstandard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedcg.wire.artifacts.codecs import tensor_codec
-from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
-from fedcg.wire.artifacts.tensors import (
+from fedcg.wire.artifacts.payload import (
     Array,
     Codecs,
     PartArrays,
@@ -24,11 +24,85 @@ from fedcg.wire.artifacts.tensors import (
     encode_tensors,
     layouts_of,
     max_payload_bytes,
+    tensor_codec,
     tensor_key,
 )
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, UnknownBaseError, problem_in
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, Identifier, Sha256
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, Identifier, Sha256
 from fedcg.wire.parts import Part, PartLayouts, Report, TensorCodec, UpdateCodec, is_delta
+
+MAGIC = b"FCGA"
+MAX_HEADER_BYTES = 1024 * 1024
+_PREFIX = struct.Struct(">4sI")
+_LEVEL = 3  # weights save 8 % at any level; 3 is zstd's fast default
+
+
+def join_artifact(head: bytes, payload: bytes) -> bytes:
+    """The bytes of an artifact with this header and this payload, compressed; deterministic.
+
+    Raises:
+        TooLargeError: the header or the artifact is over its bound.
+    """
+    if len(head) > MAX_HEADER_BYTES:
+        raise TooLargeError(f"an artifact header of {len(head)} bytes is over the bound of {MAX_HEADER_BYTES}")
+    data = _PREFIX.pack(MAGIC, len(head)) + head + zstandard.ZstdCompressor(level=_LEVEL).compress(payload)
+    if len(data) > MAX_ARTIFACT_BYTES:
+        raise TooLargeError(f"an artifact of {len(data)} bytes is over the bound of {MAX_ARTIFACT_BYTES}")
+    return data
+
+
+def split_artifact(data: bytes) -> tuple[bytes, bytes]:
+    """Header bytes and compressed payload of an artifact, not looked into.
+
+    Raises:
+        TooLargeError: the header is over its bound.
+        MalformedError: no artifact.
+    """
+    if len(data) < _PREFIX.size or not data.startswith(MAGIC):
+        raise MalformedError("not an artifact of this protocol")
+    _, length = _PREFIX.unpack_from(data)
+    if length > MAX_HEADER_BYTES:
+        raise TooLargeError(f"an artifact header of {length} bytes is over the bound of {MAX_HEADER_BYTES}")
+    if _PREFIX.size + length > len(data):
+        raise MalformedError("an artifact is cut short")
+    return data[_PREFIX.size : _PREFIX.size + length], data[_PREFIX.size + length :]
+
+
+def decompress_payload(frame: bytes, max_bytes: int) -> bytes:
+    """The content of exactly one zstd frame that declares its size.
+
+    Raises:
+        TooLargeError: it declares more than `max_bytes`; nothing was decompressed.
+        MalformedError: no frame, no declared size, another size than declared, or bytes after the frame.
+    """
+    try:
+        declared = zstandard.get_frame_parameters(frame).content_size
+        if declared in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
+            raise MalformedError("a compressed payload does not declare its size")
+        if declared > max_bytes:
+            raise TooLargeError(f"a payload declares {declared} bytes; at most {max_bytes} are allowed here")
+        content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=max_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise MalformedError(f"a compressed payload is damaged: {error}") from error
+    if len(content) != declared:
+        raise MalformedError(f"a payload declares {declared} bytes and has {len(content)}")
+    return content
+
+
+def header_fields(data: bytes) -> Mapping[str, object]:
+    """The header as plain JSON, unknown fields included: for an observer that must see unexpected fields.
+
+    Raises:
+        MalformedError: no artifact, or a header that is not a JSON object.
+    """
+    try:
+        fields = json.loads(split_artifact(data)[0])
+    except (ValueError, RecursionError) as error:  # nested too deeply for Python's parser
+        raise MalformedError("an artifact header is not JSON") from error
+    if not isinstance(fields, dict):
+        raise MalformedError("an artifact header is not a JSON object")
+    return fields
+
 
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 _Line = Annotated[str, Field(pattern=r"^[ -~]{0,120}$")]

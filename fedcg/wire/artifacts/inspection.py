@@ -13,11 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedcg.wire.artifacts.codecs import ELEMENT_TYPES, STORED_AS, decode_tensor, stored_tensors
-from fedcg.wire.artifacts.container import decompress_payload, header_fields, split_artifact
-from fedcg.wire.artifacts.tensors import RawTensor, read_payload
+from fedcg.wire.artifacts.artifacts import decompress_payload, header_fields, split_artifact
+from fedcg.wire.artifacts.payload import (
+    ELEMENT_TYPES,
+    STORED_AS,
+    RawTensor,
+    decode_tensor,
+    read_payload,
+    stored_tensors,
+)
 from fedcg.wire.errors import IntegrityError, MalformedError
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import TensorCodec, is_delta
 
 # safetensors names an element type by its kind and its bits, numpy by its kind and its bytes.

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedcg.wire.errors import MalformedError, problem_in
-from fedcg.wire.messages.messages import Identifier, Nonce, Sha256, Signature
+from fedcg.wire.messages.schemas import Identifier, Nonce, Sha256, Signature
 
 PresetName = Literal["mosquitto", "aws-iot", "azure-event-grid", "emqx"]
 """Brokers and services with known limits (`transfer.broker_presets`)."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedcg.wire.errors import IntegrityError, TransportError
-from fedcg.wire.messages.messages import ArtifactRef
-from fedcg.wire.transfer.chunk_window import Ranges
+from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import chunk_check, chunk_frame, chunk_length
+from fedcg.wire.transfer.windows import Ranges
 from fedcg.wire.transport.transport import Publication, Transport
 
 HIGH_WATER_BYTES = 2_000_000  # so much may wait for the link; at 300 MB/s it lasts for two pauses

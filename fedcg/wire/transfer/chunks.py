@@ -1,18 +1,19 @@
-"""How an artifact crosses a link: cut into chunks, granted under a window, put together again.
+"""How an artifact is cut for a link: chunk frames over MQTT, byte ranges of whole chunks over HTTPS.
 
-Pure: no I/O, no threads, no clock of its own. A receiver grants chunks (`Need` messages, see `chunk_window`) and a sender sends
-the granted ones; lost, repeated, reordered and foreign chunks do no harm. Broadcast chunks may be fed without any grant.
-Receivers are in `partial_files`, senders in `chunk_sender`.
+Lost, repeated, reordered and foreign chunks do no harm. Pure: no I/O, no threads, no clock; `windows` says which chunks are asked
+for, `chunk_sender` sends, `partial_files` receives.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
-from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, ArtifactRef
 
 MAGIC = b"FCGC"
 _HEAD = struct.Struct(">4s32sI8s")
@@ -115,3 +116,92 @@ def check_chunk(ref: ArtifactRef, chunk: Chunk) -> bool:
     if len(chunk.data) != expected:
         raise MalformedError(f"chunk {chunk.index} has {len(chunk.data)} bytes instead of {expected}")
     return True
+
+
+READY_PATH = "/v1/ready"
+ARTIFACTS_PATH = "/v1/artifacts"
+UPDATES_PATH = "/v1/updates"
+HTTPS_STALL_S = 30.0
+"""A connection on which nothing moves for so long is ended, by either side."""
+_RANGE = re.compile(r"bytes=([0-9]{1,12})-([0-9]{0,12})")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,12})-([0-9]{1,12})/([0-9]{1,12})")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes `first` to `last`, both included, of an artifact of `size` bytes."""
+
+    first: int
+    last: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        """Number of bytes."""
+        return self.last - self.first + 1
+
+    @property
+    def range(self) -> str:
+        """The `Range` header that asks for it."""
+        return f"bytes={self.first}-{self.last}"
+
+    @property
+    def content_range(self) -> str:
+        """The `Content-Range` header that announces it."""
+        return f"bytes {self.first}-{self.last}/{self.size}"
+
+    def chunks(self, ref: ArtifactRef) -> Iterator[tuple[int, int]]:
+        """The whole chunks that it consists of: (index, bytes).
+
+        Raises:
+            MalformedError: it is not of this artifact, or begins or ends inside a chunk.
+        """
+        ends = {self.size, -(-(self.last + 1) // ref.chunk_bytes) * ref.chunk_bytes}
+        if self.size != ref.size or self.first % ref.chunk_bytes or self.last + 1 not in ends:
+            raise MalformedError(
+                f"{self.content_range} are no whole chunks of an artifact of {ref.size} bytes in chunks of {ref.chunk_bytes}"
+            )
+        first, end = self.first // ref.chunk_bytes, -(-(self.last + 1) // ref.chunk_bytes)
+        return ((index, chunk_length(ref, index)) for index in range(first, end))
+
+
+def span_of(ref: ArtifactRef, first: int, count: int) -> Span:
+    """The bytes of `count` chunks from index `first` on; the last chunk of the artifact ends them."""
+    return Span(first * ref.chunk_bytes, min((first + count) * ref.chunk_bytes, ref.size) - 1, ref.size)
+
+
+def parse_range(text: str, size: int) -> Span:
+    """The span that a `Range` header asks of an artifact of `size` bytes; an end behind the last byte means the last byte.
+
+    Raises:
+        TooLargeError: it begins behind the last byte.
+        MalformedError: not one range that begins somewhere.
+    """
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise MalformedError("Range must be bytes=FIRST- or bytes=FIRST-LAST")
+    first = int(match[1])
+    last = min(int(match[2]), size - 1) if match[2] else size - 1
+    if first >= size:
+        raise TooLargeError(f"the artifact has {size} bytes; byte {first} is not one of them")
+    if last < first:
+        raise MalformedError("Range ends before it begins")
+    return Span(first, last, size)
+
+
+def parse_content_range(text: str) -> Span:
+    """The span that a `Content-Range` header announces.
+
+    Raises:
+        TooLargeError: of an artifact over the bound of the protocol.
+        MalformedError: no such header, or its numbers contradict each other.
+    """
+    match = _CONTENT_RANGE.fullmatch(text)
+    if match is None:
+        raise MalformedError("Content-Range must be bytes FIRST-LAST/SIZE")
+    span = Span(int(match[1]), int(match[2]), int(match[3]))
+    if span.size > MAX_ARTIFACT_BYTES:
+        raise TooLargeError(f"an artifact of {span.size} bytes is over the bound of {MAX_ARTIFACT_BYTES}")
+    if not span.first <= span.last < span.size:
+        raise MalformedError(f"{text} is no part of an artifact")
+    return span

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError
-from fedcg.wire.messages.messages import ArtifactRef
-from fedcg.wire.transfer.chunk_window import Grants, Ranges, Window
+from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import CHECK_BYTES, Chunk, check_chunk, chunk_check, chunk_length
+from fedcg.wire.transfer.windows import Grants, Ranges, Window
 
 MAGIC = b"FCGPART1"
 _HEAD = struct.Struct(">8s32sQI")

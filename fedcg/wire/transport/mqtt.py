@@ -29,8 +29,7 @@ from fedcg.wire.transport.mqtt_config import (
     explain_small_packets,
     explain_subscription,
 )
-from fedcg.wire.transport.mqtt_link import MqttLink
-from fedcg.wire.transport.send_queue import Outgoing, OutgoingQueue
+from fedcg.wire.transport.mqtt_link import MqttLink, Outgoing, OutgoingQueue
 from fedcg.wire.transport.transport import Backlog, Delivery, OnDelivery, OnLink, Publication, Will, call_out
 
 __all__ = ["MqttConfig", "MqttTransport", "TlsFiles", "probe"]

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from fedcg.errors import BAD_INPUT, in_words
-from fedcg.wire.clocks import SET_CLOCK, clock_time, explain_dates
 from fedcg.wire.errors import TransportError
-from fedcg.wire.server_role import ServerRole, ServerRoleError, expect_role
+from fedcg.wire.tls import SET_CLOCK, ServerRole, ServerRoleError, clock_time, expect_role, explain_dates
 
 Protocol = Literal["5", "3.1.1", "auto"]
 PROTOCOL_MAX_PACKET = 268_435_455

@@ -13,7 +13,7 @@ import pytest
 
 from export.model.preprocess import load_image
 from export.model.runtime import Model
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of
 from tests.support.learning.export_models import CLASSES, install_model, write_images
 from tests.support.serving import serving

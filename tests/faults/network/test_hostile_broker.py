@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from edge_client.cli.status import read_status
-from fedcg.wire.messages.messages import COORDINATOR, Finished, Invite, Manifest, Need, Offer, Receipt, Welcome
-from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.envelopes import SigningKey, seal
+from fedcg.wire.messages.schemas import COORDINATOR, Finished, Invite, Manifest, Need, Offer, Receipt, Welcome
 from fedcg.wire.messages.topics import TopicKind
 from tests.support.coordinator.world import RunningService
 from tests.support.hostile import TOPICS, Behaviour, Federation, HostileBroker, Passing, alter, honest

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from coordinator.service.service import Service
-from fedcg.wire.messages.messages import COORDINATOR, Carrier
+from fedcg.wire.messages.schemas import COORDINATOR, Carrier
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import acl_for
 from tests.support.broker.throttle import Weather

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.wire.messages.messages import COORDINATOR, Carrier
+from fedcg.wire.messages.schemas import COORDINATOR, Carrier
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
 from tests.support.broker.throttle import Weather

@@ -12,7 +12,7 @@ from audit.evidence.case import Case
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, codecs_for, pack, unpack
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.schemas import COORDINATOR
 
 
 def write_recording(case: Case, folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from coordinator.broker.broker_folder import QueueLimits
 from coordinator.pki.authority import create_ca, credential_of, issue, write_revocations
 from fedcg.find_mosquitto import Mosquitto
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.server_role import ServerRole
+from fedcg.wire.tls import ServerRole
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
 from fedcg.wire.transport.mqtt_config import Protocol
 from fedcg.wire.transport.transport import Delivery, Transport, Will

@@ -16,7 +16,7 @@ from coordinator.http.tls_listeners import listening, serving
 from coordinator.pki.authority import credential_of, server_context
 from coordinator.service.service import Service
 from fedcg.listening import Caps, Connections
-from fedcg.wire.server_role import ServerRole
+from fedcg.wire.tls import ServerRole
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.coordinator.federations import hosting
 

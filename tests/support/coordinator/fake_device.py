@@ -11,8 +11,10 @@ from typing_extensions import Self
 
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import Base, pack, unpack
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import Session, SigningKey, open_envelope, seal, session_id
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
+    SPOKEN,
     Accept,
     AnyMessage,
     ArtifactRef,
@@ -29,12 +31,9 @@ from fedcg.wire.messages.messages import (
     Receipt,
     Welcome,
 )
-from fedcg.wire.messages.ordering import Session, session_id
-from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.transport import Delivery, Will
-from fedcg.wire.versions import SPOKEN
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.toy_artifacts import random_parts, shared_layouts, update_header
 from tests.support.edge.receivers import Receiver

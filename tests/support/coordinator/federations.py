@@ -15,7 +15,7 @@ from coordinator.service.coordinator import Coordinator, _Running
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.messages.messages import COORDINATOR, CoordinatorStatus
+from fedcg.wire.messages.schemas import COORDINATOR, CoordinatorStatus
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.transport import Delivery
 from tests.support.broker.memory import MemoryBroker, MemoryTransport

@@ -25,7 +25,7 @@ from coordinator.aggregation.jobs import (
 )
 from edge_client.config import AgentConfig
 from edge_client.session.events import RoundCommitted, TrainerReady, Working
-from fedcg.log.settings import LogSettings
+from fedcg.log_output import LogSettings
 from fedcg.worker_process import requests_of
 
 STALL_S = 1.0

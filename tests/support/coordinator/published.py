@@ -9,9 +9,9 @@ from typing import Any, cast
 from coordinator.messaging.publisher import Publisher
 from coordinator.updates.receiver import Receiver
 from coordinator.updates.update_checks import UpdateChecks
-from fedcg.refusal_counter import Refusals
-from fedcg.wire.messages.messages import Carrier, Manifest, Outcome, RoundAttempt
-from fedcg.wire.transfer.chunk_window import Ranges
+from fedcg.wire.errors import Refusals
+from fedcg.wire.messages.schemas import Carrier, Manifest, Outcome, RoundAttempt
+from fedcg.wire.transfer.windows import Ranges
 from tests.support.coordinator.world import World
 
 

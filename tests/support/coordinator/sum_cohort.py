@@ -10,9 +10,9 @@ import numpy as np
 
 from coordinator.sums.board import KEYS_WAIT_S, Phase, Sends, SumBoard
 from edge_client.sums.keeper import SumKeeper, SumMasks, masks_in
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
-from fedcg.wire.messages.sum_steps import FromDevice, SumDealt, SumMembers, SumOpening, SumSurvivors, ToDevice
-from fedcg.wire.sums.secrets import Numbers, SumRound
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.messages.schemas import FromDevice, SumDealt, SumMembers, SumOpening, SumSurvivors, ToDevice
+from fedcg.wire.sums import Numbers, SumRound
 
 AT = SumRound("shapes", 3, 1)
 SIZE = 5

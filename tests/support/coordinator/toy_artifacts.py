@@ -8,8 +8,8 @@ import numpy as np
 
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
-from fedcg.wire.artifacts.tensors import Array
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.artifacts.payload import Array
+from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.parts import Part, PartLayouts, Report, ReportField, TensorLayout
 
 FEDERATION = "tiny"

@@ -26,8 +26,8 @@ from coordinator.updates.robustness import Distances
 from fedcg.event_log import read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore, Remote
-from fedcg.wire.messages.messages import COORDINATOR
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.messages.topics import Topics
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.engine import policy_of

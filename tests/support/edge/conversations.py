@@ -9,7 +9,7 @@ from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import AgentKeys
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.broker.memory import MemoryTransport
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import World

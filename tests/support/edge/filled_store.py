@@ -16,9 +16,8 @@ from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, append_line
 from edge_client.training.memory_share import MemoryShare
 from export.model.signature import note_signer
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.edge.world import toy_generation, toy_snapshot, toy_spec
 
 SPEC = toy_spec()

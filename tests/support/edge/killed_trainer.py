@@ -11,7 +11,7 @@ from edge_client.config import AgentConfig
 from edge_client.session.commands import TrainRound
 from edge_client.session.events import Noted, RoundCommitted, TrainerReady
 from edge_client.training.trainer_handle import TrainerReport, trainer_process
-from fedcg.log.settings import LogSettings
+from fedcg.log_output import LogSettings
 from fedcg.worker_process import Exited
 from tests.support.waiting import wait_until
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 
 from fedcg.wire.errors import IntegrityError, MalformedError
-from fedcg.wire.messages.messages import ArtifactRef
-from fedcg.wire.transfer.chunk_window import Grants, Ranges, Window
+from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import Chunk, check_chunk
+from fedcg.wire.transfer.windows import Grants, Ranges, Window
 
 
 class Receiver:

@@ -6,7 +6,7 @@ from edge_client.session.commands import Command, Send
 from edge_client.session.events import Ended, Event, Granted, Offered, Receipted
 from edge_client.session.state import SessionState
 from edge_client.session.state_machine import step
-from fedcg.wire.messages.messages import ArtifactRef, Decline, DeclineReason, Finished, Need, Offer, Outcome, Receipt
+from fedcg.wire.messages.schemas import ArtifactRef, Decline, DeclineReason, Finished, Need, Offer, Outcome, Receipt
 
 DIRECT = {"federation": "shapes", "sender": "coordinator", "recipient": "site-1"}
 BROADCAST = {**DIRECT, "recipient": "*"}

@@ -20,8 +20,8 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.tensor_conversion import to_arrays
-from fedcg.wire.messages.messages import RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, FORM, aggregate_of, draw_images, make_config
 
 DEVICE_KEY = b"d" * 32

@@ -23,9 +23,9 @@ from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, ParameterValue
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
-from fedcg.wire.artifacts.tensors import Array
-from fedcg.wire.messages.messages import COORDINATOR, Hello, RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.artifacts.payload import Array
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import COORDINATOR, Hello, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
 from fedcg.worker_process import Exited
 from tests.support.broker.memory import MemoryBroker, MemoryTransport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 
-from fedcg.wire.messages.messages import ArtifactRef
+from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import chunk_frame
 
 

@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
 from fedcg.files import checked_secret
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
-from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, FormEvidence, ServedModel
-from fedcg.wire.messages.key_chain import PinnedKey, make_link
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, make_link, seal
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
     EVERYONE,
+    PROTOCOL_VERSION,
     Accept,
     AnyMessage,
     ArtifactRef,
@@ -26,8 +26,11 @@ from fedcg.wire.messages.messages import (
     CoordinatorStatus,
     Decline,
     DeclineReason,
+    DeviceCondition,
     DeviceStatus,
+    DoctorFinding,
     Finished,
+    FormEvidence,
     Heartbeat,
     Hello,
     Invite,
@@ -43,14 +46,14 @@ from fedcg.wire.messages.messages import (
     Revoked,
     RoundAttempt,
     SelfReport,
+    ServedModel,
     SumDown,
+    SumShares,
+    SumSurvivors,
     SumUp,
     Welcome,
 )
-from fedcg.wire.messages.signing import SigningKey, seal
-from fedcg.wire.messages.sum_steps import SumShares, SumSurvivors
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.versions import PROTOCOL_VERSION
 from tests.support.edge.world import toy_generation, toy_parts, toy_spec
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 

@@ -38,11 +38,11 @@ from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.enrolment_messages import PresetName
-from fedcg.wire.messages.messages import COORDINATOR, Carrier
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import COORDINATOR, Carrier
 from fedcg.wire.parts import Report
-from fedcg.wire.transfer.broker_presets import limits_for
 from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES
+from fedcg.wire.transfer.windows import limits_for
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig
 from tests.support.broker.brokers import HOST, Pki

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedcg.wire.messages.messages import COORDINATOR, Carrier
+from fedcg.wire.messages.schemas import COORDINATOR, Carrier
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import RunningMosquitto, acl_for

@@ -11,8 +11,7 @@ import pynvml
 import pytest
 
 from devices import detect as detection
-from devices.catalogue import load_catalogue
-from devices.detect import detect, runtime_obstacle
+from devices.detect import detect, load_catalogue, runtime_obstacle
 from devices.nvidia import nvml_gpu
 from devices.profile import GIB, DeviceKind, Gpu
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from devices.eligibility import EligibilitySettings, Obstacle, eligibility, is_held, no_time, obstacles
 from devices.power import Supply
 from devices.telemetry import LOW_DISK_BYTES, Causes, Link, Telemetry, Zone, read_telemetry
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)

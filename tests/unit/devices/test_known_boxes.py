@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from devices.catalogue import load_catalogue
-from devices.detect import detect
+from devices.detect import detect, load_catalogue
 from devices.profile import cpu_precisions, gpu_precisions
 from tests.support.commands import data_of, run_fedcg
 

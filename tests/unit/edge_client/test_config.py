@@ -12,10 +12,10 @@ import pytest
 import coordinator.page
 from edge_client.config import AgentConfig, environment_names, load_config
 from edge_client.errors import ConfigError
+from fedcg.agent_config import render_agent_config
 from fedcg.config_file import section_of
-from fedcg.provision.agent_config import render_agent_config
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
-from fedcg.wire.transfer.broker_presets import PRESETS, limits_for
+from fedcg.wire.transfer.windows import PRESETS, limits_for
 
 GOOD = """\
 federation = "shapes"

@@ -6,7 +6,7 @@ import pytest
 
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
-from fedcg.wire.messages.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Need, Offer
+from fedcg.wire.messages.schemas import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Need, Offer
 from tests.support.edge.world import MakeWorld, toy_spec
 from tests.support.waiting import wait_until
 

@@ -16,9 +16,9 @@ from edge_client.firewall import Mask, UpdateFacts, build_update, check_kept, ch
 from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.inspection import inspect
-from fedcg.wire.artifacts.tensors import Array, assert_within
+from fedcg.wire.artifacts.payload import Array, assert_within
 from fedcg.wire.errors import CodecError, IntegrityError
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import (
     DEFAULT_ALLOW_REPORT,
     VOLUNTARY_REPORT,

@@ -14,7 +14,7 @@ from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT
 from fedcg.event_log import read_events
 from fedcg.files import write_durably
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
 from tests.support.traps import imported_in, lay_traps
 from tests.support.waiting import free_port, wait_until

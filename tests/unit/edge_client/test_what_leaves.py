@@ -11,8 +11,8 @@ from pydantic import BaseModel, create_model
 from edge_client.firewall import FACTS
 from edge_client.store.sent_record import SENT_FILE, SentRecord, read_lines, sent_items, totals
 from fedcg.wire.leaving import COMMON, SENT, own_fields
-from fedcg.wire.messages.messages import Heartbeat, Manifest
-from fedcg.wire.messages.signing import read_envelope
+from fedcg.wire.messages.envelopes import read_envelope
+from fedcg.wire.messages.schemas import Heartbeat, Manifest
 from fedcg.wire.messages.topics import TopicKind
 from fedcg.wire.parts import ReportField
 from tests.support.edge.world import MakeWorld

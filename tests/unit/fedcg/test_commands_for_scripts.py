@@ -18,10 +18,10 @@ import pytest
 from coordinator.facts.conditions import FINDINGS
 from coordinator.facts.problems import HEALTH, REMEDIES, SUM_REMEDIES
 from coordinator.paths import Home
-from fedcg.advice import DECLINE_ADVICE
 from fedcg.cli import app, main
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_CONNECTED, NOT_FOUND
 from fedcg.learning.spec import RoundPolicy
+from fedcg.sentences import DECLINE_ADVICE
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import picture
 from tests.support.serving import install_versions

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from fedcg import event_log
 from fedcg.event_log import EventLog, log_text, read_events
-from fedcg.log.output import set_up_log
-from fedcg.log.sentences import sentence_of
-from fedcg.log.settings import LogForm, LogSettings
+from fedcg.log_output import LogForm, LogSettings, set_up_log
+from fedcg.sentences import sentence_of
 
 ROOT = Path(__file__).parents[3]
 

@@ -24,7 +24,7 @@ from fedcg.errors import FedcgError
 from fedcg.learning.defences.defence import defence_names, defence_of
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
-from fedcg.log.sentences import sentence_of
+from fedcg.sentences import sentence_of
 from tests.support.commands import run_fedcg
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
 

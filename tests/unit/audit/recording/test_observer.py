@@ -18,9 +18,8 @@ from audit.recording.capture import Capture
 from audit.recording.comparison import check_recording
 from audit.recording.observer import Observer
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack
-from fedcg.wire.messages.key_chain import make_link
-from fedcg.wire.messages.messages import Finished, KeyChain, Manifest, Offer
-from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.envelopes import SigningKey, make_link, seal
+from fedcg.wire.messages.schemas import Finished, KeyChain, Manifest, Offer
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report
 from tests.support.broker.memory import MemoryBroker, MemoryTransport

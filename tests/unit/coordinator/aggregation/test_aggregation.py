@@ -32,7 +32,7 @@ from coordinator.operations.create_federation import InitialArtifacts, make_arti
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header, unpack
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import Outcome
 from tests.support.coordinator.driven_worker import DrivenWorker
 from tests.support.coordinator.toy_artifacts import shared_layouts
 from tests.support.coordinator.world import RunningService, World

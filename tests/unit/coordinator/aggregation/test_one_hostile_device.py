@@ -32,8 +32,8 @@ from coordinator.updates.validation import unpack_update
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, pack, unpack
-from fedcg.wire.artifacts.tensors import Array
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.artifacts.payload import Array
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from fedcg.wire.parts import Part, Report
 from tests.support.coordinator import hanging_children
 from tests.support.coordinator.driven_worker import DrivenWorker

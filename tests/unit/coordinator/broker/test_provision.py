@@ -34,8 +34,8 @@ from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.errors import BAD_INPUT, EXISTS
-from fedcg.wire.messages.messages import RoundAttempt
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.coordinator.toy_artifacts import tiny_spec

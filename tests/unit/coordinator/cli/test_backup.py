@@ -23,7 +23,7 @@ from fedcg import sealing
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sealing import add_bytes
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.object_store import running_moto

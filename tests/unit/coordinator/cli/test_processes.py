@@ -20,7 +20,7 @@ from coordinator.paths import Home
 from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
 from fedcg.errors import ALREADY_RUNNING
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.toy_artifacts import FEDERATION

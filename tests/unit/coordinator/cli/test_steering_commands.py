@@ -17,7 +17,7 @@ from coordinator.cli.shared_options import store_of
 from coordinator.paths import Home
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.text_output import moment
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg

@@ -10,7 +10,7 @@ from coordinator.facts.current_round import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.rounds.records import FederationStatus, ParticipantState, UpdateRecord
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.world import MakeWorld, World
 from tests.support.page.crowds import add_crowd

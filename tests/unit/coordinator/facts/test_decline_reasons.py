@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coordinator.facts.problems import REMEDIES
-from fedcg.advice import DECLINE_ADVICE
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.sentences import DECLINE_ADVICE
+from fedcg.wire.messages.schemas import DeclineReason
 
 
 @pytest.mark.parametrize("reason", DeclineReason)

@@ -22,10 +22,10 @@ from coordinator.service.service import Service
 from edge_client.transfer.https_client import check_ready
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import load_certificate
-from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
-from fedcg.wire.server_role import ServerRole
+from fedcg.wire.messages.schemas import Carrier, Manifest, Outcome
+from fedcg.wire.tls import ServerRole
 from fedcg.wire.transfer.chunk_sender import ChunkFile
-from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
+from fedcg.wire.transfer.chunks import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.coordinator.carriers import Answer, ask, carrying, connect
 from tests.support.coordinator.fake_device import FakeDevice

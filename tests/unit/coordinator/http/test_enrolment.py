@@ -36,7 +36,7 @@ from fedcg.wire.messages.enrolment_messages import (
     enrolment_statement,
     load_certificate,
 )
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.coordinator.enrolments import FEDERATION, Desk, running_desk
 
 

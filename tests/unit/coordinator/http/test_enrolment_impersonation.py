@@ -22,7 +22,7 @@ from edge_client.identity.enrol import enrol
 from edge_client.transfer.https_client import check_ready
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import ENROL_PATH
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.transport.mqtt import probe
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from tests.support.broker.brokers import HOST

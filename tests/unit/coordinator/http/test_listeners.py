@@ -21,9 +21,9 @@ from edge_client.identity.credentials import load_keys
 from edge_client.identity.enrol import enrol
 from edge_client.identity.renewal import renew
 from fedcg.wire.messages.enrolment_messages import ENROL_PATH, load_certificate
-from fedcg.wire.messages.messages import Carrier, Welcome
-from fedcg.wire.server_role import ServerRole
-from fedcg.wire.transfer.http_ranges import READY_PATH
+from fedcg.wire.messages.schemas import Carrier, Welcome
+from fedcg.wire.tls import ServerRole
+from fedcg.wire.transfer.chunks import READY_PATH
 from tests.support.broker.brokers import DEVICES, Pki
 from tests.support.coordinator.carriers import ask, carrying, connect
 from tests.support.coordinator.enrolments import Desk

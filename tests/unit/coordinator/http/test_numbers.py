@@ -18,7 +18,7 @@ from edge_client.config import AgentConfig
 from fedcg.learning.spec import FederationSpec, RoundPolicy
 from fedcg.wire.artifacts.artifacts import ArtifactHeader
 from fedcg.wire.messages import enrolment_messages
-from fedcg.wire.messages.messages import AnyMessage
+from fedcg.wire.messages.schemas import AnyMessage
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World

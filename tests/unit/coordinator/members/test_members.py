@@ -16,8 +16,8 @@ from coordinator.pki.authority import create_ca, issue, write_revocations
 from coordinator.rounds.records import CertificateRecord, DeviceState, FederationStatus, ParticipantState, TokenRecord
 from coordinator.rounds.round_engine import Phase
 from coordinator.storage.register import Admitted
-from fedcg.wire.messages.messages import Invite, RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import Invite, RoundAttempt
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until

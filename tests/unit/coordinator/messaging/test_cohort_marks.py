@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.messaging.message_checks import Cohorts
-from fedcg.wire.messages.messages import CohortVerdict
+from fedcg.wire.messages.schemas import CohortVerdict
 
 
 def test_a_cohort_is_compared_without_a_device_that_is_gone() -> None:

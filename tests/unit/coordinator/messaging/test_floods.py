@@ -21,9 +21,8 @@ from coordinator.paths import Home
 from coordinator.storage.store import Store
 from coordinator.token_buckets import Buckets
 from fedcg.event_log import EventLog, read_events
-from fedcg.refusal_counter import ALWAYS_REPORTED, MAX_TEXT, Refusals
-from fedcg.wire.errors import MalformedError, SignatureError
-from fedcg.wire.messages.messages import Heartbeat, Need, RoundAttempt
+from fedcg.wire.errors import _MAX_DETAIL, ALWAYS_REPORTED, MalformedError, Refusals, SignatureError
+from fedcg.wire.messages.schemas import Heartbeat, Need, RoundAttempt
 from fedcg.wire.messages.topics import TopicKind
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.homes import add_federation
@@ -123,7 +122,7 @@ def test_refusals_are_counted_by_device_and_one_devices_flood_hides_no_other_dev
     assert refusals.counts == {"forged": 10_001, "malformed": 1}
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     assert len(lines) <= ALWAYS_REPORTED + 14 + 2
-    assert max(map(len, lines)) < 2 * MAX_TEXT + 200
+    assert max(map(len, lines)) < 2 * _MAX_DETAIL + 200
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from coordinator.paths import Home
 from coordinator.rounds.records import FederationStatus
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import add_federation

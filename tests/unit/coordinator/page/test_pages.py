@@ -23,7 +23,7 @@ from coordinator.rounds.records import FederationStatus, PresenceRecord
 from coordinator.service.service_context import MakeWorker
 from coordinator.storage import schema
 from fedcg.wire.leaving import SENT, own_fields
-from fedcg.wire.messages.messages import DeclineReason, Heartbeat, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations

@@ -17,9 +17,8 @@ from coordinator.pki.signing_keys import SigningIdentity, key_file, load_signing
 from coordinator.storage.database import make_engine
 from coordinator.storage.store import Store
 from edge_client.identity.enrol import enrol as enrol_box
-from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
-from fedcg.wire.messages.messages import COORDINATOR, Offer, Receipt
-from fedcg.wire.messages.signing import SigningKey, VerifyKey, open_envelope
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, VerifyKey, make_link, open_envelope, open_key_chain
+from fedcg.wire.messages.schemas import COORDINATOR, Offer, Receipt
 from fedcg.wire.messages.topics import Topics
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk

@@ -20,7 +20,7 @@ from coordinator.rounds.events import (
 from coordinator.rounds.opening import Opening
 from coordinator.rounds.round_engine import Phase, RoundState
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.coordinator.engine import play
 
 POLICY = RoundPolicy(rounds=2, min_cohort=1, min_clients=2, max_attempts=1, deadline_s=100.0)

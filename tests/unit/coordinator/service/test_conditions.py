@@ -21,8 +21,17 @@ from coordinator.service.reports import ConditionBoard
 from coordinator.storage.overview_store import Delivery
 from coordinator.updates import receiver as receiver_module
 from fedcg.wire.errors import MalformedError
-from fedcg.wire.messages.conditions import DeviceCondition, DoctorFinding, Readings
-from fedcg.wire.messages.messages import COORDINATOR, Carrier, Outcome, SelfReport, decode, encode
+from fedcg.wire.messages.schemas import (
+    COORDINATOR,
+    Carrier,
+    DeviceCondition,
+    DoctorFinding,
+    Outcome,
+    Readings,
+    SelfReport,
+    decode,
+    encode,
+)
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, PrivacySpent, Report, RoundCost
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.toy_artifacts import FEDERATION

@@ -11,7 +11,7 @@ import pytest
 from coordinator.errors import NotFoundError, SteeringError
 from coordinator.rounds.records import AttemptState, FederationStatus
 from coordinator.rounds.round_engine import Phase
-from fedcg.wire.messages.messages import DeclineReason, Finished, Invite, Need, Offer, Outcome
+from fedcg.wire.messages.schemas import DeclineReason, Finished, Invite, Need, Offer, Outcome
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.config import RoundSettings
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until

@@ -10,7 +10,7 @@ import pytest
 from coordinator.config import RoundSettings
 from coordinator.facts.current_round import ClientNow, ClientPhase, current_round
 from coordinator.facts.known import Known
-from fedcg.wire.messages.messages import Invite, RoundAttempt
+from fedcg.wire.messages.schemas import Invite, RoundAttempt
 from tests.support.coordinator.world import DEADLINE_S, MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 

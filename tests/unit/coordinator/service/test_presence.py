@@ -17,7 +17,7 @@ from coordinator.rounds.records import DeviceState, PresenceRecord
 from coordinator.service.liveness import MISSED, PRUNE_EVERY, Liveness, PresenceLog
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Welcome
+from fedcg.wire.messages.schemas import COORDINATOR, Heartbeat, Welcome
 from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
 

@@ -17,7 +17,7 @@ from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.service.reports import ProgressBoard
 from fedcg.wire.errors import MalformedError
-from fedcg.wire.messages.messages import Decline, DeclineReason, Heartbeat, Invite, RoundAttempt, decode
+from fedcg.wire.messages.schemas import Decline, DeclineReason, Heartbeat, Invite, RoundAttempt, decode
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until

@@ -15,7 +15,7 @@ from coordinator.facts.devices import device_facts
 from coordinator.facts.federations import RoundFacts, attempts_by_round, round_facts
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.odd_worker import FINE, REASON, TOO_LONG, OddC
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World

@@ -14,10 +14,10 @@ from coordinator.messaging.message_checks import MessageChecks, Sessions
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase
 from fedcg.event_log import EventLog, read_events
-from fedcg.refusal_counter import Refusals
 from fedcg.wire.artifacts.artifacts import artifact_id, pack
-from fedcg.wire.messages.messages import AnyMessage, DeviceStatus, Invite, Manifest, Need, Outcome, RoundAttempt
-from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
+from fedcg.wire.errors import Refusals
+from fedcg.wire.messages.envelopes import DOMAIN, MAGIC, SigningKey, seal
+from fedcg.wire.messages.schemas import AnyMessage, DeviceStatus, Invite, Manifest, Need, Outcome, RoundAttempt
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.transport.transport import Delivery

@@ -6,7 +6,9 @@ from typing import Any
 
 from coordinator.rounds.records import AttemptState, UpdateRecord
 from coordinator.rounds.round_engine import Phase
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import seal
+from fedcg.wire.messages.schemas import (
+    SPOKEN,
     CoordinatorStatus,
     Finished,
     Hello,
@@ -17,8 +19,6 @@ from fedcg.wire.messages.messages import (
     RoundAttempt,
     Welcome,
 )
-from fedcg.wire.messages.signing import seal
-from fedcg.wire.versions import SPOKEN
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until

@@ -14,8 +14,8 @@ import pytest
 from coordinator.storage import event_store
 from coordinator.storage.event_store import EventFilter, coordinator_log
 from coordinator.storage.store import Store
-from fedcg.advice import DECLINE_ADVICE
 from fedcg.event_log import EventLog, read_events
+from fedcg.sentences import DECLINE_ADVICE
 from tests.support.postgres import Cluster
 from tests.support.waiting import wait_until
 

@@ -23,7 +23,7 @@ from coordinator.storage.database import PASSWORD_VARIABLE, checkpoint, make_eng
 from coordinator.storage.store import Store
 from fedcg import sealing
 from fedcg.config_file import set_values
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.postgres import PASSWORD, Cluster
 

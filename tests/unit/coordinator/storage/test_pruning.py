@@ -11,7 +11,7 @@ import pytest
 from coordinator.rounds.round_engine import Phase
 from coordinator.storage.pruning import Pruner
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until

@@ -28,7 +28,7 @@ from coordinator.rounds.round_engine import Phase, transition
 from coordinator.storage import schema
 from coordinator.storage.database import make_engine
 from coordinator.storage.store import Store
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.engine import policy_of
 from tests.support.postgres import Cluster
 

@@ -30,7 +30,7 @@ from coordinator.storage.database import make_engine, open_database
 from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.schema import metadata
 from coordinator.storage.store import Store
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.engine import policy_of
 from tests.support.postgres import PASSWORD, Cluster
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from coordinator.sums.board import Phase, SumBoard
 from fedcg.wire.errors import SumError
-from fedcg.wire.messages.sum_steps import SumDealt, SumMembers, SumOff, SumOpening, SumSurvivors
-from fedcg.wire.sums.protocol import added, threshold_of
-from fedcg.wire.sums.secrets import Numbers, SumRound
+from fedcg.wire.messages.schemas import SumDealt, SumMembers, SumOff, SumOpening, SumSurvivors
+from fedcg.wire.sums import Numbers, SumRound, added, threshold_of
 from tests.support.coordinator.sum_cohort import AT, SIZE, Cohort
 
 

@@ -17,22 +17,22 @@ from coordinator.sums.board import WAIT_S, Phase, Sends
 from coordinator.sums.open_attempt import MaskedSums, SumFailure
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.messages.messages import COORDINATOR, RoundAttempt, SumUp
-from fedcg.wire.messages.signing import SigningKey
-from fedcg.wire.messages.sum_steps import (
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import (
+    COORDINATOR,
     FromDevice,
+    RoundAttempt,
     SumKeys,
     SumMembers,
     SumOff,
     SumRevealed,
     SumShares,
     SumSigned,
+    SumUp,
     ToDevice,
 )
 from fedcg.wire.parts import SUM_NUMBERS, SUM_WEIGHT, Part, TensorLayout
-from fedcg.wire.sums.protocol import added
-from fedcg.wire.sums.secrets import SumRound, SumSecrets
-from fedcg.wire.sums.steps import keys_of
+from fedcg.wire.sums import SumRound, SumSecrets, added, keys_of
 from tests.support.coordinator.sum_cohort import SIZE, Cohort
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World

@@ -9,9 +9,9 @@ import pytest
 
 from coordinator.updates.published_artifacts import ArtifactRequests, PublishedArtifacts
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.messages.messages import COORDINATOR, Need
+from fedcg.wire.messages.schemas import COORDINATOR, Need
 from fedcg.wire.transfer.chunk_sender import ChunkFile
-from fedcg.wire.transfer.chunk_window import Ranges
+from fedcg.wire.transfer.windows import Ranges
 
 
 class Requested:

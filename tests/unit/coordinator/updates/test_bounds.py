@@ -23,14 +23,14 @@ from coordinator.updates import receiver as receiver_module
 from coordinator.updates.published_artifacts import OPEN_FILES, PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.upload_windows import Grant, Received, Uploads
-from fedcg.log.sentences import sentence_of
+from fedcg.sentences import sentence_of
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.errors import IntegrityError, TransportError
-from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Carrier, Manifest, Outcome, RoundAttempt
-from fedcg.wire.transfer.chunk_window import Window
+from fedcg.wire.messages.schemas import MAX_CHUNK_BYTES, Carrier, Manifest, Outcome, RoundAttempt
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transfer.partial_files import Partials
+from fedcg.wire.transfer.windows import Window
 from tests.support.broker.memory import MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
 from tests.support.coordinator.world import MakeWorld, RunningService, World

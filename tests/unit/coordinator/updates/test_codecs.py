@@ -20,9 +20,16 @@ from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts.artifacts import Base, artifact_id, pack, read_header
-from fedcg.wire.artifacts.codecs import MIN_CHANNEL
-from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
+from fedcg.wire.artifacts.artifacts import (
+    Base,
+    artifact_id,
+    decompress_payload,
+    join_artifact,
+    pack,
+    read_header,
+    split_artifact,
+)
+from fedcg.wire.artifacts.payload import MIN_CHANNEL
 from fedcg.wire.parts import Part, UpdateCodec
 from tests.support.coordinator.toy_artifacts import (
     aggregate_bytes,

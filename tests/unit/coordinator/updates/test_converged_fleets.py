@@ -17,8 +17,8 @@ from coordinator.updates.robustness import Distances, Yardstick, figures_of, med
 from coordinator.updates.screening import Screening
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.artifacts.artifacts import Base
-from fedcg.wire.artifacts.tensors import Array, PartArrays
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.artifacts.payload import Array, PartArrays
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.coordinator.engine import policy_of
 

@@ -18,7 +18,7 @@ from coordinator.updates.robustness import (
     sketches_of,
     verdict_of,
 )
-from fedcg.wire.artifacts.tensors import Array
+from fedcg.wire.artifacts.payload import Array
 from fedcg.wire.parts import Part
 
 HONEST, SETTINGS = Figures(1.0, 0.6, 0.6), RobustnessSettings()

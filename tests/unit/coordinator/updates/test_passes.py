@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.updates import validation
 from fedcg.wire.artifacts.artifacts import unpack
-from fedcg.wire.messages.messages import Carrier, Manifest, Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Carrier, Manifest, Outcome, RoundAttempt
 from fedcg.wire.transfer.chunks import parse_chunk
 from tests.support.coordinator.published import Published, receiver_of
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec

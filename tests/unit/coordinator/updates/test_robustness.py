@@ -29,8 +29,8 @@ from coordinator.updates.robustness import (
 from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.artifacts.artifacts import Base
-from fedcg.wire.artifacts.tensors import Array
-from fedcg.wire.messages.messages import Outcome, RoundAttempt
+from fedcg.wire.artifacts.payload import Array
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.coordinator.engine import policy_of
 

@@ -10,7 +10,7 @@ import pytest
 from coordinator.config import RoundSettings
 from coordinator.updates.upload_windows import Uploads
 from coordinator.updates.validation import validate_update
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import Outcome
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 
 

@@ -13,7 +13,8 @@ from edge_client.session.commands import TrainRound
 from edge_client.session.events import Noted, RoundFailed
 from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.errors import NOT_CONNECTED
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
     Accept,
     Decline,
@@ -28,7 +29,6 @@ from fedcg.wire.messages.messages import (
     Revoked,
     RoundAttempt,
 )
-from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField
 from fedcg.worker_process import Exited
 from tests.support.broker.memory import MemoryBroker

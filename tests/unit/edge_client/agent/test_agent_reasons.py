@@ -17,7 +17,7 @@ from edge_client.session.commands import ChooseModel, TrainerCommand
 from edge_client.session.events import RoundFailed
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog, read_events
-from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
+from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.worker_process import Exited
 from tests.support.edge.world import DEVICE, FakeTrainer, MakeWorld, World, in_round, in_training
 

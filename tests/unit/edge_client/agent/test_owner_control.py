@@ -24,7 +24,7 @@ from edge_client.store.sent_record import SENT_FILE, sent_items
 from edge_client.store.small_files import write_json
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import artifact_id
-from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt, SelfReport
+from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt, SelfReport
 from fedcg.wire.parts import Part
 from tests.support.edge.world import SHARED, MakeWorld, World, in_training, toy_spec, update_of
 from tests.support.waiting import wait_until

@@ -13,8 +13,7 @@ from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
 from edge_client.session.events import Chosen
 from edge_client.store.sent_record import SENT_FILE, read_lines
-from fedcg.wire.messages.conditions import DoctorFinding
-from fedcg.wire.messages.messages import Hello, SelfReport
+from fedcg.wire.messages.schemas import DoctorFinding, Hello, SelfReport
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.conversations import box_config
 from tests.support.edge.training_site import Site, real_spec

@@ -25,8 +25,8 @@ from edge_client.errors import unreadable
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.errors import BAD_INPUT, FAILED, NOT_FOUND
 from fedcg.files import checked_secret
-from fedcg.wire.messages.messages import RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import Pki, RunningMosquitto, acl_for
 from tests.support.commands import data_of, run_fedcg

@@ -26,7 +26,7 @@ from edge_client.session.state import Purpose
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
 from tests.support.coordinator.world import RunningService, World

@@ -29,7 +29,7 @@ from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, SentRecord, ap
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.event_log import EventLog, log_text
 from fedcg.wire.artifacts.artifacts import Base, artifact_id
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.answering_agent import answering_agent

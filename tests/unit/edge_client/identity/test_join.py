@@ -20,8 +20,7 @@ from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
 from fedcg.wire.parts import Part
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.enrolments import FEDERATION, Desk, open_home, running_desk

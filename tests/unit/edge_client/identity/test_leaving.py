@@ -18,8 +18,8 @@ from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
 from fedcg.errors import BAD_INPUT, NOT_FOUND
-from fedcg.wire.messages.messages import Leave, Left, decode
-from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
+from fedcg.wire.messages.envelopes import OVERHEAD_BYTES, SigningKey, seal
+from fedcg.wire.messages.schemas import Leave, Left, decode
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.transport import Delivery
 from tests.support.broker.memory import MemoryTransport

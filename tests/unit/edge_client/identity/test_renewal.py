@@ -33,7 +33,7 @@ from fedcg.wire.messages.enrolment_messages import (
     load_certificate,
     renewal_statement,
 )
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.coordinator.enrolments import Desk, open_home, running_desk
 from tests.support.waiting import wait_until
 

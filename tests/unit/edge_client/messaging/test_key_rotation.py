@@ -13,9 +13,8 @@ import pytest
 from edge_client.messaging.coordinator_link import CoordinatorTrust
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.key_chain import PinnedKey, make_link
-from fedcg.wire.messages.messages import COORDINATOR, EVERYONE, Accept, Hello, KeyChain, KeyLink, Manifest
-from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, make_link, seal
+from fedcg.wire.messages.schemas import COORDINATOR, EVERYONE, Accept, Hello, KeyChain, KeyLink, Manifest
 from tests.support.edge.world import DEVICE, FEDERATION, World
 from tests.support.waiting import wait_until
 

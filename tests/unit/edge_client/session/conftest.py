@@ -7,7 +7,7 @@ import pytest
 from edge_client.session.commands import TrainRound
 from edge_client.session.events import ArtifactStored, Invited, LinkChanged, SpecChecked, Tick, TrainerReady, Welcomed
 from edge_client.session.state import SessionState
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.edge.session_events import SPEC, aggregate, drive, offer
 
 

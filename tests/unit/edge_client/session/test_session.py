@@ -44,8 +44,7 @@ from edge_client.session.events import (
 )
 from edge_client.session.state import SUM_EVERY_S, TRAINER_DEATHS, SessionState, next_deadline
 from edge_client.session.state_machine import step
-from fedcg.wire.messages.messages import Accept, DeclineReason, Outcome, RoundAttempt
-from fedcg.wire.messages.sum_steps import SumOff
+from fedcg.wire.messages.schemas import Accept, DeclineReason, Outcome, RoundAttempt, SumOff
 from tests.support.edge.session_events import (
     OTHER_SPEC,
     SPEC,

@@ -43,7 +43,7 @@ from edge_client.session.events import (
 )
 from edge_client.session.state import SessionState
 from edge_client.session.state_machine import step
-from fedcg.wire.messages.messages import Accept, ArtifactRef, DeclineReason, Manifest, Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import Accept, ArtifactRef, DeclineReason, Manifest, Outcome, RoundAttempt
 from tests.support.edge.session_events import SPEC, aggregate, drive, ended, need, offer, receipt, update
 
 ATTEMPTS = [RoundAttempt(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]

@@ -18,8 +18,8 @@ from edge_client.store.cohort_secret import code_of, create, join, mark_of, rost
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
-from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import CohortVerdict, Hello, RoundAttempt
 from tests.support.commands import data_of
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, toy_generation, toy_spec, write_device
 

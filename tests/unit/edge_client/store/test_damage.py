@@ -16,9 +16,8 @@ from coordinator.config import CoordinatorConfig
 from edge_client.errors import DamagedFileError, StoreError
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.small_files import read_json, write_json
-from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.homes import add_federation, bundle
 from tests.support.edge.filled_store import SPEC, contents, files_of, fill

@@ -22,7 +22,7 @@ from edge_client.store.private_store import RECEIPTS_KEPT, STORE_FORMAT, Deliver
 from edge_client.store.small_files import write_json
 from fedcg import files
 from fedcg.files import checked_secret
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.edge.world import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
 

@@ -13,9 +13,8 @@ from edge_client.errors import StoreError
 from edge_client.store.generations import Generations
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.files import file_sha256
-from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import Manifest, RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
+from fedcg.wire.messages.schemas import Manifest, RoundAttempt
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, toy_generation, toy_snapshot, toy_spec, update_of
 from tests.support.waiting import wait_until
 

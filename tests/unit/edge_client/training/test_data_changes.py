@@ -10,7 +10,7 @@ import pytest
 
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.cli.status import read_status
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images
 

@@ -23,7 +23,7 @@ from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm
 from fedcg.learning.tensor_conversion import to_weights
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.training_site import DEVICE_KEY, Site, real_spec
 from tests.support.edge.world import FEDERATION

@@ -22,7 +22,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
 from fedcg.wire.artifacts.inspection import inspect
-from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout, UpdateCodec
 from tests.support.edge.world import DEVICE, toy_spec
 

@@ -23,9 +23,9 @@ from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone
 from fedcg.learning.spec import BackboneChoice
 from fedcg.learning.split_names import WEIGHTS_VARIABLE, weights_digest
-from fedcg.log.settings import LogSettings
+from fedcg.log_output import LogSettings
 from fedcg.wire.artifacts.artifacts import unpack
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.edge.training_site import Site
 from tests.support.edge.world import CLASSES, FEDERATION, FORM

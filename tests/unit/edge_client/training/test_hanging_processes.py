@@ -22,8 +22,8 @@ from edge_client.session.commands import TrainRound
 from edge_client.session.events import RoundCommitted, TrainerReady
 from edge_client.training.trainer_handle import TrainerReport, trainer_process
 from fedcg.learning.training.device_errors import BROKEN_EXIT
-from fedcg.log.settings import LogSettings
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.log_output import LogSettings
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.coordinator import hanging_children
 from tests.support.coordinator.driven_worker import DrivenWorker
 from tests.support.coordinator.hanging_children import STALL_S

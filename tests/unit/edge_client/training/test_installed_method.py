@@ -22,7 +22,7 @@ from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.registry import get_method
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.wire.artifacts.artifacts import unpack
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.installed import importable, register

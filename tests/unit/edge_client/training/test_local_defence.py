@@ -22,8 +22,8 @@ from fedcg.event_log import EventLog
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.method import silent
 from fedcg.learning.seeds import Streams
-from fedcg.log.sentences import sentence_of
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.sentences import sentence_of
+from fedcg.wire.messages.schemas import DeclineReason
 from tests.support.edge.training_site import DEVICE_KEY, Site, real_spec
 from tests.support.edge.world import CLASSES, FEDERATION
 

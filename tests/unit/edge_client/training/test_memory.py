@@ -15,7 +15,7 @@ from edge_client.training import local_round, trainer_child
 from edge_client.training.memory_share import LEAST_SHARE, MEMORY_FILE, NEAR_END_BYTES, MemoryShare
 from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Method, RoundContext
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from tests.support.edge.training_site import Site, real_spec
 
 BATCH = 8

@@ -17,7 +17,7 @@ from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
 from edge_client.session.events import RoundCommitted
 from fedcg.imaging import MAX_FILE_BYTES
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES

@@ -14,7 +14,7 @@ from edge_client.training import trainer_child
 from edge_client.training.trainer_child import Trainer
 from edge_client.training.turns import LEAST_PAUSE_S, LOOK_EVERY_S, Pauses
 from fedcg.event_log import EventLog, read_events
-from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.edge.training_site import Site, real_spec
 
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)

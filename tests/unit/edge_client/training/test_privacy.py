@@ -22,8 +22,8 @@ from edge_client.training.model_selection import choose_model
 from fedcg.learning.mechanisms.protected_round import last_bias, log_prior
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.wire.artifacts.artifacts import read_header, unpack
-from fedcg.wire.artifacts.tensors import PartArrays
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.artifacts.payload import PartArrays
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, PrivacySpent, ReportField
 from tests.support.edge.training_site import Site, real_spec
 from tests.unit.edge_client.training.test_release_audit import StandIn, figure, install

@@ -21,7 +21,7 @@ from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, Report, ReportField
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images

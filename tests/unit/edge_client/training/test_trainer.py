@@ -32,7 +32,7 @@ from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, ReportField, TensorLayout, is_delta
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, aggregate_of, draw_images
@@ -396,7 +396,7 @@ def test_a_training_process_dies_with_its_agent(slow_site: Site) -> None:
     code = (
         "import pickle, sys\nfrom edge_client.training.trainer_handle import trainer_process\n"
         "config, command = pickle.loads(sys.stdin.buffer.read())\n"
-        "from fedcg.log.settings import LogSettings\n"
+        "from fedcg.log_output import LogSettings\n"
         "import queue; reports = queue.SimpleQueue(); process = trainer_process(config, LogSettings(), reports.put)\n"
         "print(process.start(), flush=True); reports.get(); process.send(command)\n"
         "while True: reports.get()\n"

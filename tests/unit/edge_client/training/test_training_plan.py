@@ -18,7 +18,7 @@ from edge_client.training import trainer_child
 from edge_client.training.memory_share import MEMORY_FILE
 from edge_client.training.trainer_child import free_memory
 from fedcg.wire.artifacts.artifacts import read_header
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from tests.support.edge.training_site import Site, real_spec
 
 CPU_BOX = DeviceProfile(

@@ -18,7 +18,7 @@ from edge_client.training.trainer_child import Trainer
 from edge_client.training.trainer_handle import TrainerReport
 from edge_client.training.turns import turn
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from tests.support.edge.training_site import Site, real_spec
 
 HOLD = """

@@ -20,7 +20,7 @@ from edge_client.training.trainer_handle import trainer_process
 from edge_client.training.turns import Pauses
 from export.serving.metrics import Metrics
 from fedcg.event_log import EventLog, read_events
-from fedcg.log.settings import LogSettings
+from fedcg.log_output import LogSettings
 from tests.support.edge.world import make_config
 from tests.support.waiting import wait_until
 

@@ -24,9 +24,9 @@ from edge_client.messaging.handshake import Handshake
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer import https_client
 from edge_client.transfer.https_client import Direction, Line
-from fedcg.provision.agent_config import render_agent_config
-from fedcg.wire.messages.messages import ArtifactRef, Carrier
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.agent_config import render_agent_config
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import ArtifactRef, Carrier
 from fedcg.wire.transport.mqtt_config import TlsFiles
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.broker.memory import MemoryBroker, MemoryTransport

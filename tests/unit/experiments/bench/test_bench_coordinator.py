@@ -11,7 +11,7 @@ import pytest
 
 from experiments.bench.coordinator.figures import Round, cost_of_watchers, growth_mb
 from experiments.bench.coordinator.rounds import Run, Setting
-from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.messages.schemas import Outcome
 from tests.support.commands import data_of, run_fedcg
 
 

@@ -12,7 +12,7 @@ from export.errors import SlotError
 from export.model.manifest import read_manifest
 from export.model.signature import required, signer_of
 from export.model.versions import Slots
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import install_model
 

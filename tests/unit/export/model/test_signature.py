@@ -16,7 +16,7 @@ from export.model.manifest import read_manifest
 from export.model.runtime import Model
 from export.model.signature import note_signer, required, sign_manifest, signer_of
 from fedcg.errors import NOT_FOUND
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import flip_bit, install_model, write_images
 

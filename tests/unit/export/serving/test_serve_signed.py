@@ -13,7 +13,7 @@ from export.model.signature import note_signer, required, sign_manifest
 from export.model.versions import Slots
 from export.serving.judge import Verdict
 from export.serving.live_model import ServedModel
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import run_fedcg
 from tests.support.learning.export_models import encoded, flip_bit, picture
 from tests.support.serving import PNG, serving

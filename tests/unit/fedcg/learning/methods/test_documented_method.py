@@ -17,7 +17,7 @@ from fedcg.learning.errors import ExtensionError, NetworkError
 from fedcg.learning.networks.plans import method_layouts
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.simulation.simulation import Schedule, simulate
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import Part, TensorLayout
 from tests.support.installed import importable, register
 from tests.support.learning.learning_cases import party_of, quick_spec, same_parts

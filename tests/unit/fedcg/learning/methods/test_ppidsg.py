@@ -16,7 +16,7 @@ from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.training.evaluation import evaluate
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import GREY, bright_images, context, plan, plan_of, quick_spec, same
 

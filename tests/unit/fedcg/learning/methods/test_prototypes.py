@@ -21,7 +21,7 @@ from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.training.evaluation import evaluate
-from fedcg.wire.artifacts.tensors import beyond
+from fedcg.wire.artifacts.payload import beyond
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import bright_images, context, local_round_of, plan, quick_spec
 from tests.support.learning.stub_networks import on_labels

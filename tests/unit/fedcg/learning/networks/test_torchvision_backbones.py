@@ -31,7 +31,7 @@ from fedcg.learning.training import batches
 from fedcg.learning.training.batches import extract_features, images_at_once
 from fedcg.learning.training.classification import classification
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack, unpack
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import Part, Report
 from tests.support.learning.learning_cases import bright_images, context, same
 

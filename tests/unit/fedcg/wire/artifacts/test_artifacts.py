@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, artifact_id, pack, read_header, unpack
-from fedcg.wire.artifacts.container import MAX_HEADER_BYTES, join_artifact, split_artifact
+from fedcg.wire.artifacts.artifacts import (
+    MAX_HEADER_BYTES,
+    ArtifactHeader,
+    artifact_id,
+    join_artifact,
+    pack,
+    read_header,
+    split_artifact,
+    unpack,
+)
 from fedcg.wire.artifacts.inspection import inspect
-from fedcg.wire.artifacts.tensors import Array, layouts_of
+from fedcg.wire.artifacts.payload import Array, layouts_of
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, WireError
 from fedcg.wire.parts import Health, Part, Report
 

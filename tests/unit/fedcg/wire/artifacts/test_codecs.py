@@ -1,4 +1,4 @@
-"""The laws of `fedcg.wire.artifacts.codecs`, for any finite numbers, and what is refused."""
+"""The laws of `fedcg.wire.artifacts.payload`, for any finite numbers, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,18 +12,32 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from safetensors.numpy import load, save
 
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, codecs_for, pack, parts_in, read_header, unpack
-from fedcg.wire.artifacts.codecs import (
+from fedcg.wire.artifacts.artifacts import (
+    ArtifactHeader,
+    Base,
+    codecs_for,
+    decompress_payload,
+    join_artifact,
+    pack,
+    parts_in,
+    read_header,
+    split_artifact,
+    unpack,
+)
+from fedcg.wire.artifacts.inspection import decode, inspect
+from fedcg.wire.artifacts.payload import (
     F16_LIMIT,
     SCALE_SUFFIX,
+    Array,
+    data_bytes,
     decode_tensor,
     encode_tensor,
+    encode_tensors,
+    layouts_of,
+    max_payload_bytes,
     stored_tensors,
     tensor_codec,
 )
-from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
-from fedcg.wire.artifacts.inspection import decode, inspect
-from fedcg.wire.artifacts.tensors import Array, data_bytes, encode_tensors, layouts_of, max_payload_bytes
 from fedcg.wire.errors import CodecError, IntegrityError, MalformedError, UnknownBaseError
 from fedcg.wire.parts import Part, TensorCodec, TensorLayout, UpdateCodec, is_delta
 

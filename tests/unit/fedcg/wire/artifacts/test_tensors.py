@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as npst
 from safetensors.numpy import save
 
 from fedcg.wire.artifacts.artifacts import codecs_for
-from fedcg.wire.artifacts.tensors import (
+from fedcg.wire.artifacts.payload import (
     Array,
     assert_finite,
     decode_tensors,

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import OrderError
-from fedcg.wire.messages.messages import Accept, ArtifactRef, CoordinatorStatus, Invite, Offer
-from fedcg.wire.messages.ordering import BroadcastOrder, Session, session_id
+from fedcg.wire.messages.envelopes import BroadcastOrder, Session, session_id
+from fedcg.wire.messages.schemas import Accept, ArtifactRef, CoordinatorStatus, Invite, Offer
 
 REF = ArtifactRef(id="0" * 64, size=10, chunk_bytes=256)
 

@@ -13,11 +13,10 @@ import pytest
 from edge_client.store.private_store import STORE_FORMAT, PrivateStore
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import Base, artifact_id, unpack
-from fedcg.wire.messages.messages import AnyMessage, RoundAttempt
-from fedcg.wire.messages.signing import open_envelope, read_envelope, seal
+from fedcg.wire.messages.envelopes import open_envelope, read_envelope, seal
+from fedcg.wire.messages.schemas import PROTOCOL_VERSION, SPOKEN, AnyMessage, RoundAttempt
 from fedcg.wire.parts import Part
 from fedcg.wire.transfer.chunks import parse_chunk
-from fedcg.wire.versions import PROTOCOL_VERSION, SPOKEN
 from tests.support.edge.world import toy_generation, toy_parts, toy_spec
 from tests.support.wire.golden_files import (
     COORDINATOR_KEY,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from fedcg.wire.errors import MalformedError, OrderError, SignatureError, TooLargeError, WireError
-from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, make_link, open_key_chain, seal
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
     EVERYONE,
     MAX_KEY_LINKS,
@@ -17,7 +17,6 @@ from fedcg.wire.messages.messages import (
     KeyLink,
     encode,
 )
-from fedcg.wire.messages.signing import SigningKey, seal
 
 FEDERATION = "casting"
 KEYS = [SigningKey.generate() for _ in range(4)]

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.wire import versions
 from fedcg.wire.errors import MalformedError, TooLargeError, WireError
-from fedcg.wire.messages.messages import Decline, DeclineReason, Hello, Manifest, Need, decode, encode
-from fedcg.wire.versions import PROTOCOL_VERSION
+from fedcg.wire.messages import schemas
+from fedcg.wire.messages.schemas import PROTOCOL_VERSION, Decline, DeclineReason, Hello, Manifest, Need, decode, encode
 
 DECLINE = Decline(federation="f", sender="a", recipient="coordinator", reason=DeclineReason.NO_DATA)
 
@@ -94,12 +93,12 @@ def test_a_hello_of_this_version_is_as_strict_as_everything_else(fields: dict[st
 
 
 def test_a_refusal_names_both_sides_and_the_one_that_is_behind() -> None:
-    assert versions.outdated((1,), (2, 3)) == "device"
-    assert versions.outdated((4, 5), (2, 3)) == "coordinator"
-    told = versions.explain_versions((1,), (2, 3))
+    assert schemas.outdated((1,), (2, 3)) == "device"
+    assert schemas.outdated((4, 5), (2, 3)) == "coordinator"
+    told = schemas.explain_versions((1,), (2, 3))
     assert told == "the device supports protocol version 1, the coordinator 2, 3: update the agent on this device"
-    assert "update the coordinator" in versions.explain_versions((4, 5), (2, 3))
+    assert "update the coordinator" in schemas.explain_versions((4, 5), (2, 3))
 
 
 def test_this_program_speaks_its_version_and_the_one_before_from_version_2_on() -> None:
-    assert tuple(version for version in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION) if version >= 2) == versions.SPOKEN
+    assert tuple(version for version in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION) if version >= 2) == schemas.SPOKEN

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.wire import versions
-from fedcg.wire.messages.messages import COORDINATOR, Hello, Invite, Refusal, Welcome
-from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages import schemas
+from fedcg.wire.messages.envelopes import SigningKey, seal
+from fedcg.wire.messages.schemas import COORDINATOR, Hello, Invite, Refusal, Welcome
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import RunningService, World
@@ -39,7 +39,7 @@ def say_hello(device: FakeDevice, spoken: tuple[int, ...]) -> None:
 def test_a_coordinator_of_version_two_serves_agents_of_version_one_and_two(
     world: World, monkeypatch: pytest.MonkeyPatch, spoken: tuple[int, ...], picked: int
 ) -> None:
-    monkeypatch.setattr(versions, "SPOKEN", (1, 2))
+    monkeypatch.setattr(schemas, "SPOKEN", (1, 2))
     device = world.devices["a"]
     with RunningService(world):
         say_hello(device, spoken)
@@ -51,7 +51,7 @@ def test_a_coordinator_of_version_two_serves_agents_of_version_one_and_two(
 def test_an_agent_of_other_versions_is_refused_with_both_sides_versions_and_never_invited(
     world: World, monkeypatch: pytest.MonkeyPatch, ours: tuple[int, ...], spoken: tuple[int, ...], behind: str
 ) -> None:
-    monkeypatch.setattr(versions, "SPOKEN", ours)
+    monkeypatch.setattr(schemas, "SPOKEN", ours)
     device = world.devices["a"]
     with RunningService(world) as running:
         say_hello(device, spoken)
@@ -62,7 +62,7 @@ def test_an_agent_of_other_versions_is_refused_with_both_sides_versions_and_neve
     assert (refusal.versions, refusal.device_versions, refusal.update) == (ours, spoken, behind)
     told = [event for event in world.events("refused") if event["reason"] == "version"]
     assert [event["what"] for event in told] == ["the hello of a"]
-    assert told[0]["detail"] == versions.explain_versions(spoken, ours)
+    assert told[0]["detail"] == schemas.explain_versions(spoken, ours)
     assert device.of(Invite) == []
 
 
@@ -87,7 +87,7 @@ def test_a_device_tells_its_operator_why_it_was_refused_and_believes_no_forged_o
         coordinator.wait(Hello)  # neither kept it from trying on
         refuse(nonce)
         wait_until(lambda: len(edge.events("refused")) == 3, "the refusal is told")
-        assert edge.events("refused")[-1]["detail"] == versions.explain_versions((1,), (2, 3))
+        assert edge.events("refused")[-1]["detail"] == schemas.explain_versions((1,), (2, 3))
         wait_until(
             lambda: edge.agent._state.hello_at > edge.agent._clock() + 30, "it does not ask every two seconds now"
         )

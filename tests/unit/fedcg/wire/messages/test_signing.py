@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import MalformedError, SignatureError, TooLargeError, WireError
-from fedcg.wire.messages.messages import MAX_MESSAGE_BYTES, Accept, encode
-from fedcg.wire.messages.signing import DOMAIN, MAGIC, OVERHEAD_BYTES, SigningKey, VerifyKey, open_envelope, seal
+from fedcg.wire.messages.envelopes import DOMAIN, MAGIC, OVERHEAD_BYTES, SigningKey, VerifyKey, open_envelope, seal
+from fedcg.wire.messages.schemas import MAX_MESSAGE_BYTES, Accept, encode
 
 KEY = SigningKey.generate()
 OTHER = SigningKey.generate()

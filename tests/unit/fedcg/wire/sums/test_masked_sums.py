@@ -11,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
-from fedcg.wire.sums.protocol import (
+from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.sums import (
+    Announcement,
     Members,
+    Numbers,
+    SumRound,
+    SumSecrets,
     Survivors,
     added,
     masked,
@@ -23,7 +27,6 @@ from fedcg.wire.sums.protocol import (
     threshold_of,
     unmask,
 )
-from fedcg.wire.sums.secrets import Announcement, Numbers, SumRound, SumSecrets
 
 AT = SumRound("shapes", 3, 1)
 SIZE = 7

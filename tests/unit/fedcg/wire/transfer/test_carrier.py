@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import MalformedError, TooLargeError
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, ArtifactRef
-from fedcg.wire.transfer.http_ranges import Span, parse_content_range, parse_range, span_of
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, ArtifactRef
+from fedcg.wire.transfer.chunks import Span, parse_content_range, parse_range, span_of
 
 REF = ArtifactRef(id="a" * 64, size=1000, chunk_bytes=300)
 SIZES = st.integers(1, MAX_ARTIFACT_BYTES)

@@ -23,7 +23,8 @@ from edge_client.session.commands import Wanted
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.downloads import Downloads
 from fedcg.wire.errors import IntegrityError, WireError
-from fedcg.wire.messages.messages import (
+from fedcg.wire.messages.envelopes import DOMAIN, MAGIC, SigningKey, seal
+from fedcg.wire.messages.schemas import (
     COORDINATOR,
     EVERYONE,
     MAX_ARTIFACT_BYTES,
@@ -42,7 +43,6 @@ from fedcg.wire.messages.messages import (
     RoundAttempt,
     encode,
 )
-from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import Chunk, chunk_frame
 from fedcg.wire.transfer.partial_files import Partials

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError
-from fedcg.wire.messages.messages import ArtifactRef
-from fedcg.wire.transfer.chunk_window import Window
+from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import Chunk, parse_chunk, read_frame
 from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES, DurableReceiver, Partials
+from fedcg.wire.transfer.windows import Window
 from tests.support.wire.artifact_chunks import cut, frames_for, make_ref
 
 DATA = random.Random(1).randbytes(256 * 9 + 17)

@@ -16,7 +16,7 @@ import pytest
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transfer.chunk_sender import HIGH_WATER_BYTES, MAX_GRANTED, ChunkFile, ChunkSender, file_ref
 from fedcg.wire.transfer.chunks import parse_chunk
-from fedcg.wire.transport.send_queue import Outgoing, OutgoingQueue
+from fedcg.wire.transport.mqtt_link import Outgoing, OutgoingQueue
 from fedcg.wire.transport.transport import Backlog
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import cut, make_ref

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
-from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef
-from fedcg.wire.transfer.chunk_window import MAX_RANGES, Grants, Window
+from fedcg.wire.messages.schemas import MAX_CHUNK_BYTES, ArtifactRef
 from fedcg.wire.transfer.chunks import (
     FRAME_OVERHEAD_BYTES,
     Chunk,
@@ -18,6 +17,7 @@ from fedcg.wire.transfer.chunks import (
     parse_chunk,
     read_frame,
 )
+from fedcg.wire.transfer.windows import MAX_RANGES, Grants, Window
 from tests.support.edge.receivers import Receiver
 from tests.support.wire.artifact_chunks import cut, frames_for, make_ref
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from fedcg.wire.errors import MalformedError
-from fedcg.wire.server_role import ServerRole, expect_role
+from fedcg.wire.tls import ServerRole, expect_role
 from fedcg.wire.transport import mqtt_link
 from fedcg.wire.transport.mqtt_link import MqttLink
 from tests.support.broker.broker_packets import (

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fedcg.wire.errors import TransportError
-from fedcg.wire.transport.send_queue import MAX_SENDS, Outgoing, OutgoingQueue
+from fedcg.wire.transport.mqtt_link import MAX_SENDS, Outgoing, OutgoingQueue
 
 
 def message(payload: bytes, qos: int = 1) -> Outgoing:
@@ -83,7 +83,7 @@ def test_the_time_without_an_acknowledgement_counts_from_the_last_one_while_some
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("fedcg.wire.transport.send_queue.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fedcg.wire.transport.mqtt_link.time.monotonic", lambda: now[0])
     queue = OutgoingQueue(10, 1000)
     for name in ("a", "b"):
         queue.put(Outgoing(name, b"x", 1, retain=False))

@@ -1,4 +1,7 @@
-"""Renders a new device's agent.toml: by the coordinator for a bundle, by the box itself when it enrols."""
+"""Renders a new device's agent.toml: by the coordinator for a bundle, by the box itself when it enrols.
+
+One template, because a bundle and an enrolled device must not differ.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def render_agent_config(
         carrier_url: where artifacts can travel over HTTPS; None where the coordinator offers only MQTT.
         data: where the images are; relative to the file.
     """
-    template = files("fedcg.provision").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
+    template = files("fedcg").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
     return Template(template).substitute(
         federation=federation,
         device=device,

@@ -1,6 +1,6 @@
-"""The log of a long-running command on stderr: for people or as JSON lines, with a level that SIGUSR1 changes while it runs.
+"""The log of a long-running command on stderr: its form (for people or JSON lines) and level, as options and as the handler; SIGUSR1 changes the level.
 
-Sentences about events come from `fedcg.log.sentences`; other lines are warnings and errors of single modules.
+Importing this loads no structlog. Sentences about events come from `fedcg.sentences`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,45 @@ import logging
 import signal
 import sys
 from collections.abc import MutableMapping
+from dataclasses import dataclass
+from enum import Enum
 from types import FrameType
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import structlog
+import typer
 
 from fedcg.event_log import FIELDS, log_text
-from fedcg.log.settings import LogForm, LogLevel, LogSettings
+
+
+class LogForm(str, Enum):
+    """The form of a log: aligned lines for people, or one JSON object per line."""
+
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class LogLevel(str, Enum):
+    """The least level that is shown."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """The form and the level of a log."""
+
+    form: LogForm = LogForm.CONSOLE
+    level: LogLevel = LogLevel.INFO
+
+
+LogFormOption = Annotated[
+    LogForm, typer.Option("--log", help="Form of the log on stderr: lines for people, or a JSON object per line.")
+]
+LogLevelOption = Annotated[LogLevel, typer.Option("--log-level", help="Least level that is shown.")]
 
 
 def set_up_log(settings: LogSettings, stream: TextIO | None = None) -> None:

@@ -1,10 +1,11 @@
-"""Control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON inside a signed envelope.
+"""The schemas of control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON; conditions of a device, steps of a masked sum, and protocol versions among them.
 
-Knows the fields of the messages; not how they are signed (`signing`), carried (`transport`) or answered.
+All values are codes from closed sets, never free text of a device. Knows nothing of signatures (`envelopes`), topics or answers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal
@@ -12,10 +13,250 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
-from fedcg.wire.messages.conditions import DeclineReason as DeclineReason  # part of the vocabulary of messages
-from fedcg.wire.messages.conditions import DeviceCondition, Readings
-from fedcg.wire.messages.sum_steps import FromDevice, ToDevice
-from fedcg.wire.versions import PROTOCOL_VERSION, Side
+
+DoctorCheck = Literal["clock", "disk", "keys", "certificate", "data", "cohort secret", "training"]
+"""The checks of `fedcg doctor` that concern the device itself; a closed set, so that a path or a file name can never leave it."""
+FormName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
+Number = Annotated[int, Field(ge=0, le=1 << 53)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Celsius = Annotated[float, Field(ge=-273.15, le=1000.0)]
+
+
+class DeclineReason(str, Enum):
+    """Why a device does not take part in a round; a closed set, so that free text can never leave a device."""
+
+    UPLOAD_NOT_ALLOWED = "upload_not_allowed"
+    REPORT_NOT_ALLOWED = "report_not_allowed"
+    NOT_ELIGIBLE = "not_eligible"
+    NO_DATA = "no_data"
+    UNKNOWN_METHOD = "unknown_method"
+    SPEC_REFUSED = "spec_refused"
+    TRAINING_FAILED = "training_failed"
+    DIVERGED = "diverged"
+    INTERRUPTED = "interrupted"
+    WITHHELD = "withheld"
+    PAUSED = "paused"
+    NEEDS_APPROVAL = "needs_approval"
+    DAILY_LIMIT = "daily_limit"
+    # Of the box itself, where its owner allows `health` (else NOT_ELIGIBLE); `devices.eligibility.Obstacle` has the same values.
+    RESERVED = "reserved"
+    SERVING = "serving"
+    HOT = "hot"
+    THROTTLED = "throttled"
+    ON_BATTERY = "on_battery"
+    POWER_MODE = "power_mode"
+    QUIET_HOURS = "quiet_hours"
+    LOW_DISK = "low_disk"
+    LOW_MEMORY = "low_memory"
+    METERED = "metered"
+    NO_TIME = "no_time"
+
+    @property
+    def passes(self) -> bool:
+        """Whether it may pass while the attempt is open: a round that needs the device waits for it."""
+        return self.value in _PASSING
+
+    @property
+    def needs_owner(self) -> bool:
+        """Whether it ends as soon as the device's owner approves the spec."""
+        return self in (self.UPLOAD_NOT_ALLOWED, self.REPORT_NOT_ALLOWED, self.NEEDS_APPROVAL)
+
+
+_PASSING = frozenset(
+    {"interrupted", "reserved", "serving", "hot", "throttled", "on_battery", "power_mode", "quiet_hours"}
+    | {"low_disk", "low_memory", "metered"}
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DoctorFinding(_Strict):
+    """A check that did not end well: "warning" (it works, but look at it) or "failed"."""
+
+    check: DoctorCheck
+    state: Literal["warning", "failed"]
+
+
+class FormEvidence(_Strict):
+    """One form of an exported model as the device's export measured it, on held-out images.
+
+    Attributes:
+        size: bytes of its file; None where it was tried and not kept.
+        latency_ms: median milliseconds of one prediction at batch 1.
+        accuracy: share of the images that it gets right.
+        agreement: share for which it names the class that the model as exported names.
+        images: how many.
+    """
+
+    name: FormName
+    size: Number | None = None
+    latency_ms: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
+    accuracy: Share | None = None
+    agreement: Share | None = None
+    images: Number = 0
+
+
+class ServedModel(_Strict):
+    """The exported model in use.
+
+    Attributes:
+        version: its number on the device.
+        round: that its weights come from.
+        serves: the form in use.
+        accuracy: share of the device's test images that the model as exported gets right.
+        before: the same of the version in use before it.
+        forms: all forms that were tried.
+    """
+
+    version: Annotated[str, Field(pattern=r"^\d{1,9}$")]
+    round: Number
+    serves: FormName
+    accuracy: Share | None = None
+    before: Share | None = None
+    forms: Annotated[tuple[FormEvidence, ...], Field(max_length=8)] = ()
+
+
+class Readings(_Strict):
+    """What a device's sensors read; None where it has no such sensor, which is never zero.
+
+    Attributes:
+        temperature_c: of the zone that is nearest to its limit, and `limit_c` that limit, in °C.
+        watts: that the box draws, or its GPU alone where only that is measured.
+        battery: charge of the emptiest battery or UPS, a share.
+        on_mains: whether a mains or USB supply delivers.
+        slowed_by: what lowers its clocks now; empty: nothing.
+        free_memory, free_disk: bytes, within the limits of its control group, and where the private store lies.
+    """
+
+    temperature_c: Celsius | None = None
+    limit_c: Celsius | None = None
+    watts: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    battery: Share | None = None
+    on_mains: bool | None = None
+    slowed_by: Annotated[tuple[Literal["software", "hardware"], ...], Field(max_length=2)] = ()
+    free_memory: Number | None = None
+    free_disk: Number | None = None
+
+
+class DeviceCondition(_Strict):
+    """What a device reports of itself; None where its owner does not allow it, or it is not known yet.
+
+    Attributes:
+        findings: of its own doctor, where the owner allows `health`.
+        model: where the owner allows `model`, and one was exported.
+        paused: True while the owner has paused the device, where the owner allows `health`.
+    """
+
+    findings: Annotated[tuple[DoctorFinding, ...], Field(max_length=16)] | None = None
+    model: ServedModel | None = None
+    paused: Annotated[Literal[True] | None, Field(exclude_if=lambda paused: paused is None)] = None
+
+
+MAX_SUM_DEVICES = 32
+_Device = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+_Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+_Share = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_Sealed = Annotated[str, Field(pattern=r"^[0-9a-f]{96}$")]
+_Few = Field(max_length=MAX_SUM_DEVICES)
+
+
+class SumKeys(_Strict):
+    """A device announces its keys for the sum of a round attempt, and the weight of its numbers; in hex."""
+
+    step: Literal["keys"] = "keys"
+    cipher: _Key
+    mask: _Key
+    mark: _Key
+    weight: Annotated[int, Field(ge=1, le=1 << 24)]
+    signature: _Signature
+
+
+class SumShares(_Strict):
+    """A device deals out its shares, sealed for each member."""
+
+    step: Literal["shares"] = "shares"
+    sealed: Annotated[dict[_Device, _Sealed], _Few]
+
+
+class SumSigned(_Strict):
+    """A device signs the list of survivors."""
+
+    step: Literal["signed"] = "signed"
+    signature: _Signature
+
+
+class SumRevealed(_Strict):
+    """A device gives its shares that open the sum: for a survivor of its own mask, for a lost device of its pair masks."""
+
+    step: Literal["revealed"] = "revealed"
+    shares: Annotated[dict[_Device, _Share], _Few]
+
+
+class SumMembers(_Strict):
+    """Who takes part in the sum, and what each announced."""
+
+    step: Literal["members"] = "members"
+    announced: Annotated[dict[_Device, SumKeys], _Few]
+
+
+class SumDealt(_Strict):
+    """The shares that were dealt out to the recipient, by the device that dealt them: these are the peers that it masks with."""
+
+    step: Literal["dealt"] = "dealt"
+    sealed: Annotated[dict[_Device, _Sealed], _Few]
+
+
+class SumSurvivors(_Strict):
+    """Whose masked numbers came; asks for a signature."""
+
+    step: Literal["survivors"] = "survivors"
+    names: Annotated[tuple[_Device, ...], _Few]
+
+
+class SumOpening(_Strict):
+    """The signatures over the list of survivors; asks for shares."""
+
+    step: Literal["opening"] = "opening"
+    names: Annotated[tuple[_Device, ...], _Few]
+    signatures: Annotated[dict[_Device, _Signature], _Few]
+
+
+class SumOff(_Strict):
+    """There is no sum in this attempt: the recipient takes part without one."""
+
+    step: Literal["off"] = "off"
+
+
+FromDevice = SumKeys | SumShares | SumSigned | SumRevealed
+ToDevice = SumMembers | SumDealt | SumSurvivors | SumOpening | SumOff
+
+
+FIRST_SERVED = 2
+"""A coordinator of version N serves N and N-1, from version 2 on: no program with version 1 was ever deployed."""
+PROTOCOL_VERSION = 2
+SPOKEN: tuple[int, ...] = tuple(range(max(FIRST_SERVED, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 1))
+Side = Literal["device", "coordinator"]
+
+
+def agree(device: Sequence[int]) -> int | None:
+    """The highest version that a device and this program support, or None."""
+    return max(set(device) & set(SPOKEN), default=None)
+
+
+def outdated(device: Sequence[int], coordinator: Sequence[int]) -> Side:
+    """The side to update when both have no version in common: the one whose newest version is the older."""
+    return "device" if max(device) < max(coordinator) else "coordinator"
+
+
+def explain_versions(device: Sequence[int], coordinator: Sequence[int]) -> str:
+    """The reason why two sides have no version in common, and what to do, for people."""
+    ours, theirs = (", ".join(map(str, sorted(side))) for side in (device, coordinator))
+    what = "agent on this device" if outdated(device, coordinator) == "device" else "coordinator"
+    return f"the device supports protocol version {ours}, the coordinator {theirs}: update the {what}"
+
 
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_ARTIFACT_BYTES = 512 * 1024 * 1024
@@ -85,10 +326,6 @@ class Carrier(str, Enum):
 
     MQTT = "mqtt"
     HTTPS = "https"
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ArtifactRef(_Strict):
@@ -272,7 +509,7 @@ class Refusal(_Message):
     update: Side
 
 
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
+_WorkShare = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Invite(_Message):
@@ -285,7 +522,7 @@ class Invite(_Message):
 
     kind: Literal["invite"] = "invite"
     cohort: CohortVerdict = CohortVerdict.ALONE
-    share: Annotated[Share, Field(exclude_if=lambda share: share == 1.0)] = 1.0
+    share: Annotated[_WorkShare, Field(exclude_if=lambda share: share == 1.0)] = 1.0
 
 
 class Accept(_Message):

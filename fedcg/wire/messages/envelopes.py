@@ -1,0 +1,410 @@
+"""Signed envelopes: Ed25519 over the exact payload bytes, the changes of the coordinator's key, and the order in which messages are admitted.
+
+Order, not time, defeats replay. Knows no files of a chain and no broker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from pydantic import BaseModel
+
+from fedcg.files import checked, with_check, write_durably
+from fedcg.wire.errors import (
+    MalformedError,
+    OldEpochError,
+    OrderError,
+    OtherFederationError,
+    OtherSessionError,
+    ReplayError,
+    SignatureError,
+    TooLargeError,
+)
+from fedcg.wire.messages.schemas import (
+    COORDINATOR,
+    EVERYONE,
+    MAX_MESSAGE_BYTES,
+    AnyMessage,
+    CoordinatorStatus,
+    Finished,
+    KeyChain,
+    KeyLink,
+    Offer,
+    decode,
+    encode,
+)
+
+MAGIC = b"FCG1"
+DOMAIN = b"fedcg/1 envelope\0"
+SIGNATURE_BYTES = 64
+OVERHEAD_BYTES = len(MAGIC) + SIGNATURE_BYTES
+MAX_ENVELOPE_BYTES = MAX_MESSAGE_BYTES + OVERHEAD_BYTES
+
+
+@dataclass(frozen=True)
+class VerifyKey:
+    """A public key, as its 32 raw bytes."""
+
+    raw: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.raw) != 32:
+            raise MalformedError(f"a public key has 32 bytes, not {len(self.raw)}")
+
+    @staticmethod
+    def from_hex(text: str) -> VerifyKey:
+        """The key in 64 hex digits; white space around them does not matter.
+
+        Raises:
+            MalformedError: anything else.
+        """
+        try:
+            return VerifyKey(bytes.fromhex(text.strip()))
+        except ValueError as error:
+            raise MalformedError("a public key is written as 64 hex digits") from error
+
+    @staticmethod
+    def load_all(path: Path) -> tuple[VerifyKey, ...]:
+        """Read the keys in a file, one a line, with or without the check that `file_of` gives it.
+
+        Raises:
+            OSError: the file can't be read.
+            MalformedError: it is damaged, or holds anything else than keys.
+        """
+        try:
+            lines = (checked(path.read_bytes()) or b"").decode("ascii").split()
+            return tuple(map(VerifyKey.from_hex, lines or [""]))
+        except (MalformedError, UnicodeDecodeError) as error:
+            raise MalformedError(f"{path} is damaged: {error}") from error
+
+    @staticmethod
+    def file_of(*keys: str) -> bytes:
+        """The content of a file of keys in hex."""
+        return with_check("".join(f"{key}\n" for key in keys).encode())
+
+    @property
+    def hex(self) -> str:
+        """The key in 64 hex digits."""
+        return self.raw.hex()
+
+    def verifies(self, signature: bytes, signed: bytes) -> bool:
+        """Whether `signature` is this key's over exactly `signed`."""
+        try:
+            self._key.verify(signature, signed)
+        except InvalidSignature:
+            return False
+        return True
+
+    @cached_property
+    def _key(self) -> Ed25519PublicKey:
+        return Ed25519PublicKey.from_public_bytes(self.raw)
+
+
+class SigningKey:
+    """A private Ed25519 key."""
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+
+    def __repr__(self) -> str:
+        return f"SigningKey(public={self.public.hex})"
+
+    @staticmethod
+    def generate() -> SigningKey:
+        """A new key from the operating system's randomness."""
+        return SigningKey(Ed25519PrivateKey.generate())
+
+    @staticmethod
+    def load(path: Path) -> SigningKey:
+        """Read a key that `save` wrote.
+
+        Raises:
+            OSError: the file can't be read.
+            MalformedError: it holds no Ed25519 private key, or is damaged.
+        """
+        content = path.read_bytes()
+        check, begin, rest = content.partition(b"-----BEGIN")
+        if check and content != with_check(begin + rest):  # another program's file has none
+            raise MalformedError(f"{path} is damaged: it fails the check in its first line")
+        try:
+            private = load_pem_private_key(begin + rest, password=None)
+        except (ValueError, TypeError) as error:
+            raise MalformedError(f"{path} holds no private key in PEM form") from error
+        if not isinstance(private, Ed25519PrivateKey):
+            raise MalformedError(f"{path} holds a private key that is not Ed25519")
+        return SigningKey(private)
+
+    def save(self, path: Path) -> None:
+        """Write the key in PEM form behind its check, readable by its owner only; never over an existing file.
+
+        Raises:
+            FileExistsError: there is a file already.
+        """
+        pem = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        write_durably(path, with_check(pem), is_new=True)
+
+    @property
+    def public(self) -> VerifyKey:
+        """The public half."""
+        return VerifyKey(self._private.public_key().public_bytes_raw())
+
+    def sign(self, signed: bytes) -> bytes:
+        """64 bytes of signature over exactly `signed`."""
+        return self._private.sign(signed)
+
+
+def seal(message: AnyMessage, key: SigningKey) -> bytes:
+    """The envelope of a message.
+
+    Raises:
+        TooLargeError: the message is over 16 KB.
+    """
+    payload = encode(message)
+    return MAGIC + key.sign(DOMAIN + payload) + payload
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A message whose bounds and schema were checked, and a signature that was not yet."""
+
+    message: AnyMessage
+    signature: bytes
+    payload: bytes
+
+    def is_signed_by(self, key: VerifyKey) -> bool:
+        """Whether the signature is this key's."""
+        return key.verifies(self.signature, DOMAIN + self.payload)
+
+
+def read_envelope(data: bytes) -> Envelope:
+    """Take an envelope apart; its signature has still to be checked.
+
+    Raises:
+        TooLargeError: over the bound; nothing was parsed.
+        MalformedError: no envelope, or no message of the schema in it.
+    """
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise TooLargeError(f"an envelope of {len(data)} bytes is over the bound of {MAX_ENVELOPE_BYTES}")
+    if len(data) <= OVERHEAD_BYTES or not data.startswith(MAGIC):
+        raise MalformedError("not a signed envelope of this protocol")
+    signature, payload = data[len(MAGIC) : OVERHEAD_BYTES], data[OVERHEAD_BYTES:]
+    return Envelope(decode(payload), signature, payload)
+
+
+def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> AnyMessage:
+    """The message in an envelope, after its bounds, its schema and its sender's signature were checked.
+
+    Args:
+        data: the bytes as they came.
+        resolve: the public key of a sender's id, or None when no device of that name is enrolled.
+
+    Raises:
+        TooLargeError: over the bound; nothing was parsed.
+        MalformedError: no envelope, or no message of the schema in it.
+        SignatureError: an unknown sender, or a signature that is not the sender's.
+    """
+    envelope = read_envelope(data)
+    message = envelope.message
+    key = resolve(message.sender)
+    if key is None:
+        raise SignatureError(f"a {message.kind} message of a sender that is not enrolled")
+    if not envelope.is_signed_by(key):
+        raise SignatureError(f"a {message.kind} message claims to be from {message.sender!r} but is not signed by it")
+    return message
+
+
+LINK_DOMAIN = "fedcg/1 coordinator key"
+
+
+@dataclass(frozen=True)
+class PinnedKey:
+    """The coordinator's key that counts.
+
+    Attributes:
+        key: its public half.
+        serial: of the link that brought it; 0 as it came at enrolment, when its place in the chain is not known.
+    """
+
+    key: VerifyKey
+    serial: int = 0
+
+
+def make_link(federation: str, serial: int, epoch: int, old: SigningKey, new: VerifyKey) -> KeyLink:
+    """The signed statement that `new` replaces `old`.
+
+    Args:
+        federation: whose coordinator it is.
+        serial: 1 for the first replacement, then one more each.
+        epoch: the coordinator's last lease.
+        old: the key that counts until now; it signs.
+        new: the key that counts from now on.
+    """
+    signature = old.sign(_statement(federation, serial, epoch, old.public.hex, new.hex))
+    return KeyLink(serial=serial, epoch=epoch, old=old.public.hex, new=new.hex, signature=signature.hex())
+
+
+def open_key_chain(data: bytes, federation: str, pinned: PinnedKey) -> PinnedKey:
+    """The key to pin after an envelope with a chain: the last of the chain, or the one pinned already.
+
+    Args:
+        data: the bytes as they came.
+        federation: the federation whose messages are accepted.
+        pinned: the key that counts until now.
+
+    Raises:
+        MalformedError: no envelope with a chain in it, or one for another recipient.
+        SignatureError: a link or the envelope is not signed by the key it should be, or the chain is not of the pinned key.
+        OrderError: the chain ends before the pinned key, or its links are not in order.
+    """
+    envelope = read_envelope(data)
+    chain = envelope.message
+    if not isinstance(chain, KeyChain) or chain.sender != COORDINATOR or chain.recipient != EVERYONE:
+        raise MalformedError(f"a {chain.kind} message of {chain.sender!r} where the coordinator's keys are published")
+    if chain.federation != federation:
+        raise OtherFederationError(f"the coordinator's keys of federation {chain.federation!r}")
+    followed = follow(chain, pinned)
+    if not envelope.is_signed_by(followed.key):
+        raise SignatureError("a chain of keys that is not signed by the last of them")
+    return followed
+
+
+def follow(chain: KeyChain, pinned: PinnedKey) -> PinnedKey:
+    """Like `open_key_chain`, for a chain whose envelope and addressee the caller has checked.
+
+    Raises:
+        SignatureError, OrderError: as above.
+    """
+    check_links(chain)
+    last = chain.links[-1]
+    if last.new == pinned.key.hex:
+        if pinned.serial not in (0, last.serial):
+            raise OrderError(f"the pinned key has serial {pinned.serial}, not {last.serial}")
+        return PinnedKey(pinned.key, last.serial)
+    if pinned.serial >= last.serial:
+        raise OrderError(
+            f"a chain of keys that ends at {last.serial} came after key {pinned.serial} was pinned: a replay, or a "
+            "coordinator whose directory was restored from a backup"
+        )
+    onward = next((link for link in chain.links if link.old == pinned.key.hex), None)
+    if onward is None:
+        raise SignatureError(
+            "a chain of keys without the key that is pinned here; if the operator changed the key, enrol this device again"
+        )
+    if pinned.serial not in (0, onward.serial - 1):
+        raise OrderError(f"key {pinned.serial} is pinned, and the chain goes on from it with {onward.serial}")
+    return PinnedKey(VerifyKey.from_hex(last.new), last.serial)
+
+
+def check_links(chain: KeyChain) -> None:
+    """Check that every link is signed by the key it replaces and follows the one before; the first key is not checked.
+
+    Raises:
+        SignatureError, OrderError: they don't.
+    """
+    for link in chain.links:
+        statement = _statement(chain.federation, link.serial, link.epoch, link.old, link.new)
+        if not VerifyKey.from_hex(link.old).verifies(bytes.fromhex(link.signature), statement):
+            raise SignatureError(f"key {link.serial} of the chain is not signed by the key that it replaces")
+    for link, following in pairwise(chain.links):
+        if following.serial != link.serial + 1 or following.old != link.new or following.epoch < link.epoch:
+            raise OrderError(f"keys {link.serial} and {following.serial} of the chain do not follow one another")
+    keys = [chain.links[0].old, *(link.new for link in chain.links)]
+    if len(set(keys)) < len(keys):
+        raise OrderError("a key comes back in the chain")
+
+
+def _statement(federation: str, serial: int, epoch: int, old: str, new: str) -> bytes:
+    return f"{LINK_DOMAIN}\0{federation}\0{serial}\0{epoch}\0{old}\0{new}".encode()
+
+
+Position = tuple[int, int, int]
+START: Position = (0, 0, 0)
+MessageT = TypeVar("MessageT", bound=BaseModel)
+
+
+class BroadcastOrder:
+    """The highest (epoch, round, attempt) admitted from a coordinator; survives restarts when `highest` is stored."""
+
+    def __init__(self, highest: Position = START) -> None:
+        self.highest = highest
+        self._is_over = False  # the highest is that of a `Finished`
+
+    def admit(self, message: AnyMessage) -> None:
+        """Admit a broadcast; an equal position is admitted, because retained messages repeat.
+
+        A coordinator's status concerns its epoch only: its will is signed before any round of the epoch is known. The end
+        comes after the offer of the same position.
+
+        Raises:
+            OldEpochError: its coordinator lost the lease.
+            ReplayError: it is older than what was admitted before.
+        """
+        position = (message.epoch, message.round, message.attempt)
+        if message.epoch < self.highest[0]:
+            raise OldEpochError(
+                f"a {message.kind} message of epoch {message.epoch} came after epoch {self.highest[0]}: "
+                "a replay, or a coordinator that lost its lease"
+            )
+        if isinstance(message, CoordinatorStatus):
+            position = max(self.highest, (message.epoch, 0, 0))
+        is_after_the_end = self._is_over and isinstance(message, Offer) and position == self.highest
+        if position < self.highest or is_after_the_end:
+            raise ReplayError(
+                f"a {message.kind} message of (epoch, round, attempt) {position} came after {self.highest}"
+            )
+        if position > self.highest or isinstance(message, Finished):
+            self._is_over = isinstance(message, Finished)
+        self.highest = position
+
+
+def session_id(device_nonce: str, coordinator_nonce: str) -> str:
+    """The name of the session that two nonces make: 64 hex digits of sha256."""
+    return hashlib.sha256(f"fedcg/1 session\0{device_nonce}\0{coordinator_nonce}".encode()).hexdigest()
+
+
+@dataclass
+class Session:
+    """One side of a session: stamps outgoing messages, admits incoming ones.
+
+    Attributes:
+        session_id: from `session_id`.
+        next_out: the counter of the next message out; starts at 1.
+        last_in: the highest counter that came in.
+    """
+
+    session_id: str
+    next_out: int = 1
+    last_in: int = 0
+
+    def stamp(self, message: MessageT) -> MessageT:
+        """The message with this session and the next counter."""
+        stamped = message.model_copy(update={"session": self.session_id, "counter": self.next_out})
+        self.next_out += 1
+        return stamped
+
+    def admit(self, message: AnyMessage) -> None:
+        """Admit a message of the other side.
+
+        Raises:
+            OtherSessionError: another session's.
+            ReplayError: a counter that was used already.
+        """
+        if message.session != self.session_id:
+            raise OtherSessionError(f"a {message.kind} message of another session")
+        if message.counter <= self.last_in:
+            raise ReplayError(f"a {message.kind} message with counter {message.counter} came after {self.last_in}")
+        self.last_in = message.counter
