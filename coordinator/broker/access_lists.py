@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from coordinator.broker.lists import Applied, Lists
+from coordinator.broker.broker_folder import Applied, Lists
 from coordinator.errors import BrokerError
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, issue, observers_of, write_revocations

@@ -18,8 +18,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from coordinator.broker.broker_folder import check_dates, read_address, write_config, write_folder, write_lists
-from coordinator.broker.lists import Applied, parse_lists
+from coordinator.broker.broker_folder import (
+    Applied,
+    check_dates,
+    parse_lists,
+    read_address,
+    write_config,
+    write_folder,
+    write_lists,
+)
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
 from coordinator.paths import BROKER_NAME, CRL_NAME, Home, held

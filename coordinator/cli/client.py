@@ -29,8 +29,8 @@ from coordinator.operations.operations import nobody_follows
 from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
+from coordinator.storage.artifacts import artifacts_of
 from coordinator.storage.event_store import coordinator_log
-from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
 from fedcg.errors import EXISTS, FAILED, NOT_FOUND, NoAnswerInTimeError
 

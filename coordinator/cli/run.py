@@ -31,7 +31,7 @@ from coordinator.http.tls_listeners import bound, listening, serving
 from coordinator.members.admission import Admission
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.revocation import evict
-from coordinator.messaging.floods import LineLimit
+from coordinator.messaging.incoming import LineLimit
 from coordinator.page import add_page
 from coordinator.page.webhook import watching
 from coordinator.paths import Home
@@ -48,10 +48,10 @@ from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
 from coordinator.service.tensorboard import RoundCurves
+from coordinator.storage.artifacts import artifacts_of
 from coordinator.storage.database import check_whole
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.locks import sole_writer
-from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
 from fedcg.errors import FedcgError
 from fedcg.event_log import EventLog

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.facts.known import Known
-from coordinator.storage.overview_store import Delivery
+from coordinator.storage.view_store import Delivery
 from fedcg.wire.messages.schemas import DeviceCondition, DoctorFinding
 
 ENROL_AGAIN = "`fedcg token create --replaces DEVICE` here, then `fedcg enrol` on the device into a new folder."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from coordinator.facts.known import Known
-from coordinator.rounds.opening import wanted_updates
+from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase, RoundState, wanted_updates
 from coordinator.rounds.records import (
     AttemptRecord,
     AttemptState,
@@ -17,7 +17,6 @@ from coordinator.rounds.records import (
     ParticipantState,
     UpdateRecord,
 )
-from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.reports import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
 from fedcg.wire.messages.schemas import Outcome

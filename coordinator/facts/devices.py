@@ -14,7 +14,7 @@ from coordinator.operations.operations import device_of
 from coordinator.paths import Home
 from coordinator.rounds.records import AttemptState, CertificateRecord, DeviceRecord, DeviceState, PresenceRecord
 from coordinator.service.reports import DeviceProgress
-from coordinator.storage.overview_store import Delivery
+from coordinator.storage.view_store import Delivery
 from fedcg.wire.messages.schemas import Readings
 
 DAY_S = 86_400.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.operations.operations import federation_of
+from coordinator.rounds.engine import RoundState
 from coordinator.rounds.records import FederationRecord
-from coordinator.rounds.round_engine import RoundState
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import Service
 from coordinator.storage.store import Store

@@ -11,8 +11,8 @@ from coordinator.facts.current_round import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.facts.worth import worth
+from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase
 from coordinator.rounds.records import DeviceState
-from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Samples = Iterator[tuple[str, tuple[str, ...], float | None]]

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from coordinator.facts.known import Known
+from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantState
-from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.service.service import Service
-from coordinator.sums.board import Phase as SumPhase
+from coordinator.sums import Phase as SumPhase
 from coordinator.updates.robustness import is_tolerated
 from fedcg.sentences import COHORT_ADVICE, DECLINE_ADVICE
 from fedcg.wire.messages.schemas import DeclineReason, Outcome

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from coordinator.facts.known import Known
 from coordinator.facts.models import served_models
-from coordinator.storage.overview_store import Delivery
+from coordinator.storage.view_store import Delivery
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.leaving import COMMON, SENT, own_fields
 from fedcg.wire.parts import ReportField

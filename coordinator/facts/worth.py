@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.facts.known import Known
-from coordinator.storage.overview_store import Delivery
+from coordinator.storage.view_store import Delivery
 from fedcg.wire.messages.schemas import Outcome
 
 

@@ -28,7 +28,7 @@ from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, 
 from coordinator.http.problems import UNFORESEEN, USED_KIND, ProblemError, problem_of, too_many
 from coordinator.http.refusals import CountedEvent, Rate
 from coordinator.members.api_tokens import Identity
-from coordinator.storage.api_store import ApiStore
+from coordinator.storage.register import ApiStore
 from coordinator.token_buckets import Buckets
 from fedcg.event_log import ROTATE_BYTES, EventLog, EventValue, log_text
 from fedcg.files import advice_for, append_line

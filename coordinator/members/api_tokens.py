@@ -14,8 +14,8 @@ from enum import Enum
 from coordinator.errors import NotFoundError, SteeringError
 from coordinator.paths import Home
 from coordinator.rounds.records import ApiTokenRecord
-from coordinator.storage.api_store import ApiStore
 from coordinator.storage.locks import changing_members
+from coordinator.storage.register import ApiStore
 from fedcg.files import replace_durably
 
 SECRET_BYTES = 32

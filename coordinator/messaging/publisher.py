@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TypedDict
 
-from coordinator.messaging.message_checks import Cohorts, Sessions
+from coordinator.messaging.incoming import Cohorts, Sessions
 from coordinator.pki.signing_keys import SigningIdentity
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages import schemas

@@ -24,6 +24,7 @@ from coordinator.operations import create_federation
 from coordinator.operations.create_federation import Complete, make_artifacts, too_few_for_sums
 from coordinator.paths import Home
 from coordinator.pki.signing_keys import links_for
+from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import (
     AggregateRecord,
     DeviceRecord,
@@ -32,9 +33,8 @@ from coordinator.rounds.records import (
     FederationStatus,
     TokenRecord,
 )
-from coordinator.rounds.round_engine import Phase
+from coordinator.storage.artifacts import artifacts_of
 from coordinator.storage.locks import changing_members
-from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
 from fedcg.config_file import listed, problems_of
 from fedcg.errors import EXISTS

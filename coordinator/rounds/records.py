@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from coordinator.rounds.opening import Opening
-from coordinator.rounds.round_engine import Phase, RoundState, stalled_reason, standing_reason
+from coordinator.rounds.engine import Opening, Phase, RoundState, stalled_reason, standing_reason
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from fedcg.wire.parts import Part

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import FederationRecord, FederationStatus
-from coordinator.rounds.round_engine import Phase
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store

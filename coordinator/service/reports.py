@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from coordinator.aggregation.jobs import Progressed
-from coordinator.rounds.round_engine import RoundState
+from coordinator.rounds.engine import RoundState
 from coordinator.storage.store import Store
 from fedcg.wire.messages.schemas import Heartbeat, OfAttempt, Readings, SelfReport
 

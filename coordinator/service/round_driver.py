@@ -17,18 +17,16 @@ from coordinator.aggregation import jobs
 from coordinator.aggregation.worker import spill_directory
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
-from coordinator.rounds import commands, events
-from coordinator.rounds.opening import Opening, shares_of
+from coordinator.rounds import signals
+from coordinator.rounds.engine import Opening, Phase, RoundState, shares_of, transition
 from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus, UpdateRecord
-from coordinator.rounds.round_engine import Phase, RoundState, transition
 from coordinator.service.reports import MergeProgress
 from coordinator.service.service_context import ServiceContext, Worker
-from coordinator.storage.pruning import Pruner
-from coordinator.sums.open_attempt import MaskedSums
+from coordinator.storage.artifacts import Pruner
+from coordinator.sums import MaskedSums
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
-from coordinator.updates.screening import Choice, Screening
-from coordinator.updates.track_record import left_out, odd_updates, plateau_reason
+from coordinator.updates.screening import Choice, Screening, left_out, odd_updates, plateau_reason
 from fedcg.event_log import EventValue
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 
@@ -95,14 +93,14 @@ class RoundDriver:
         self._shares: dict[str, float] = {}  # of the local steps, that the clients of the open attempt take
         self.is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], None]] = {
-            commands.OpenAttempt: self._open_attempt,
-            commands.ResumeAttempt: self._resume_attempt,
-            commands.MoveDeadline: self._move_deadline,
-            commands.Invite: self._invite,
-            commands.Distil: self._distil,
-            commands.FailAttempt: self._fail_attempt,
-            commands.Stall: self._stall,
-            commands.Finish: self._finish,
+            signals.OpenAttempt: self._open_attempt,
+            signals.ResumeAttempt: self._resume_attempt,
+            signals.MoveDeadline: self._move_deadline,
+            signals.Invite: self._invite,
+            signals.Distil: self._distil,
+            signals.FailAttempt: self._fail_attempt,
+            signals.Stall: self._stall,
+            signals.Finish: self._finish,
         }
 
     @property
@@ -129,35 +127,35 @@ class RoundDriver:
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
         self._judge_devices(self._state.round)
         self.odd = odd_updates(self._store, self._id, self._state.round - 1)
-        self.apply(events.Restarted())
+        self.apply(signals.Restarted())
         self._follow_status(self._record)
 
     def follow(self, record: FederationRecord, *, resume: bool = False) -> None:
         """Follow what an operator changed; `resume` also lets a federation go on that stalled."""
         before, self._record = self._record, record
         if record.policy != self._state.policy:
-            self.apply(events.PolicyChanged(record.policy))
+            self.apply(signals.PolicyChanged(record.policy))
         if (record.status, record.status_reason) != (before.status, before.status_reason):
             self._follow_status(record)
         if resume:
-            self.apply(events.Resumed())
+            self.apply(signals.Resumed())
 
     def _follow_status(self, record: FederationRecord) -> None:
         if record.status.is_ended:
-            self.apply(events.Stopped(record.status_reason))
+            self.apply(signals.Stopped(record.status_reason))
         elif record.status is FederationStatus.PAUSED:
-            self.apply(events.Paused(record.status_reason))
+            self.apply(signals.Paused(record.status_reason))
         elif self._state.paused:
-            self.apply(events.Resumed())
+            self.apply(signals.Resumed())
 
-    def apply(self, event: events.Event) -> None:
+    def apply(self, event: signals.Event) -> None:
         """Pass an event to the engine and carry out its commands."""
-        if isinstance(event, events.UpdateRefused) and event.reason:
+        if isinstance(event, signals.UpdateRefused) and event.reason:
             self._judge_devices(self._state.round)
         self._state, to_do = transition(self._state, event, self._context.clock())
         for command in to_do:
             self._do_what[type(command)](command)
-        if isinstance(event, events.CameOnline):
+        if isinstance(event, signals.CameOnline):
             self._report_odd(event.client)
 
     def follow_worker(self, event: jobs.WorkerEvent) -> None:
@@ -177,7 +175,7 @@ class RoundDriver:
         elif isinstance(event, jobs.Assessed):
             self._assessed(event)
         elif isinstance(event, jobs.JobFailed):
-            self.apply(events.AggregationFailed(event.round, event.attempt, event.reason))
+            self.apply(signals.AggregationFailed(event.round, event.attempt, event.reason))
         elif isinstance(event, jobs.JobDone):
             self._job_done(event)
 
@@ -189,7 +187,7 @@ class RoundDriver:
         reason = failed.reason[:300]
         self._store.reject_update(self._id, state.at, client, reason)
         self._write("update_rejected", state.at, client=client, reason=reason)
-        self.apply(events.UpdateRefused(state.round, state.attempt, client, reason))
+        self.apply(signals.UpdateRefused(state.round, state.attempt, client, reason))
 
     def _judge_devices(self, round_number: int) -> None:
         """Leave repeat offenders out of the next attempts of a round, and readmit those whose time is over."""
@@ -219,12 +217,12 @@ class RoundDriver:
         plateau = plateau_reason(self._store, self._id, self._state.policy)
         if plateau:  # before the next attempt opens
             self._store.set_status(self._id, FederationStatus.STOPPED, plateau)
-            self.apply(events.Paused(plateau))
-        self.apply(events.AggregateStored(done.round, done.attempt))
+            self.apply(signals.Paused(plateau))
+        self.apply(signals.AggregateStored(done.round, done.attempt))
         if plateau:
-            self.apply(events.Stopped(plateau))
+            self.apply(signals.Stopped(plateau))
 
-    def _drop_rows(self, ended: jobs.JobDone | commands.FailAttempt) -> None:
+    def _drop_rows(self, ended: jobs.JobDone | signals.FailAttempt) -> None:
         spilled = spill_directory(self._context.worker.spill, self._id, ended.round, ended.attempt)
         shutil.rmtree(spilled, ignore_errors=True)
 
@@ -256,7 +254,7 @@ class RoundDriver:
             rounds, deadline_at = state.policy.rounds, state.deadline_at
             self.is_announced = self._publisher.offer(state.at, spec_ref, aggregate_ref, rounds, deadline_at)
 
-    def _open_attempt(self, command: commands.OpenAttempt) -> None:
+    def _open_attempt(self, command: signals.OpenAttempt) -> None:
         base, now = self._begin(command), self._context.clock()
         times = self._store.overview.round_times(self._id, command.round - PACE_ROUNDS)
         known = {client: times[client] for client in times.keys() & command.participants}
@@ -272,7 +270,7 @@ class RoundDriver:
         source = self._published.source(base.artifact)
         self._publisher.broadcast(source, lambda: self._state.is_open(command.at))
 
-    def _resume_attempt(self, command: commands.ResumeAttempt) -> None:
+    def _resume_attempt(self, command: signals.ResumeAttempt) -> None:
         base = self._begin(command)
         self._store.move_deadline(self._id, command.at, command.deadline_at)
         stored = self._store.updates(self._id, command.at)
@@ -286,19 +284,19 @@ class RoundDriver:
             self._context.artifacts.local(update.artifact)
             self._worker.add(update.client, update.artifact)
 
-    def _move_deadline(self, command: commands.MoveDeadline) -> None:
+    def _move_deadline(self, command: signals.MoveDeadline) -> None:
         self._store.move_deadline(self._id, command.at, command.deadline_at)
         if command.reason:
             self._write("deadline_moved", command.at, reason=command.reason)
 
-    def _invite(self, command: commands.Invite) -> None:
+    def _invite(self, command: signals.Invite) -> None:
         self.invite(command.client)
 
     def invite(self, client: str) -> None:
         """Ask a participant of the open attempt (again) for its update."""
         self._publisher.invite(client, self._state.at, self._shares.get(client, 1.0))
 
-    def _distil(self, command: commands.Distil) -> None:
+    def _distil(self, command: signals.Distil) -> None:
         updates = self._store.start_distilling(self._id, command.at, self._context.clock())
         # The database decides which updates came in time: one may have been stored a moment ago.
         accepted = frozenset(update.client for update in updates)
@@ -327,7 +325,7 @@ class RoundDriver:
             self._report_odd(client)
         reason = choice.too_few(len(self._state.updates), state.policy.quorum)
         if reason:
-            self.apply(events.AggregationFailed(assessed.round, assessed.attempt, reason))
+            self.apply(signals.AggregationFailed(assessed.round, assessed.attempt, reason))
         else:
             self._sums.open(self._state.updates, partial(self._merge, assessed.at, choice))
 
@@ -342,7 +340,7 @@ class RoundDriver:
             self._write("merging", at, clients=[client for client, *_ in choice.updates])
             self._worker.finish(choice.updates, choice.limits, opened)
 
-    def _fail_attempt(self, command: commands.FailAttempt) -> None:
+    def _fail_attempt(self, command: signals.FailAttempt) -> None:
         now, first_attempt = self._context.clock(), command.first_attempt
         self._store.fail_attempt(self._id, command.at, command.reason, now, first_attempt)
         self._receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
@@ -351,15 +349,15 @@ class RoundDriver:
         self._drop_rows(command)
         self._judge_devices(command.round)
 
-    def _stall(self, command: commands.Stall) -> None:
+    def _stall(self, command: signals.Stall) -> None:
         self._events.write("stalled", reason=command.reason)
 
-    def _finish(self, command: commands.Finish) -> None:
+    def _finish(self, command: signals.Finish) -> None:
         final = self._store.aggregates(self._id)[-1]
         self._write("finished", self._state.at, aggregate=final.artifact, reason=self._state.reason)
         self.announce()
 
-    def _begin(self, command: commands.OpenAttempt | commands.ResumeAttempt) -> AggregateRecord:
+    def _begin(self, command: signals.OpenAttempt | signals.ResumeAttempt) -> AggregateRecord:
         """The aggregate that an attempt starts from."""
         record = self._store.aggregate(self._id, command.round - 1)
         if record is None:
@@ -367,7 +365,7 @@ class RoundDriver:
         self._base = record.artifact
         return record
 
-    def _job(self, command: commands.OpenAttempt | commands.ResumeAttempt, base: AggregateRecord) -> jobs.Job:
+    def _job(self, command: signals.OpenAttempt | signals.ResumeAttempt, base: AggregateRecord) -> jobs.Job:
         spec = self._context.federation.spec
         for artifact in (spec, base.artifact, base.server_state):
             self._context.artifacts.local(artifact)  # the worker reads files

@@ -14,20 +14,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from coordinator.aggregation.jobs import Reply
-from coordinator.messaging.floods import EventQueue, FloodLimits
-from coordinator.messaging.message_checks import Cohorts, FromDevice, MessageChecks, Sessions
+from coordinator.messaging.incoming import Cohorts, EventQueue, FloodLimits, FromDevice, MessageChecks, Sessions
 from coordinator.messaging.publisher import Publisher, status_will
-from coordinator.rounds.events import LinkChanged, Tick, UpdateRefused, UpdateStored
+from coordinator.rounds.engine import Phase, RoundState
 from coordinator.rounds.records import FederationRecord
-from coordinator.rounds.round_engine import Phase, RoundState
-from coordinator.service.invitations import REMIND_S, Invitations
-from coordinator.service.liveness import Liveness, PresenceLog
-from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
+from coordinator.rounds.signals import LinkChanged, Tick, UpdateRefused, UpdateStored
+from coordinator.service.devices import REFRESH_S, REMIND_S, Invitations, Liveness, MemberRefresh, PresenceLog
 from coordinator.service.reports import ConditionBoard, DeviceProgress, ProgressBoard
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
-from coordinator.sums.open_attempt import MaskedSums
+from coordinator.sums import MaskedSums
 from coordinator.updates.published_artifacts import ArtifactRequests, PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.update_checks import UpdateChecks

@@ -21,10 +21,17 @@ from sqlalchemy.exc import DBAPIError
 from coordinator.errors import StoreError
 from coordinator.paths import Home
 from coordinator.storage import schema
-from coordinator.storage.database import database_of, make_engine, name_of, open_database, unusable
-from coordinator.storage.high_water import HighWater, recovered_epoch
+from coordinator.storage.artifacts import artifacts_of
+from coordinator.storage.database import (
+    HighWater,
+    database_of,
+    make_engine,
+    name_of,
+    open_database,
+    recovered_epoch,
+    unusable,
+)
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
-from coordinator.storage.object_store import artifacts_of
 from fedcg.errors import EXISTS
 from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably
 from fedcg.sealing import Seal, add_bytes, read_small, sealed_archive, sealed_entries, without_accounts

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
 from coordinator.paths import Home
-from coordinator.rounds.events import Paused
+from coordinator.rounds.engine import Phase, RoundState, transition
 from coordinator.rounds.records import (
     AggregateRecord,
     AttemptRecord,
@@ -31,15 +31,12 @@ from coordinator.rounds.records import (
     ParticipantState,
     UpdateRecord,
 )
-from coordinator.rounds.round_engine import Phase, RoundState, transition
+from coordinator.rounds.signals import Paused
 from coordinator.storage import schema
-from coordinator.storage.api_store import ApiStore
-from coordinator.storage.database import checkpoint, database_of, open_database, unusable
+from coordinator.storage.database import HighWater, checkpoint, database_of, open_database, unusable
 from coordinator.storage.event_store import Events
-from coordinator.storage.high_water import HighWater
-from coordinator.storage.overview_store import Overview
-from coordinator.storage.presence_store import Presence
-from coordinator.storage.register import Register
+from coordinator.storage.register import ApiStore, Register
+from coordinator.storage.view_store import Overview, Presence
 from fedcg.errors import EXISTS
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.schemas import KeyLink, Outcome, RoundAttempt

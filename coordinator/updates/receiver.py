@@ -22,8 +22,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
-from coordinator.rounds.events import UpdateRefused, UpdateStored
 from coordinator.rounds.records import UpdateRecord
+from coordinator.rounds.signals import UpdateRefused, UpdateStored
 from coordinator.updates.update_checks import UpdateChecks
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.event_log import EventLog

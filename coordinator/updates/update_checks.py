@@ -11,7 +11,7 @@ from coordinator.errors import ValidationError
 from coordinator.rounds.records import AttemptRecord, AttemptState, ParticipantState, UpdateRecord
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Yardstick
-from coordinator.updates.track_record import typical_distances
+from coordinator.updates.screening import typical_distances
 from coordinator.updates.upload_windows import Received
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.learning.spec import FederationSpec

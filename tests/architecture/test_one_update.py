@@ -56,7 +56,7 @@ STEPS = (  # in the order in which the update first comes to them; the last one 
     "edge_client/session/due_commands.py: _advance_delivery",
     "edge_client/messaging/coordinator_link.py: send",
     "coordinator/service/service.py: _on_delivery",
-    "coordinator/messaging/message_checks.py: open",
+    "coordinator/messaging/incoming.py: open",
     "coordinator/updates/receiver.py: announce",
     "coordinator/updates/receiver.py: _announced",
     "coordinator/updates/upload_windows.py: begin",

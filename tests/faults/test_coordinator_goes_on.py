@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.rounds.round_engine import Phase
+from coordinator.rounds.engine import Phase
 from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import MqttTransport
 from tests.support.broker.broker_packets import SUBSCRIBE, scripted_broker, suback

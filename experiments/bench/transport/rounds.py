@@ -37,8 +37,8 @@ from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.pki.signing_keys import load_signing_identity
+from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import AggregateRecord, FederationRecord
-from coordinator.rounds.round_engine import Phase
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.locks import changing_members

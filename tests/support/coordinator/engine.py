@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.rounds.commands import Command
-from coordinator.rounds.events import Event
-from coordinator.rounds.round_engine import RoundState, transition
+from coordinator.rounds.engine import RoundState, transition
+from coordinator.rounds.signals import Command, Event
 from fedcg.learning.spec import DEFAULT_MIN_COHORT, RoundPolicy
 
 

@@ -18,7 +18,7 @@ from coordinator.http.app import create_app
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page import add_page
 from coordinator.paths import Home
-from coordinator.storage.high_water import HighWater
+from coordinator.storage.database import HighWater
 from fedcg.files import checked_secret
 from tests.support.coordinator.federations import Federations
 from tests.support.waiting import free_port, wait_until

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from coordinator.broker.access_lists import end_silences, publish_lists, refresh_access
-from coordinator.broker.broker_folder import write_config, write_folder
-from coordinator.broker.lists import MAX_BYTES, Lists, parse_lists
+from coordinator.broker.broker_folder import MAX_BYTES, Lists, parse_lists, write_config, write_folder
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError

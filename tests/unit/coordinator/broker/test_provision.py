@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from coordinator.broker.access_lists import NOT_APPLIED, refresh_access
-from coordinator.broker.broker_folder import QueueLimits, write_config
-from coordinator.broker.lists import access_list
+from coordinator.broker.broker_folder import QueueLimits, access_list, write_config
 from coordinator.cli.opening import create_home
 from coordinator.config import (
     BrokerSettings,

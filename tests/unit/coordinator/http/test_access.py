@@ -12,7 +12,7 @@ from coordinator.http.refusals import PER_ADDRESS
 from coordinator.members.api_tokens import DAYS, LOCAL_NAME, ApiTokens, local_token
 from coordinator.page import add_page
 from coordinator.paths import Home
-from coordinator.storage.api_store import USED_EVERY_S
+from coordinator.storage.register import USED_EVERY_S
 from tests.support.coordinator.api import Api, running_api
 
 FEDERATIONS = "/api/v1/federations"

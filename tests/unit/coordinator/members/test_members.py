@@ -13,8 +13,8 @@ from cryptography import x509
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.pki.authority import create_ca, issue, write_revocations
+from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import CertificateRecord, DeviceState, FederationStatus, ParticipantState, TokenRecord
-from coordinator.rounds.round_engine import Phase
 from coordinator.storage.register import Admitted
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import Invite, RoundAttempt

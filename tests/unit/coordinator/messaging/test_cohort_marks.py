@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.messaging.message_checks import Cohorts
+from coordinator.messaging.incoming import Cohorts
 from fedcg.wire.messages.schemas import CohortVerdict
 
 

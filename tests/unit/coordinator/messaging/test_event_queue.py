@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from coordinator.messaging import floods
-from coordinator.messaging.floods import EventQueue
+from coordinator.messaging import incoming
+from coordinator.messaging.incoming import EventQueue
 
 
 def taken_from(queue: EventQueue[str], count: int) -> list[str | None]:
@@ -25,8 +25,8 @@ def test_our_own_items_come_first_and_then_each_sender_has_a_turn_in_its_own_ord
 
 
 def test_a_sender_that_fills_its_share_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floods, "ITEM_BYTES", 3)
-    monkeypatch.setattr(floods, "SENDER_BYTES", 10)
+    monkeypatch.setattr(incoming, "ITEM_BYTES", 3)
+    monkeypatch.setattr(incoming, "SENDER_BYTES", 10)
     queue: EventQueue[str] = EventQueue()
     for number in range(100):
         queue.put(f"many{number}", 1, "many")
@@ -38,8 +38,8 @@ def test_a_sender_that_fills_its_share_takes_nothing_from_the_others(monkeypatch
 
 
 def test_the_queue_is_bounded_in_total_and_never_drops_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floods, "ITEM_BYTES", 1)
-    monkeypatch.setattr(floods, "MAX_BYTES", 10)
+    monkeypatch.setattr(incoming, "ITEM_BYTES", 1)
+    monkeypatch.setattr(incoming, "MAX_BYTES", 10)
     queue: EventQueue[str] = EventQueue()
     for name, size in (("a", 6), ("b", 6), ("ours", 0), ("c", 4)):
         queue.put(name, size, name)

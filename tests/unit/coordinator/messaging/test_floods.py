@@ -15,8 +15,8 @@ from coordinator.broker.access_lists import end_silences, publish_access, refres
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
-from coordinator.messaging import floods
-from coordinator.messaging.floods import FloodLimits, LineLimit
+from coordinator.messaging import incoming
+from coordinator.messaging.incoming import FloodLimits, LineLimit
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from coordinator.token_buckets import Buckets
@@ -68,7 +68,7 @@ def test_500_messages_a_second_are_thinned_out_for_ever_and_4000_are_silenced_wi
     limits = FloodLimits(clock)
     passed = sent(limits, clock, 500, 60.0)
     assert limits.silenced() == frozenset()
-    assert passed == pytest.approx(floods.MESSAGES_AT_ONCE + 60 * floods.MESSAGES_PER_S, rel=0.01)
+    assert passed == pytest.approx(incoming.MESSAGES_AT_ONCE + 60 * incoming.MESSAGES_PER_S, rel=0.01)
     sent(limits, clock, 4000, 1.0)
     assert limits.silenced() == {"a"}
     assert sent(limits, clock, 100, 10.0) == 0
@@ -82,7 +82,7 @@ def test_a_silence_ends_by_itself_and_its_device_starts_with_a_full_bucket() -> 
     sent(limits, clock, 10_000, 1.0)
     assert limits.is_silenced("a")
     assert limits.silenced() == {"a"}
-    clock.now += floods.SILENCE_S
+    clock.now += incoming.SILENCE_S
     assert limits.silenced() == frozenset()
     assert not limits.is_silenced("a")
     assert sent(limits, clock, 100, 5.0) == 500
@@ -101,12 +101,12 @@ def test_devices_that_nobody_knows_share_a_bucket_and_are_not_silenced() -> None
 def test_a_device_can_cause_few_lines_of_the_kinds_that_it_can_repeat_and_all_of_the_others(tmp_path: Path) -> None:
     clock = Clock()
     events = EventLog(tmp_path / "events.jsonl", clock, LineLimit(clock).allows)
-    for name in (*floods.LIMITED_EVENTS, "update_stored"):
+    for name in (*incoming.LIMITED_EVENTS, "update_stored"):
         for _ in range(1000):
             events.write(name, client="a")
     events.write("online", client="b")
     lines = [str(event["event"]) for event in read_events(tmp_path / "events.jsonl")]
-    assert len(lines) == floods.LINES_AT_ONCE + 1000 + 1
+    assert len(lines) == incoming.LINES_AT_ONCE + 1000 + 1
     assert lines.count("update_stored") == 1000
     clock.now = 10.0
     assert [events.write("online", client="a") for _ in range(7)] == [True] * 5 + [False] * 2
@@ -177,8 +177,8 @@ def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its
 
     context = replace(world.service_context(), publish_access=publish_access)
     monkeypatch.setattr(world, "service_context", lambda: context)
-    monkeypatch.setattr(floods, "FLOOD_AT_ONCE", 300.0)
-    monkeypatch.setattr(floods, "SILENCE_S", 2.0)
+    monkeypatch.setattr(incoming, "FLOOD_AT_ONCE", 300.0)
+    monkeypatch.setattr(incoming, "SILENCE_S", 2.0)
     a, b, c = (world.devices[name] for name in "abc")
     a.silent = b.silent = True  # they accept, and deliver nothing
     with RunningService(world) as running:
@@ -214,8 +214,8 @@ def test_a_flood_that_stays_below_the_bound_is_thinned_out_before_signatures_are
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world()
-    monkeypatch.setattr(floods, "MESSAGES_AT_ONCE", 50.0)
-    monkeypatch.setattr(floods, "MESSAGES_PER_S", 1.0)
+    monkeypatch.setattr(incoming, "MESSAGES_AT_ONCE", 50.0)
+    monkeypatch.setattr(incoming, "MESSAGES_PER_S", 1.0)
     a, b = world.devices["a"], world.devices["b"]
     with RunningService(world) as running:
         a.start()

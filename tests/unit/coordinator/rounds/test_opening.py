@@ -6,22 +6,34 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.rounds.commands import Distil, FailAttempt, MoveDeadline, OpenAttempt, Stall
-from coordinator.rounds.events import (
+from coordinator.rounds.engine import (
+    LEAST_SHARE,
+    RETRY_MAX_S,
+    WAITS_FOR_OWNERS,
+    Opening,
+    Phase,
+    RoundState,
+    shares_of,
+    standing_reason,
+)
+from coordinator.rounds.signals import (
     Accepted,
     AggregationFailed,
     Approval,
     CameOnline,
+    Distil,
     Expected,
+    FailAttempt,
     LinkChanged,
+    MoveDeadline,
+    OpenAttempt,
     Restarted,
+    Stall,
     Tick,
     UpdateRefused,
     UpdateStored,
     WentOffline,
 )
-from coordinator.rounds.opening import LEAST_SHARE, RETRY_MAX_S, Opening, shares_of
-from coordinator.rounds.round_engine import WAITS_FOR_OWNERS, Phase, RoundState, standing_reason
 from fedcg.learning.spec import RoundPolicy
 from tests.support.coordinator.engine import play
 

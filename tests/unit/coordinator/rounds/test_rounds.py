@@ -8,16 +8,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rounds.commands import (
-    Distil,
-    FailAttempt,
-    Finish,
-    Invite,
-    OpenAttempt,
-    ResumeAttempt,
-    Stall,
-)
-from coordinator.rounds.events import (
+from coordinator.rounds.engine import RESTART_GRACE_S, Opening, Phase, RoundState, transition
+from coordinator.rounds.signals import (
     Accepted,
     AggregateStored,
     AggregationFailed,
@@ -25,21 +17,26 @@ from coordinator.rounds.events import (
     Barred,
     CameOnline,
     Departed,
+    Distil,
     Event,
     Expected,
+    FailAttempt,
+    Finish,
+    Invite,
     LinkChanged,
+    OpenAttempt,
     Paused,
     PolicyChanged,
     Restarted,
+    ResumeAttempt,
     Resumed,
+    Stall,
     Stopped,
     Tick,
     UpdateRefused,
     UpdateStored,
     WentOffline,
 )
-from coordinator.rounds.opening import Opening
-from coordinator.rounds.round_engine import RESTART_GRACE_S, Phase, RoundState, transition
 from fedcg.learning.spec import RoundPolicy
 from tests.support.coordinator.engine import play
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.rounds.commands import Command, Distil, FailAttempt, Finish, MoveDeadline, OpenAttempt, Stall
-from coordinator.rounds.events import (
+from coordinator.rounds.engine import Opening, Phase, RoundState
+from coordinator.rounds.signals import (
     AggregateStored,
     AggregationFailed,
     Barred,
     CameOnline,
+    Command,
+    Distil,
+    FailAttempt,
+    Finish,
+    MoveDeadline,
+    OpenAttempt,
     Paused,
     PolicyChanged,
     Resumed,
+    Stall,
     Stopped,
     UpdateRefused,
     UpdateStored,
 )
-from coordinator.rounds.opening import Opening
-from coordinator.rounds.round_engine import Phase, RoundState
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.coordinator.engine import play

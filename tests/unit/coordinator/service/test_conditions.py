@@ -18,7 +18,7 @@ from coordinator.facts.models import served_models
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.worth import by_class
 from coordinator.service.reports import ConditionBoard
-from coordinator.storage.overview_store import Delivery
+from coordinator.storage.view_store import Delivery
 from coordinator.updates import receiver as receiver_module
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.schemas import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.errors import NotFoundError, SteeringError
+from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import AttemptState, FederationStatus
-from coordinator.rounds.round_engine import Phase
 from fedcg.wire.messages.schemas import DeclineReason, Finished, Invite, Need, Offer, Outcome
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec

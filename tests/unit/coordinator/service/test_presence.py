@@ -12,9 +12,9 @@ import pytest
 
 from coordinator.facts.devices import device_facts, device_history
 from coordinator.facts.known import Known
-from coordinator.rounds.events import WentOffline
 from coordinator.rounds.records import DeviceState, PresenceRecord
-from coordinator.service.liveness import MISSED, PRUNE_EVERY, Liveness, PresenceLog
+from coordinator.rounds.signals import WentOffline
+from coordinator.service.devices import MISSED, PRUNE_EVERY, Liveness, PresenceLog
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.schemas import COORDINATOR, Heartbeat, Welcome
@@ -62,7 +62,7 @@ def test_silence_is_counted_from_the_last_message_in_units_of_the_promise(tmp_pa
 def test_a_dead_link_of_the_coordinator_is_not_held_against_a_device(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.service.liveness.MISSED", 1.0)
+    monkeypatch.setattr("coordinator.service.devices.MISSED", 1.0)
     world = make_world()
     device = world.devices["a"]
     device.heartbeat_s = 1
@@ -106,7 +106,7 @@ def test_of_a_device_that_is_revoked_while_it_is_online_the_time_of_its_last_mes
 def test_a_device_that_comes_and_goes_all_the_time_does_not_fill_the_database(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.storage.presence_store.KEEP_CHANGES", 50)
+    monkeypatch.setattr("coordinator.storage.view_store.KEEP_CHANGES", 50)
     world, now = make_world(), iter(range(10_000))
     log = PresenceLog(world.store, "tiny", lambda: float(next(now)))
     for _ in range(400):

@@ -13,8 +13,8 @@ from coordinator.facts.current_round import ClientPhase, current_round
 from coordinator.facts.devices import device_facts
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
+from coordinator.rounds.engine import Phase, RoundState
 from coordinator.rounds.records import ParticipantState
-from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.service.reports import ProgressBoard
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.schemas import Decline, DeclineReason, Heartbeat, Invite, RoundAttempt, decode

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.messaging.message_checks import MessageChecks, Sessions
+from coordinator.messaging.incoming import MessageChecks, Sessions
+from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import ParticipantState
-from coordinator.rounds.round_engine import Phase
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.artifacts.artifacts import artifact_id, pack
 from fedcg.wire.errors import Refusals

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import AttemptState, UpdateRecord
-from coordinator.rounds.round_engine import Phase
 from fedcg.wire.messages.envelopes import seal
 from fedcg.wire.messages.schemas import (
     SPOKEN,

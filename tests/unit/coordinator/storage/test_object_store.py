@@ -16,7 +16,7 @@ from fastapi import Response
 from coordinator.errors import StoreError
 from coordinator.facts.known import known_of
 from coordinator.http.facts_api import readyz
-from coordinator.storage.object_store import ObjectStore
+from coordinator.storage.artifacts import ObjectStore
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError
 from tests.support.coordinator.federations import hosting

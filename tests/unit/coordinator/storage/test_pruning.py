@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.rounds.round_engine import Phase
-from coordinator.storage.pruning import Pruner
+from coordinator.rounds.engine import Phase
+from coordinator.storage.artifacts import Pruner
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.toy_artifacts import FEDERATION

@@ -13,8 +13,7 @@ from sqlalchemy import URL, Engine
 from sqlalchemy import update as change
 
 from coordinator.errors import StoreError
-from coordinator.rounds.commands import OpenAttempt
-from coordinator.rounds.events import CameOnline, Tick
+from coordinator.rounds.engine import Phase, transition
 from coordinator.rounds.records import (
     AggregateRecord,
     AttemptState,
@@ -24,7 +23,7 @@ from coordinator.rounds.records import (
     PresenceRecord,
     UpdateRecord,
 )
-from coordinator.rounds.round_engine import Phase, transition
+from coordinator.rounds.signals import CameOnline, OpenAttempt, Tick
 from coordinator.storage import schema
 from coordinator.storage.database import make_engine
 from coordinator.storage.store import Store
@@ -209,7 +208,7 @@ def test_what_a_device_may_send_can_be_stored(store: Store) -> None:
 def test_the_changes_of_presence_are_bounded_in_age_and_in_number_but_a_devices_last_one_stays(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.storage.presence_store.KEEP_CHANGES", 5)
+    monkeypatch.setattr("coordinator.storage.view_store.KEEP_CHANGES", 5)
     times = {"a": range(100, 200, 10), "b": (10, 20, 30), "c": (10, 60, 95)}
     for device, when in times.items():
         store.presence.note(*(PresenceRecord("f", device, float(at), at % 20 == 0) for at in when))

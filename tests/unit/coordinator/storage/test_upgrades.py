@@ -15,6 +15,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Column, MetaData, String, inspect, text
 
 from coordinator.errors import StoreError
+from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import (
     AggregateRecord,
     CertificateRecord,
@@ -23,7 +24,6 @@ from coordinator.rounds.records import (
     TokenRecord,
     UpdateRecord,
 )
-from coordinator.rounds.round_engine import Phase
 from coordinator.storage import database as database_module
 from coordinator.storage import migrations
 from coordinator.storage.database import make_engine, open_database

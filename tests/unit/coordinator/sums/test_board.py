@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.sums.board import Phase, SumBoard
+from coordinator.sums import Phase, SumBoard
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages.schemas import SumDealt, SumMembers, SumOff, SumOpening, SumSurvivors
 from fedcg.wire.sums import Numbers, SumRound, added, threshold_of

@@ -13,8 +13,7 @@ from coordinator.aggregation.jobs import OpenedSum
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.messaging.publisher import Publisher
-from coordinator.sums.board import WAIT_S, Phase, Sends
-from coordinator.sums.open_attempt import MaskedSums, SumFailure
+from coordinator.sums import WAIT_S, MaskedSums, Phase, Sends, SumFailure
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.envelopes import SigningKey

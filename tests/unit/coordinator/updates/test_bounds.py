@@ -14,10 +14,9 @@ from sqlalchemy import insert
 from sqlalchemy.exc import OperationalError
 
 from coordinator.http.app import _failed
-from coordinator.rounds.events import UpdateStored
+from coordinator.rounds.signals import UpdateStored
 from coordinator.storage import schema
-from coordinator.storage.database import make_engine
-from coordinator.storage.high_water import recovered_epoch
+from coordinator.storage.database import make_engine, recovered_epoch
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
 from coordinator.updates.published_artifacts import OPEN_FILES, PublishedArtifacts

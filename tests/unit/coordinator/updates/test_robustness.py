@@ -26,7 +26,7 @@ from coordinator.updates.robustness import (
     outlier,
     over,
 )
-from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
+from coordinator.updates.screening import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.payload import Array

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.messaging.message_checks import Cohorts
+from coordinator.messaging.incoming import Cohorts
 from edge_client.config import load_config
 from edge_client.errors import CohortError, StoreError
 from edge_client.store.cohort_secret import code_of, create, join, mark_of, roster_of, secret_of

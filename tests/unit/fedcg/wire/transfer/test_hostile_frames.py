@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.messaging.message_checks import MessageChecks, Sessions
+from coordinator.messaging.incoming import MessageChecks, Sessions
 from edge_client.messaging.coordinator_link import CoordinatorLink, CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.session.commands import Wanted

@@ -3,22 +3,119 @@
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
 A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation stalls. An attempt that
 ran out of time because clients had not answered or were offline does not count. A client whose owner has not approved the spec
-keeps its place: the attempt is not held up by it, and waits for the approval only where it can't close without. `opening` decides
-when an attempt may open.
+keeps its place: the attempt is not held up by it, and waits for the approval only where it can't close without. `Opening` decides
+when the next attempt opens and whom it invites. Time is unix time and passed in.
 Laws (property-tested): an update counts once, a round closes once, and commands never name a client that was not invited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from coordinator.rounds import commands, events
-from coordinator.rounds.opening import Opening, wanted_updates
+from coordinator.rounds import signals
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.schemas import RoundAttempt
+
+RETRY_MAX_S = 600.0
+"""At most, however many attempts have failed."""
+LEAST_SHARE = 0.25
+"""Of the spec's local steps, however slow a device is: with fewer its update would be worth little."""
+MAX_DOUBLINGS = 16  # of `retry_s`, so that no exponent overflows; the bound above is reached long before
+
+
+def wanted_updates(policy: RoundPolicy, invited: int) -> int:
+    """How many updates close an attempt to which so many clients were invited."""
+    if policy.over_selection == 0.0:
+        return invited
+    return min(invited, max(policy.quorum, math.floor(invited / (1.0 + policy.over_selection) + 1e-9)))
+
+
+def shares_of(policy: RoundPolicy, round_s: Mapping[str, float]) -> dict[str, float]:
+    """The share of the spec's local steps that each client takes; none takes more than the spec asks for.
+
+    With `equal-time` every client ends with the median one (of two, the faster), down to `LEAST_SHARE` of the steps.
+
+    Args:
+        policy: of the federation.
+        round_s: how long the whole of the steps takes each client, in seconds.
+    """
+    if policy.pace == "equal-steps" or not round_s:
+        return {}
+    median_s = statistics.median_low(round_s.values())
+    return {
+        client: round(max(LEAST_SHARE, median_s / seconds), 4)
+        for client, seconds in round_s.items()
+        if seconds > median_s
+    }
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What decides, beside the policy, when the next attempt opens and whom it invites.
+
+    Attributes:
+        gather_s: how long a round waits for further devices after the last one came; not at all when every device is online.
+        retry_s: pause after a failed attempt; doubles with each failed attempt of the round, up to `RETRY_MAX_S`.
+        selection_key: secret of the coordinator that the choice of clients follows from.
+        expected: devices that may take part.
+        most: most clients that were online at a time; one that comes and goes is not waited for again.
+        grown_at: when so many were online first.
+        failed_at: when the last attempt failed.
+        down_since: when the link to the broker was lost; None while it stands.
+    """
+
+    gather_s: float = 0.0
+    retry_s: float = 0.0
+    selection_key: bytes = field(default=b"", repr=False)
+    expected: frozenset[str] = frozenset()
+    most: int = 0
+    grown_at: float = 0.0
+    failed_at: float = 0.0
+    down_since: float | None = None
+
+    def counting(self, online: int, now: float) -> Opening:
+        """The same with so many clients online."""
+        return replace(self, most=online, grown_at=now) if online > self.most else self
+
+    def pause_s(self, failures: int) -> float:
+        """How long to wait after so many failed attempts in a row."""
+        return min(RETRY_MAX_S, self.retry_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS)) if failures > 0 else 0.0
+
+    def is_due(self, online: frozenset[str], failures: int, now: float) -> bool:
+        """Whether an attempt may open with the clients that are online, after so many failed ones."""
+        is_gathered = self.expected <= online or _is_over(self.grown_at, self.gather_s, now)
+        return self.down_since is None and is_gathered and _is_over(self.failed_at, self.pause_s(failures), now)
+
+    def invited(self, policy: RoundPolicy, candidates: Collection[str], at: RoundAttempt) -> frozenset[str]:
+        """The clients to invite: all candidates, or a part of them that changes with every attempt.
+
+        Args:
+            policy: of the federation.
+            candidates: clients that could take part; at least the quorum.
+            at: the attempt.
+        """
+        wanted = max(policy.quorum, math.ceil(policy.fraction * len(candidates) - 1e-9))
+        if policy.max_clients is not None:
+            wanted = min(wanted, max(policy.quorum, policy.max_clients))
+        invited = math.ceil(wanted * (1.0 + policy.over_selection) - 1e-9)
+
+        def lot(client: str) -> bytes:
+            text = f"{at.round}|{at.attempt}|{client}".encode()
+            return hashlib.blake2b(text, key=self.selection_key[:64]).digest()
+
+        return frozenset(sorted(candidates, key=lot)[:invited])
+
+
+def _is_over(since: float, seconds: float, now: float) -> bool:
+    """Whether a wait is over; a clock that was set back ends it."""
+    return not 0.0 <= now - since < seconds
+
 
 WAITS_FOR_OWNERS = "waits_for_owners"
 """The label of a federation whose open attempt can't close before owners of devices approve its spec."""
@@ -120,10 +217,10 @@ class RoundState:
         return self.phase is Phase.COLLECTING and self.at == attempt
 
 
-Step = tuple[RoundState, tuple[commands.Command, ...]]
+Step = tuple[RoundState, tuple[signals.Command, ...]]
 
 
-def transition(state: RoundState, event: events.Event, now: float) -> Step:
+def transition(state: RoundState, event: signals.Event, now: float) -> Step:
     """The state and the commands after an event.
 
     Args:
@@ -157,34 +254,34 @@ def stalled_reason(state: RoundState, attempts: int) -> str:
     )
 
 
-def _came_online(state: RoundState, event: events.CameOnline, now: float) -> Step:
+def _came_online(state: RoundState, event: signals.CameOnline, now: float) -> Step:
     online = state.online | {event.client}
     state = replace(state, online=online, opening=state.opening.counting(len(online), now))
     if state.phase is Phase.COLLECTING and event.client in state.outstanding:
-        return state, (commands.Invite(state.round, state.attempt, event.client),)
+        return state, (signals.Invite(state.round, state.attempt, event.client),)
     return _open_if_enough(state, now)
 
 
-def _went_offline(state: RoundState, event: events.WentOffline, now: float) -> Step:
+def _went_offline(state: RoundState, event: signals.WentOffline, now: float) -> Step:
     return replace(state, online=state.online - {event.client}), ()
 
 
-def _departed(state: RoundState, event: events.Departed, now: float) -> Step:
+def _departed(state: RoundState, event: signals.Departed, now: float) -> Step:
     state = replace(state, online=state.online - {event.client})
     if state.phase is not Phase.COLLECTING or event.client not in state.outstanding:
         return state, ()
     return _judge(replace(state, declined=state.declined | {event.client}), now)
 
 
-def _expected(state: RoundState, event: events.Expected, now: float) -> Step:
+def _expected(state: RoundState, event: signals.Expected, now: float) -> Step:
     return _open_if_enough(replace(state, opening=replace(state.opening, expected=event.clients)), now)
 
 
-def _barred(state: RoundState, event: events.Barred, now: float) -> Step:
+def _barred(state: RoundState, event: signals.Barred, now: float) -> Step:
     return _open_if_enough(replace(state, barred=dict(event.clients)), now)
 
 
-def _policy_changed(state: RoundState, event: events.PolicyChanged, now: float) -> Step:
+def _policy_changed(state: RoundState, event: signals.PolicyChanged, now: float) -> Step:
     state = replace(state, policy=event.policy)
     if state.phase is Phase.COLLECTING:
         moved, first = _move_deadline(state, min(state.deadline_at, now + event.policy.deadline_s))
@@ -193,13 +290,13 @@ def _policy_changed(state: RoundState, event: events.PolicyChanged, now: float) 
     return _open_if_enough(state, now)
 
 
-def _paused(state: RoundState, event: events.Paused, now: float) -> Step:
+def _paused(state: RoundState, event: signals.Paused, now: float) -> Step:
     state = replace(state, paused=event.reason)
     rests = state.phase in (Phase.WAITING, Phase.PAUSED)
     return (replace(state, phase=Phase.PAUSED, reason=event.reason) if rests else state), ()
 
 
-def _resumed(state: RoundState, event: events.Resumed, now: float) -> Step:
+def _resumed(state: RoundState, event: signals.Resumed, now: float) -> Step:
     state = replace(state, paused="")
     if state.phase not in (Phase.PAUSED, Phase.STALLED):
         return state, ()
@@ -207,16 +304,16 @@ def _resumed(state: RoundState, event: events.Resumed, now: float) -> Step:
     return _open_if_enough(ready, now)
 
 
-def _stopped(state: RoundState, event: events.Stopped, now: float) -> Step:
+def _stopped(state: RoundState, event: signals.Stopped, now: float) -> Step:
     if state.phase is Phase.FINISHED:
         return state, ()
     under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)
-    failed = commands.FailAttempt(state.round, state.attempt, event.reason, state.attempt + 1)
+    failed = signals.FailAttempt(state.round, state.attempt, event.reason, state.attempt + 1)
     ended = replace(state, phase=Phase.FINISHED, reason=event.reason, paused="")
-    return ended, (failed, commands.Finish()) if under_way else (commands.Finish(),)
+    return ended, (failed, signals.Finish()) if under_way else (signals.Finish(),)
 
 
-def _link_changed(state: RoundState, event: events.LinkChanged, now: float) -> Step:
+def _link_changed(state: RoundState, event: signals.LinkChanged, now: float) -> Step:
     since = state.opening.down_since
     if event.up == (since is None):
         return state, ()
@@ -228,7 +325,7 @@ def _link_changed(state: RoundState, event: events.LinkChanged, now: float) -> S
     return _move_deadline(state, state.deadline_at + down_s, reason)
 
 
-def _accepted(state: RoundState, event: events.Accepted, now: float) -> Step:
+def _accepted(state: RoundState, event: signals.Accepted, now: float) -> Step:
     is_known = event.client in state.accepted or event.client not in state.outstanding
     if not state.is_open(event.at) or is_known:
         return state, ()
@@ -238,21 +335,21 @@ def _accepted(state: RoundState, event: events.Accepted, now: float) -> Step:
     return _move_deadline(state, now + state.policy.deadline_s)
 
 
-def _approval(state: RoundState, event: events.Approval, now: float) -> Step:
+def _approval(state: RoundState, event: signals.Approval, now: float) -> Step:
     if not state.is_open(event.at) or event.client not in state.outstanding:
         return state, ()
     others = state.unapproved - {event.client}
     return _judge(replace(state, unapproved=others if event.given else others | {event.client}), now)
 
 
-def _update_stored(state: RoundState, event: events.UpdateStored, now: float) -> Step:
+def _update_stored(state: RoundState, event: signals.UpdateStored, now: float) -> Step:
     if not state.is_open(event.at) or event.client not in state.outstanding:
         return state, ()
     updates, unapproved = state.updates | {event.client}, state.unapproved - {event.client}
     return _judge(replace(state, updates=updates, unapproved=unapproved), now)
 
 
-def _update_refused(state: RoundState, event: events.UpdateRefused, now: float) -> Step:
+def _update_refused(state: RoundState, event: signals.UpdateRefused, now: float) -> Step:
     is_open = state.is_open(event.at)
     is_merging = state.phase is Phase.DISTILLING and event.at == state.at
     if event.client not in (state.updates if is_merging else state.updates | state.outstanding if is_open else ()):
@@ -263,11 +360,11 @@ def _update_refused(state: RoundState, event: events.UpdateRefused, now: float) 
     return _distil_again(state, f"the update of {event.client} was rejected ({event.reason})", now)
 
 
-def _tick(state: RoundState, event: events.Tick, now: float) -> Step:
+def _tick(state: RoundState, event: signals.Tick, now: float) -> Step:
     return _judge(state, now) if state.phase is Phase.COLLECTING else _open_if_enough(state, now)
 
 
-def _restarted(state: RoundState, event: events.Restarted, now: float) -> Step:
+def _restarted(state: RoundState, event: signals.Restarted, now: float) -> Step:
     state = replace(state, opening=replace(state.opening, down_since=now))
     if state.phase is Phase.COLLECTING:
         grace = min(RESTART_GRACE_S, state.policy.deadline_s)
@@ -276,19 +373,19 @@ def _restarted(state: RoundState, event: events.Restarted, now: float) -> Step:
     elif state.phase is Phase.DISTILLING:
         following, more = _distil_again(state, "updates were rejected before a restart", now)
     else:
-        return state, (commands.Finish(),) if state.phase is Phase.FINISHED else ()
-    return following, (commands.ResumeAttempt(state.round, state.attempt, state.deadline_at), *more)
+        return state, (signals.Finish(),) if state.phase is Phase.FINISHED else ()
+    return following, (signals.ResumeAttempt(state.round, state.attempt, state.deadline_at), *more)
 
 
-def _aggregate_stored(state: RoundState, event: events.AggregateStored, now: float) -> Step:
+def _aggregate_stored(state: RoundState, event: signals.AggregateStored, now: float) -> Step:
     if state.phase is not Phase.DISTILLING or event.at != state.at:
         return state, ()
     if state.round >= state.policy.rounds:
-        return replace(state, phase=Phase.FINISHED), (commands.Finish(),)
+        return replace(state, phase=Phase.FINISHED), (signals.Finish(),)
     return _open_if_enough(_waiting(state, state.round + 1, 1, first_attempt=1), now)
 
 
-def _aggregation_failed(state: RoundState, event: events.AggregationFailed, now: float) -> Step:
+def _aggregation_failed(state: RoundState, event: signals.AggregationFailed, now: float) -> Step:
     is_under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)  # teacher passes run while updates still come
     if not is_under_way or event.at != state.at:
         return state, ()
@@ -296,24 +393,24 @@ def _aggregation_failed(state: RoundState, event: events.AggregationFailed, now:
 
 
 _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
-    events.CameOnline: _came_online,
-    events.WentOffline: _went_offline,
-    events.Departed: _departed,
-    events.Expected: _expected,
-    events.Barred: _barred,
-    events.PolicyChanged: _policy_changed,
-    events.Paused: _paused,
-    events.Resumed: _resumed,
-    events.Stopped: _stopped,
-    events.LinkChanged: _link_changed,
-    events.Accepted: _accepted,
-    events.Approval: _approval,
-    events.UpdateStored: _update_stored,
-    events.UpdateRefused: _update_refused,
-    events.Tick: _tick,
-    events.Restarted: _restarted,
-    events.AggregateStored: _aggregate_stored,
-    events.AggregationFailed: _aggregation_failed,
+    signals.CameOnline: _came_online,
+    signals.WentOffline: _went_offline,
+    signals.Departed: _departed,
+    signals.Expected: _expected,
+    signals.Barred: _barred,
+    signals.PolicyChanged: _policy_changed,
+    signals.Paused: _paused,
+    signals.Resumed: _resumed,
+    signals.Stopped: _stopped,
+    signals.LinkChanged: _link_changed,
+    signals.Accepted: _accepted,
+    signals.Approval: _approval,
+    signals.UpdateStored: _update_stored,
+    signals.UpdateRefused: _update_refused,
+    signals.Tick: _tick,
+    signals.Restarted: _restarted,
+    signals.AggregateStored: _aggregate_stored,
+    signals.AggregationFailed: _aggregation_failed,
 }
 
 
@@ -335,7 +432,7 @@ def _waiting(state: RoundState, round_number: int, attempt: int, *, first_attemp
 
 def _move_deadline(state: RoundState, deadline_at: float, reason: str = "") -> Step:
     moved = replace(state, deadline_at=deadline_at)
-    return moved, (commands.MoveDeadline(state.round, state.attempt, deadline_at, reason),)
+    return moved, (signals.MoveDeadline(state.round, state.attempt, deadline_at, reason),)
 
 
 def _open_if_enough(state: RoundState, now: float) -> Step:
@@ -347,8 +444,8 @@ def _open_if_enough(state: RoundState, now: float) -> Step:
     deadline_at = now + state.policy.deadline_s
     invited = state.opening.invited(state.policy, candidates, state.at)
     opened = replace(state, phase=Phase.COLLECTING, participants=invited, deadline_at=deadline_at, reason="")
-    invites = [commands.Invite(state.round, state.attempt, client) for client in sorted(invited)]
-    return opened, (commands.OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
+    invites = [signals.Invite(state.round, state.attempt, client) for client in sorted(invited)]
+    return opened, (signals.OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
 
 
 def _judge(state: RoundState, now: float) -> Step:
@@ -364,14 +461,14 @@ def _judge(state: RoundState, now: float) -> Step:
     )
     if is_complete or (is_late and enough):
         distilling = replace(state, phase=Phase.DISTILLING)
-        return distilling, (commands.Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+        return distilling, (signals.Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
     return _run_out(state, now) if is_late else (state, ())
 
 
 def _distil_again(state: RoundState, why_fewer: str, now: float) -> Step:
     """Merge the updates that are left; with fewer than the quorum the attempt failed."""
     if len(state.updates) >= state.policy.quorum:
-        return state, (commands.Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+        return state, (signals.Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
     left = f"{len(state.updates)} updates are left, and {state.policy.quorum} are needed"
     return _fail(state, f"{why_fewer}; {left}", now)
 
@@ -400,12 +497,12 @@ def _why_missing(state: RoundState, client: str) -> str:
 
 def _fail(state: RoundState, reason: str, now: float, *, counts: bool = True) -> Step:
     first = state.first_attempt if counts else state.first_attempt + 1
-    failed = commands.FailAttempt(state.round, state.attempt, reason, first)
+    failed = signals.FailAttempt(state.round, state.attempt, reason, first)
     state = replace(state, reason=reason, opening=replace(state.opening, failed_at=now))
     following = _waiting(state, state.round, state.attempt + 1, first_attempt=first)
     attempts = following.attempt - first
     if attempts >= state.policy.max_attempts:
         why = stalled_reason(following, attempts)
-        return replace(following, phase=Phase.STALLED, reason=why), (failed, commands.Stall(why))
+        return replace(following, phase=Phase.STALLED, reason=why), (failed, signals.Stall(why))
     opened, more = _open_if_enough(following, now)
     return opened, (failed, *more)

@@ -1,7 +1,8 @@
-"""Artifacts in S3, or a store that has its interface: the durable copy behind the coordinator's directory of artifacts.
+"""The coordinator's artifacts: where they are stored, a directory and perhaps S3 behind it, and which ones are deleted when rounds close.
 
-Uploads and downloads repeat until the store answers; `problem` says meanwhile why nothing moves. The credentials, the region and
-the endpoint of another store than Amazon's come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, …) or the machine's role.
+S3, or a store with its interface, has the durable copy. Uploads and downloads repeat until the store answers; `problem` says meanwhile why nothing moves.
+The credentials, the region and the endpoint of another store than Amazon's come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) or the machine's role.
+Kept are the last rounds' updates, the aggregates they are coded to, and always the data that a restart needs: the spec, the newest aggregate with its server state, and the open round.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from coordinator.errors import StoreError
 from coordinator.paths import Home
+from coordinator.storage.store import Store
 from fedcg.files import file_sha256
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
+
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
@@ -160,3 +163,79 @@ def _open(url: str) -> S3Store:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+UNKNOWN_S = 3600.0
+"""A file that no record names is deleted at this age: other processes store artifacts before they store their record."""
+
+
+class Pruner:
+    """Prunes one federation.
+
+    Args:
+        store: knows the artifacts of each round.
+        artifacts: the directory of artifacts.
+        federation: its id.
+        keep_rounds: closed rounds whose artifacts stay.
+        forget: called with every artifact before it is deleted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        artifacts: ArtifactStore,
+        federation: str,
+        keep_rounds: int,
+        forget: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._artifacts = artifacts
+        self._federation = federation
+        self._keep_rounds = keep_rounds
+        self._forget = forget
+        self._done = 0  # rounds below this one were pruned by this process
+
+    def prune(self, closed: int) -> tuple[int, int]:
+        """Delete what rounds before the kept ones left. Repeats harmlessly what an interrupted call did not get to.
+
+        Args:
+            closed: the round that was closed last.
+
+        Returns:
+            How many files were deleted, and their bytes.
+        """
+        first_kept = closed - self._keep_rounds + 1
+        if first_kept <= self._done:
+            return 0, 0
+        old = self._store.artifacts_of_rounds(self._federation, self._done, first_kept)
+        kept = self._store.artifacts_of_rounds(self._federation, first_kept, None)
+        gone = sorted(old - kept - {self._store.federation(self._federation).spec} - self._known(but=self._federation))
+        for artifact in gone:
+            self._forget(artifact)
+        pruned = self._artifacts.delete_all(gone)
+        self._done = first_kept
+        return pruned
+
+    def sweep(self, now: float) -> tuple[int, int]:
+        """Delete files that no record of any federation names: a process was killed between the file and its record.
+
+        Args:
+            now: unix time.
+
+        Returns:
+            How many files were deleted, and their bytes.
+        """
+        files = list(self._artifacts.ids())  # before the records are read: what is stored meanwhile stays
+        known = self._known()
+        unknown = [file for file in files if file not in known]
+        return self._artifacts.delete_all(
+            file for file in unknown if self._artifacts.path(file).stat().st_mtime < now - UNKNOWN_S
+        )
+
+    def _known(self, but: str = "") -> set[str]:
+        """The artifacts that the records of all federations (but one) name: equal server states are one file."""
+        known: set[str] = set()
+        for federation in self._store.federations():
+            if federation.id != but:
+                known |= {federation.spec} | self._store.artifacts_of_rounds(federation.id, 0, None)
+        return known

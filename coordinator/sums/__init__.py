@@ -1,1 +1,0 @@
-"""The coordinator's part in sums that nobody looks into (`fedcg.wire.sums`)."""
