@@ -22,8 +22,8 @@ from fastapi import FastAPI
 
 from coordinator.errors import AccessError, CoordinatorError, HomeError, NotFoundError, RequestError
 from coordinator.http.app import add_api
-from coordinator.http.facts_api import LEFT_OUT
-from coordinator.http.problems import EXISTS_KIND, USED_KIND
+from coordinator.http.operator_api import LEFT_OUT
+from coordinator.http.refusals import EXISTS_KIND, USED_KIND
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.operations.operations import nobody_follows
 from coordinator.paths import Home

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coordinator.cli.federation_commands import federation_app, federations_table
+from coordinator.cli.federation_commands import federation_app, federation_watch, federations_table
 from coordinator.cli.shared_options import HOME_VARIABLE, Directory, asks, line_printer, store_of
-from coordinator.cli.watch_command import federation_watch
 from fedcg.errors import FAILED
 from fedcg.log_output import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 from fedcg.terminal import AsJson, PassphraseFile, Result, passphrase_of, prints

@@ -52,7 +52,7 @@ def token_create(
 
     Example: fedcg token create --device line-4 --for 2h
     """
-    from coordinator.members.tokens import MAX_TOKEN_HOURS
+    from coordinator.members.enrolment import MAX_TOKEN_HOURS
 
     hours = seconds_of(span, "--for", f"{MAX_TOKEN_HOURS / 24:g}d") / 3600
     if not hours:
@@ -106,7 +106,7 @@ def device_add(
     Example: fedcg device add line-4 line-5 --out bundles
     """
     from coordinator.broker.access_lists import NOT_APPLIED, publish_access
-    from coordinator.members.bundle_enrolment import enrol
+    from coordinator.members.enrolment import enrol
     from coordinator.storage.locks import changing_members
 
     with store_of(directory) as (home, store), changing_members(home):

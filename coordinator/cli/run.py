@@ -23,14 +23,10 @@ from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.errors import HomeError
 from coordinator.facts.known import known_of
 from coordinator.http.app import Beside, create_app
-from coordinator.http.carrier_api import create_carrier_app
-from coordinator.http.enrolment_api import create_enrolment_app
-from coordinator.http.problems import ProblemError
-from coordinator.http.refusals import FailureLimits
-from coordinator.http.tls_listeners import bound, listening, serving
-from coordinator.members.admission import Admission
+from coordinator.http.device_api import bound, create_carrier_app, create_enrolment_app, listening, serving
+from coordinator.http.refusals import FailureLimits, ProblemError
 from coordinator.members.api_tokens import ApiTokens, local_token
-from coordinator.members.revocation import evict
+from coordinator.members.membership import Admission, evict
 from coordinator.messaging.incoming import LineLimit
 from coordinator.page import add_page
 from coordinator.page.webhook import watching

@@ -1,16 +1,30 @@
-"""The federations and their rounds: what each one is, where it stands, and the attempts and updates of every round."""
+"""The federations: what each one is, its open round with the phase of every client, and the attempts and updates of all rounds."""
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 
 from pydantic import BaseModel, Field, Json
 
 from coordinator.facts.known import Known
-from coordinator.rounds.records import AttemptRecord, FederationRecord, ParticipantRecord
+from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase, RoundState, wanted_updates
+from coordinator.rounds.records import (
+    AttemptRecord,
+    AttemptState,
+    FederationRecord,
+    FederationStatus,
+    ParticipantRecord,
+    ParticipantState,
+    UpdateRecord,
+)
+from coordinator.service.reports import DeviceProgress, MergeProgress
+from coordinator.service.service import Service
 from fedcg.learning.spec import RoundPolicy
+from fedcg.wire.messages.schemas import Outcome
 from fedcg.wire.parts import Part, Report, ReportField
 
 
@@ -162,3 +176,202 @@ def _attempt(known: Known, record: AttemptRecord) -> AttemptFacts:
     updates = [UpdateFacts.model_validate(update) for update in known.store.updates(record.federation, record.at)]
     participants = known.store.participants(record.federation, record.at)
     return AttemptFacts(**asdict(record), participants=participants, updates=updates)
+
+
+ESTIMATED_FROM = 5
+"""Closed rounds whose median duration is the estimate for the next ones."""
+
+
+class ClientPhase(str, Enum):
+    """What a client does, as far as the coordinator has received it; in the order of the views."""
+
+    DECLINED = "declined"
+    QUARANTINED = "quarantined"
+    UNAPPROVED = "unapproved"
+    SILENT = "silent"
+    INVITED = "invited"
+    TRAINING = "training"
+    UPLOADING = "uploading"
+    DELIVERED = "delivered"
+
+
+@dataclass(frozen=True)
+class ClientNow:
+    """A client of the open attempt.
+
+    Attributes:
+        reason: why it declined, can't take part yet, or is silent; what became of an update that is unlike the others.
+        done: share of the phase of its training that it reported as done, in [0, 1]; None when it reports none.
+        ends_at: when that phase will end at the reported rate; unix time.
+        share: of the spec's local steps that it takes (policy `pace`).
+        expected_at: when its update will be made, as it said when it accepted; unix time.
+    """
+
+    client: str
+    phase: ClientPhase
+    reason: str = ""
+    done: float | None = None
+    ends_at: float | None = None
+    share: float = 1.0
+    expected_at: float | None = None
+
+
+@dataclass(frozen=True)
+class CurrentRound:
+    """A federation now; times are unix times.
+
+    Attributes:
+        is_served: whether a coordinator runs it; without one, nobody is online.
+        quorum: updates without which a round can't close.
+        wanted: updates that close the attempt at once; `delivered` counts those in quarantine too.
+        round_s: median duration of the last closed rounds; None before the first one.
+        round_ends_at, ends_at: when the open round, and the federation, end at that rate; None where it is not known that they do.
+        merge: the merge that runs, or the last one since the coordinator was started.
+        enrolled: devices that may take part.
+        unapproved: clients that take part as soon as their owners approve the spec; the phase is "waits_for_owners" where the
+            open attempt can't close without them.
+        waits_for: what the next attempt waits for.
+        odd: by client, what became of its last update where that was unlike the others.
+    """
+
+    federation: str
+    status: str
+    phase: str
+    round: int
+    rounds: int
+    attempt: int
+    reason: str
+    is_served: bool
+    is_connected: bool
+    quorum: int
+    wanted: int
+    delivered: int
+    opened_at: float | None
+    deadline_at: float | None
+    round_s: float | None
+    round_ends_at: float | None
+    ends_at: float | None
+    online: int
+    enrolled: int
+    clients: list[ClientNow] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    unapproved: list[str] = field(default_factory=list)
+    merge: MergeProgress | None = None
+    waits_for: str = ""
+    odd: dict[str, str] = field(default_factory=dict)
+
+
+def current_round(known: Known, federation: str) -> CurrentRound:
+    """Where a federation stands.
+
+    Raises:
+        NotFoundError: there is none of that name.
+    """
+    record = known.federation(federation)
+    service, state = known.services.get(federation), known.state(federation)
+    attempts = known.store.attempts(federation)
+    is_open = state.phase in (Phase.COLLECTING, Phase.DISTILLING)
+    attempt = attempts[-1] if is_open and attempts else None
+    clients = [] if attempt is None else _clients(known, attempt, state, service)
+    round_s = typical_round_s(attempts)
+    enrolled = len(known.store.members())
+    left = state.policy.rounds - state.round + 1
+    begun = known.now if attempt is None else attempt.opened_at
+    is_over = state.phase is Phase.FINISHED or record.status.is_ended
+    stands = (Phase.PAUSED.value, Phase.STALLED.value, WAITS_FOR_OWNERS)
+    is_still = is_over or service is None or state.label in stands
+    goes_on = round_s is not None and not is_still and record.status is FederationStatus.RUNNING
+    return CurrentRound(
+        federation=federation,
+        status=record.status.value,
+        phase=state.label,
+        round=state.round,
+        rounds=state.policy.rounds,
+        attempt=state.attempt,
+        reason=record.reason(state),
+        is_served=service is not None,
+        is_connected=service is not None and service.is_connected,
+        quorum=state.policy.quorum,
+        wanted=wanted_updates(state.policy, len(state.participants)) if is_open else state.policy.quorum,
+        delivered=sum(each.phase in (ClientPhase.DELIVERED, ClientPhase.QUARANTINED) for each in clients),
+        opened_at=None if attempt is None else attempt.opened_at,
+        deadline_at=state.deadline_at if state.label == Phase.COLLECTING.value else None,
+        round_s=round_s,
+        round_ends_at=begun + round_s if round_s and not is_still and attempt is not None else None,
+        ends_at=max(known.now, begun + round_s * left) if round_s and goes_on else None,
+        online=len(state.online),
+        enrolled=enrolled,
+        clients=sorted(clients, key=lambda each: (list(ClientPhase).index(each.phase), each.client)),
+        counts={phase.value: sum(each.phase is phase for each in clients) for phase in ClientPhase},
+        unapproved=sorted(state.unapproved),
+        merge=None if service is None else service.round_driver.merge,
+        odd={}
+        if service is None
+        else {client: f"round {each.round}: {each.reason}" for client, each in service.round_driver.odd.items()},
+        waits_for=_waits_for(record, state, service) if state.phase is Phase.WAITING and not is_over else "",
+    )
+
+
+def typical_round_s(attempts: list[AttemptRecord]) -> float | None:
+    """Median duration in seconds of the last closed attempts, from opening to aggregate; None before the first one."""
+    closed = [attempt for attempt in attempts if attempt.state is AttemptState.CLOSED and attempt.closed_at]
+    spans = [(attempt.closed_at or 0.0) - attempt.opened_at for attempt in closed[-ESTIMATED_FROM:]]
+    return statistics.median(spans) if spans else None
+
+
+def _waits_for(record: FederationRecord, state: RoundState, service: Service | None) -> str:
+    if record.status is FederationStatus.CREATED:
+        return f"its start: `fedcg federation start {record.id}`"
+    if service is None:
+        return "no coordinator runs this federation"
+    if not service.is_connected:
+        return "the coordinator's link to the broker"
+    missing = state.policy.quorum - len(state.candidates)
+    if missing > 0:
+        return f"{missing} more device{'s' if missing > 1 else ''} (quorum {state.policy.quorum})"
+    return "further devices, or the time between a failed attempt and the next one"
+
+
+def _clients(known: Known, attempt: AttemptRecord, state: RoundState, service: Service | None) -> list[ClientNow]:
+    progress = {} if service is None else service.progress
+    updates = {
+        each.client: each
+        for each in known.store.updates(attempt.federation, attempt.at)
+        if each.outcome is Outcome.ACCEPTED
+    }
+    return [
+        _client(person, state, service, progress.get(person.client), updates.get(person.client))
+        for person in known.store.participants(attempt.federation, attempt.at)
+    ]
+
+
+def _client(
+    person: ParticipantRecord,
+    state: RoundState,
+    service: Service | None,
+    progress: DeviceProgress | None,
+    update: UpdateRecord | None,
+) -> ClientNow:
+    client = person.client
+    if update is not None:
+        return ClientNow(
+            client, ClientPhase.QUARANTINED if update.weight == 0 else ClientPhase.DELIVERED, update.reason
+        )
+    if person.state is ParticipantState.DECLINED or client in state.declined:
+        return ClientNow(client, ClientPhase.DECLINED, person.reason.replace("_", " "))
+    if client in state.unapproved:
+        return ClientNow(client, ClientPhase.UNAPPROVED, "its owner has not approved the spec")
+    if service is not None and service.receiver.is_busy(client):
+        return ClientNow(client, ClientPhase.UPLOADING)
+    if client not in state.online:
+        return ClientNow(client, ClientPhase.SILENT, "it has no session" if service else "no coordinator runs")
+    waits = "" if service is None else service.invitations.waits.get(client, "")
+    if waits or (person.state is not ParticipantState.ACCEPTED and client not in state.accepted):
+        return ClientNow(client, ClientPhase.INVITED, waits.replace("_", " "))
+    begun, takes_s = person.accepted_at, person.predicted_s
+    expected_at = None if begun is None or takes_s is None else begun + takes_s
+    training = ClientNow(client, ClientPhase.TRAINING, share=person.share, expected_at=expected_at)
+    if progress is None or not progress.steps:
+        return training
+    done = min(1.0, progress.step / progress.steps)
+    return replace(training, reason=progress.phase.replace("_", " "), done=done, ends_at=progress.ends_at)

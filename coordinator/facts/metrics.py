@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from coordinator.facts.current_round import current_round
+from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
+from coordinator.facts.models import worth
 from coordinator.facts.problems import open_problems
-from coordinator.facts.worth import worth
 from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase
 from coordinator.rounds.records import DeviceState
 

@@ -14,11 +14,10 @@ import anyio.to_thread
 from fastapi import FastAPI
 from starlette.middleware.gzip import GZipMiddleware
 
-from coordinator.http import event_stream, facts_api, steering_api
-from coordinator.http.access import Access
+from coordinator.http import event_stream, operator_api
+from coordinator.http.access import Access, Guard
 from coordinator.http.changes import AuditLog, Changes
-from coordinator.http.guard import Guard
-from coordinator.http.problems import answer_problems
+from coordinator.http.refusals import answer_problems
 from coordinator.members.api_tokens import ApiTokens
 from coordinator.operations.operations import Follow, Operations
 from coordinator.paths import Home
@@ -114,13 +113,13 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: 
     state.changes = Changes(store.api, audit, coordinator.events)
     answer_problems(application)
     for router in (
-        facts_api.health,
-        facts_api.plain,
-        facts_api.router,
-        facts_api.admin,
+        operator_api.health,
+        operator_api.plain,
+        operator_api.router,
+        operator_api.admin,
         event_stream.router,
-        steering_api.router,
-        steering_api.admin,
+        operator_api.steering,
+        operator_api.steering_admin,
     ):
         application.include_router(router)
 

@@ -25,8 +25,7 @@ from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, form_fields, unauthorised
-from coordinator.http.problems import UNFORESEEN, USED_KIND, ProblemError, problem_of, too_many
-from coordinator.http.refusals import CountedEvent, Rate
+from coordinator.http.refusals import UNFORESEEN, USED_KIND, CountedEvent, ProblemError, Rate, problem_of, too_many
 from coordinator.members.api_tokens import Identity
 from coordinator.storage.register import ApiStore
 from coordinator.token_buckets import Buckets

@@ -14,7 +14,7 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.http.access import Identity, Role, access_of, require
-from coordinator.http.problems import ProblemError
+from coordinator.http.refusals import ProblemError
 from coordinator.storage.event_store import Events
 
 LOOK_EVERY_S = 0.5

@@ -1,16 +1,33 @@
-"""Refused requests: the answer of the listeners for devices, an event now and then, and how many of them are allowed."""
+"""How requests are refused: the answers of the operators' interface as `application/problem+json` (RFC 9457), those of the listeners for devices, limits on refusals, and their counted events."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
 
-from fastapi import Response
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
+from coordinator.errors import (
+    ConfigError,
+    CoordinatorError,
+    EnrolmentError,
+    HomeError,
+    PlanError,
+    SteeringError,
+    StoppingError,
+)
 from coordinator.token_buckets import Buckets
+from fedcg.errors import EXISTS, NOT_FOUND, in_words
 from fedcg.event_log import EventLog
 from fedcg.listening import network_of
+from fedcg.text_output import wrong_value
 from fedcg.wire.messages.enrolment_messages import Refusal
 
 EVENT_EVERY_S = 10.0
@@ -82,3 +99,122 @@ class FailureLimits:
         """Count a refusal."""
         self._addresses.take(network_of(address))
         self._all.take(None)
+
+
+MEDIA_TYPE = "application/problem+json"
+MAX_PROBLEMS = 100
+ANY_KIND, EXISTS_KIND, USED_KIND = "about:blank", "urn:fedcg:exists", "urn:fedcg:used-key"
+Answer = Callable[[Request, Exception], Awaitable[Response]]
+UNFORESEEN = 500
+"""The status of an error that nobody expects: `fedcg.listening` logs it, within what one peer may cause."""
+
+
+class Problem(BaseModel):
+    """What is wrong with a request, and what to do; `problems` has a line for each error of its content."""
+
+    type: str = ANY_KIND
+    title: str
+    status: int
+    detail: str
+    instance: str
+    problems: list[str] | None = None
+
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"description": phrase, "content": {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}}
+    for code, phrase in {
+        400: "The request can't be read",
+        401: "No valid token",
+        403: "The role is too low",
+        404: "There is no such thing",
+        409: "It can't be done now",
+        412: "It was changed meanwhile",
+        413: "The body is too large",
+        422: "The content is wrong",
+        429: "Too many requests",
+    }.items()
+}
+"""The answers that every route may give, for the OpenAPI document."""
+
+
+class ProblemError(Exception):
+    """A request that is refused.
+
+    Attributes:
+        status: of the answer.
+        detail: for the person who asked: what is wrong, and what to do.
+        problems: one line for each error of the content, when there are several.
+        headers: of the answer.
+        kind: `type` of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        *,
+        problems: Sequence[str] = (),
+        headers: Mapping[str, str] | None = None,
+        kind: str = ANY_KIND,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = in_words(detail)
+        self.problems = tuple(problems)
+        self.kind = kind
+        self.headers = dict(headers or {})
+
+    def answer(self, instance: str) -> Response:
+        """The answer to a request for the path `instance`."""
+        body = Problem(
+            type=self.kind,
+            title=HTTPStatus(self.status).phrase,
+            status=self.status,
+            detail=self.detail,
+            instance=instance,
+            problems=list(self.problems[:MAX_PROBLEMS]) or None,
+        )
+        return JSONResponse(body.model_dump(exclude_none=True), self.status, self.headers, MEDIA_TYPE)
+
+
+def too_many(what: str, wait_s: float) -> ProblemError:
+    """The answer to a request above a limit, with the time to wait."""
+    seconds = int(wait_s) + 1
+    return ProblemError(429, f"too many {what}; try again in {seconds} s", headers={"Retry-After": str(seconds)})
+
+
+def problem_of(error: Exception) -> ProblemError:
+    """The answer to a request that ended with an error; the text of one that nobody expects stays inside."""
+    if isinstance(error, ProblemError):
+        return error
+    first, *more = str(error).split("\n  ")  # as `fedcg.config_file.listed` lays out several
+    code = error.exit_code if isinstance(error, CoordinatorError) else None
+    if code == NOT_FOUND:
+        return ProblemError(404, first)
+    if code == EXISTS:
+        return ProblemError(409, first, problems=more, kind=EXISTS_KIND)
+    if isinstance(error, StoppingError):
+        return ProblemError(503, first)
+    if isinstance(error, PlanError):
+        return ProblemError(422, first, problems=more)
+    if isinstance(error, SteeringError):
+        return ProblemError(422 if more else 409, first, problems=more)
+    if isinstance(error, (EnrolmentError, ConfigError, HomeError)):
+        return ProblemError(409, first, problems=more)
+    if isinstance(error, RequestValidationError):
+        found = [f"{'.'.join(str(step) for step in one['loc'])}: {wrong_value(one)}"[:300] for one in error.errors()]
+        return ProblemError(422, "the request does not fit its schema; /openapi.json has it", problems=found)
+    if isinstance(error, HTTPException):
+        return ProblemError(error.status_code, str(error.detail), headers=error.headers)
+    return ProblemError(UNFORESEEN, "the coordinator could not do it; its log has the reason")
+
+
+async def as_problem(request: Request, error: Exception) -> Response:
+    """The answer to a request that ended with an error."""
+    return problem_of(error).answer(request.url.path)
+
+
+def answer_problems(application: FastAPI, answer: Answer = as_problem) -> None:
+    """Let an application answer every error with a problem, or in another form."""
+    for kind in (ProblemError, CoordinatorError, RequestValidationError, HTTPException, Exception):
+        application.add_exception_handler(kind, answer)

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import NotFoundError, PlanError, SteeringError, StoppingError, StoreError
-from coordinator.members.revocation import Revoked, revoke
-from coordinator.members.tokens import create_token, revoke_token
+from coordinator.members.enrolment import create_token, revoke_token
+from coordinator.members.membership import Revoked, revoke
 from coordinator.operations import create_federation
 from coordinator.operations.create_federation import Complete, make_artifacts, too_few_for_sums
 from coordinator.paths import Home

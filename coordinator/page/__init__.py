@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from coordinator.http.problems import answer_problems
-from coordinator.page import actions, pages
+from coordinator.http.refusals import answer_problems
+from coordinator.page import pages
 from coordinator.page.views import Recent, as_page, static_files
 
 
@@ -13,5 +13,5 @@ def add_page(application: FastAPI) -> None:
     """Serve screens, forms and the files that they load beside the API of an application of `create_app`."""
     application.state.recent = Recent()
     answer_problems(application, as_page)
-    for router in (static_files, actions.sessions, actions.router, pages.router):
+    for router in (static_files, pages.router, pages.sessions, pages.forms):
         application.include_router(router)

@@ -20,7 +20,7 @@ from coordinator.broker.access_lists import refresh_access
 from coordinator.broker.broker_folder import write_folder
 from coordinator.cli.opening import create_home
 from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
-from coordinator.members.bundle_enrolment import make_bundles
+from coordinator.members.enrolment import make_bundles
 from coordinator.operations.create_federation import Complete
 from coordinator.operations.operations import open_federation
 from coordinator.paths import Home

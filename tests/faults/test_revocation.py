@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
-from coordinator.members.revocation import evict, revoke
+from coordinator.members.membership import evict, revoke
 from coordinator.storage.store import Store
 from fedcg.wire.transport.mqtt import MqttTransport
 from tests.support.broker.broker_plant import FEDERATION, TOPICS, Plant, open_plant

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from coordinator.broker.access_lists import publish_access
-from coordinator.members.bundle_enrolment import enrol
+from coordinator.members.enrolment import enrol
 from coordinator.operations.operations import open_federation
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members

@@ -33,7 +33,7 @@ from coordinator.aggregation.jobs import (
 )
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import BrokerError
-from coordinator.members.bundle_enrolment import enrol
+from coordinator.members.enrolment import enrol
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.pki.signing_keys import load_signing_identity

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.broker.access_lists import PENDING_NAME, PENDING_S, publish_access, silence
-from coordinator.members.revocation import evict, revoke
+from coordinator.members.membership import evict, revoke
 from coordinator.pki.authority import write_revocations
 from coordinator.rounds.records import DeviceState
 from coordinator.storage.locks import changing_members

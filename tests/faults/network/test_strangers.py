@@ -21,7 +21,7 @@ import pytest
 
 from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CarrierSettings, CoordinatorConfig, EnrolmentSettings
-from coordinator.members.revocation import revoke
+from coordinator.members.membership import revoke
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config import CarrierSettings
-from coordinator.http.carrier_api import create_carrier_app
-from coordinator.http.tls_listeners import listening, serving
+from coordinator.http.device_api import create_carrier_app, listening, serving
 from coordinator.pki.authority import credential_of, server_context
 from coordinator.service.service import Service
 from fedcg.listening import Caps, Connections

@@ -16,11 +16,10 @@ from typing import Any, final
 
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
-from coordinator.http.enrolment_api import create_enrolment_app
+from coordinator.http.device_api import create_enrolment_app, listening, serving
 from coordinator.http.refusals import ALL, PER_ADDRESS, FailureLimits, Rate
-from coordinator.http.tls_listeners import listening, serving
-from coordinator.members.admission import Admission
-from coordinator.members.tokens import create_token
+from coordinator.members.enrolment import create_token
+from coordinator.members.membership import Admission
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, Credential, credential_of, server_context, server_credential
 from coordinator.storage.store import Store

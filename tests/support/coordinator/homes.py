@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.members.bundle_enrolment import enrol
+from coordinator.members.enrolment import enrol
 from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store

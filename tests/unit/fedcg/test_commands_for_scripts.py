@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.facts.conditions import FINDINGS
+from coordinator.facts.devices import FINDINGS
 from coordinator.facts.problems import HEALTH, REMEDIES, SUM_REMEDIES
 from coordinator.paths import Home
 from fedcg.cli import app, main

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from coordinator.config import CoordinatorConfig
-from coordinator.http import steering_api
+from coordinator.http import operator_api
 from coordinator.operations.create_federation import OperatorPlan
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import AgentConfig, load_config
@@ -46,8 +46,8 @@ MORE_SCHEMAS: dict[str, type[BaseModel]] = {
     "operator's plan": OperatorPlan,
     "spec": FederationSpec,
     "policy": RoundPolicy,
-    **{kind.__name__: kind for kind in (steering_api.NewFederation, steering_api.MoreRounds)},
-    **{kind.__name__: kind for kind in (steering_api.NewToken, steering_api.NewApiToken)},
+    **{kind.__name__: kind for kind in (operator_api.NewFederation, operator_api.MoreRounds)},
+    **{kind.__name__: kind for kind in (operator_api.NewToken, operator_api.NewApiToken)},
     **{f"params of {name}": defence_of(name, {})[0].params_type for name in defence_names()},
 }
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from coordinator.facts.current_round import current_round
+from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.rounds.records import FederationStatus, ParticipantState, UpdateRecord

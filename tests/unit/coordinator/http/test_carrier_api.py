@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.http import carrier_api
-from coordinator.http.carrier_api import MEMBER_S, REQUESTS_AT_ONCE
-from coordinator.members.bundle_enrolment import certificate_record
+from coordinator.http import device_api
+from coordinator.http.device_api import MEMBER_S, REQUESTS_AT_ONCE
+from coordinator.members.enrolment import certificate_record
 from coordinator.rounds.records import DeviceState
 from coordinator.service.service import Service
 from edge_client.transfer.https_client import check_ready
@@ -269,7 +269,7 @@ def test_fetches_that_wait_for_the_disk_count_among_a_devices_requests(
         may_read.acquire()
         return source(artifact)
 
-    monkeypatch.setattr(carrier_api, "MEMBER_S", 1000.0)  # no read of the register waits for the same threads
+    monkeypatch.setattr(device_api, "MEMBER_S", 1000.0)  # no read of the register waits for the same threads
     assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204  # takes no place
     monkeypatch.setattr(published, "source", slow_source)
     with ThreadPoolExecutor(7) as threads:

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from coordinator.config import EnrolmentSettings
 from coordinator.errors import HomeError
-from coordinator.http import tls_listeners as listeners
+from coordinator.http import device_api as listeners
 from coordinator.http.refusals import Rate
 from coordinator.paths import Home
 from edge_client.config import load_config
@@ -141,7 +141,7 @@ def test_after_a_lost_answer_the_same_command_finishes_the_enrolment(desk: Desk,
 
 
 def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(desk: Desk, tmp_path: Path) -> None:
-    from coordinator.members.tokens import revoke_token
+    from coordinator.members.enrolment import revoke_token
 
     expired, revoked, known = desk.token("a", hours=0.5), desk.token("b", hours=100.0), desk.token("c", hours=100.0)
     desk.ahead_s = 1801.0

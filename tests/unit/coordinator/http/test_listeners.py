@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.http import carrier_api
-from coordinator.http.tls_listeners import hang_up
+from coordinator.http import device_api
+from coordinator.http.device_api import hang_up
 from coordinator.paths import CRL_NAME
 from coordinator.pki.authority import write_revocations
 from edge_client.config import load_config
@@ -105,11 +105,11 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
         reading.append(None)
         go.wait()
 
-    monkeypatch.setattr(carrier_api._MemberCheck, "_read", hang)
+    monkeypatch.setattr(device_api._MemberCheck, "_read", hang)
     held = [connect(site.port, site.pki.tls(name).context(ServerRole.CARRIER)) for name in ("a", "b") for _ in range(8)]
     for connection in held:
         connection.request("GET", READY_PATH)
-    wait_until(lambda: len(reading) >= carrier_api.THREADS, "the carrier's threads hang")
+    wait_until(lambda: len(reading) >= device_api.CARRIER_THREADS, "the carrier's threads hang")
     device = site.world.devices["a"]
     welcomes = len(device.of(Welcome))
     device.hello()

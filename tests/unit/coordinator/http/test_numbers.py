@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 
 from coordinator.config import CoordinatorConfig
-from coordinator.http import steering_api
+from coordinator.http import operator_api
 from coordinator.members.api_tokens import Role
 from coordinator.operations.create_federation import OperatorPlan
 from edge_client.agent.owner_requests import OwnerRequest
@@ -26,11 +26,11 @@ from tests.support.page.pages import ServedPage, served
 from tests.support.waiting import wait_until
 
 BODIES = (
-    steering_api.NewFederation,
-    steering_api.Reason,
-    steering_api.MoreRounds,
-    steering_api.NewToken,
-    steering_api.NewApiToken,
+    operator_api.NewFederation,
+    operator_api.Reason,
+    operator_api.MoreRounds,
+    operator_api.NewToken,
+    operator_api.NewApiToken,
 )
 ENROLMENT = (
     enrolment_messages.EnrolRequest,

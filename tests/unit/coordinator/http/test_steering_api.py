@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from coordinator.http import changes
-from coordinator.http.access import COOKIE, FORM_FIELD, Access, Role
-from coordinator.http.guard import MAX_BODY_BYTES
+from coordinator.http.access import COOKIE, FORM_FIELD, MAX_BODY_BYTES, Access, Role
 from coordinator.http.refusals import Rate
 from coordinator.operations import create_federation
 from coordinator.paths import Home

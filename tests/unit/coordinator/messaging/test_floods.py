@@ -14,7 +14,7 @@ import pytest
 from coordinator.broker.access_lists import end_silences, publish_access, refresh_access, silence
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
-from coordinator.members.bundle_enrolment import enrol
+from coordinator.members.enrolment import enrol
 from coordinator.messaging import incoming
 from coordinator.messaging.incoming import FloodLimits, LineLimit
 from coordinator.paths import Home

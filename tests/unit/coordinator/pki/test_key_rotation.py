@@ -11,7 +11,7 @@ import pytest
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import HomeError, PlanError
-from coordinator.members.bundle_enrolment import enrol
+from coordinator.members.enrolment import enrol
 from coordinator.paths import Home
 from coordinator.pki.signing_keys import SigningIdentity, key_file, load_signing_identity, rotate_key
 from coordinator.storage.database import make_engine

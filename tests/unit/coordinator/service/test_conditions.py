@@ -12,11 +12,10 @@ from typing import Any, get_args
 import pytest
 
 from coordinator.config import RoundSettings
-from coordinator.facts.conditions import AUDIT_TITLES, FINDINGS, doctor_findings
+from coordinator.facts.devices import AUDIT_TITLES, FINDINGS, doctor_findings
 from coordinator.facts.known import Known
-from coordinator.facts.models import served_models
+from coordinator.facts.models import by_class, served_models
 from coordinator.facts.problems import Problem, open_problems
-from coordinator.facts.worth import by_class
 from coordinator.service.reports import ConditionBoard
 from coordinator.storage.view_store import Delivery
 from coordinator.updates import receiver as receiver_module

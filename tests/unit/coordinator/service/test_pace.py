@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.config import RoundSettings
-from coordinator.facts.current_round import ClientNow, ClientPhase, current_round
+from coordinator.facts.federations import ClientNow, ClientPhase, current_round
 from coordinator.facts.known import Known
 from fedcg.wire.messages.schemas import Invite, RoundAttempt
 from tests.support.coordinator.world import DEADLINE_S, MakeWorld, RunningService, World

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.config import RoundSettings
-from coordinator.facts.current_round import ClientPhase, current_round
 from coordinator.facts.devices import device_facts
+from coordinator.facts.federations import ClientPhase, current_round
 from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.rounds.engine import Phase, RoundState

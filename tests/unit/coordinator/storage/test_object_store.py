@@ -15,7 +15,7 @@ from fastapi import Response
 
 from coordinator.errors import StoreError
 from coordinator.facts.known import known_of
-from coordinator.http.facts_api import readyz
+from coordinator.http.operator_api import readyz
 from coordinator.storage.artifacts import ObjectStore
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError

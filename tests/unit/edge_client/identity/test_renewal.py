@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from cryptography import x509
 
-from coordinator.members.admission import RENEWALS_AT_ONCE
+from coordinator.members.membership import RENEWALS_AT_ONCE
 from coordinator.paths import Home
 from coordinator.pki.authority import create_ca, credential_of, issue
 from coordinator.rounds.records import DeviceState

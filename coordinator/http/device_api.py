@@ -1,7 +1,8 @@
-"""The HTTPS carrier's interface for devices: spec and aggregates down by range, chunks of announced updates up. Bounded, strict.
+"""The HTTPS interfaces for devices: the TLS listeners, enrolment and renewal, and the carrier of artifacts.
 
-Only what was announced over MQTT, in signed messages, is fetched or put here; grants and receipts stay there. The certificate of
-the connection names the device, and the register decides whether it still may, also in the middle of a transfer.
+Bounded and strict; they share no route with the operators' interface.
+
+For enrolment a client certificate is optional in the handshake (a new device has none), for the carrier it is required. One that is shown must be valid and of the coordinator's authority, else the handshake fails. The carrier serves only what signed messages over MQTT announced. The register decides whether a device still may, also in the middle of a transfer.
 """
 
 from __future__ import annotations
@@ -9,25 +10,48 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Annotated
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from email.utils import formatdate
+from functools import partial
+from typing import Annotated, TypeVar
 
 import anyio.to_thread
+from cryptography import x509
 from fastapi import FastAPI, Path, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
-from coordinator.errors import RefusedError
-from coordinator.http.refusals import CountedEvent, refusal
-from coordinator.http.tls_listeners import HANG_UP, PEER, peer_of
-from coordinator.members.admission import member_of
+from coordinator.config import ListenerSettings
+from coordinator.errors import HomeError, RefusedError
+from coordinator.http.refusals import CountedEvent, FailureLimits, refusal
+from coordinator.members.membership import Admission, member_of
 from coordinator.service.coordinator import Coordinator
 from coordinator.updates.receiver import Receiver
-from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError, OrderError, TooLargeError, WireError
-from fedcg.wire.messages.enrolment_messages import common_name
+from fedcg.listening import ACCEPTS, Connections, Listener, http_config
+from fedcg.wire.errors import (
+    CapacityError,
+    IntegrityError,
+    MalformedError,
+    OrderError,
+    TooLargeError,
+    WireError,
+    problem_in,
+)
+from fedcg.wire.messages.enrolment_messages import (
+    AUTHORITY_PATH,
+    ENROL_PATH,
+    MAX_BODY_BYTES,
+    RENEW_PATH,
+    EnrolRequest,
+    RenewRequest,
+    common_name,
+)
 from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transfer.chunks import (
@@ -41,12 +65,186 @@ from fedcg.wire.transfer.chunks import (
     parse_range,
 )
 
+HANDSHAKE_S = 5.0
+KEEP_ALIVE_S = 20
+PEER = "fedcg.peer"
+"""Where a listener puts the DER form of the connection's certificate into the ASGI scope; None without one."""
+HANG_UP = "fedcg.hang_up"
+"""Where it puts the function that ends the connection at once."""
+
+
+@contextmanager
+def listening(name: str, settings: ListenerSettings, host: str, connections: Connections) -> Iterator[Listener | None]:
+    """The socket of a listener, or None when it is off.
+
+    Args:
+        name: its section of coordinator.toml.
+        settings: that section.
+        host: the name under which devices reach it.
+        connections: where its connections count.
+
+    Raises:
+        HomeError: the port is taken, or the address is not this machine's.
+    """
+    if settings.port is None:
+        yield None
+        return
+    with bound(name, settings.address(host), settings.port, connections) as listener:
+        yield listener
+
+
+def bound(name: str, address: str, port: int, connections: Connections) -> Listener:
+    """A listening socket.
+
+    Raises:
+        HomeError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        return Listener(name, address, port, connections)
+    except OSError as error:
+        raise HomeError(
+            f"the {name} listener can't have {address}:{port}: {error.strerror}; end what listens there or change "
+            f"the port under [{name}] in coordinator.toml"
+        ) from error
+
+
+@asynccontextmanager
+async def serving(application: FastAPI, listener: Listener, context: ssl.SSLContext) -> AsyncIterator[None]:
+    """Serve devices on a bound socket for as long as the context lasts."""
+    config = http_config(application, listener, _identify, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: config.http_protocol_class(config, state, {}),  # type: ignore[call-arg]
+        sock=listener,
+        backlog=ACCEPTS,
+        ssl=context,
+        ssl_handshake_timeout=HANDSHAKE_S,
+        ssl_shutdown_timeout=HANDSHAKE_S,
+    )
+    try:
+        yield
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            hang_up(connection.transport)
+
+
+def hang_up(transport: asyncio.Transport) -> None:
+    """Cut a connection; one that has just closed has no protocol any more, and older releases of Python 3.11 fail over it."""
+    with suppress(AttributeError):
+        transport.abort()
+
+
+def peer_of(request: Request) -> x509.Certificate | None:
+    """The certificate of the connection, verified by TLS; None when it showed none."""
+    der = request.scope.get(PEER)
+    return x509.load_der_x509_certificate(der) if isinstance(der, bytes) else None
+
+
+def _identify(transport: asyncio.Transport) -> tuple[str | None, dict[str, object]]:
+    der = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    name = None if der is None else common_name(x509.load_der_x509_certificate(der))
+    return name, {PEER: der, HANG_UP: partial(hang_up, transport)}
+
+
+ENROLMENT_THREADS = 2
+"""Threads that decide; a decision holds the lock of the members, so more threads would only wait."""
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
+
+
+class _RequestHandler:
+    """Handles a request: limits, bounds, schema, decision, and a line in the event log."""
+
+    def __init__(self, admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> None:
+        self.admission = admission
+        self._limits = limits
+        self._device_limits = device_limits
+        self._threads = anyio.CapacityLimiter(ENROLMENT_THREADS)
+        self._limited = CountedEvent(admission.events, "enrolment_limited")
+
+    async def serve(
+        self, request: Request, schema: type[RequestT], grant: Callable[[RequestT], BaseModel], event: str
+    ) -> Response:
+        address = request.client.host if request.client is not None else "unknown"
+        peer = peer_of(request)
+        limits, asker = (self._limits, address) if peer is None else (self._device_limits, common_name(peer) or "")
+        wait_s = limits.wait_s(asker)
+        if wait_s > 0:
+            return self._limit(address, wait_s)
+        try:
+            wanted = _parse(schema, await _body(request))
+            answer = await anyio.to_thread.run_sync(grant, wanted, limiter=self._threads)
+        except RefusedError as error:
+            limits.refused(asker)
+            client = "" if peer is None else asker  # a name that nobody has proved is in no log
+            self.admission.events.write(event, address=address, reason=str(error), client=client)
+            return refusal(error.status, error.answer)
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    def _limit(self, address: str, wait_s: float) -> Response:
+        self._limited.count(address=address)
+        seconds = int(wait_s) + 1
+        return refusal(429, f"too many refused requests; try again in {seconds} s", {"Retry-After": str(seconds)})
+
+
+def create_enrolment_app(admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> FastAPI:
+    """The application of the enrolment listener.
+
+    Args:
+        admission: decides.
+        limits: counts refusals of connections without a certificate, by address.
+        device_limits: counts those of devices, by name, so that requests without a certificate delay no renewal.
+    """
+    handler = _RequestHandler(admission, limits, device_limits)
+    application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def authority() -> Response:
+        date = formatdate(admission.clock(), usegmt=True)  # a box compares its clock before it uses the token
+        return Response(admission.authority(), media_type="application/x-pem-file", headers={"Date": date})
+
+    async def enrol(request: Request) -> Response:
+        return await handler.serve(request, EnrolRequest, admission.enrol, "enrolment_refused")
+
+    async def renew(request: Request) -> Response:
+        peer = peer_of(request)
+        return await handler.serve(
+            request, RenewRequest, lambda wanted: admission.renew(peer, wanted), "renewal_refused"
+        )
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return refusal(500, "the coordinator could not do it; its log has the reason")
+
+    application.add_exception_handler(Exception, failed)
+    application.add_api_route(AUTHORITY_PATH, authority, methods=["GET"])
+    application.add_api_route(ENROL_PATH, enrol, methods=["POST"])
+    application.add_api_route(RENEW_PATH, renew, methods=["POST"])
+    return application
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise RefusedError(f"a request has at most {MAX_BODY_BYTES} bytes", status=413)
+    return bytes(body)
+
+
+def _parse(schema: type[RequestT], body: bytes) -> RequestT:
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise RefusedError(problem_in(error), status=422) from None
+
+
 MEMBER_S = 2.0
 """Interval at which the membership of a device in the middle of a transfer is checked."""
 REQUESTS_AT_ONCE = 4
 """Concurrent requests of one device; it uses two, and a dead connection may linger."""
 PIECE_BYTES = 128 * 1024
-THREADS = 4
+CARRIER_THREADS = 4
 """Threads that read artifacts and the register for all devices together; one disk gains nothing by more."""
 MAX_REMEMBERED = 4096
 STATUS: dict[type[WireError], int] = {
@@ -222,7 +420,7 @@ def create_carrier_app(coordinator: Coordinator, clock: Callable[[], float]) -> 
         coordinator: has the artifacts to fetch, and takes updates.
         clock: monotonic seconds.
     """
-    threads = anyio.CapacityLimiter(THREADS)
+    threads = anyio.CapacityLimiter(CARRIER_THREADS)
     members = _MemberCheck(coordinator, clock, threads)
     transfers = _Transfers(coordinator, members, threads)
     application = FastAPI(title="FedCG Edge carrier", openapi_url=None, docs_url=None, redoc_url=None)

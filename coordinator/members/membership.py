@@ -1,33 +1,36 @@
-"""Enrols devices by token: checks the request against the token, issues the certificate, registers the device; renews certificates.
+"""The membership of devices: enrolment by token, renewal of certificates, revocation, and the end of sessions at the broker.
 
-Synchronous; knows nothing of HTTP and limits (`enrolment_api`). Every refusal has two texts: the answer to the device, and the
-reason in the event log, for the operator.
+Synchronous; knows nothing of HTTP and its limits.
+
+Every refusal has two texts: the answer to the device, and the reason in the event log, for the operator. A revoked device is refused even while the broker can't be reached: the coordinator forgets its message key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from coordinator.broker.access_lists import NOT_APPLIED
+from coordinator.broker.access_lists import NOT_APPLIED, publish_access
 from coordinator.config import CoordinatorConfig
-from coordinator.errors import RefusedError
-from coordinator.members.bundle_enrolment import certificate_record, problem_with_new
-from coordinator.members.tokens import is_secret_of
+from coordinator.errors import NotFoundError, RefusedError
+from coordinator.members.enrolment import certificate_record, is_secret_of, problem_with_new
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, certify, credential_of
+from coordinator.pki.authority import CA_NAME, certify, credential_of, issue
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, DeviceRecord, DeviceState, TokenRecord, TokenState
 from coordinator.storage.locks import changing_members
 from coordinator.storage.register import Admitted
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
+from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import (
     EnrolAnswer,
     EnrolRequest,
@@ -40,6 +43,8 @@ from fedcg.wire.messages.enrolment_messages import (
     renewal_statement,
 )
 from fedcg.wire.messages.envelopes import VerifyKey
+from fedcg.wire.transport.mqtt import probe
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 
 log = logging.getLogger(__name__)
 
@@ -237,3 +242,75 @@ def _requested_key(pem: str, device: str) -> ec.EllipticCurvePublicKey:
 def _purpose(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> str:
     """Digest of device and keys: the same when a device repeats its request, even with other bytes."""
     return hashlib.sha256(f"{request.device}\0{key_digest(key)}\0{request.signing_key}".encode()).hexdigest()
+
+
+EVICTION_LIFE = timedelta(minutes=10)
+EVICTION_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Revoked:
+    """A device that was cut off.
+
+    Attributes:
+        was_member: False when the device had been revoked, or had left, before.
+        certificates: how many of its certificates are on the revocation list now.
+        broker_reloaded: whether the broker has applied it; else the coordinator brings it there later.
+    """
+
+    id: str
+    state: DeviceState
+    was_member: bool
+    certificates: int
+    broker_reloaded: bool
+
+
+def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Revoked:
+    """Revoke a device: from now on it is refused everywhere. Revoking it again repeats the steps that failed.
+
+    Raises:
+        NotFoundError: there is no such device.
+    """
+    if store.device(device) is None:
+        raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
+    with changing_members(home):
+        was_member = store.register.end_membership(device, DeviceState.REVOKED, reason, now)
+        reloaded = publish_access(home)
+        revoked = [record for record in store.register.revoked_certificates(now) if record.device == device]
+    return Revoked(device, DeviceState.REVOKED, was_member, len(revoked), reloaded)
+
+
+def evict(home: Home, device: str, public_key: str, federations: Collection[str]) -> bool:
+    """End the sessions that a replaced device still has at the broker, by connecting under its name for a moment.
+
+    An access list can't distinguish the old device from the new one, which has the same name; the revocation list keeps the old
+    one from coming back.
+
+    Args:
+        home: the coordinator's directory.
+        device: whose sessions.
+        public_key: its message key before it was replaced, in hex.
+        federations: in which it may have sessions.
+
+    Returns:
+        False when the broker could not be reached: then there is no session to end, or it ends with the broker.
+    """
+    broker = home.config().broker
+    with tempfile.TemporaryDirectory(prefix="evict-", dir=home.root) as folder:
+        own = issue(home.pki, device, life=EVICTION_LIFE, target=Path(folder))
+        tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
+        try:
+            for federation in federations:
+                config = MqttConfig(
+                    broker.host,
+                    broker.port,
+                    device,
+                    tls=tls,
+                    protocol=broker.protocol,
+                    connection=connection_name(federation, bytes.fromhex(public_key)),
+                )
+                probe(config, EVICTION_TIMEOUT_S)
+        except TransportError as error:
+            log.warning("the session of the device that %s replaces was not ended: %s", device, error)
+            return False
+    return True

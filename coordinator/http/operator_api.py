@@ -1,0 +1,458 @@
+"""The routes of the operators' API: facts as JSON, metrics and logs are read; federations, devices and tokens are changed.
+
+The work is in `facts` and `operations`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+import anyio.to_thread
+from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from coordinator.errors import NotFoundError
+from coordinator.facts.devices import DeviceFacts, device_facts, in_order, one_device
+from coordinator.facts.federations import (
+    CurrentRound,
+    FederationFacts,
+    RoundFacts,
+    attempts_by_round,
+    current_round,
+    federation_facts,
+    round_facts,
+)
+from coordinator.facts.known import Known, known_of
+from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
+from coordinator.facts.problems import Problem, open_problems
+from coordinator.facts.tokens import ApiTokenFacts, TokenFacts, api_token_facts, token_facts
+from coordinator.http.access import Role, access_of, require
+from coordinator.http.changes import ChangeRoute, Changes, in_turn
+from coordinator.http.refusals import PROBLEMS, ProblemError
+from coordinator.members.api_tokens import DAYS, MAX_DAYS
+from coordinator.members.enrolment import MAX_TOKEN_HOURS, TOKEN_HOURS
+from coordinator.members.membership import Revoked
+from coordinator.operations.create_federation import OperatorPlan
+from coordinator.operations.operations import MAX_REASON, MadeToken, Operations
+from coordinator.rounds.records import DeviceRecord, DeviceState, FederationRecord
+from coordinator.storage.event_store import EventFilter
+from fedcg.config_file import Settings
+from fedcg.learning.spec import RoundPolicy
+
+MAX_ITEMS = 1000
+"""Of one answer."""
+MAX_ID = 2**53
+LEFT_OUT = "X-Left-Out"
+"""The header of a list that has more items than its answer: how many more."""
+
+
+class Lines(BaseModel):
+    """Events, or lines of the audit log, oldest first; `older` is the value of `before` for those before them, None where these are all.
+
+    An event has `id`, its fields, the sentence of the log under `message`, and its `level`.
+    """
+
+    events: list[dict[str, Any]]
+    older: int | float | None
+
+
+class Health(BaseModel):
+    """Whether the coordinator works."""
+
+    status: str
+
+
+def known_from(request: Request) -> Known:
+    """What the coordinator of the application that serves a request knows now."""
+    return known_of(request.app.state.coordinator, request.app.state.home.root)
+
+
+def reading(role: Role) -> APIRouter:
+    """Routes under /api/v1 that this role may read."""
+    return APIRouter(prefix="/api/v1", dependencies=[Depends(require(role))], responses=PROBLEMS, tags=["read"])
+
+
+Now = Annotated[Known, Depends(known_from)]
+Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="at most so many items")]
+Name = Annotated[str, Query(max_length=100)]
+Level = Annotated[Literal["debug", "info", "warning", "error"], Query(description="the least level of the sentences")]
+ItemT = TypeVar("ItemT")
+
+health = APIRouter()
+"""Needs no token."""
+plain = APIRouter(dependencies=[Depends(require(Role.VIEWER))])
+router, admin = reading(Role.VIEWER), reading(Role.ADMIN)
+
+
+@health.head("/healthz", include_in_schema=False)
+@health.get("/healthz")
+async def healthz() -> Health:  # on no thread: it answers also when all are busy
+    """Whether the process answers."""
+    return Health(status="ok")
+
+
+@health.get("/readyz")
+async def readyz(known: Now, response: Response) -> Health:
+    """Whether every federation is connected to the broker and can store artifacts; 503 when not."""
+    problem = next((service.store_problem for service in known.services.values() if service.store_problem), "")
+    cut_off = [federation for federation, service in known.services.items() if not service.is_connected]
+    if cut_off and not problem:
+        problem = f"no link to the broker: {', '.join(cut_off)}"
+    if problem:
+        response.status_code = 503
+    return Health(status=problem or "ok")
+
+
+@plain.get("/metrics")
+def metrics(known: Now) -> Response:
+    """Metrics in the text format of Prometheus."""
+    return Response(metrics_text(known), media_type=CONTENT_TYPE)
+
+
+@plain.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The routes with their schemas."""
+    return JSONResponse(request.app.openapi())
+
+
+@router.get("/federations")
+def federations(
+    known: Now, response: Response, limit: Limit = MAX_ITEMS, archived: bool = False
+) -> list[FederationFacts]:
+    """All federations, oldest first; archived ones only where they are asked for."""
+    found = known.store.federations() if archived else known.store.shown_federations()
+    oldest_first = sorted(found, key=lambda record: (record.created_at, record.id))
+    return [federation_facts(known, record) for record in _bounded(response, oldest_first, limit)]
+
+
+@router.get("/federations/{federation}")
+def federation(federation: str, known: Now) -> FederationFacts:
+    """One federation and where it stands."""
+    return federation_facts(known, known.federation(federation))
+
+
+@router.get("/federations/{federation}/now")
+def federation_now(federation: str, known: Now) -> CurrentRound:
+    """The open round: quorum, deadline, the phase of every client, and when it will probably end."""
+    return current_round(known, federation)
+
+
+@router.get("/federations/{federation}/policy")
+def policy(federation: str, known: Now, response: Response) -> RoundPolicy:
+    """How its rounds go; the ETag serves the If-Match of a change."""
+    found = known.federation(federation).policy
+    response.headers["ETag"] = policy_tag(found)
+    return found
+
+
+@router.get("/federations/{federation}/rounds")
+def rounds(
+    federation: str, known: Now, response: Response, limit: Limit = 100, after: Annotated[int, Query(ge=0)] = 0
+) -> list[RoundFacts]:
+    """The rounds after one, oldest first."""
+    found = attempts_by_round(known, federation)
+    numbers = _bounded(response, sorted(number for number in found if number > after), limit)
+    return [round_facts(known, found[number]) for number in numbers]
+
+
+@router.get("/federations/{federation}/rounds/{number}")
+def one_round(federation: str, number: int, known: Now) -> RoundFacts:
+    """One round; 404 when it was never opened."""
+    attempts = attempts_by_round(known, federation).get(number)
+    if attempts is None:
+        raise NotFoundError(f"round {number} of {federation} was not opened yet")
+    return round_facts(known, attempts)
+
+
+@router.get("/devices")
+def devices(
+    known: Now,
+    response: Response,
+    limit: Limit = MAX_ITEMS,
+    search: Name = "",
+    state: DeviceState | None = None,
+    online: bool | None = None,
+    sort: Literal["id", "enrolled_at", "last_seen_at"] = "id",
+    descending: bool = False,
+) -> list[DeviceFacts]:
+    """All devices, also those that were revoked or left; `search` is a part of the id."""
+    wanted = [
+        device
+        for device in device_facts(known)
+        if search in device.id and state in (None, device.state) and online in (None, bool(device.online))
+    ]
+    return _bounded(response, in_order(wanted, sort, descending=descending), limit)
+
+
+@router.get("/devices/{device}")
+def device(device: str, known: Now) -> DeviceFacts:
+    """One device with its certificates."""
+    return one_device(known, device)
+
+
+@router.get("/enrolment-tokens")
+def enrolment_tokens(known: Now, response: Response, limit: Limit = MAX_ITEMS) -> list[TokenFacts]:
+    """All enrolment tokens, newest first; their secrets are stored nowhere."""
+    chosen = _bounded(response, known.store.register.tokens()[::-1], limit)
+    return [token_facts(token, known.now) for token in chosen]
+
+
+@router.get("/problems")
+def problems(known: Now) -> list[Problem]:
+    """Open problems, each with its remedy; severe ones first."""
+    return open_problems(known)
+
+
+@router.get("/events")
+def events(
+    known: Now,
+    limit: Limit = 100,
+    event: Name = "",
+    client: Name = "",
+    federation: Name = "",
+    text: Name = "",
+    level: Level = "debug",
+    before: Annotated[int | None, Query(ge=0, le=MAX_ID)] = None,
+) -> Lines:
+    """The last events that fit, or those before the one with the id `before`."""
+    found = known.store.events.last(EventFilter(event, client, federation, text, level), limit, before)
+    return Lines(events=found[::-1], older=found[-1]["id"] if len(found) == limit else None)
+
+
+@admin.get("/audit")
+def audit(
+    request: Request,
+    limit: Limit = 100,
+    identity: Name = "",
+    before: Annotated[float | None, Query(ge=0, le=MAX_ID)] = None,
+) -> Lines:
+    """The last lines of the audit log, or those before a time `t`: who changed what, and the outcome."""
+    changes: Changes = request.app.state.changes
+    found = changes.audit.last(limit, identity, before)
+    return Lines(events=found[::-1], older=found[-1]["t"] if len(found) == limit else None)
+
+
+@admin.get("/api-tokens")
+def api_tokens(known: Now, response: Response, limit: Limit = MAX_ITEMS) -> list[ApiTokenFacts]:
+    """All tokens of this API, oldest first; their secrets are stored nowhere."""
+    chosen = _bounded(response, known.store.api.tokens(), limit)
+    return [api_token_facts(token, known.now) for token in chosen]
+
+
+def policy_tag(policy: RoundPolicy) -> str:
+    """The ETag of a policy: two people who edit it at once are noticed by it."""
+    return f'"{hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:32]}"'
+
+
+def _bounded(response: Response, items: Sequence[ItemT], limit: int) -> list[ItemT]:
+    """The first items; a header of the answer has the number of those that are left out."""
+    if len(items) > limit:
+        response.headers[LEFT_OUT] = str(len(items) - limit)
+    return list(items[:limit])
+
+
+EXAMPLE_PLAN = {
+    "federation": "casting",
+    "classes": ["good", "crack", "pore"],
+    "method": "fedcg",
+    "rounds": 20,
+    "image": {"mode": "RGB", "height": 32, "width": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
+}
+
+
+class _Content(Settings):
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class NewFederation(_Content):
+    """A federation to open.
+
+    Attributes:
+        plan: as docs/plan.md describes it.
+        start: else it is only created, and `start` starts it.
+        continued_from: a federation whose last aggregate has the initial weights.
+    """
+
+    plan: Annotated[OperatorPlan, Field(examples=[EXAMPLE_PLAN])]
+    start: bool = True
+    continued_from: Annotated[str, Field(max_length=63)] | None = None
+
+
+class Reason(_Content):
+    """Why something is done; it stands in the log and on the page."""
+
+    reason: Annotated[str, Field(max_length=MAX_REASON, examples=["the line is being rebuilt"])] = ""
+
+
+class MoreRounds(_Content):
+    """How many rounds to add."""
+
+    rounds: Annotated[int, Field(ge=1, le=100_000, examples=[10])]
+
+
+class NewToken(_Content):
+    """An enrolment token to make; the fields are the options of `fedcg token create`."""
+
+    device: Annotated[str, Field(max_length=63, examples=["line-4"])] | None = None
+    replaces: Annotated[str, Field(max_length=63)] | None = None
+    hours: Annotated[float, Field(gt=0, le=MAX_TOKEN_HOURS)] = TOKEN_HOURS
+    url: Annotated[str, Field(max_length=300)] | None = None
+    federation: Annotated[str, Field(max_length=63)] | None = None
+
+
+class NewApiToken(_Content):
+    """An API token to make; it expires after `days`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64, examples=["ann"])]
+    role: Role
+    days: Annotated[float, Field(gt=0, le=MAX_DAYS)] = DAYS
+
+
+class MadeApiToken(ApiTokenFacts, frozen=True):
+    """A new API token; `token` is shown this once."""
+
+    token: str
+
+
+def _operations(request: Request) -> Operations:
+    operations: Operations = request.app.state.operations
+    return operations
+
+
+def changing(role: Role) -> APIRouter:
+    """Routes under /api/v1 with which this role may change something."""
+    needed = [Depends(require(role))]
+    return APIRouter(
+        prefix="/api/v1", route_class=ChangeRoute, dependencies=needed, responses=PROBLEMS, tags=["change"]
+    )
+
+
+Doing = Annotated[Operations, Depends(_operations)]
+NO_REASON = Reason()
+steering, steering_admin = changing(Role.OPERATOR), changing(Role.ADMIN)
+
+
+@steering.post("/federations", status_code=201)
+async def create_federation(
+    wanted: NewFederation, doing: Doing, request: Request, response: Response
+) -> FederationFacts:
+    """Open a federation; it takes some seconds, one after the other."""
+    create = partial(doing.create_federation, wanted.plan, start=wanted.start, continued_from=wanted.continued_from)
+    record = await in_turn(request, create)
+    response.headers["Location"] = f"/api/v1/federations/{record.id}"
+    return await anyio.to_thread.run_sync(_federation, request, record)
+
+
+@steering.post("/federations/{federation}/start")
+def start(federation: str, doing: Doing, request: Request) -> FederationFacts:
+    """Start a federation that was created and not started."""
+    return _federation(request, doing.start(federation))
+
+
+@steering.post("/federations/{federation}/pause")
+def pause(federation: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> FederationFacts:
+    """Open no further attempt; the open one ends as it would."""
+    return _federation(request, doing.pause(federation, why.reason))
+
+
+@steering.post("/federations/{federation}/resume")
+def resume(federation: str, doing: Doing, request: Request) -> FederationFacts:
+    """Let a federation go on that an operator paused, or that stalled after failed attempts."""
+    return _federation(request, doing.resume(federation))
+
+
+@steering.post("/federations/{federation}/stop")
+def stop(federation: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> FederationFacts:
+    """End a federation now; its devices keep the last aggregate."""
+    return _federation(request, doing.stop(federation, why.reason))
+
+
+@steering.post("/federations/{federation}/extend")
+def extend(federation: str, more: MoreRounds, doing: Doing, request: Request) -> FederationFacts:
+    """Add rounds, also to a federation that is over or was stopped."""
+    return _federation(request, doing.extend(federation, more.rounds))
+
+
+@steering.post("/federations/{federation}/archive")
+def archive(federation: str, doing: Doing, request: Request) -> FederationFacts:
+    """Take one that is over, or was never started, off the lists; its data stays, and `extend` brings it back."""
+    return _federation(request, doing.archive(federation))
+
+
+@steering.patch("/federations/{federation}/policy")
+def change_policy(
+    federation: str,
+    changes: Annotated[
+        dict[str, object],  # the policy checks them, and names everything that is wrong
+        Body(examples=[{"min_clients": 4, "deadline_s": 1800}], max_length=64),
+    ],
+    doing: Doing,
+    response: Response,
+    if_match: Annotated[str | None, Header()] = None,
+) -> RoundPolicy:
+    """Change fields of the policy; with If-Match only where it is still the one that was read."""
+
+    def check(policy: RoundPolicy) -> None:
+        if if_match is not None and if_match.strip() not in ("*", policy_tag(policy)):
+            raise ProblemError(412, f"the policy of {federation} was changed meanwhile; read it again")
+
+    policy = doing.change_policy(federation, changes, check).policy
+    response.headers["ETag"] = policy_tag(policy)
+    return policy
+
+
+@steering.post("/devices/{device}/disable")
+def disable(device: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> DeviceFacts:
+    """Invite a device no more until it is enabled; it stays enrolled."""
+    return _device(request, doing.disable(device, why.reason))
+
+
+@steering.post("/devices/{device}/enable")
+def enable(device: str, doing: Doing, request: Request) -> DeviceFacts:
+    """Invite a disabled device again."""
+    return _device(request, doing.enable(device))
+
+
+@steering.post("/devices/{device}/revoke")
+async def revoke(device: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> Revoked:
+    """Cut a device off: certificates, keys, and the session that it may have. It can't be undone."""
+    cut_off = partial(doing.revoke_device, device, why.reason)
+    return await anyio.to_thread.run_sync(cut_off, limiter=request.app.state.waiting)
+
+
+@steering.post("/enrolment-tokens", status_code=201)
+def create_enrolment_token(wanted: NewToken, doing: Doing) -> MadeToken:
+    """Make a one-time token with which a device enrols; it is shown this once."""
+    return doing.create_enrolment_token(**wanted.model_dump())
+
+
+@steering.delete("/enrolment-tokens/{token}")
+def revoke_enrolment_token(token: str, doing: Doing) -> TokenFacts:
+    """Make a token that was not used yet unusable."""
+    return token_facts(doing.revoke_enrolment_token(token), time.time())
+
+
+@steering_admin.post("/api-tokens", status_code=201)
+def create_api_token(wanted: NewApiToken, request: Request) -> MadeApiToken:
+    """Make a token of this API; it is shown this once."""
+    made = access_of(request).tokens.create(wanted.name, wanted.role, wanted.days)
+    return MadeApiToken(token=made.text, **api_token_facts(made.record, time.time()).model_dump())
+
+
+@steering_admin.delete("/api-tokens/{token}")
+def revoke_api_token(token: str, request: Request) -> ApiTokenFacts:
+    """Make a token of this API unusable, with every session that was opened with it."""
+    return api_token_facts(access_of(request).tokens.revoke(token), time.time())
+
+
+def _federation(request: Request, changed: FederationRecord) -> FederationFacts:
+    return federation_facts(known_from(request), changed)
+
+
+def _device(request: Request, changed: DeviceRecord) -> DeviceFacts:
+    return one_device(known_from(request), changed.id)
