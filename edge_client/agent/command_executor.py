@@ -7,17 +7,25 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from edge_client.agent.event_reporter import describe_end
-from edge_client.agent.owner_control import OwnerControl
+from edge_client.agent.owner import OwnerControl
+from edge_client.agent.reports import describe_end
 from edge_client.config import AgentConfig
-from edge_client.messaging.coordinator_link import CoordinatorLink
-from edge_client.session import commands
-from edge_client.session.events import ArtifactLost, Event, OutboxFound, RoundFailed, SpecChecked, SumReady, TrainerDied
+from edge_client.link.artifact_transfer import ArtifactTransfer
+from edge_client.link.coordinator_link import CoordinatorLink
+from edge_client.session import signals
+from edge_client.session.signals import (
+    ArtifactLost,
+    Event,
+    OutboxFound,
+    RoundFailed,
+    SpecChecked,
+    SumReady,
+    TrainerDied,
+)
 from edge_client.session.state import SessionState
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from edge_client.sums.keeper import SumKeeper
+from edge_client.sum_keeper import SumKeeper
 from edge_client.training.trainer_handle import TrainerHandle
-from edge_client.transfer.artifact_transfer import ArtifactTransfer
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError, WireError
@@ -76,30 +84,30 @@ class CommandExecutor:
         self._sums = SumKeeper(config.device, signing, store.roster, store.sum_record, store.save_sum_record)
         self._announced: RoundAttempt | None = None
         self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
-            commands.SendHello: self._send_hello,
-            commands.Send: self._send,
-            commands.SendChunks: self._send_chunks,
-            commands.Want: self._want,
-            commands.LoadUpdate: self._load_update,
-            commands.CheckSpec: self._check_spec,
-            commands.StartTrainer: self._start_trainer,
-            commands.ReleaseTrainer: self._release_trainer,
-            commands.WeighRound: self._weigh,
-            commands.AnnounceSum: self._announce_sum,
-            commands.AnswerSum: self._answer_sum,
-            commands.TrainRound: self._start_job,
-            commands.ChooseModel: self._start_job,
-            commands.RecordDelivery: self._record_delivery,
-            commands.RecordReason: self._record_reason,
-            commands.Note: self._note,
-            commands.Done: self._done,
+            signals.SendHello: self._send_hello,
+            signals.Send: self._send,
+            signals.SendChunks: self._send_chunks,
+            signals.Want: self._want,
+            signals.LoadUpdate: self._load_update,
+            signals.CheckSpec: self._check_spec,
+            signals.StartTrainer: self._start_trainer,
+            signals.ReleaseTrainer: self._release_trainer,
+            signals.WeighRound: self._weigh,
+            signals.AnnounceSum: self._announce_sum,
+            signals.AnswerSum: self._answer_sum,
+            signals.TrainRound: self._start_job,
+            signals.ChooseModel: self._start_job,
+            signals.RecordDelivery: self._record_delivery,
+            signals.RecordReason: self._record_reason,
+            signals.Note: self._note,
+            signals.Done: self._done,
         }
 
-    def carry_out(self, command: commands.Command, state: SessionState) -> Event | None:
+    def carry_out(self, command: signals.Command, state: SessionState) -> Event | None:
         """Carry out a command; returns an event that follows at once."""
         return self._handlers[type(command)](command, state)
 
-    def _load_update(self, command: commands.LoadUpdate, state: SessionState) -> Event:
+    def _load_update(self, command: signals.LoadUpdate, state: SessionState) -> Event:
         """The outbox of the newest generation, cut into chunks for the link; its digest is that of the commit."""
         generation = self._store.generations.newest()
         assert generation is not None
@@ -113,13 +121,13 @@ class CommandExecutor:
             self._update = ChunkFile(path, ref)
         return OutboxFound(generation.round_attempt, ref)
 
-    def _send_hello(self, command: commands.SendHello, state: SessionState) -> None:
+    def _send_hello(self, command: signals.SendHello, state: SessionState) -> None:
         self._link.hello(state.epoch, state.committed)
 
-    def _send(self, command: commands.Send, state: SessionState) -> None:
+    def _send(self, command: signals.Send, state: SessionState) -> None:
         self._link.send(command.message)
 
-    def _send_chunks(self, command: commands.SendChunks, state: SessionState) -> None:
+    def _send_chunks(self, command: signals.SendChunks, state: SessionState) -> None:
         if self._update is not None and self._update.ref == command.update:
             if self._sent != command.update.id and state.delivery is not None:
                 self._record_sending()
@@ -136,7 +144,7 @@ class CommandExecutor:
         if self._owner.sent.update(data):  # what is left of one that an earlier process began is counted already
             self._owner.traffic.sent(len(data))
 
-    def _want(self, command: commands.Want, state: SessionState) -> Event | None:
+    def _want(self, command: signals.Want, state: SessionState) -> Event | None:
         try:
             self._transfer.want(command.downloads, self._clock())
         except WireError as error:
@@ -148,7 +156,7 @@ class CommandExecutor:
                 return SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
         return None
 
-    def _check_spec(self, command: commands.CheckSpec, state: SessionState) -> Event:
+    def _check_spec(self, command: signals.CheckSpec, state: SessionState) -> Event:
         spec = self._store.spec(command.digest)
         refusal: tuple[DeclineReason, str] | None = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
         if spec is not None and spec.federation == self._config.federation:
@@ -167,10 +175,10 @@ class CommandExecutor:
         way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all the cards, then start the agent again"
         return DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the roster of the cohort's message keys: {way}"
 
-    def _weigh(self, command: commands.WeighRound, state: SessionState) -> None:
+    def _weigh(self, command: signals.WeighRound, state: SessionState) -> None:
         self._trainer.send(command)
 
-    def _announce_sum(self, command: commands.AnnounceSum, state: SessionState) -> Event | None:
+    def _announce_sum(self, command: signals.AnnounceSum, state: SessionState) -> Event | None:
         at, spec = command.round_attempt, self._store.spec(command.spec)
         cap = None if spec is None else spec.params.get("weight_cap")
         weight = min(command.images, cap) if isinstance(cap, int) else command.images
@@ -187,7 +195,7 @@ class CommandExecutor:
         self._link.send(SumUp(**state.addressed(at), body=keys))
         return None
 
-    def _answer_sum(self, command: commands.AnswerSum, state: SessionState) -> Event | None:
+    def _answer_sum(self, command: signals.AnswerSum, state: SessionState) -> Event | None:
         """Answer, or refuse what an honest coordinator does not ask for; a device that dealt shares and can't mask declines the round."""
         at, step, sum_round = command.round_attempt, command.step, self._sum_round(command.round_attempt)
         if isinstance(step, SumOff):
@@ -210,7 +218,7 @@ class CommandExecutor:
     def _sum_round(self, at: RoundAttempt) -> SumRound:
         return SumRound(self._config.federation, at.round, at.attempt)
 
-    def _start_trainer(self, command: commands.StartTrainer, state: SessionState) -> Event | None:
+    def _start_trainer(self, command: signals.StartTrainer, state: SessionState) -> Event | None:
         try:
             pid = self._trainer.start()
         except OSError as error:  # no memory or no process left: tried again with longer pauses
@@ -219,10 +227,10 @@ class CommandExecutor:
         self._events.write("trainer_started", pid=pid)
         return None
 
-    def _release_trainer(self, command: commands.ReleaseTrainer, state: SessionState) -> None:
+    def _release_trainer(self, command: signals.ReleaseTrainer, state: SessionState) -> None:
         self._trainer.send(command)
 
-    def _start_job(self, command: commands.TrainRound | commands.ChooseModel, state: SessionState) -> Event | None:
+    def _start_job(self, command: signals.TrainRound | signals.ChooseModel, state: SessionState) -> Event | None:
         if not self._is_sound(command.aggregate):
             return ArtifactLost(command.aggregate)
         self._trainer.send(command)
@@ -240,7 +248,7 @@ class CommandExecutor:
             return False
         return True
 
-    def _record_delivery(self, command: commands.RecordDelivery, state: SessionState) -> None:
+    def _record_delivery(self, command: signals.RecordDelivery, state: SessionState) -> None:
         round_attempt, outcome = command.round_attempt, command.outcome.value
         record = DeliveryRecord(command.artifact, round_attempt.round, round_attempt.attempt, outcome, command.reason)
         self._store.save_delivery(record)
@@ -259,19 +267,19 @@ class CommandExecutor:
             reason=command.reason,
         )
 
-    def _record_reason(self, command: commands.RecordReason, state: SessionState) -> None:
+    def _record_reason(self, command: signals.RecordReason, state: SessionState) -> None:
         ended = self._store.save_reason(command.artifact, command.reason)
         if ended is not None:
             self._events.write("receipt", **asdict(ended))
 
-    def _note(self, command: commands.Note, state: SessionState) -> None:
+    def _note(self, command: signals.Note, state: SessionState) -> None:
         at, about = command.round_attempt, {}
         if command.reason:
             about = {"reason": command.reason, "detail": self.why.get(DeclineReason(command.reason), "")}
         rounds = 0 if state.offer is None else state.offer.rounds
         self._events.write(command.event, round=at.round, attempt=at.attempt, rounds=rounds, **about)
 
-    def _done(self, command: commands.Done, state: SessionState) -> None:
+    def _done(self, command: signals.Done, state: SessionState) -> None:
         self.outcome = command.succeeded
         end = describe_end(self._store.finalised(), succeeded=command.succeeded)
         self._events.write("finished", succeeded=command.succeeded, summary=end)

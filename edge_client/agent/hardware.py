@@ -11,9 +11,9 @@ from datetime import datetime
 from devices.eligibility import Reason, eligibility, is_held, no_time
 from devices.telemetry import Sensors, Telemetry
 from edge_client.config import AgentConfig
-from edge_client.inference_load import InferenceLoad
-from edge_client.session.events import Invited
-from edge_client.store.sent_record import LEDGER_FILE, read_lines
+from edge_client.session.signals import Invited
+from edge_client.store.checked_files import LEDGER_FILE, read_lines
+from edge_client.training.box_limits import InferenceLoad
 from fedcg.event_log import EventValue
 from fedcg.files import READABLE, replace_durably
 from fedcg.wire.messages.schemas import DeclineReason, Offer

@@ -1,7 +1,7 @@
 """The agent: one loop between the link to the coordinator, the transfer of artifacts, the training process and the state machine.
 
-Other threads only put into one bounded queue; everything else happens in `Agent.run`, which never waits for training. Never imports
-torch.
+Other threads only put into one bounded queue (`Inbox`); everything else happens in `Agent.run`, which never waits for training. Never
+imports torch.
 """
 
 from __future__ import annotations
@@ -16,35 +16,32 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from edge_client.agent.command_executor import CommandExecutor
-from edge_client.agent.event_reporter import EventReporter
 from edge_client.agent.hardware import HardwareWatch
-from edge_client.agent.owner_control import OwnerControl, Refusal, describe
-from edge_client.agent.owner_requests import (
+from edge_client.agent.owner import (
     ApproveRequest,
+    OwnerControl,
     OwnerRequest,
     OwnerRequests,
     PauseRequest,
+    Refusal,
     Reply,
     RevokeRequest,
+    describe,
 )
-from edge_client.agent.self_report import Heartbeats, SelfReporter
-from edge_client.agent.service_manager import ServiceManager
+from edge_client.agent.reports import EventReporter, Heartbeats, SelfReporter, ServiceManager
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.identity.credentials import AgentKeys
-from edge_client.messaging.coordinator_link import CoordinatorLink, CoordinatorTrust
-from edge_client.messaging.handshake import Handshake
-from edge_client.messaging.inbox import Inbox, Item
-from edge_client.session import events
-from edge_client.session.commands import Command, SendHello, given_up
-from edge_client.session.events import Event
+from edge_client.link.artifact_transfer import ArtifactCarrier, ArtifactTransfer, MqttCarrier
+from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust, Handshake
+from edge_client.link.https_client import https_carrier
+from edge_client.session import signals
+from edge_client.session.signals import Command, Event, LinkChanged, SendHello, given_up
 from edge_client.session.state import REVOKED_RETRY_S, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerHandle, TrainerReport
-from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer, MqttCarrier
-from edge_client.transfer.https_client import https_carrier
 from fedcg.errors import NOT_CONNECTED
 from fedcg.event_log import EventLog
 from fedcg.sentences import REVOKED_ADVICE
@@ -55,6 +52,42 @@ from fedcg.wire.transfer.chunks import Chunk, chunk_bytes_for
 from fedcg.wire.transfer.windows import Ranges
 from fedcg.wire.transport.transport import Delivery, Transport
 from fedcg.worker_process import Exited
+
+INBOX_BYTES = 32 * 1024 * 1024
+"""16 times the bytes that a download may have under way: the loop that takes it is 0.25 s late at most, and a box may have 2 GB."""
+ITEM_BYTES = 1024  # bytes that an item counts besides its content, so that empty ones are bounded as well
+
+
+Item = Delivery | LinkChanged | Chunk | TrainerReport
+
+
+class Inbox(queue.Queue[Item]):
+    """A `queue.Queue` whose size is in bytes; a single item may pass the bound, the next one waits or is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(INBOX_BYTES)
+
+    def _init(self, maxsize: int) -> None:
+        self._items: deque[Item] = deque()
+        self._bytes = 0
+
+    def _qsize(self) -> int:
+        return self._bytes
+
+    def _put(self, item: Item) -> None:
+        self._items.append(item)
+        self._bytes += _weight(item)
+
+    def _get(self) -> Item:
+        item = self._items.popleft()
+        self._bytes -= _weight(item)
+        return item
+
+
+def _weight(item: Item) -> int:
+    content = item.payload if isinstance(item, Delivery) else item.data if isinstance(item, Chunk) else b""
+    return ITEM_BYTES + len(content)
+
 
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
@@ -190,18 +223,18 @@ class Agent:
             ):
                 self._requests.open()
             self._heed_owner()
-            self._handle(events.Tick())  # starts the training process: it loads torch while the link comes up
+            self._handle(signals.Tick())  # starts the training process: it loads torch while the link comes up
             self._transfer.start()
             self._link.subscribe(chunks=self._reads_chunks)
             if self._is_revoked:
                 self._back_off()
-            self._transport.start(self._on_delivery, lambda up: self._put(events.LinkChanged(up)))
+            self._transport.start(self._on_delivery, lambda up: self._put(signals.LinkChanged(up)))
             self._service.ready()
             while not self._stopping and not (until_finished and self._is_over):
                 self._turn()
                 self._service.alive(describe(self._state, self._reporter.progress))
             self._service.stopping()
-            self._handle(events.Stopping())
+            self._handle(signals.Stopping())
         finally:
             self._requests.close()
             self._transfer.stop_sending()
@@ -230,7 +263,7 @@ class Agent:
         except queue.Full:
             self._dropped += 1  # every sender repeats a message that was not answered
 
-    def _put(self, item: events.LinkChanged | Chunk) -> None:
+    def _put(self, item: signals.LinkChanged | Chunk) -> None:
         """Wait for room: no sender repeats an event of the link, and a chunk that waits is not read from its connection."""
         while not self._stopping:
             try:
@@ -252,9 +285,9 @@ class Agent:
             self._heed_owner()
             if self._transport.is_refused and self._link.has_session:
                 self._link.end_session()
-                self._handle(events.SessionLost(refused=True))
+                self._handle(signals.SessionLost(refused=True))
             self._handle(self._transfer.keep_completed(self._state, self._clock()))
-            self._handle(events.Sending() if self._transfer.is_sending else events.Tick())
+            self._handle(signals.Sending() if self._transfer.is_sending else signals.Tick())
             if self._link.has_session:
                 self._handle(self._transfer.ask(self._clock()))
             self._heartbeats.send_due(self._state, self._clock())
@@ -279,7 +312,7 @@ class Agent:
     def _take(self, item: Item) -> None:
         if isinstance(item, Delivery):
             self._receive(item)
-        elif isinstance(item, events.LinkChanged):
+        elif isinstance(item, signals.LinkChanged):
             self._link_changed(item)
         elif isinstance(item, Chunk):
             self._take_chunk(item)
@@ -292,7 +325,7 @@ class Agent:
         if reason is not self._owners_reason:
             self._owners_reason = reason
             self.self_reporter.is_paused = reason is DeclineReason.PAUSED
-            self._handle(events.ObstacleChanged(reason))
+            self._handle(signals.ObstacleChanged(reason))
 
     def _answer(self, request: OwnerRequest) -> Reply:
         reply = self._owner.answer(request, self._state, self._reporter.progress)
@@ -301,38 +334,38 @@ class Agent:
             self._reporter.progress = None
             self._trainer.stop()
             self._adopt_commit()  # it may have died between its commit and its report
-            self._handle(events.TrainingAbandoned())
+            self._handle(signals.TrainingAbandoned())
         elif reply["ok"] and isinstance(request, ApproveRequest | RevokeRequest):
             delivery, is_withheld = self._state.delivery, not self._owner.outbox_may_leave(self._reporter)
             if is_withheld and delivery is not None and delivery.update is not None:
                 self._transfer.end_update(delivery.update.id)
-            self._handle(events.ConsentChanged(is_withheld=is_withheld))
+            self._handle(signals.ConsentChanged(is_withheld=is_withheld))
         return reply
 
     def _handle(self, event: Event | None) -> None:
         if event is None:
             return
-        if isinstance(event, events.Invited):  # what keeps this device from it: its owner, or the box
+        if isinstance(event, signals.Invited):  # what keeps this device from it: its owner, or the box
             found = self._owner.obstacle(self._state)
             found = found or self.hardware.decline(event, self._state.offer, self._clock())
-            self._events_due.append(events.ObstacleChanged(self._code(found)))
+            self._events_due.append(signals.ObstacleChanged(self._code(found)))
             event = replace(event, predicted_s=self.hardware.predicted_s(event.share))
         self._events_due.append(event)
         while self._events_due:
             due = self._events_due.popleft()
             self._reporter.report(due)
-            if isinstance(due, events.Revoked | events.Welcomed):
+            if isinstance(due, signals.Revoked | signals.Welcomed):
                 self._follow_standing(due)
-            if isinstance(due, events.Welcomed):
+            if isinstance(due, signals.Welcomed):
                 self.self_reporter.repeat()
                 self.hardware.welcomed(due.server_time, self._clock())
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
                 self._carry_out(command)
 
-    def _follow_standing(self, statement: events.Revoked | events.Welcomed) -> None:
+    def _follow_standing(self, statement: signals.Revoked | signals.Welcomed) -> None:
         """Keep whether the coordinator has this device as a member, where that is another answer than before."""
-        is_revoked = isinstance(statement, events.Revoked)
+        is_revoked = isinstance(statement, signals.Revoked)
         if is_revoked is self._is_revoked:
             return
         self._is_revoked = is_revoked
@@ -390,7 +423,7 @@ class Agent:
         """The chunk size that fits the link."""
         return chunk_bytes_for(self._transport.max_payload, self._config.broker.limits.chunk_bytes)
 
-    def _link_changed(self, event: events.LinkChanged) -> None:
+    def _link_changed(self, event: signals.LinkChanged) -> None:
         self._link.end_session()
         self._reporter.link(up=event.up)
         try:
@@ -404,10 +437,10 @@ class Agent:
         generation = self._store.generations.newest()
         entry = None if generation is None else self._store.outbox(generation)
         if entry is not None and self._owner.outbox_may_leave(self._reporter):
-            self._handle(events.OutboxFound(entry.round_attempt))
+            self._handle(signals.OutboxFound(entry.round_attempt))
 
     def _trainer_reported(self, report: TrainerReport) -> None:
-        if isinstance(report, events.Noted):
+        if isinstance(report, signals.Noted):
             self._reporter.noted(report)
             self.hardware.noted(report.event)
             if report.event["event"] == "exported":
@@ -417,13 +450,13 @@ class Agent:
             self._trainer_ended(report)
             return
         self._reporter.progress = None
-        if isinstance(report, events.RoundFailed):
+        if isinstance(report, signals.RoundFailed):
             self._reporter.failed(report)
             self._executor.why[report.reason] = report.detail
-        elif isinstance(report, events.Chosen):
+        elif isinstance(report, signals.Chosen):
             self.self_reporter.look_at_model()
         self._handle(report)  # before the step that can fail: the disk
-        if isinstance(report, events.RoundCommitted):
+        if isinstance(report, signals.RoundCommitted):
             self._prune()
 
     def _trainer_ended(self, report: Exited) -> None:
@@ -435,7 +468,7 @@ class Agent:
         try:
             self._adopt_commit()  # it may have died between its commit and its report
         finally:
-            self._handle(events.TrainerDied())
+            self._handle(signals.TrainerDied())
 
     def _adopt_commit(self) -> None:
         generation = self._store.generations.newest()
@@ -443,7 +476,7 @@ class Agent:
             self._state.committed is not None and generation.round_attempt <= self._state.committed
         ):
             return
-        self._handle(events.RoundCommitted(generation.round_attempt, generation.spec))
+        self._handle(signals.RoundCommitted(generation.round_attempt, generation.spec))
         self._prune()
 
     def _prune(self) -> None:

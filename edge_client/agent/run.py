@@ -7,14 +7,12 @@ import signal
 import time
 from types import FrameType
 
-from edge_client.agent.event_reporter import LinkProblems
 from edge_client.agent.loop import Agent
-from edge_client.agent.self_report import Examine
+from edge_client.agent.reports import Examine, LinkProblems
 from edge_client.config import AgentConfig
 from edge_client.errors import ConfigError
-from edge_client.identity.credentials import load_keys, mqtt_config
-from edge_client.identity.renewal import Renewer, settle
-from edge_client.messaging.coordinator_link import offline_will
+from edge_client.identity.credentials import Renewer, load_keys, mqtt_config, settle
+from edge_client.link.coordinator_link import offline_will
 from edge_client.store.private_store import open_store
 from edge_client.training.trainer_handle import trainer_process
 from export.model.signature import note_signer

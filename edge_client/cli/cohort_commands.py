@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
 
 app = typer.Typer(
-    help="Give the devices of a federation their common ask_secret; the coordinator never sees it.",
+    help="Give the devices of a federation their common secret; the coordinator never sees it.",
     no_args_is_help=True,
 )
 
@@ -24,10 +24,10 @@ app = typer.Typer(
 @app.command("create")
 @prints
 def create_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """Make the ask_secret on the FIRST device, before its first round, and print the code for the others.
+    """Make the secret on the FIRST device, before its first round, and print the code for the others.
 
-    The code is shown this once. It is the ask_secret: carry it by people, not through the coordinator, and keep no copy.
-    Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used; 6 there is a ask_secret already.
+    The code is shown this once. It is the secret: carry it by people, not through the coordinator, and keep no copy.
+    Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used; 6 there is a secret already.
 
     Example: fedcg cohort create
     """
@@ -38,7 +38,7 @@ def create_command(config: ConfigOption = Path("agent.toml")) -> Result:
     mark = mark_in(store, federation)
     return {"code": code, "mark": mark}, (
         f"Code of this cohort, shown this once:\n\n  {code}\n\n"
-        f"Devices have the same ask_secret when `fedcg cohort status` prints the same mark everywhere: {mark}\n"
+        f"Devices have the same secret when `fedcg cohort status` prints the same mark everywhere: {mark}\n"
         "Next: on every other device, before its first round, fedcg cohort join --config AGENT.TOML"
     )
 
@@ -56,7 +56,7 @@ def join_command(
 ) -> Result:
     """Take the code that `fedcg cohort create` printed on the first device.
 
-    Exit codes: 0 done, also when the same ask_secret was there; 1 failed; 2 a bad code, configuration or private store; 6 there is another ask_secret.
+    Exit codes: 0 done, also when the same secret was there; 1 failed; 2 a bad code, configuration or private store; 6 there is another secret.
 
     Example: fedcg cohort join --code-file -
     """
@@ -73,9 +73,9 @@ def join_command(
 @app.command("status")
 @prints
 def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """Print the mark of this device's ask_secret: the same on all devices of a cohort.
+    """Print the mark of this device's secret: the same on all devices of a cohort.
 
-    Exit codes: 0 there is a ask_secret; 1 failed; 2 configuration or private store can't be used; 7 there is none.
+    Exit codes: 0 there is a secret; 1 failed; 2 configuration or private store can't be used; 7 there is none.
 
     Example: fedcg cohort status
     """
@@ -86,7 +86,7 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     values = {"mark": mark, "roster": sorted(store.roster())}
     if mark is None:
         following = "Next: fedcg cohort create on the first device, fedcg cohort join on the others"
-        return values, f"No cohort ask_secret.\n{following}", NOT_FOUND
+        return values, f"No cohort secret.\n{following}", NOT_FOUND
     return values, f"mark {mark}; {len(store.roster()) or 'no'} devices on the roster of masked sums"
 
 

@@ -91,8 +91,7 @@ def renew_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
     Example: fedcg agent renew --config /etc/fedcg/casting/agent.toml
     """
-    from edge_client.identity.credentials import load_keys
-    from edge_client.identity.renewal import renew
+    from edge_client.identity.credentials import load_keys, renew
 
     settings = read_config(config)
     certificate = renew(settings, load_keys(settings).signing)
@@ -126,7 +125,7 @@ def leave_command(
 
     Example: fedcg agent leave --erase
     """
-    from edge_client.identity.leave import leave
+    from edge_client.identity.conversation import leave
 
     timeout_s = seconds_of(span, "--timeout")
     settings = read_config(config)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from edge_client.agent.owner_requests import StatusRequest, ask_agent
+from edge_client.agent.owner import StatusRequest, ask_agent
 from edge_client.config import AgentConfig
 from edge_client.errors import (
     DamagedFileError,

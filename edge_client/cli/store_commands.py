@@ -1,22 +1,27 @@
-"""`fedcg agent store migrate`, `fedcg agent backup|restore`: the private store at rest. Importing this loads no torch."""
+"""Commands on a device's private store: `fedcg agent logs|sent|ledger|diagnose|backup|restore|store`. Importing this loads no torch."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from edge_client.cli.shared_options import ConfigOption, read_config
-from fedcg.errors import NOT_FOUND, BadInputError
-from fedcg.terminal import PassphraseFile, Result, passphrase_of, prints
+from fedcg.errors import EXISTS, NOT_FOUND, BadInputError
+from fedcg.event_log import EventValue, follow_events, read_events
+from fedcg.sentences import DEBUG, LEVELS, sentence_of
+from fedcg.terminal import PassphraseFile, Result, passphrase_of, print_data, prints
+from fedcg.text_output import moment, moment_of, table
 
 if TYPE_CHECKING:
     from edge_client.config import AgentConfig
     from edge_client.store.private_store import PrivateStore
+
 
 store_app = typer.Typer(help="Check this device's private store.", no_args_is_help=True)
 
@@ -119,3 +124,180 @@ def _alone(settings: AgentConfig) -> Iterator[PrivateStore]:
     store = open_store(settings)
     with store.locked("lock"), store.locked("trainer.lock"):
         yield store
+
+
+FOLLOW_EVERY_S = 0.5
+_NAMES = {number: name for name, number in LEVELS.items()}
+LoggedEvent = dict[str, EventValue]
+
+
+def logs_command(
+    config: ConfigOption = Path("agent.toml"),
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines as they come.")] = False,
+    since: Annotated[
+        str | None,
+        typer.Option("--since", metavar="SPAN", help="10m, 2h, 3d, or a time such as 2026-11-22T08:00 (UTC)."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also lines of level debug.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The events with all their fields, one object a line.")
+    ] = False,
+) -> None:
+    """Print what this device did, from its event log; the agent may run meanwhile.
+
+    Exit codes: 0 printed; 2 --since is no time; 7 there is no event log.
+
+    Example: fedcg agent logs --since 2h --follow
+    """
+    store = read_config(config).store
+    path = store / "events.jsonl"
+    if not path.exists():
+        raise BadInputError(f"{path} is not there yet: `fedcg agent run` writes it", exit_code=NOT_FOUND)
+    first = 0.0 if since is None else moment_of(since, time.time(), "--since")
+    for event in _events_of(path, follow=follow):
+        if isinstance(at := event.get("t"), int | float) and at >= first:
+            if as_json:
+                print_data(event)
+            elif line := _event_line(event, at, verbose=verbose):
+                typer.echo(line)
+
+
+def _events_of(path: Path, *, follow: bool) -> Iterator[LoggedEvent]:
+    yield from read_events(path.with_suffix(".old.jsonl"))
+    yield from follow_events(path, FOLLOW_EVERY_S) if follow else read_events(path)
+
+
+def _event_line(event: LoggedEvent, at: float, *, verbose: bool) -> str:
+    sentence = sentence_of(event)
+    if sentence is None or (sentence.level <= DEBUG and not verbose):
+        return ""
+    return f"{moment(at)} [{_NAMES[sentence.level]:<9}] {sentence.text}"
+
+
+MOST_EVENTS = 100_000
+UNLISTED = """enrolment and renewals (token, name of the device, certificate request, public message key, signatures, a random number),
+and the hello of `fedcg doctor` before the first run."""
+SinceOption = Annotated[
+    str | None, typer.Option("--since", metavar="SPAN", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
+]
+
+
+@prints
+def sent_command(
+    config: ConfigOption = Path("agent.toml"),
+    since: SinceOption = None,
+) -> Result:
+    """List every update and every report about itself that has left this device, from its own record; the agent may run meanwhile.
+
+    Exit codes: 0 listed; 2 --since is no time.
+
+    Example: fedcg agent sent --since 3d
+    """
+    from edge_client.store.checked_files import SENT_FILE, lost_lines, sent_items, totals
+
+    settings = read_config(config)
+    first = 0.0 if since is None else moment_of(since, time.time(), "--since")
+    items = sent_items(settings.store / SENT_FILE, first)
+    problem = lost_lines(settings.store / SENT_FILE)
+    sums = totals(items)
+    lines = [_sent_line(item).rstrip() for item in items]
+    lines += [
+        f"{federation}: {counts['updates']} updates, {counts['bytes']} bytes, {counts['receipts']} with a receipt; "
+        f"{counts['self_reports']} reports about the device; {counts['message_bytes']} bytes of control messages"
+        for federation, counts in sums.items()
+    ]
+    if not items:
+        lines = [f"No update and no report has left this device{'' if since is None else ' since then'}."]
+    values = {
+        "device": settings.device,
+        "items": items,
+        "totals": sums,
+        "problem": problem or None,
+        "not_listed": UNLISTED,
+    }
+    return values, "\n".join((*lines, *filter(None, [problem]), f"Not listed: {UNLISTED}"))
+
+
+def _sent_line(item: dict[str, Any]) -> str:
+    at = moment(item["t"])
+    report = ", ".join(f"{name} {value}" for name, value in item.get("report", {}).items()) or "nothing"
+    messages = ", ".join(f"{kind} {size} bytes" for kind, size in item.get("messages", {}).items())
+    before = f"{at}  control messages until then: {messages}\n" if messages else ""
+    if item["kind"] != "update":
+        return before + (f"{at}  report about the device: {report}" if item["kind"] == "self_report" else "")
+    parts = ", ".join(f"{name} {size} bytes" for name, size in item.get("parts", {}).items())
+    receipt = item["receipt"] or "no receipt"
+    facts = ", ".join(f"{name} {value}" for name, value in item.get("facts", {}).items())
+    return (
+        f"{before}{at}  round {item['round']}, attempt {item['attempt']}: {item['bytes']} bytes ({parts}); reported: {report}; "
+        f"facts: {facts}; sha256 {item['artifact']}; {receipt}"
+    )
+
+
+@prints
+def ledger_command(
+    config: ConfigOption = Path("agent.toml"),
+    since: SinceOption = None,
+) -> Result:
+    """List what each round cost this device: seconds, bytes of the update, and energy where a sensor measures it; the agent may run meanwhile.
+
+    Exit codes: 0 listed; 2 --since is no time.
+
+    Example: fedcg agent ledger --since 7d
+    """
+    from edge_client.store.checked_files import LEDGER_FILE, lost_lines, read_lines
+
+    settings = read_config(config)
+    first = 0.0 if since is None else moment_of(since, time.time(), "--since")
+    rounds = [
+        line for line in read_lines(settings.store / LEDGER_FILE) if line["kind"] == "round" and line["t"] >= first
+    ]
+    measured = [line["joules"] for line in rounds if line.get("joules") is not None]
+    sums = {
+        "rounds": len(rounds),
+        "seconds": round(sum(line.get("seconds") or 0.0 for line in rounds), 3),
+        "update_bytes": sum(line.get("update_bytes") or 0 for line in rounds),
+        "joules": round(sum(measured), 1) if measured else None,
+    }
+    rows = []
+    for line in rounds:
+        energy = "not measured" if line.get("joules") is None else f"{line['joules']:.0f} J ({line['rail']})"
+        work = f"{line['seconds']:.1f}", line["device"], line["images"], line["update_bytes"] or 0, energy
+        rows.append((moment(line["t"]), line["federation"], line["round"], line["attempt"], *work))
+    columns = ("time", "federation", "round", "attempt", "seconds", "on", "images", "bytes to send", "energy")
+    energy = "" if sums["joules"] is None else f", {sums['joules']:.0f} J in {len(measured)} of them"
+    total = f"{sums['rounds']} rounds: {sums['seconds']:.1f} s, {sums['update_bytes']} bytes to send{energy}"
+    problem = lost_lines(settings.store / LEDGER_FILE)
+    values = {"device": settings.device, "rounds": rounds, "totals": sums, "problem": problem or None}
+    return values, "\n".join((table(columns, rows, "No rounds yet."), total, *filter(None, [problem])))
+
+
+@prints
+def diagnose_command(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.zip", help="The file to write; must not exist.")],
+    config: ConfigOption = Path("agent.toml"),
+    events: Annotated[
+        int, typer.Option("--events", min=0, max=MOST_EVENTS, help="Newest events that go into it.")
+    ] = 2000,
+    with_class_names: Annotated[
+        bool, typer.Option("--with-class-names", help="Leave the names of classes in; else they are numbered.")
+    ] = False,
+) -> Result:
+    """Write one file to send to support: settings, status, doctor, events, versions, sizes of files; no key, secret, image or weight.
+
+    Exit codes: 0 written; 1 failed; 2 the configuration is wrong, or --out is no .zip; 6 the file exists.
+
+    Example: fedcg agent diagnose --out support.zip
+    """
+    from edge_client.cli.support_file import support_file
+    from fedcg.files import write_durably
+
+    settings = read_config(config)
+    if out.suffix != ".zip" or not out.absolute().parent.is_dir():
+        raise BadInputError(f"--out {out}: give a file that ends in .zip, in a folder that exists")
+    if out.exists():
+        raise BadInputError(f"{out} exists already; name another file", exit_code=EXISTS)
+    content, names = support_file(settings, events, with_class_names=with_class_names)
+    write_durably(out, content, is_new=True)
+    values = {"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)}
+    return values, f"{out} ({len(content)} bytes) holds {', '.join(names)}.\nNext: read it, then send it to support."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from edge_client.session.commands import Wanted
+from edge_client.session.signals import Wanted
 from fedcg.wire.messages.schemas import (
     COORDINATOR,
     NO_ATTEMPT,

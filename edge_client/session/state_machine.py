@@ -1,6 +1,6 @@
 """The agent's protocol as a pure state machine: `step(state, event, now) -> (state, commands)`.
 
-No clock, no randomness, no I/O. An event first changes the state (`_HANDLERS`), then `due_commands.advance` gives the
+No clock, no randomness, no I/O. An event first changes the state (`_HANDLERS`), then `advance` gives the
 commands that now follow from the state. Laws (property-tested over random event orders):
   * a round attempt that was committed is never started again;
   * nothing is started while an update waits for its receipt, so an outbox is never overwritten;
@@ -14,16 +14,40 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from edge_client.session import events
-from edge_client.session.commands import AnswerSum, Done, LoadUpdate, RecordDelivery, RecordReason, Send, SendChunks
-from edge_client.session.due_commands import Step, advance, decline, is_asked
+from edge_client.session import signals
+from edge_client.session.signals import (
+    AnnounceSum,
+    AnswerSum,
+    CheckSpec,
+    ChooseModel,
+    Command,
+    Done,
+    LoadUpdate,
+    Note,
+    RecordDelivery,
+    RecordReason,
+    ReleaseTrainer,
+    Send,
+    SendChunks,
+    SendHello,
+    StartTrainer,
+    TrainRound,
+    Want,
+    Wanted,
+    WeighRound,
+)
 from edge_client.session.state import (
+    BROADCAST_PATIENCE_S,
     GRANT_PATIENCE_S,
     HELLO_EVERY_S,
+    LEAVE_EVERY_S,
     MANIFEST_FIRST_S,
+    MANIFEST_MAX_S,
     REFUSED_HELLO_S,
     REFUSED_PUBLISH_S,
     REVOKED_RETRY_S,
+    SILENCE_S,
+    SUM_EVERY_S,
     TRAINER_BACKOFF_MAX_S,
     TRAINER_BACKOFF_S,
     TRAINER_DEATHS,
@@ -32,10 +56,182 @@ from edge_client.session.state import (
     SessionState,
     Trainer,
 )
-from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, Leave, Manifest, RoundAttempt
+
+Step = tuple[SessionState, tuple[Command, ...]]
 
 
-def step(state: SessionState, event: events.Event, now: float) -> Step:
+def advance(state: SessionState, now: float) -> Step:
+    """Give every command that is due.
+
+    Args:
+        state: what is known.
+        now: monotonic seconds.
+
+    Returns:
+        The new state, and the commands to carry out in their order.
+    """
+    commands: tuple[Command, ...] = ()
+    for step in _ADVANCES[state.purpose]:
+        state, more = step(state, now)
+        commands += more
+    return state, commands
+
+
+def _advance_hello(state: SessionState, now: float) -> Step:
+    if not state.up or state.welcomed or now < state.hello_at:
+        return state, ()
+    return replace(state, hello_at=now + HELLO_EVERY_S), (SendHello(),)
+
+
+def _advance_greeting(state: SessionState, now: float) -> Step:
+    if not state.welcomed or state.done:
+        return state, ()
+    return replace(state, done=True), (Done(succeeded=True),)
+
+
+def _advance_leave(state: SessionState, now: float) -> Step:
+    if not state.welcomed or state.done or now < state.leave_at:
+        return state, ()
+    return replace(state, leave_at=now + LEAVE_EVERY_S), (Send(Leave(**state.addressed())),)
+
+
+def _advance_trainer(state: SessionState, now: float) -> Step:
+    reason = state.release_reason
+    if reason and state.trainer is Trainer.IDLE and state.job is None:
+        return replace(state, trainer=Trainer.GONE), (ReleaseTrainer(reason),)
+    if state.trainer is not Trainer.GONE or now < state.trainer_at or reason:
+        return state, ()
+    return replace(state, trainer=Trainer.STARTING), (StartTrainer(),)
+
+
+def _advance_round(state: SessionState, now: float) -> Step:
+    offer, round_attempt = state.offer, state.offered
+    if offer is None or round_attempt is None or not is_asked(state, round_attempt):
+        return state, ()
+    if state.obstacle is not None and state.job != round_attempt:  # a round under way is finished
+        return decline(replace(state, obstructed=round_attempt), round_attempt, state.obstacle)
+    if state.bound_spec not in (None, offer.spec.id):
+        return decline(state, round_attempt, DeclineReason.SPEC_REFUSED)
+    if state.verdict is None or state.verdict[0] != offer.spec.id:
+        return state, (CheckSpec(offer.spec.id),) if offer.spec.id in state.stored else ()
+    if state.verdict[1] is not None:
+        return decline(state, round_attempt, state.verdict[1])
+    commands: tuple[Command, ...] = ()
+    if state.welcomed and state.accepted != round_attempt:
+        state = replace(state, accepted=round_attempt)
+        accept = Accept(**state.addressed(round_attempt), predicted_s=state.predicted_s)
+        commands = (Send(accept), Note("accepted", round_attempt))
+    is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
+    if not is_free or offer.aggregate.id not in state.stored:
+        return state, commands
+    if state.is_summed and state.sum_ready != round_attempt:
+        state, more = _advance_sum(state, round_attempt, offer.spec.id, now)
+    else:
+        state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=offer.spec.id)
+        more = (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id, state.share),)
+    return state, commands + more
+
+
+def _advance_sum(state: SessionState, round_attempt: RoundAttempt, spec: str, now: float) -> Step:
+    """What comes before training where the update is masked: count the images, announce keys, wait for the others' ones."""
+    if state.weighed is None or state.weighed[0] != round_attempt:
+        state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=spec, sum_at=now)
+        return state, (WeighRound(round_attempt, spec),)
+    if not state.welcomed or now < state.sum_at:
+        return state, ()
+    return replace(state, sum_at=now + SUM_EVERY_S), (AnnounceSum(round_attempt, spec, state.weighed[1]),)
+
+
+def _advance_end(state: SessionState, now: float) -> Step:
+    finished = state.finished
+    if finished is None or state.done:
+        return state, ()
+    if state.finalised == finished.aggregate.id:
+        if state.delivery is not None:
+            return state, ()
+        return replace(state, done=True), (Done(state.succeeded),)
+    at_hand = {finished.spec.id, finished.aggregate.id} <= state.stored
+    if not at_hand or state.trainer is not Trainer.IDLE or state.job is not None:
+        return state, ()
+    state = replace(state, trainer=Trainer.BUSY, job=finished.aggregate.id)
+    return state, (ChooseModel(finished.spec.id, finished.aggregate.id),)
+
+
+def _advance_delivery(state: SessionState, now: float) -> Step:
+    delivery = state.delivery
+    if delivery is None:
+        return state, ()
+    delay_s = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
+    later = replace(delivery, manifest_at=now + delivery.delay_s, delay_s=delay_s)
+    if delivery.update is None and now >= delivery.manifest_at:
+        return replace(state, delivery=later), (LoadUpdate(),)
+    if delivery.update is None or not state.welcomed:
+        return state, ()
+    if delivery.silent_since is not None and now >= delivery.silent_since + SILENCE_S:
+        waiting = replace(delivery, silent_since=None)
+        state = replace(state, welcomed=False, hello_at=now + HELLO_EVERY_S, delivery=waiting)
+        return state, (SendHello(),)
+    if now < delivery.manifest_at:
+        return state, ()
+    silent_since = now if delivery.silent_since is None else delivery.silent_since
+    state = replace(state, delivery=replace(later, silent_since=silent_since))
+    message = Manifest(**state.addressed(delivery.round_attempt), artifact=delivery.update)
+    return state, (Send(message), Note("manifest", delivery.round_attempt))
+
+
+def _advance_wanted(state: SessionState, now: float) -> Step:
+    wanted = tuple(download for download in _downloads(state) if download.ref.id not in state.stored)
+    if wanted == state.wanted:
+        return state, ()
+    return replace(state, wanted=wanted), (Want(wanted),)
+
+
+_ADVANCES: dict[Purpose, tuple[Callable[[SessionState, float], Step], ...]] = {
+    Purpose.TRAIN: (
+        _advance_hello,
+        _advance_trainer,
+        _advance_round,
+        _advance_end,
+        _advance_delivery,
+        _advance_wanted,
+    ),
+    Purpose.GREET: (_advance_hello, _advance_greeting),
+    Purpose.LEAVE: (_advance_hello, _advance_leave),
+}
+
+
+def _downloads(state: SessionState) -> tuple[Wanted, ...]:
+    patience = BROADCAST_PATIENCE_S if state.live else 0.0
+    if state.finished is not None:
+        if state.finalised == state.finished.aggregate.id:
+            return ()
+        return (Wanted("spec", state.finished.spec, 0.0), Wanted("aggregate", state.finished.aggregate, 0.0))
+    round_attempt = state.offered
+    if state.offer is None or round_attempt is None:
+        return ()
+    asked = is_asked(state, round_attempt)
+    spec = Wanted("spec", state.offer.spec, 0.0 if asked else None)
+    return (spec, Wanted("aggregate", state.offer.aggregate, patience if asked else None))
+
+
+def is_asked(state: SessionState, round_attempt: RoundAttempt) -> bool:
+    """Whether this device should train this attempt: invited, not trained yet, not refused."""
+    is_refused = state.declined is not None and state.declined[0] == round_attempt
+    is_behind = state.trained is not None and round_attempt <= state.trained
+    return state.invited == round_attempt and not is_refused and not is_behind
+
+
+def decline(state: SessionState, round_attempt: RoundAttempt, reason: DeclineReason) -> Step:
+    """Decline a round attempt, now and whenever its invite is repeated."""
+    state = replace(state, declined=(round_attempt, reason))
+    commands: tuple[Command, ...] = (Note("declined", round_attempt, reason.value),)
+    if state.welcomed:
+        commands = (Send(Decline(**state.addressed(round_attempt), reason=reason)), *commands)
+    return state, commands
+
+
+def step(state: SessionState, event: signals.Event, now: float) -> Step:
     """The state and the commands after an event.
 
     Args:
@@ -55,11 +251,11 @@ def step(state: SessionState, event: events.Event, now: float) -> Step:
 # ------------------------------------------------------------------ events change the state
 
 
-def _ticked(state: SessionState, event: events.Tick, now: float) -> Step:
+def _ticked(state: SessionState, event: signals.Tick, now: float) -> Step:
     return state, ()
 
 
-def _sending(state: SessionState, event: events.Sending, now: float) -> Step:
+def _sending(state: SessionState, event: signals.Sending, now: float) -> Step:
     delivery = state.delivery
     if delivery is None or not state.welcomed:
         return state, ()
@@ -67,19 +263,19 @@ def _sending(state: SessionState, event: events.Sending, now: float) -> Step:
     return replace(state, delivery=replace(delivery, manifest_at=quiet_until, silent_since=None)), ()
 
 
-def _link_changed(state: SessionState, event: events.LinkChanged, now: float) -> Step:
+def _link_changed(state: SessionState, event: signals.LinkChanged, now: float) -> Step:
     return replace(state, up=event.up, welcomed=False, hello_at=now, live=False), ()
 
 
-def _coordinator_seen(state: SessionState, event: events.CoordinatorSeen, now: float) -> Step:
+def _coordinator_seen(state: SessionState, event: signals.CoordinatorSeen, now: float) -> Step:
     if not event.online or event.epoch <= state.epoch:
         return state, ()
     # A hello is on its way, and repeated when it is not answered; one that waits after a refused message is for the coordinator before.
-    is_asked = not state.welcomed and now < state.hello_at <= now + HELLO_EVERY_S
-    return replace(state, epoch=event.epoch, welcomed=False, hello_at=state.hello_at if is_asked else now), ()
+    is_under_way = not state.welcomed and now < state.hello_at <= now + HELLO_EVERY_S
+    return replace(state, epoch=event.epoch, welcomed=False, hello_at=state.hello_at if is_under_way else now), ()
 
 
-def _welcomed(state: SessionState, event: events.Welcomed, now: float) -> Step:
+def _welcomed(state: SessionState, event: signals.Welcomed, now: float) -> Step:
     if not state.up:  # it was still queued when the link broke; a hello is sent again on the next link
         return state, ()
     delivery = state.delivery
@@ -89,19 +285,19 @@ def _welcomed(state: SessionState, event: events.Welcomed, now: float) -> Step:
     return replace(state, welcomed=True, epoch=epoch, accepted=None, delivery=delivery), ()
 
 
-def _hello_refused(state: SessionState, event: events.HelloRefused, now: float) -> Step:
+def _hello_refused(state: SessionState, event: signals.HelloRefused, now: float) -> Step:
     return replace(state, hello_at=now + REFUSED_HELLO_S), ()
 
 
-def _revoked(state: SessionState, event: events.Revoked, now: float) -> Step:
+def _revoked(state: SessionState, event: signals.Revoked, now: float) -> Step:
     return replace(state, welcomed=False, hello_at=now + REVOKED_RETRY_S), ()
 
 
-def _left(state: SessionState, event: events.Left, now: float) -> Step:
+def _left(state: SessionState, event: signals.Left, now: float) -> Step:
     return (replace(state, done=True), (Done(succeeded=True),)) if state.purpose is Purpose.LEAVE else (state, ())
 
 
-def _offered(state: SessionState, event: events.Offered, now: float) -> Step:
+def _offered(state: SessionState, event: signals.Offered, now: float) -> Step:
     live = event.live or (state.live and state.offer is not None and state.offer.aggregate == event.offer.aggregate)
     epoch = max(state.epoch, event.offer.epoch)
     if state.committed is not None and event.offer.at < state.committed and event.offer.epoch > state.committed_epoch:
@@ -109,12 +305,12 @@ def _offered(state: SessionState, event: events.Offered, now: float) -> Step:
     return replace(state, offer=event.offer, finished=None, done=False, live=live, epoch=epoch), ()
 
 
-def _ended(state: SessionState, event: events.Ended, now: float) -> Step:
+def _ended(state: SessionState, event: signals.Ended, now: float) -> Step:
     epoch = max(state.epoch, event.finished.epoch)
     return replace(state, finished=event.finished, offer=None, live=False, epoch=epoch), ()
 
 
-def _invited(state: SessionState, event: events.Invited, now: float) -> Step:
+def _invited(state: SessionState, event: signals.Invited, now: float) -> Step:
     round_attempt = event.round_attempt
     state = replace(state, invited=round_attempt, accepted=None, share=event.share, predicted_s=event.predicted_s)
     if state.obstructed == round_attempt and state.obstacle != (state.declined or (None, None))[1]:
@@ -130,7 +326,7 @@ def _invited(state: SessionState, event: events.Invited, now: float) -> Step:
     return decline(state, round_attempt, DeclineReason.NOT_ELIGIBLE)
 
 
-def _granted(state: SessionState, event: events.Granted, now: float) -> Step:
+def _granted(state: SessionState, event: signals.Granted, now: float) -> Step:
     delivery = state.delivery
     if delivery is None or delivery.update is None or delivery.update.id != event.need.artifact:
         return state, ()
@@ -138,7 +334,7 @@ def _granted(state: SessionState, event: events.Granted, now: float) -> Step:
     return replace(state, delivery=answered), (SendChunks(delivery.update, event.need.ranges),)
 
 
-def _receipted(state: SessionState, event: events.Receipted, now: float) -> Step:
+def _receipted(state: SessionState, event: signals.Receipted, now: float) -> Step:
     delivery, receipt = state.delivery, event.receipt
     if delivery is None or delivery.update is None or delivery.update.id != receipt.artifact:
         return state, (RecordReason(receipt.artifact, receipt.reason),) if receipt.reason else ()
@@ -146,40 +342,40 @@ def _receipted(state: SessionState, event: events.Receipted, now: float) -> Step
     return replace(state, delivery=None), (record,)
 
 
-def _artifact_stored(state: SessionState, event: events.ArtifactStored, now: float) -> Step:
+def _artifact_stored(state: SessionState, event: signals.ArtifactStored, now: float) -> Step:
     return replace(state, stored=state.stored | {event.artifact}), ()
 
 
-def _artifact_lost(state: SessionState, event: events.ArtifactLost, now: float) -> Step:
+def _artifact_lost(state: SessionState, event: signals.ArtifactLost, now: float) -> Step:
     return replace(_idle(state), stored=state.stored - {event.artifact}), ()
 
 
-def _session_lost(state: SessionState, event: events.SessionLost, now: float) -> Step:
+def _session_lost(state: SessionState, event: signals.SessionLost, now: float) -> Step:
     hello_at = now + (REFUSED_PUBLISH_S if event.refused else 0.0)
     return replace(state, welcomed=False, hello_at=hello_at) if state.welcomed else state, ()
 
 
-def _spec_checked(state: SessionState, event: events.SpecChecked, now: float) -> Step:
+def _spec_checked(state: SessionState, event: signals.SpecChecked, now: float) -> Step:
     return replace(state, verdict=(event.digest, event.refusal), is_summed=event.is_summed), ()
 
 
-def _weighed(state: SessionState, event: events.Weighed, now: float) -> Step:
+def _weighed(state: SessionState, event: signals.Weighed, now: float) -> Step:
     return replace(_idle(state), weighed=(event.round_attempt, event.images)), ()
 
 
-def _sum_stepped(state: SessionState, event: events.SumStepped, now: float) -> Step:
+def _sum_stepped(state: SessionState, event: signals.SumStepped, now: float) -> Step:
     return state, (AnswerSum(event.round_attempt, event.step),)
 
 
-def _sum_ready(state: SessionState, event: events.SumReady, now: float) -> Step:
+def _sum_ready(state: SessionState, event: signals.SumReady, now: float) -> Step:
     return replace(state, sum_ready=event.round_attempt), ()
 
 
-def _trainer_ready(state: SessionState, event: events.TrainerReady, now: float) -> Step:
+def _trainer_ready(state: SessionState, event: signals.TrainerReady, now: float) -> Step:
     return replace(state, trainer=Trainer.IDLE) if state.trainer is Trainer.STARTING else state, ()
 
 
-def _trainer_died(state: SessionState, event: events.TrainerDied, now: float) -> Step:
+def _trainer_died(state: SessionState, event: signals.TrainerDied, now: float) -> Step:
     job, deaths = state.job, state.deaths + 1
     # The first restart is at once; a process that keeps dying is restarted after longer and longer pauses.
     pause = 0.0 if deaths == 1 else min(TRAINER_BACKOFF_S * 2.0 ** (deaths - 2), TRAINER_BACKOFF_MAX_S)
@@ -199,26 +395,26 @@ def _promised(state: SessionState) -> RoundAttempt | None:
     return offered if offered is not None and offered == state.accepted and is_asked(state, offered) else None
 
 
-def _obstacle_changed(state: SessionState, event: events.ObstacleChanged, now: float) -> Step:
+def _obstacle_changed(state: SessionState, event: signals.ObstacleChanged, now: float) -> Step:
     return replace(state, obstacle=event.reason), ()
 
 
-def _training_abandoned(state: SessionState, event: events.TrainingAbandoned, now: float) -> Step:
+def _training_abandoned(state: SessionState, event: signals.TrainingAbandoned, now: float) -> Step:
     return replace(state, trainer=Trainer.GONE, trainer_at=now, job=None, deaths=0), ()
 
 
-def _consent_changed(state: SessionState, event: events.ConsentChanged, now: float) -> Step:
+def _consent_changed(state: SessionState, event: signals.ConsentChanged, now: float) -> Step:
     delivery = None if event.is_withheld else state.delivery
     declined = None if state.declined is not None and state.declined[1].needs_owner else state.declined
     return replace(state, verdict=None, delivery=delivery, declined=declined), ()
 
 
-def _stopping(state: SessionState, event: events.Stopping, now: float) -> Step:
+def _stopping(state: SessionState, event: signals.Stopping, now: float) -> Step:
     promised = _promised(state)
     return (state, ()) if promised is None else decline(state, promised, DeclineReason.INTERRUPTED)
 
 
-def _round_committed(state: SessionState, event: events.RoundCommitted, now: float) -> Step:
+def _round_committed(state: SessionState, event: signals.RoundCommitted, now: float) -> Step:
     if state.trained is not None and event.round_attempt <= state.trained:
         return state, ()
     delivery = Delivery(event.round_attempt, event.update, manifest_at=now)
@@ -227,7 +423,7 @@ def _round_committed(state: SessionState, event: events.RoundCommitted, now: flo
     return replace(state, bound_spec=spec, delivery=delivery), ()
 
 
-def _outbox_found(state: SessionState, event: events.OutboxFound, now: float) -> Step:
+def _outbox_found(state: SessionState, event: signals.OutboxFound, now: float) -> Step:
     if state.delivery is not None and state.delivery.update is not None:
         if event.update is None:
             return state, (LoadUpdate(),)
@@ -236,45 +432,45 @@ def _outbox_found(state: SessionState, event: events.OutboxFound, now: float) ->
     return replace(state, delivery=Delivery(event.round_attempt, event.update, manifest_at=now)), ()
 
 
-def _round_failed(state: SessionState, event: events.RoundFailed, now: float) -> Step:
+def _round_failed(state: SessionState, event: signals.RoundFailed, now: float) -> Step:
     return decline(_idle(state), event.round_attempt, event.reason)
 
 
-def _finalised(state: SessionState, event: events.Chosen, now: float) -> Step:
+def _finalised(state: SessionState, event: signals.Chosen, now: float) -> Step:
     return replace(_idle(state), finalised=event.aggregate, succeeded=event.succeeded), ()
 
 
 _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
-    events.Tick: _ticked,
-    events.Sending: _sending,
-    events.LinkChanged: _link_changed,
-    events.CoordinatorSeen: _coordinator_seen,
-    events.Welcomed: _welcomed,
-    events.HelloRefused: _hello_refused,
-    events.ObstacleChanged: _obstacle_changed,
-    events.TrainingAbandoned: _training_abandoned,
-    events.ConsentChanged: _consent_changed,
-    events.Stopping: _stopping,
-    events.Left: _left,
-    events.Revoked: _revoked,
-    events.Offered: _offered,
-    events.Ended: _ended,
-    events.Invited: _invited,
-    events.Granted: _granted,
-    events.Receipted: _receipted,
-    events.ArtifactStored: _artifact_stored,
-    events.ArtifactLost: _artifact_lost,
-    events.SessionLost: _session_lost,
-    events.SpecChecked: _spec_checked,
-    events.Weighed: _weighed,
-    events.SumStepped: _sum_stepped,
-    events.SumReady: _sum_ready,
-    events.TrainerReady: _trainer_ready,
-    events.TrainerDied: _trainer_died,
-    events.RoundCommitted: _round_committed,
-    events.OutboxFound: _outbox_found,
-    events.RoundFailed: _round_failed,
-    events.Chosen: _finalised,
+    signals.Tick: _ticked,
+    signals.Sending: _sending,
+    signals.LinkChanged: _link_changed,
+    signals.CoordinatorSeen: _coordinator_seen,
+    signals.Welcomed: _welcomed,
+    signals.HelloRefused: _hello_refused,
+    signals.ObstacleChanged: _obstacle_changed,
+    signals.TrainingAbandoned: _training_abandoned,
+    signals.ConsentChanged: _consent_changed,
+    signals.Stopping: _stopping,
+    signals.Left: _left,
+    signals.Revoked: _revoked,
+    signals.Offered: _offered,
+    signals.Ended: _ended,
+    signals.Invited: _invited,
+    signals.Granted: _granted,
+    signals.Receipted: _receipted,
+    signals.ArtifactStored: _artifact_stored,
+    signals.ArtifactLost: _artifact_lost,
+    signals.SessionLost: _session_lost,
+    signals.SpecChecked: _spec_checked,
+    signals.Weighed: _weighed,
+    signals.SumStepped: _sum_stepped,
+    signals.SumReady: _sum_ready,
+    signals.TrainerReady: _trainer_ready,
+    signals.TrainerDied: _trainer_died,
+    signals.RoundCommitted: _round_committed,
+    signals.OutboxFound: _outbox_found,
+    signals.RoundFailed: _round_failed,
+    signals.Chosen: _finalised,
 }
 
 

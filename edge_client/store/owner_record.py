@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_client.config import PolicySection
 from edge_client.firewall import widened
-from edge_client.store.small_files import damaged, read_json, write_json
+from edge_client.store.checked_files import damaged, read_json, write_json
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.schemas import DeclineReason, Sha256
 

@@ -13,7 +13,7 @@ coordinator.json  the coordinator's key that counts, once it was replaced
 counter.json    the newest numbers of the files whose older copies are refused, see `small_files`
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
-control/         requests of the owner's commands to the running agent, see `edge_client.agent.owner_requests`
+control/         requests of the owner's commands to the running agent, see `edge_client.agent.owner`
 signing.pub     public keys of this device, by which its models are checked where they are used, see `export.model.signature`
 audit/          the report of the last audit of an update, with pictures
 defence/        what the data defence learned, and sample pictures of what it does
@@ -39,6 +39,7 @@ from typing import Any
 
 from edge_client.config import AgentConfig
 from edge_client.errors import DamagedFileError, StoreError, StoreFormatError, StoreLockedError, unreadable
+from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, damage_of, damaged, read_json, write_json
 from edge_client.store.generations import (
     CHECKPOINT_FILE,
     CheckpointFile,
@@ -47,8 +48,6 @@ from edge_client.store.generations import (
     OutboxEntry,
     Snapshot,
 )
-from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE
-from edge_client.store.small_files import damage_of, damaged, read_json, write_json
 from fedcg.files import SECRET_BYTES, advice_for, checked_secret, file_sha256, replace_durably, secret_in
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore

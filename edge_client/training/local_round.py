@@ -25,15 +25,14 @@ import torch
 from devices.telemetry import read_telemetry
 from edge_client.errors import RoundError, StoreError
 from edge_client.firewall import UpdateFacts, build_update
-from edge_client.session.commands import TrainRound, WeighRound
+from edge_client.session.signals import TrainRound, WeighRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PRIVACY_FILE, PrivateStore
-from edge_client.sums.keeper import SumMasks, masks_in
-from edge_client.training.evaluation import Measured, measure, with_downloaded
+from edge_client.sum_keeper import SumMasks, masks_in
 from edge_client.training.local_data import RoundData
-from edge_client.training.workplace import ProgressEvents, Workplace
+from edge_client.training.workplace import Measured, ProgressEvents, Workplace, measure, with_downloaded
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import Spent, after_round

@@ -22,26 +22,28 @@ from devices.profile import DeviceProfile, Gpu, NotTrainableError, TrainingPlan,
 from devices.telemetry import Sensors, read_power
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
-from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainRound, WeighRound, Work
-from edge_client.session.events import (
+from edge_client.session.signals import (
+    ChooseModel,
     Chosen,
     Noted,
+    ReleaseTrainer,
     RoundCommitted,
     RoundFailed,
     TrainerReady,
+    TrainRound,
     Weighed,
+    WeighRound,
+    Work,
     Working,
     WorkReport,
 )
+from edge_client.store.checked_files import LEDGER_FILE, append_line
 from edge_client.store.generations import Generation
 from edge_client.store.private_store import PrivateStore, open_store
-from edge_client.store.sent_record import LEDGER_FILE, append_line
+from edge_client.training.box_limits import MemoryShare, Pauses, turn, yield_cpu
 from edge_client.training.local_data import LocalData, LocalDefence
 from edge_client.training.local_round import images_of_round, train_round
-from edge_client.training.memory_share import MemoryShare
-from edge_client.training.model_selection import choose_model
-from edge_client.training.onnx_export import export_best
-from edge_client.training.turns import Pauses, turn, yield_cpu
+from edge_client.training.personal_model import choose_model, export_best
 from edge_client.training.workplace import Workplace
 from export.errors import ExportError
 from fedcg.event_log import EventLog

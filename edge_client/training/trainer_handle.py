@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from edge_client.config import AgentConfig
-from edge_client.session.commands import TrainerCommand
-from edge_client.session.events import Noted, TrainerReady, Working, WorkReport
+from edge_client.session.signals import Noted, TrainerCommand, TrainerReady, Working, WorkReport
 from fedcg.log_output import LogSettings, set_up_log
 from fedcg.worker_process import Exited, WorkerProcess, loading
 

@@ -24,9 +24,8 @@ from coordinator.aggregation import worker_handle
 from coordinator.rounds.records import ParticipantState
 from edge_client.agent.loop import Agent
 from edge_client.identity.credentials import AgentKeys
-from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.commands import TrainerCommand, TrainRound
-from edge_client.session.events import RoundCommitted
+from edge_client.link.coordinator_link import offline_will
+from edge_client.session.signals import RoundCommitted, TrainerCommand, TrainRound
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog
@@ -53,8 +52,8 @@ PLACES = {  # by the beginning of a thread's name
 }
 STEPS = (  # in the order in which the update first comes to them; the last one has only to come after the receipt
     "edge_client/store/generations.py: update_path",
-    "edge_client/session/due_commands.py: _advance_delivery",
-    "edge_client/messaging/coordinator_link.py: send",
+    "edge_client/session/state_machine.py: _advance_delivery",
+    "edge_client/link/coordinator_link.py: send",
     "coordinator/service/service.py: _on_delivery",
     "coordinator/messaging/incoming.py: open",
     "coordinator/updates/receiver.py: announce",
@@ -62,9 +61,9 @@ STEPS = (  # in the order in which the update first comes to them; the last one 
     "coordinator/updates/upload_windows.py: begin",
     "coordinator/messaging/publisher.py: need",
     "edge_client/agent/loop.py: _on_delivery",
-    "edge_client/messaging/coordinator_link.py: open",
+    "edge_client/link/coordinator_link.py: open",
     "edge_client/session/state_machine.py: _granted",
-    "edge_client/transfer/artifact_transfer.py: send",
+    "edge_client/link/artifact_transfer.py: send",
     "fedcg/wire/transfer/chunk_sender.py: serve",
     "coordinator/updates/receiver.py: frame",
     "coordinator/updates/upload_windows.py: feed",

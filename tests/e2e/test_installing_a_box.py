@@ -76,7 +76,7 @@ def refusals(place: tuple[Path, Box], life: dict[str, After]) -> dict[str, After
     fill_store(box.stores / "shapes", STORE_FORMAT)
     box.add_store("zebra", 99)
     found = {"store too new": after(box, box.put("upgrade", make_wheel(wheels, "1.2", next_format())))}
-    broken = {"edge_client/cli/record_commands.py": "raise ImportError('half a release')\n"}
+    broken = {"edge_client/cli/store_commands.py": "raise ImportError('half a release')\n"}
     return {**life, **found, "broken release": after(box, box.put("upgrade", make_wheel(wheels, "1.3", broken)))}
 
 

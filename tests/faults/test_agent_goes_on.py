@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from edge_client.agent.loop import Agent
-from edge_client.messaging.inbox import MAX_BYTES
-from edge_client.session.commands import LoadUpdate, TrainerCommand, TrainRound
-from edge_client.session.events import Event, LinkChanged, OutboxFound, RoundCommitted, Tick
+from edge_client.agent.loop import INBOX_BYTES, Agent
+from edge_client.session.signals import (
+    Event,
+    LinkChanged,
+    LoadUpdate,
+    OutboxFound,
+    RoundCommitted,
+    Tick,
+    TrainerCommand,
+    TrainRound,
+)
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
 from fedcg.wire.messages.schemas import Accept, ArtifactRef, Decline, DeclineReason, Manifest, RoundAttempt
@@ -145,7 +152,7 @@ def test_what_a_broker_pours_into_an_agent_that_does_not_read_is_bounded_in_byte
     world.start_agent()
     world.stop_agent()
     agent: Agent = world.agent
-    for _ in range(MAX_BYTES // 1000):
+    for _ in range(INBOX_BYTES // 1000):
         agent._on_delivery(Incoming("t", payload, retained=False))
         if agent._dropped:
             break
@@ -153,4 +160,4 @@ def test_what_a_broker_pours_into_an_agent_that_does_not_read_is_bounded_in_byte
     kept = 0
     while not agent._inbox.empty():
         kept += isinstance(agent._inbox.get_nowait(), Incoming)
-    assert kept * size <= MAX_BYTES + size
+    assert kept * size <= INBOX_BYTES + size

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import tomllib
 
+from edge_client.store.checked_files import read_json, write_json
 from edge_client.store.private_store import STORE_FORMAT
-from edge_client.store.small_files import read_json, write_json
 from fedcg.files import SECRET_BYTES, checked_secret
 
 REPOSITORY = Path(__file__).parents[2]

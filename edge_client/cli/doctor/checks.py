@@ -23,7 +23,7 @@ from devices.telemetry import LIVE_ROOT
 from edge_client.cli.doctor.data_check import check_data
 from edge_client.cli.doctor.findings import Finding as Finding
 from edge_client.cli.doctor.findings import Result, existing_place, finding_of, spec_of
-from edge_client.cli.doctor.training_check import check_predictions, check_training
+from edge_client.cli.doctor.hardware import check_predictions, check_training
 from edge_client.cli.status import is_revoked, read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, EnrolError, StoreError
@@ -31,10 +31,10 @@ from edge_client.firewall import check_spec
 from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import life_of, load_keys, mqtt_config, read_certificate
 from edge_client.identity.enrolment_client import fetch_authority
+from edge_client.link.https_client import check_ready, tls_of
 from edge_client.session.state import Purpose
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, is_locked, open_store
-from edge_client.transfer.https_client import check_ready, tls_of
 from fedcg.files import advice_for
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
 from fedcg.sentences import REVOKED_ADVICE

@@ -21,7 +21,7 @@ from PIL import Image
 
 from devices.detect import detect
 from devices.profile import plan_training
-from edge_client.training.turns import yield_cpu
+from edge_client.training.box_limits import yield_cpu
 from experiments.bench.inference.load import Load, Serving, ask, serving
 from export.build.install_model import package_personal
 from export.build.variants import HeldOut, add_variants

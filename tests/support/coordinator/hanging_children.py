@@ -24,7 +24,7 @@ from coordinator.aggregation.jobs import (
     WorkerSettings,
 )
 from edge_client.config import AgentConfig
-from edge_client.session.events import RoundCommitted, TrainerReady, Working
+from edge_client.session.signals import RoundCommitted, TrainerReady, Working
 from fedcg.log_output import LogSettings
 from fedcg.worker_process import requests_of
 

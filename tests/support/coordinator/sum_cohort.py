@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.sums import KEYS_WAIT_S, Phase, Sends, SumBoard
-from edge_client.sums.keeper import SumKeeper, SumMasks, masks_in
+from edge_client.sum_keeper import SumKeeper, SumMasks, masks_in
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import FromDevice, SumDealt, SumMembers, SumOpening, SumSurvivors, ToDevice
 from fedcg.wire.sums import Numbers, SumRound

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from edge_client.agent.owner_requests import OwnerRequest, OwnerRequests, Reply
+from edge_client.agent.owner import OwnerRequest, OwnerRequests, Reply
 
 
 @contextmanager

@@ -8,8 +8,7 @@ import signal
 from pathlib import Path
 
 from edge_client.config import AgentConfig
-from edge_client.session.commands import TrainRound
-from edge_client.session.events import Noted, RoundCommitted, TrainerReady
+from edge_client.session.signals import Noted, RoundCommitted, TrainerReady, TrainRound
 from edge_client.training.trainer_handle import TrainerReport, trainer_process
 from fedcg.log_output import LogSettings
 from fedcg.worker_process import Exited

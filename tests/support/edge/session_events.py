@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from edge_client.session.commands import Command, Send
-from edge_client.session.events import Ended, Event, Granted, Offered, Receipted
+from edge_client.session.signals import Command, Ended, Event, Granted, Offered, Receipted, Send
 from edge_client.session.state import SessionState
 from edge_client.session.state_machine import step
 from fedcg.wire.messages.schemas import ArtifactRef, Decline, DeclineReason, Finished, Need, Offer, Outcome, Receipt

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.config import DataSection, KeysSection
-from edge_client.session.commands import ChooseModel, TrainRound
-from edge_client.session.events import RoundCommitted, RoundFailed
+from edge_client.session.signals import ChooseModel, RoundCommitted, RoundFailed, TrainRound
 from edge_client.store.generations import StoredState
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData, RoundData

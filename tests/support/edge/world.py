@@ -14,9 +14,18 @@ from PIL import Image
 from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
 from edge_client.identity.credentials import AgentKeys
-from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.commands import ChooseModel, ReleaseTrainer, TrainerCommand, TrainRound, WeighRound
-from edge_client.session.events import Chosen, RoundCommitted, TrainerReady, Weighed
+from edge_client.link.coordinator_link import offline_will
+from edge_client.session.signals import (
+    ChooseModel,
+    Chosen,
+    ReleaseTrainer,
+    RoundCommitted,
+    TrainerCommand,
+    TrainerReady,
+    TrainRound,
+    Weighed,
+    WeighRound,
+)
 from edge_client.store.generations import NewGeneration, Snapshot, SnapshotFile
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerReport

@@ -31,8 +31,8 @@ from coordinator.updates.robustness import Distances
 from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, TlsSection
 from edge_client.identity.credentials import AgentKeys, mqtt_config
-from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.commands import TrainRound
+from edge_client.link.coordinator_link import offline_will
+from edge_client.session.signals import TrainRound
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, create_model
 
 from edge_client.firewall import FACTS
-from edge_client.store.sent_record import SENT_FILE, SentRecord, read_lines, sent_items, totals
+from edge_client.store.checked_files import SENT_FILE, SentRecord, read_lines, sent_items, totals
 from fedcg.wire.leaving import COMMON, SENT, own_fields
 from fedcg.wire.messages.envelopes import read_envelope
 from fedcg.wire.messages.schemas import Heartbeat, Manifest

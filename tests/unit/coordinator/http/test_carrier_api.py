@@ -19,7 +19,7 @@ from coordinator.http.device_api import MEMBER_S, REQUESTS_AT_ONCE
 from coordinator.members.enrolment import certificate_record
 from coordinator.rounds.records import DeviceState
 from coordinator.service.service import Service
-from edge_client.transfer.https_client import check_ready
+from edge_client.link.https_client import check_ready
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import load_certificate
 from fedcg.wire.messages.schemas import Carrier, Manifest, Outcome

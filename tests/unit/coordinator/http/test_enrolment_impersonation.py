@@ -19,7 +19,7 @@ from coordinator.pki.authority import CA_NAME, create_ca, credential_of, issue
 from coordinator.pki.signing_keys import rotate_key
 from edge_client.errors import EnrolError
 from edge_client.identity.enrol import enrol
-from edge_client.transfer.https_client import check_ready
+from edge_client.link.https_client import check_ready
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import ENROL_PATH
 from fedcg.wire.messages.envelopes import SigningKey

@@ -17,9 +17,8 @@ from coordinator.http.device_api import hang_up
 from coordinator.paths import CRL_NAME
 from coordinator.pki.authority import write_revocations
 from edge_client.config import load_config
-from edge_client.identity.credentials import load_keys
+from edge_client.identity.credentials import load_keys, renew
 from edge_client.identity.enrol import enrol
-from edge_client.identity.renewal import renew
 from fedcg.wire.messages.enrolment_messages import ENROL_PATH, load_certificate
 from fedcg.wire.messages.schemas import Carrier, Welcome
 from fedcg.wire.tls import ServerRole

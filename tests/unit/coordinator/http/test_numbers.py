@@ -13,7 +13,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.http import operator_api
 from coordinator.members.api_tokens import Role
 from coordinator.operations.create_federation import OperatorPlan
-from edge_client.agent.owner_requests import OwnerRequest
+from edge_client.agent.owner import OwnerRequest
 from edge_client.config import AgentConfig
 from fedcg.learning.spec import FederationSpec, RoundPolicy
 from fedcg.wire.artifacts.artifacts import ArtifactHeader

@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from edge_client.agent.owner_requests import StatusRequest, ask_agent
+from edge_client.agent.owner import StatusRequest, ask_agent
 from edge_client.config import PolicySection
-from edge_client.session.commands import TrainRound
-from edge_client.session.events import Noted, RoundFailed
+from edge_client.session.signals import Noted, RoundFailed, TrainRound
 from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.errors import NOT_CONNECTED
 from fedcg.wire.messages.envelopes import SigningKey

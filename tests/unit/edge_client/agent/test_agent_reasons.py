@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.agent import event_reporter
-from edge_client.agent.event_reporter import LinkProblems
+from edge_client.agent import reports
+from edge_client.agent.reports import LinkProblems
 from edge_client.cli.status import Status, read_status
 from edge_client.errors import StoreLockedError
-from edge_client.session.commands import ChooseModel, TrainerCommand
-from edge_client.session.events import RoundFailed
+from edge_client.session.signals import ChooseModel, RoundFailed, TrainerCommand
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
@@ -74,7 +73,7 @@ def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
     world.coordinator.answers_hello = False
     world.coordinator.come_online()
     world.start_agent()
-    for _ in range(event_reporter.UNANSWERED_HELLOS + 2):
+    for _ in range(reports.UNANSWERED_HELLOS + 2):
         world.coordinator.wait(Hello)
     assert caplog.text.count("the coordinator does not answer: it does not run, this federation is not started") == 1
     assert "fedcg doctor" in str(status(world)["link_problem"])

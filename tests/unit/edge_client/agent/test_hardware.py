@@ -12,7 +12,7 @@ from devices.eligibility import EligibilitySettings, Obstacle
 from devices.telemetry import Sensors, Telemetry, Zone
 from edge_client.agent.hardware import HardwareWatch, metrics_text
 from edge_client.config import PolicySection
-from edge_client.session.events import Invited
+from edge_client.session.signals import Invited
 from fedcg.wire.messages.schemas import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Offer, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, make_config

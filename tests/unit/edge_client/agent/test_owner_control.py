@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from edge_client.agent.owner_requests import (
+from edge_client.agent.owner import (
     ApproveRequest,
     PauseRequest,
     ResumeRequest,
@@ -17,11 +17,10 @@ from edge_client.agent.owner_requests import (
 from edge_client.cli.status import read_status
 from edge_client.config import PolicySection
 from edge_client.errors import OwnerRequestError, StoreError
-from edge_client.session.commands import ReleaseTrainer
+from edge_client.session.signals import ReleaseTrainer
+from edge_client.store.checked_files import SENT_FILE, sent_items, write_json
 from edge_client.store.owner_record import Consent, DayTraffic, Pause, PauseFile
 from edge_client.store.private_store import open_store
-from edge_client.store.sent_record import SENT_FILE, sent_items
-from edge_client.store.small_files import write_json
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt, SelfReport

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.agent import owner_requests
-from edge_client.agent.owner_requests import (
+from edge_client.agent import owner
+from edge_client.agent.owner import (
     MAX_REQUEST_BYTES,
     OwnerRequest,
     OwnerRequests,
@@ -106,7 +106,7 @@ def test_without_an_agent_the_error_names_the_store_and_the_next_step(tmp_path: 
 def test_a_loop_that_does_not_answer_in_time_is_named_and_the_request_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner_requests, "ANSWER_S", 0.1)
+    monkeypatch.setattr(owner, "ANSWER_S", 0.1)
     requests = OwnerRequests(tmp_path)
     requests.open()
     with pytest.raises(OwnerRequestError, match="busy"):

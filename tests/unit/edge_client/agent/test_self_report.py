@@ -8,11 +8,11 @@ import pytest
 
 from devices.power import Rail, Supply
 from devices.telemetry import Causes, Telemetry, Zone
-from edge_client.agent.self_report import EVERY_S, SelfReporter, readings, served_model
+from edge_client.agent.reports import REPORT_EVERY_S, SelfReporter, readings, served_model
 from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
-from edge_client.session.events import Chosen
-from edge_client.store.sent_record import SENT_FILE, read_lines
+from edge_client.session.signals import Chosen
+from edge_client.store.checked_files import SENT_FILE, read_lines
 from fedcg.wire.messages.schemas import DoctorFinding, Hello, SelfReport
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.conversations import box_config
@@ -57,7 +57,10 @@ def test_health_covers_clock_and_findings_and_without_it_none_of_them_leaves(
 
 def test_the_same_is_reported_again_only_after_a_while(tmp_path: Path) -> None:
     reporter = SelfReporter(PolicySection(), tmp_path)
-    assert [reporter.due(ABOUT, now) is not None for now in (0.0, 1.0, EVERY_S - 1, EVERY_S, EVERY_S + 1)] == [
+    assert [
+        reporter.due(ABOUT, now) is not None
+        for now in (0.0, 1.0, REPORT_EVERY_S - 1, REPORT_EVERY_S, REPORT_EVERY_S + 1)
+    ] == [
         True,
         False,
         False,
@@ -93,7 +96,7 @@ def test_readings_leave_as_numbers_and_codes_where_the_owner_allows_them(tmp_pat
     at_first = reporter.due(ABOUT, 0.0)
     last[0] = read
     assert reporter.due(ABOUT, 1.0) is None, "readings change all the time"
-    later = reporter.due(ABOUT, EVERY_S)
+    later = reporter.due(ABOUT, REPORT_EVERY_S)
     assert at_first is not None
     assert later is not None
     assert (at_first.telemetry, later.telemetry, later.clock) == (None, readings(read), None)

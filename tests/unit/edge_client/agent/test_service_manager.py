@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.agent.service_manager import ServiceManager
+from edge_client.agent.reports import ServiceManager
 from tests.support.edge.world import MakeWorld
 
 

@@ -18,14 +18,13 @@ from urllib.parse import quote, quote_plus
 import numpy as np
 import pytest
 
-from edge_client.agent.owner_control import part_bytes, update_bytes
-from edge_client.agent.owner_requests import OwnerRequest, success
+from edge_client.agent.owner import OwnerRequest, part_bytes, success, update_bytes
 from edge_client.cli import support_file
 from edge_client.config import PolicySection
 from edge_client.firewall import UpdateFacts, build_update, widened
+from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, SentRecord, append_line
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import PrivateStore
-from edge_client.store.sent_record import LEDGER_FILE, SENT_FILE, SentRecord, append_line
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.event_log import EventLog, log_text
 from fedcg.wire.artifacts.artifacts import Base, artifact_id

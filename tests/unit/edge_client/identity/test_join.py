@@ -13,9 +13,8 @@ import pytest
 
 from coordinator.paths import Home
 from edge_client.config import AgentConfig, load_config
-from edge_client.identity.credentials import load_keys
+from edge_client.identity.credentials import Renewer, load_keys
 from edge_client.identity.enrol import enrol
-from edge_client.identity.renewal import Renewer
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
@@ -118,7 +117,7 @@ def renewer(config: AgentConfig, clock: Callable[[], datetime], renewed: threadi
 def test_of_two_agents_with_one_identity_one_renews_and_both_connect_anew(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.identity.renewal.LOOK_AGAIN", timedelta(seconds=0.2))
+    monkeypatch.setattr("edge_client.identity.credentials.LOOK_AGAIN", timedelta(seconds=0.2))
     with running_desk(home) as desk:
         enrol(desk.token("line-4"), tmp_path / "box")
         (tmp_path / "images").mkdir()

@@ -12,8 +12,8 @@ import pytest
 from coordinator.rounds.records import DeviceState
 from edge_client.config import AgentConfig, DataSection, load_config
 from edge_client.errors import EnrolError, NoAnswerError, StoreLockedError
+from edge_client.identity.conversation import leave
 from edge_client.identity.enrol import enrol
-from edge_client.identity.leave import leave
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values

@@ -19,11 +19,19 @@ from coordinator.rounds.records import DeviceState
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import EnrolError
-from edge_client.identity import enrolment_client, renewal
-from edge_client.identity.credentials import TlsKey, is_due, load_keys, read_checked, replace_pair, settle_pair
+from edge_client.identity import credentials, enrolment_client
+from edge_client.identity.credentials import (
+    Renewer,
+    TlsKey,
+    is_due,
+    load_keys,
+    read_checked,
+    renew,
+    replace_pair,
+    settle_pair,
+)
 from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import ask, trusting
-from edge_client.identity.renewal import Renewer, renew
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.enrolment_messages import (
     RENEW_PATH,
@@ -270,7 +278,7 @@ def test_a_clock_that_is_far_off_renews_nothing_and_is_named_once_until_it_is_ri
         return datetime.now(timezone.utc).timestamp() + off_s
 
     monkeypatch.setattr(enrolment_client, "time", SimpleNamespace(time=shown))
-    monkeypatch.setattr(renewal, "TRY_AGAIN", timedelta(milliseconds=20))
+    monkeypatch.setattr(credentials, "TRY_AGAIN", timedelta(milliseconds=20))
     events = EventLog(path, lambda: 0.0)
     with Renewer(device, load_keys(device).signing, events, told.set, clock=lambda: days_ahead(29)).running():
         wait_until(lambda: looks >= 4, "it compared the clocks again and again")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.messaging.coordinator_link import CoordinatorTrust
+from edge_client.link.coordinator_link import CoordinatorTrust
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, make_link, seal

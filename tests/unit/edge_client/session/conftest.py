@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from edge_client.session.commands import TrainRound
-from edge_client.session.events import ArtifactStored, Invited, LinkChanged, SpecChecked, Tick, TrainerReady, Welcomed
+from edge_client.session.signals import (
+    ArtifactStored,
+    Invited,
+    LinkChanged,
+    SpecChecked,
+    Tick,
+    TrainerReady,
+    TrainRound,
+    Welcomed,
+)
 from edge_client.session.state import SessionState
 from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.edge.session_events import SPEC, aggregate, drive, offer

@@ -7,38 +7,36 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.session.commands import (
-    ChooseModel,
-    Command,
-    LoadUpdate,
-    RecordDelivery,
-    ReleaseTrainer,
-    Send,
-    SendChunks,
-    StartTrainer,
-    TrainRound,
-)
-from edge_client.session.events import (
+from edge_client.session.signals import (
     ArtifactLost,
     ArtifactStored,
+    ChooseModel,
     Chosen,
+    Command,
     ConsentChanged,
     CoordinatorSeen,
     Event,
     Invited,
     LinkChanged,
+    LoadUpdate,
     ObstacleChanged,
     OutboxFound,
     Receipted,
+    RecordDelivery,
+    ReleaseTrainer,
     RoundCommitted,
     RoundFailed,
+    Send,
+    SendChunks,
     SessionLost,
     SpecChecked,
+    StartTrainer,
     Stopping,
     Tick,
     TrainerDied,
     TrainerReady,
     TrainingAbandoned,
+    TrainRound,
     Welcomed,
 )
 from edge_client.session.state import SessionState

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from edge_client.errors import DamagedFileError, StoreError
+from edge_client.store.checked_files import read_json, write_json
 from edge_client.store.private_store import PrivateStore
-from edge_client.store.small_files import read_json, write_json
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
 from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.commands import run_fedcg

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from edge_client.store.checked_files import read_json, write_json
 from edge_client.store.private_store import STORE_FORMAT, PrivateStore
-from edge_client.store.small_files import read_json, write_json
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT
 from fedcg.files import SECRET_BYTES
 from tests.support.box_install import AGENT_TOML, content, fill_store

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from edge_client.config import PolicySection
 from edge_client.errors import StoreError
 from edge_client.firewall import check_spec, widened
+from edge_client.store.checked_files import SENT_FILE, SentRecord, append_line, checked_text, sent_items, totals
 from edge_client.store.owner_record import MOST_WAITING, Consent, Pause, PauseFile, TrafficCounter
-from edge_client.store.sent_record import SENT_FILE, SentRecord, append_line, sent_items, totals
-from edge_client.store.small_files import checked_text
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part, ReportField
 from tests.support.edge.world import toy_spec, update_of

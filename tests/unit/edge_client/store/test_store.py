@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.errors import StoreDamagedError, StoreError, StoreFormatError, StoreLockedError
+from edge_client.store.checked_files import write_json
 from edge_client.store.generations import Generations, Snapshot, SnapshotFile
 from edge_client.store.private_store import RECEIPTS_KEPT, STORE_FORMAT, DeliveryRecord, PrivateStore
-from edge_client.store.small_files import write_json
 from fedcg import files
 from fedcg.files import checked_secret
 from fedcg.wire.messages.schemas import RoundAttempt

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from edge_client.config import DataSection
-from edge_client.session.events import RoundCommitted
+from edge_client.session.signals import RoundCommitted
 from edge_client.training.local_data import LocalData, LocalDefence
 from export.build.install_model import package_personal
 from export.model.manifest import read_manifest

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.agent.owner_control import OwnerControl
+from edge_client.agent.owner import OwnerControl
 from edge_client.agent.run import run_agent
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.cli.status import read_status
 from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
-from edge_client.session.events import Chosen, RoundCommitted
+from edge_client.session.signals import Chosen, RoundCommitted
 from fedcg.event_log import EventLog
 from fedcg.learning.networks.own_backbone import keeps_features
 from fedcg.learning.networks.plans import complete_spec

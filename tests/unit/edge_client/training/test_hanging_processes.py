@@ -18,8 +18,7 @@ from coordinator.aggregation.jobs import (
     WorkerSettings,
 )
 from edge_client.config import TrainingSection
-from edge_client.session.commands import TrainRound
-from edge_client.session.events import RoundCommitted, TrainerReady
+from edge_client.session.signals import RoundCommitted, TrainerReady, TrainRound
 from edge_client.training.trainer_handle import TrainerReport, trainer_process
 from fedcg.learning.training.device_errors import BROKEN_EXIT
 from fedcg.log_output import LogSettings

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from edge_client.config import PolicySection
-from edge_client.session.commands import ChooseModel
-from edge_client.session.events import Chosen, RoundCommitted
+from edge_client.session.signals import ChooseModel, Chosen, RoundCommitted
 from edge_client.training import local_round
 from export.model.versions import Slots
 from fedcg.learning.methods.fedproto import NearestPrototype

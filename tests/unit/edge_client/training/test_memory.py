@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from edge_client.session.events import RoundCommitted, RoundFailed
+from edge_client.session.signals import RoundCommitted, RoundFailed
 from edge_client.training import local_round, trainer_child
-from edge_client.training.memory_share import LEAST_SHARE, MEMORY_FILE, NEAR_END_BYTES, MemoryShare
+from edge_client.training.box_limits import LEAST_SHARE, MEMORY_FILE, NEAR_END_BYTES, MemoryShare
 from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Method, RoundContext
 from fedcg.wire.messages.schemas import DeclineReason

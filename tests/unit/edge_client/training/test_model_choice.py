@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from edge_client.config import PolicySection
-from edge_client.session.commands import ChooseModel
-from edge_client.session.events import Chosen
-from edge_client.training import model_selection as finalise
-from edge_client.training.evaluation import Measured, measure
-from edge_client.training.model_selection import Candidate, choose
+from edge_client.session.signals import ChooseModel, Chosen
+from edge_client.training import personal_model as finalise
+from edge_client.training.personal_model import Candidate, choose
+from edge_client.training.workplace import Measured, measure
 from fedcg.learning.method import Masking, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.probes import ProbeParams, counted, outputs_on, probe_inputs, residual

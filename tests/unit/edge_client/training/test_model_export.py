@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.config import ExportSection
-from edge_client.session.events import Chosen
+from edge_client.session.signals import Chosen
 from edge_client.store.private_store import PrivateStore
 from export.errors import GateError
 from export.model.manifest import read_manifest

@@ -15,7 +15,7 @@ from edge_client.cli.doctor.checks import examine
 from edge_client.cli.status import read_status
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
-from edge_client.session.events import RoundCommitted
+from edge_client.session.signals import RoundCommitted
 from fedcg.imaging import MAX_FILE_BYTES
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField

@@ -9,7 +9,7 @@ import pytest
 
 from edge_client.agent.hardware import HardwareWatch
 from edge_client.config import PolicySection, TrainingSection
-from edge_client.store.sent_record import LEDGER_FILE, append_line, read_lines
+from edge_client.store.checked_files import LEDGER_FILE, append_line, read_lines
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.spec import NetworkChoice
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField

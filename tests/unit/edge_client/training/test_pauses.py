@@ -9,10 +9,10 @@ import pytest
 
 from devices.eligibility import EligibilitySettings
 from devices.telemetry import Causes, Telemetry, Zone
-from edge_client.session.events import RoundCommitted
+from edge_client.session.signals import RoundCommitted
 from edge_client.training import trainer_child
+from edge_client.training.box_limits import LEAST_PAUSE_S, LOOK_EVERY_S, Pauses
 from edge_client.training.trainer_child import Trainer
-from edge_client.training.turns import LEAST_PAUSE_S, LOOK_EVERY_S, Pauses
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.edge.training_site import Site, real_spec
@@ -104,7 +104,7 @@ def test_a_round_that_was_paused_commits_what_an_undisturbed_one_does(
                 return self.left.pop(0) if len(self.left) > 1 else self.left[0]
 
         monkeypatch.setattr(trainer_child, "Sensors", Sensors)
-        monkeypatch.setattr("edge_client.training.turns.LOOK_EVERY_S", 0.0)
+        monkeypatch.setattr("edge_client.training.box_limits.LOOK_EVERY_S", 0.0)
         trainer = Trainer(site.config, site.store, EventLog(site.events_path, lambda: 1.0))
         assert trainer.do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
         committed.append(site.store.generations.newest())

@@ -15,10 +15,10 @@ from opacus.accountants import RDPAccountant
 from audit.measures.figures import Outcome
 from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
-from edge_client.session.commands import ChooseModel
+from edge_client.session.signals import ChooseModel
 from edge_client.training import local_round
-from edge_client.training.evaluation import measure
-from edge_client.training.model_selection import choose_model
+from edge_client.training.personal_model import choose_model
+from edge_client.training.workplace import measure
 from fedcg.learning.mechanisms.protected_round import last_bias, log_prior
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.wire.artifacts.artifacts import read_header, unpack
@@ -268,6 +268,6 @@ def test_a_downloaded_classifier_is_fitted_to_the_devices_labels_where_they_are_
         return measure(spec_, parts, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("edge_client.training.model_selection.measure", kept)
+        patch.setattr("edge_client.training.personal_model.measure", kept)
         choose_model(work, ChooseModel(spec.digest, site.aggregate))
     assert np.allclose(seen[1].numpy(), before + log_prior(data.train.label_counts()).numpy(), atol=1e-6)

@@ -16,7 +16,7 @@ from audit.evidence.case import Case, Knowledge
 from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
 from audit.measures.images import png
 from edge_client.config import AuditSection
-from edge_client.session.events import RoundCommitted, RoundFailed
+from edge_client.session.signals import RoundCommitted, RoundFailed
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays

@@ -14,7 +14,7 @@ import pytest
 
 from devices.detect import detect
 from edge_client.config import PolicySection, TrainingSection
-from edge_client.session.events import RoundCommitted
+from edge_client.session.signals import RoundCommitted
 from edge_client.store.generations import CheckpointFile
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.privacy import OFF, DpSgdSettings, PrivacySettings

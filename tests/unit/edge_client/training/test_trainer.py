@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from devices.power import Rail
-from edge_client.session.events import RoundCommitted
+from edge_client.session.signals import RoundCommitted
+from edge_client.store.checked_files import LEDGER_FILE, read_lines
 from edge_client.store.private_store import PrivateStore
-from edge_client.store.sent_record import LEDGER_FILE, read_lines
 from edge_client.training import local_round as training
 from edge_client.training import trainer_child
-from edge_client.training.evaluation import Measured
 from edge_client.training.trainer_child import reason_for
+from edge_client.training.workplace import Measured
 from fedcg.files import checked_secret
 from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.networks import NETWORKS

@@ -15,7 +15,7 @@ from devices.profile import GIB, DeviceKind, DeviceProfile, Gpu, Trainable
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import TrainingSection
 from edge_client.training import trainer_child
-from edge_client.training.memory_share import MEMORY_FILE
+from edge_client.training.box_limits import MEMORY_FILE
 from edge_client.training.trainer_child import free_memory
 from fedcg.wire.artifacts.artifacts import read_header
 from fedcg.wire.messages.schemas import DeclineReason
@@ -46,7 +46,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def on(monkeypatch: pytest.MonkeyPatch, box: DeviceProfile, problem: str = "", free: int | None = None) -> None:
     """The device is such a box, with a torch that can't use its GPU for that reason."""
-    for module in ("edge_client.training.trainer_child", "edge_client.cli.doctor.training_check"):
+    for module in ("edge_client.training.trainer_child", "edge_client.cli.doctor.hardware"):
         monkeypatch.setattr(f"{module}.detect", lambda: box)
         monkeypatch.setattr(f"{module}.torch_obstacle", lambda: problem)
     monkeypatch.setattr(trainer_child, "free_memory", lambda gpu: free)

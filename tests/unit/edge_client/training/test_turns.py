@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from edge_client.cli.status import WAITS, read_status
-from edge_client.session.events import RoundCommitted, RoundFailed
+from edge_client.session.signals import RoundCommitted, RoundFailed
+from edge_client.training.box_limits import turn
 from edge_client.training.trainer_child import Trainer
 from edge_client.training.trainer_handle import TrainerReport
-from edge_client.training.turns import turn
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from tests.support.edge.training_site import Site, real_spec

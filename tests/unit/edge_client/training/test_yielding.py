@@ -15,9 +15,8 @@ import pytest
 from devices.eligibility import EligibilitySettings, Obstacle
 from devices.telemetry import Telemetry
 from edge_client.agent.hardware import HardwareWatch
-from edge_client.inference_load import InferenceLoad
+from edge_client.training.box_limits import InferenceLoad, Pauses
 from edge_client.training.trainer_handle import trainer_process
-from edge_client.training.turns import Pauses
 from export.serving.metrics import Metrics
 from fedcg.event_log import EventLog, read_events
 from fedcg.log_output import LogSettings

@@ -19,11 +19,10 @@ from edge_client import config as edge_config
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import TlsSection
 from edge_client.errors import ConfigError
-from edge_client.messaging.coordinator_link import CoordinatorLink, CoordinatorTrust
-from edge_client.messaging.handshake import Handshake
+from edge_client.link import https_client
+from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust, Handshake
+from edge_client.link.https_client import Direction, Line
 from edge_client.store.private_store import PrivateStore
-from edge_client.transfer import https_client
-from edge_client.transfer.https_client import Direction, Line
 from fedcg.agent_config import render_agent_config
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import ArtifactRef, Carrier

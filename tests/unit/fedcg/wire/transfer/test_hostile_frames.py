@@ -17,11 +17,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.messaging.incoming import MessageChecks, Sessions
-from edge_client.messaging.coordinator_link import CoordinatorLink, CoordinatorTrust
-from edge_client.messaging.handshake import Handshake
-from edge_client.session.commands import Wanted
+from edge_client.link.artifact_transfer import Downloads
+from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust, Handshake
+from edge_client.session.signals import Wanted
 from edge_client.store.private_store import PrivateStore
-from edge_client.transfer.downloads import Downloads
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages.envelopes import DOMAIN, MAGIC, SigningKey, seal
 from fedcg.wire.messages.schemas import (

@@ -1,7 +1,8 @@
-"""What this device keeps of the masked sum of a round attempt, on disk before anything of it is said: resends are byte-identical.
+"""This device's record of the masked sum of a round attempt, on disk before anything of it is sent: resends are byte-identical.
 
-A device's numbers of a round are in one sum at most, whatever attempt: a repeated attempt would have much the same outputs, and
+A device's numbers of a round are in one sum at most, whatever attempt. A repeated attempt would have much the same outputs, and
 differences of two sums would open them. So once its peers are known, no other attempt of that round has a sum here.
+It knows no store: the functions that load and save are given.
 """
 
 from __future__ import annotations

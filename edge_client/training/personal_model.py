@@ -1,12 +1,11 @@
-"""The end of a federation on one device: choose the personal model by validation, export it, measure it. Uses torch.
+"""A device's personal model: exported after a round that made it better; chosen, exported and measured at the end. Uses torch.
 
-Up to six candidates: `own`, the personal model of the best validation round; `ema`, the moving average of the latest round's steps, where the
-method's parameter `ema` asks for it; `downloaded`, the latest personal model with the parts
-that the final aggregate holds taken from it; `tuned`, the downloaded one after one local pass; `interpolated`, the mean of the latest
-and the downloaded weights; `averaged`, the mean of the latest and the tuned weights. All are measured alike, on the same validation
-images, by their calibrated loss; the least loss is exported. Accuracy on some 200 validation images cannot distinguish candidates
-that differ by one to three points, and favours `own`, which is the most accurate of as many rounds there as the federation has;
-the loss has less noise. Test and common images are measured for the record and do not influence the choice.
+At the end there are up to six candidates. `own`: the personal model of the best validation round. `ema`: the moving average of the latest
+round's steps, where the method's parameter `ema` asks for it. `downloaded`: the latest personal model with the parts that the final
+aggregate holds taken from it. `tuned`: the downloaded one after one local pass. `interpolated`: the mean of the latest and the downloaded
+weights. `averaged`: the mean of the latest and the tuned weights. All are measured alike, on the same validation images, by their calibrated
+loss; the least loss is exported. Accuracy on some 200 validation images cannot distinguish candidates that differ by one to three points,
+and favours `own`; the loss has less noise. Test and common images are measured for the record and do not influence the choice.
 """
 
 from __future__ import annotations
@@ -16,13 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edge_client.session.commands import ChooseModel
-from edge_client.store.generations import StoredState
-from edge_client.training.evaluation import Measured, measure, with_downloaded
+from edge_client.session.signals import ChooseModel
+from edge_client.store.generations import Snapshot, StoredState
 from edge_client.training.local_data import RoundData
 from edge_client.training.local_round import as_aggregate, decode_aggregate, load_spec
-from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
-from edge_client.training.workplace import Workplace
+from edge_client.training.workplace import Measured, Workplace, measure, with_downloaded
+from export.build.install_model import package_personal
+from export.build.variants import CALIBRATION_IMAGES, HeldOut
+from export.errors import GateError
+from export.model.manifest import Manifest, read_manifest
+from export.model.preprocess import load_image
+from export.model.runtime import Model
+from export.model.versions import Slots
+from fedcg.event_log import EventValue
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
 from fedcg.learning.method import ClientState, DivergedError, Method, Progress, Weights
@@ -35,6 +40,109 @@ from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss, logits_of
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.wire.parts import Part
+
+Outcome = dict[str, EventValue]
+
+
+def export_best(work: Workplace) -> None:
+    """Export the best model so far, if the round that was committed last made it better, and put it in use.
+
+    Raises:
+        ExportError: it can't be exported; the version in use stays.
+    """
+    stored = work.store.generations.load()
+    if stored is None or int(stored.generation.scores["best.round"]) != stored.generation.round_attempt.round:
+        return
+    generation = stored.generation
+    spec, _ = load_spec(work, generation.spec)
+    measured = Measured.from_scores(generation.scores, "best")
+    parts = to_weights(stored.slots["best"])
+    snapshot = work.store.generations.snapshot(generation)
+    outcome = export_model(work, spec, generation.round_attempt.round, parts, measured, snapshot)
+    work.events.write("exported", round=generation.round_attempt.round, **outcome)
+
+
+def export_model(
+    work: Workplace,
+    spec: FederationSpec,
+    round_number: int,
+    parts: Mapping[Part, Weights],
+    measured: Measured,
+    snapshot: Snapshot,
+    *,
+    last: bool = False,
+) -> Outcome:
+    """Export a personal model and put it in use, unless the one in use is better on this device's test images.
+
+    Args:
+        work: the context of the device's local work.
+        spec: the federation's spec.
+        round_number: the round the weights come from.
+        parts: extractor and classifier.
+        measured: their accuracies, for the manifest.
+        snapshot: the images of each split.
+        last: also try variants, where the configuration asks for them.
+
+    Returns:
+        The version in use now, for the events; `gate` is the reason why the new model is not.
+
+    Raises:
+        ExportError: it can't be exported; the version in use stays.
+    """
+    files, labels = work.data.files(snapshot, "test")
+    layer = work.data.input_layer(spec)
+    slots = Slots(work.store.root / "models")
+    refused = None
+    try:
+        package_personal(
+            spec,
+            parts,
+            slots.root,
+            test_files=files,
+            test_labels=labels,
+            metrics={f"accuracy_{name}": value for name, value in measured.as_scores("personal").items()},
+            round_number=round_number,
+            variants=_held_out(work, spec, snapshot) if last and work.config.export.variants else None,
+            gate=work.config.export.gate_points / 100,
+            key=work.config.keys.signing,
+            before=None if layer is None else layer.layer(spec.image),
+        )
+    except GateError as error:
+        refused = str(error)
+    directory = slots.current()
+    return {"gate": refused, **_described(directory, read_manifest(directory))}
+
+
+def _described(directory: Path, manifest: Manifest) -> Outcome:
+    return {
+        "model_dir": str(directory),
+        "onnx_model": str(directory / manifest.model.name),
+        "served_variant": manifest.serves,
+        "accuracy_onnx": manifest.verification.accuracy_onnx,
+        "onnx_top1_agreement": manifest.verification.top1_agreement,
+    }
+
+
+def common_accuracy(work: Workplace, spec: FederationSpec, directory: Path) -> float | None:
+    """Share of the common test set's image files that an installed model gets right; None without such files."""
+    files, labels = work.data.common_files(spec)
+    if not files:
+        return None
+    model = Model.load(directory, threads=work.threads)
+    predicted = model.predict([load_image(file, model.manifest.image) for file in files]).argmax(axis=1)
+    return float((predicted == labels).mean())
+
+
+def _held_out(work: Workplace, spec: FederationSpec, snapshot: Snapshot) -> HeldOut | None:
+    """Images that variants are compared on (validation) and calibrated with (training). None where there are no image files."""
+    files, labels = work.data.files(snapshot, "val")
+    seen, _ = work.data.files(snapshot, "train")
+    if not files or not seen:
+        return None
+    some = seen[:: max(1, len(seen) // CALIBRATION_IMAGES)][:CALIBRATION_IMAGES]
+    return HeldOut(
+        [load_image(one, spec.image) for one in files], labels, [load_image(one, spec.image) for one in some]
+    )
 
 
 @dataclass(frozen=True)

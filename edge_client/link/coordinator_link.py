@@ -1,35 +1,51 @@
-"""The link to the coordinator: messages are signed and stamped on their way out, and checked on their way in.
+"""The link to the coordinator: hello and welcome, messages signed and stamped on their way out and checked on their way in.
 
 Signature, addressee, topic, session and order are checked here; a message that fails a check is refused with its reason and changes nothing.
-Messages sent while the link is down are dropped; the protocol repeats them.
+Messages sent while the link is down are dropped; the protocol repeats them. One nonce serves a hello and its repetitions, so a late answer
+still counts; a coordinator's nonce is taken once, so a recorded welcome can't bring back an old session.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from typing import TypeVar
 
-from edge_client.messaging.handshake import Handshake
-from edge_client.session import events
+from edge_client.session import signals
 from edge_client.store.private_store import PrivateStore
-from fedcg.wire.errors import MalformedError, OldEpochError, OtherDeviceError, OtherFederationError, TransportError
+from fedcg.wire.errors import (
+    MalformedError,
+    OldEpochError,
+    OtherDeviceError,
+    OtherFederationError,
+    OtherSessionError,
+    ReplayError,
+    TransportError,
+    VersionError,
+)
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import (
     BroadcastOrder,
     PinnedKey,
+    Session,
     SigningKey,
     VerifyKey,
     open_envelope,
     open_key_chain,
     read_envelope,
     seal,
+    session_id,
 )
 from fedcg.wire.messages.schemas import (
     COORDINATOR,
     EVERYONE,
     NO_ATTEMPT,
     AnyMessage,
+    Carrier,
     CoordinatorStatus,
     DeviceStatus,
     Finished,
+    Hello,
     Invite,
     KeyChain,
     Left,
@@ -45,6 +61,120 @@ from fedcg.wire.messages.schemas import (
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import Chunk, read_frame
 from fedcg.wire.transport.transport import Delivery, Transport, Will
+
+MessageT = TypeVar("MessageT", bound=AnyMessage)
+
+
+class Handshake:
+    """Keeps the nonces and the open session of one device.
+
+    Args:
+        federation: the federation's id.
+        device: this device's id.
+        agent: program version for the hello.
+        cohort: mark of the cohort secret, None without one.
+        heartbeat_s: this device promises that it is never silent for longer.
+        carrier: how its artifacts travel.
+        is_check: it only wants to know whether it is answered.
+    """
+
+    def __init__(
+        self,
+        federation: str,
+        device: str,
+        agent: str,
+        cohort: str | None = None,
+        heartbeat_s: int | None = None,
+        carrier: Carrier = Carrier.MQTT,
+        *,
+        is_check: bool = False,
+    ) -> None:
+        self._is_check = is_check
+        self._carrier = carrier
+        self._heartbeat_s = heartbeat_s
+        self._federation = federation
+        self._device = device
+        self._agent = agent
+        self._cohort = cohort
+        self._nonce: str | None = None
+        self._answers: set[str] = set()
+        self._session: Session | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a session stands."""
+        return self._session is not None
+
+    def close(self) -> None:
+        """Forget the session; the next hello opens a new one."""
+        if self._session is not None:
+            self._session, self._nonce = None, None
+
+    def hello(self, epoch: int, committed: RoundAttempt = NO_ATTEMPT, key: str | None = None) -> Hello:
+        """The hello to send now: with the highest epoch that came, the last round attempt that was trained, and the coordinator's key that counts."""
+        self.close()
+        if self._nonce is None:
+            self._nonce, self._answers = secrets.token_hex(16), set()
+        return Hello(
+            federation=self._federation,
+            sender=self._device,
+            recipient=COORDINATOR,
+            epoch=epoch,
+            round=committed.round,
+            attempt=committed.attempt,
+            nonce=self._nonce,
+            versions=schemas.SPOKEN,
+            agent=self._agent,
+            cohort=self._cohort,
+            heartbeat_s=self._heartbeat_s,
+            carrier=self._carrier,
+            check=self._is_check,
+            key=key,
+        )
+
+    def welcome(self, message: Welcome) -> None:
+        """Open the session that a welcome answers.
+
+        Raises:
+            ReplayError: it answers no hello of this device, or was used before.
+            MalformedError: it picks a version that was not offered.
+        """
+        if message.device_nonce != self._nonce or message.nonce in self._answers:
+            raise ReplayError("a welcome that answers no hello of this device, or answers one again")
+        if message.version not in schemas.SPOKEN:
+            raise VersionError(f"a welcome for protocol version {message.version}; {schemas.SPOKEN} were offered")
+        self._answers.add(message.nonce)
+        self._session = Session(session_id(message.device_nonce, message.nonce))
+
+    def refusal(self, message: Refusal) -> str:
+        """The reason why a hello was not answered with a welcome, for people.
+
+        Raises:
+            ReplayError: it answers no hello of this device.
+        """
+        if message.device_nonce != self._nonce or self.is_open:
+            raise ReplayError("a refusal that answers no hello of this device")
+        return schemas.explain_versions(message.device_versions, message.versions)
+
+    def stamp(self, message: MessageT) -> MessageT:
+        """The message with session and counter.
+
+        Raises:
+            OtherSessionError: there is no session.
+        """
+        if self._session is None:
+            raise OtherSessionError(f"a {message.kind} message can't be sent without a session")
+        return self._session.stamp(message)
+
+    def admit(self, message: AnyMessage) -> None:
+        """Check that a message belongs to the session and is new.
+
+        Raises:
+            OrderError: it does not, is not, or there is no session.
+        """
+        if self._session is None:
+            raise OtherSessionError(f"a {message.kind} message came without a session")
+        self._session.admit(message)
 
 
 class CoordinatorTrust:
@@ -209,7 +339,7 @@ class CoordinatorLink:
         is_ours = self._topics.may_read(self._device, delivery.topic)
         return delivery.topic if is_ours else "a topic that this device does not read"
 
-    def open(self, delivery: Delivery) -> events.Event | PinnedKey | Chunk | None:
+    def open(self, delivery: Delivery) -> signals.Event | PinnedKey | Chunk | None:
         """Check a delivery: an event, another key of the coordinator, or a chunk; None for what is known or is no news.
 
         Raises:
@@ -244,37 +374,37 @@ class CoordinatorLink:
         if message.recipient != (EVERYONE if is_broadcast else self._device):
             raise OtherDeviceError(f"a {message.kind} message for {message.recipient!r}")
 
-    def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> events.Event:
+    def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> signals.Event:
         if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
             raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
         self._order.admit(message)
         if isinstance(message, CoordinatorStatus):
-            return events.CoordinatorSeen(message.epoch, message.online)
+            return signals.CoordinatorSeen(message.epoch, message.online)
         if isinstance(message, Offer):
-            return events.Offered(message, live)
+            return signals.Offered(message, live)
         if isinstance(message, Finished):
-            return events.Ended(message)
+            return signals.Ended(message)
         raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
-    def _direct(self, message: AnyMessage) -> events.Event | None:
+    def _direct(self, message: AnyMessage) -> signals.Event | None:
         if isinstance(message, Revoked):  # of the device that had this one's name, where the key is another one
-            return events.Revoked() if message.key == self._key.public.hex else None
+            return signals.Revoked() if message.key == self._key.public.hex else None
         if isinstance(message, Welcome | Refusal):
             if message.epoch < self._order.highest[0]:
                 raise OldEpochError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
             if isinstance(message, Refusal):
-                return events.HelloRefused(self._handshake.refusal(message))
+                return signals.HelloRefused(self._handshake.refusal(message))
             self._handshake.welcome(message)
-            return events.Welcomed(message.epoch, message.cohort, message.version, message.server_time)
+            return signals.Welcomed(message.epoch, message.cohort, message.version, message.server_time)
         self._handshake.admit(message)
         if isinstance(message, Invite):
-            return events.Invited(message.at, message.cohort, message.share)
+            return signals.Invited(message.at, message.cohort, message.share)
         if isinstance(message, Need):
-            return events.Granted(message)
+            return signals.Granted(message)
         if isinstance(message, Receipt):
-            return events.Receipted(message)
+            return signals.Receipted(message)
         if isinstance(message, SumDown):
-            return events.SumStepped(message.at, message.body)
+            return signals.SumStepped(message.at, message.body)
         if isinstance(message, Left):
-            return events.Left()
+            return signals.Left()
         raise MalformedError(f"a {message.kind} message on a device's own topic")

@@ -1,0 +1,424 @@
+"""Transfers of a device's artifacts: the update up, spec and aggregates down, over the configured carrier.
+
+`MqttCarrier` carries chunks that the receiving side has granted; `HttpsCarrier` is in `https_client`. Chunks of downloads go to disk as they
+arrive, missing ones are asked for, and silence is noticed. Chunks that a killed agent had received are found again
+(`fedcg.wire.transfer.partial_files`). A disk that is full or broken pauses a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from edge_client.session.signals import ArtifactStored, Event, SessionLost, Wanted
+from edge_client.session.state import SILENCE_S, SessionState
+from edge_client.store.private_store import PrivateStore
+from fedcg.event_log import EventLog
+from fedcg.wire.errors import IntegrityError, TooLargeError
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, ArtifactRef
+from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender
+from fedcg.wire.transfer.chunks import Chunk
+from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
+from fedcg.wire.transfer.windows import Ranges, Window
+from fedcg.wire.transport.transport import Transport
+
+MAX_SPEC_BYTES = 8 * 1024 * 1024
+DISK_PATIENCE_S = 5.0  # after the disk failed
+SLOWNESS = 3.0  # a link is silent when it pauses so many times longer than it did before
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    """A complete, verified artifact, and how it came; `kept` or `failed` must follow.
+
+    Attributes:
+        file: where it lies until it is taken over.
+        resumed: chunks that were on disk when this agent started.
+        fresh: chunks that came since.
+        repeated: chunks that came more than once.
+    """
+
+    what: str
+    artifact: str
+    size: int
+    file: Path
+    seconds: float
+    resumed: int
+    fresh: int
+    repeated: int
+
+
+@dataclass
+class _Download:
+    wanted: Wanted
+    started_at: float
+    moved_at: float
+    receiver: DurableReceiver | None = None
+    asked_at: float | None = None
+    not_before: float = float("-inf")
+    slowest_s: float = 0.0  # the longest pause between two new chunks so far
+
+
+class Downloads:
+    """The receivers of everything that is wanted now.
+
+    Args:
+        partials: where half-received artifacts lie.
+        window: what one download may have under way.
+        max_bytes: of the largest artifact.
+    """
+
+    def __init__(self, partials: Partials, window: Window | None = None, max_bytes: int = MAX_ARTIFACT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._partials = partials
+        self._window = window
+        self._active: dict[str, _Download] = {}
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether anything is wanted."""
+        return bool(self._active)
+
+    def want(self, downloads: tuple[Wanted, ...], now: float) -> None:
+        """Replace the wanted downloads by these; chunks of them that were received already are kept.
+
+        Raises:
+            TooLargeError: a spec larger than any real one, or an aggregate above the bound; nothing is fetched.
+        """
+        for wanted in downloads:
+            if wanted.what == "spec" and wanted.ref.size > MAX_SPEC_BYTES:
+                raise TooLargeError(f"a spec of {wanted.ref.size} bytes is over the bound of {MAX_SPEC_BYTES}")
+            if wanted.ref.size > self._max_bytes:
+                raise TooLargeError(
+                    f"an aggregate of {wanted.ref.size} bytes; policy.max_download_mb of this device is "
+                    f"{self._max_bytes // 1_000_000}"
+                )
+        before, self._active = self._active, {}
+        for wanted in downloads:
+            known = before.get(wanted.ref.id)
+            if known is None or known.wanted.ref != wanted.ref:
+                known = _Download(wanted, now, now)
+            else:
+                del before[wanted.ref.id]
+            known.wanted = wanted
+            self._active[wanted.ref.id] = known
+        for artifact, download in before.items():
+            self._close(download)
+            if artifact not in self._active:
+                self._partials.discard(artifact)
+
+    def feed(self, chunk: Chunk, now: float) -> None:
+        """Take a chunk.
+
+        Raises:
+            MalformedError: a chunk that its artifact can't have.
+            OSError: the disk does not take it; the download pauses.
+        """
+        download = self._active.get(chunk.artifact)
+        receiver = None if download is None else self._receiver(download, now)
+        if download is None or receiver is None:
+            return
+        try:
+            is_new = receiver.feed(chunk, now)
+        except OSError:
+            download.not_before = now + DISK_PATIENCE_S
+            raise
+        if is_new:
+            if download.asked_at is not None:
+                download.slowest_s = max(download.slowest_s, now - max(download.asked_at, download.moved_at))
+            download.moved_at = now
+
+    def completed(self, now: float) -> Downloaded | None:
+        """An artifact whose last chunk has come.
+
+        Raises:
+            IntegrityError: the chunks don't add up to the artifact, which is fetched again.
+            OSError: the disk failed; tried again later.
+        """
+        for artifact, download in self._active.items():
+            receiver = download.receiver
+            if receiver is None or not receiver.complete or now < download.not_before:
+                continue
+            try:
+                file = receiver.finish()
+            except IntegrityError:
+                download.asked_at = None
+                raise
+            except OSError:
+                download.not_before = now + DISK_PATIENCE_S
+                raise
+            wanted, seconds = download.wanted, now - download.started_at
+            counts = (receiver.resumed, receiver.fresh, receiver.repeated)
+            return Downloaded(wanted.what, artifact, wanted.ref.size, file, seconds, *counts)
+        return None
+
+    def kept(self, artifact: str) -> None:
+        """A completed download was taken over."""
+        del self._active[artifact]
+        self._partials.discard(artifact)
+
+    def failed(self, artifact: str, now: float) -> None:
+        """A completed download could not be taken over: tried again later."""
+        download = self._active[artifact]
+        download.receiver = None
+        download.not_before = now + DISK_PATIENCE_S
+
+    def needs(self, now: float) -> Iterator[tuple[ArtifactRef, Ranges]]:
+        """The next request to the coordinator: artifact and chunk ranges.
+
+        Raises:
+            OSError: the disk failed; the download pauses.
+        """
+        for download in self._active.values():
+            patience = download.wanted.ask_after_s
+            if patience is None or (download.asked_at is None and now - download.moved_at < patience):
+                continue
+            receiver = self._receiver(download, now)
+            ranges = None if receiver is None else receiver.next_need(now)
+            if ranges is not None:
+                download.asked_at = now if download.asked_at is None else download.asked_at
+                yield download.wanted.ref, ranges
+
+    def is_silent(self, now: float) -> bool:
+        """Whether a requested download has not moved for a while; the time is measured anew afterwards."""
+        silent = [
+            download
+            for download in self._active.values()
+            if download.asked_at is not None
+            and now - max(download.asked_at, download.moved_at) >= max(SILENCE_S, SLOWNESS * download.slowest_s)
+        ]
+        for download in silent:
+            download.asked_at = now
+        return bool(silent)
+
+    def close(self) -> None:
+        """Close all files; received chunks stay on disk."""
+        for download in self._active.values():
+            self._close(download)
+
+    def _receiver(self, download: _Download, now: float) -> DurableReceiver | None:
+        """The files of a download, opened at their first use; None while the disk is paused after an error."""
+        if now < download.not_before:
+            return None
+        if download.receiver is None:
+            try:
+                file = self._partials.open(download.wanted.ref)
+            except OSError:
+                download.not_before = now + DISK_PATIENCE_S
+                raise
+            download.receiver = DurableReceiver(file, self._window)
+        return download.receiver
+
+    def _close(self, download: _Download) -> None:
+        if download.receiver is not None:
+            download.receiver.close()
+            download.receiver = None
+        self._partials.release(download.wanted.ref.id)
+
+
+class MqttCarrier:
+    """Moves chunks; every call but `close` returns soon. Chunks that come are delivered by the transport.
+
+    Args:
+        transport: the connection to the broker.
+        topic: of this device's chunks.
+        ask: sends the coordinator a `need` for chunks of an artifact.
+    """
+
+    is_answered_in_session = True
+
+    def __init__(self, transport: Transport, topic: str, ask: Callable[[ArtifactRef, Ranges], None]) -> None:
+        self._topic = topic
+        self._sender = ChunkSender(transport, "chunks")
+        self.fetch = ask
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._sender.start()
+
+    def close(self) -> None:
+        """Stop sending."""
+        self._sender.close()
+
+    def send(self, update: ChunkFile, ranges: Ranges) -> None:
+        """Send granted chunks of the update, as the link takes them."""
+        self._sender.serve(self._topic, update, ranges)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether granted chunks still wait for the link."""
+        return self._sender.is_busy
+
+    def end(self, artifact: str) -> int:
+        """Send nothing more of an update; returns how many chunks of it were sent."""
+        sent = self._sender.sent[artifact]
+        self._sender.forget(artifact)
+        return sent
+
+
+class Reporter(Protocol):
+    """Reports refused messages and errors of the disk."""
+
+    def recording_errors(self, refused: str) -> AbstractContextManager[None]:
+        """Record an error that ends the context."""
+        ...
+
+    def refuse(self, what: str, error: Exception) -> None:
+        """Count something received that is not used."""
+        ...
+
+    def disk_failed(self, what: str, error: OSError) -> None:
+        """Report that the disk failed during an action."""
+        ...
+
+
+class ArtifactCarrier(Protocol):
+    """How chunks travel: `MqttCarrier` or `HttpsCarrier`."""
+
+    is_answered_in_session: bool
+    """Whether silence may mean that the coordinator has forgotten the session."""
+
+    def start(self) -> None:
+        """Begin to carry."""
+
+    def close(self) -> None:
+        """Stop."""
+
+    def send(self, update: ChunkFile, ranges: Ranges) -> None:
+        """Send chunks of the update."""
+
+    def fetch(self, ref: ArtifactRef, ranges: Ranges) -> None:
+        """Ask for chunks of an artifact."""
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether chunks of the update have not left yet."""
+
+    def end(self, artifact: str) -> int:
+        """Send nothing more of an update; returns how many chunks of it were sent."""
+
+
+class ArtifactTransfer:
+    """Moves the artifacts of one device.
+
+    Args:
+        store: its private store.
+        carrier: moves chunks.
+        window: what one download may have under way; None for no bound.
+        max_bytes: of the largest artifact that is fetched.
+        reporter: records failures.
+        events: the event log.
+    """
+
+    def __init__(
+        self,
+        store: PrivateStore,
+        carrier: ArtifactCarrier,
+        window: Window | None,
+        max_bytes: int,
+        reporter: Reporter,
+        events: EventLog,
+    ) -> None:
+        self._store = store
+        self._carrier = carrier
+        self._downloads = Downloads(store.partials, window, max_bytes)
+        self._reporter = reporter
+        self._events = events
+
+    def start(self) -> None:
+        """Begin to carry; files of expired transfers are deleted."""
+        self._store.partials.collect()
+        self._carrier.start()
+
+    def stop_sending(self) -> None:
+        """Carry nothing more."""
+        self._carrier.close()
+
+    def close(self) -> None:
+        """Close all files; received chunks stay on disk."""
+        self._downloads.close()
+
+    # Up
+
+    def send(self, update: ChunkFile, ranges: Ranges) -> None:
+        """Send chunks of the update that the coordinator needs."""
+        self._carrier.send(update, ranges)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether chunks of the update have not left yet."""
+        return self._carrier.is_sending
+
+    def end_update(self, artifact: str) -> int:
+        """Send nothing more of an update; returns how many chunks of it were sent."""
+        return self._carrier.end(artifact)
+
+    # Down
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether anything is wanted."""
+        return self._downloads.are_pending
+
+    def want(self, downloads: tuple[Wanted, ...], now: float) -> None:
+        """Replace the wanted downloads by these.
+
+        Raises:
+            TooLargeError: one is over its bound; nothing is fetched.
+        """
+        self._downloads.want(downloads, now)
+
+    def take(self, chunk: Chunk, now: float) -> None:
+        """Take a chunk.
+
+        Raises:
+            MalformedError: one that its artifact can't have.
+            OSError: the disk does not take it; the download pauses.
+        """
+        self._downloads.feed(chunk, now)
+
+    def keep_completed(self, state: SessionState, now: float) -> Event | None:
+        """Take over a download that has become complete."""
+        download = None
+        with self._reporter.recording_errors("download"):
+            download = self._downloads.completed(now)
+        return None if download is None else self._keep(download, state, now)
+
+    def ask(self, now: float) -> Event | None:
+        """Ask for missing chunks; returns an event when none of them comes."""
+        is_silent = False
+        with self._reporter.recording_errors("download"):
+            for ref, ranges in list(self._downloads.needs(now)):
+                self._carrier.fetch(ref, ranges)
+            is_silent = self._carrier.is_answered_in_session and self._downloads.is_silent(now)
+        return SessionLost() if is_silent else None
+
+    def _keep(self, download: Downloaded, state: SessionState, now: float) -> Event | None:
+        try:
+            if download.what == "spec":
+                self._store.save_spec(download.file.read_bytes())
+            else:
+                self._store.artifacts.adopt(download.file, download.artifact)
+        except ValueError as error:  # not a spec: the check that follows refuses it
+            self._reporter.refuse("spec", error)
+        except OSError as error:
+            self._downloads.failed(download.artifact, now)  # a full disk: tried again when there is room
+            self._reporter.disk_failed("a download", error)
+            return None
+        self._downloads.kept(download.artifact)
+        self._events.write(
+            "artifact_stored",
+            artifact=download.artifact,
+            what=download.what,
+            bytes=download.size,
+            resumed=download.resumed,
+            received=download.fresh,
+            repeated=download.repeated,
+            seconds=round(download.seconds, 3),
+            round=0 if state.offer is None else state.offer.round,
+            final=state.finished is not None,
+        )
+        return ArtifactStored(download.artifact)

@@ -1,1 +1,0 @@
-"""Signed messages in and out: checks of incoming ones, publishing of outgoing ones."""

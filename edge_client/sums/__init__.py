@@ -1,1 +1,0 @@
-"""This device's part in sums that nobody looks into (`fedcg.wire.sums`)."""

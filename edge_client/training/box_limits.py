@@ -1,0 +1,295 @@
+"""The limits that the box sets for training: turns, pauses, and the share of a batch that fits its memory. Torch-free.
+
+Training takes turns with the device's other federations, and pauses while the box may not train or serves predictions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from devices.eligibility import EligibilitySettings, Obstacle, Reason, eligibility, is_held
+from devices.files import oom_kills
+from devices.telemetry import Telemetry
+from edge_client.errors import StoreError
+from edge_client.store.checked_files import read_json, write_json
+from fedcg.event_log import EventLog
+from fedcg.wire.messages.schemas import NO_ATTEMPT, RoundAttempt
+
+LEAST_S = 1.0
+"""Between two readings that a rate is made of."""
+TIMEOUT_S = 1.0
+MOST_BYTES = 1 << 20
+_REQUESTS = re.compile(r"^fedcg_serve_requests_total\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
+
+
+def _page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310 - the owner's own URL, http or https by its pattern
+        return str(answer.read(MOST_BYTES).decode("utf-8", "replace"))
+
+
+class InferenceLoad:
+    """Requests per second between two looks at the server's `/metrics`.
+
+    Args:
+        url: of the server; None: there is none, and nothing is known.
+        page: fetches a page.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, url: str | None, page: Callable[[str], str] = _page, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._url, self._page, self._clock = url, page, clock
+        self._before: tuple[float, float] | None = None
+        self._rate: float | None = None
+
+    def __call__(self) -> float | None:
+        """The rate since the look before this one; None at the first, or where the server does not answer."""
+        if self._url is None:
+            return None
+        now = self._clock()
+        if self._before is not None and now - self._before[0] < LEAST_S:
+            return self._rate
+        try:
+            text = self._page(f"{self._url.rstrip('/')}/metrics")
+        except (OSError, ValueError):
+            self._before = self._rate = None
+            return None
+        count = sum(float(number) for number in _REQUESTS.findall(text))
+        before, self._before = self._before, (now, count)
+        # A server that was started again counts from 0.
+        self._rate = None if before is None or count < before[1] else (count - before[1]) / (now - before[0])
+        return self._rate
+
+
+LOOK_AGAIN_S = 0.2
+LOW_NICE = 10
+LOOK_EVERY_S = 2.0
+"""Between two looks at the sensors; a look takes milliseconds."""
+LEAST_PAUSE_S = 30.0
+"""Of hardware throttling: without load it ends at once, and would begin again with the next step."""
+
+
+def yield_cpu(priority: Literal["normal", "low", "idle"]) -> None:
+    """Let other programs of the box go first, from now on and in all threads that this one starts."""
+    if priority == "low":
+        os.nice(max(0, LOW_NICE - os.nice(0)))
+    elif priority == "idle":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+@contextmanager
+def turn(lock: Path, waits: Callable[[], None], working: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of the device's training for as long as the context lasts; the kernel releases that of a killed process.
+
+    Args:
+        lock: the file; made when it is not there.
+        waits: called once when another process holds it.
+        working: called again and again while it does, as a sign of life.
+
+    Raises:
+        OSError: the file can be neither made nor read.
+    """
+    try:
+        file = lock.open("a")
+    except OSError:  # another user's folder, or a read-only one: a lock needs no more than reading
+        file = lock.open()
+    with file:
+        has_waited = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not has_waited:
+                    waits()
+                has_waited = True
+                working()
+                time.sleep(LOOK_AGAIN_S)
+        yield
+
+
+class Pauses:
+    """Holds the work between two steps while the box may not train, or has had its share of the time; to be called at every step.
+
+    Args:
+        settings: of the box's owner.
+        read: reads the sensors.
+        working: the sign of life, which goes on during a pause.
+        events: the event log, which gets `paused` and `resumed`.
+        clock: monotonic seconds.
+        now: local time.
+        sleep: waits some seconds.
+        duty_cycle: share of the time that the work may take, in (0, 1].
+
+    Attributes:
+        at: the round attempt that is worked on.
+    """
+
+    def __init__(
+        self,
+        settings: EligibilitySettings,
+        read: Callable[[], Telemetry],
+        working: Callable[[], None],
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = datetime.now,
+        sleep: Callable[[float], None] = time.sleep,
+        duty_cycle: float = 1.0,
+    ) -> None:
+        self.at: RoundAttempt = NO_ATTEMPT
+        self._settings = settings
+        self._read = read
+        self._working = working
+        self._events = events
+        self._clock = clock
+        self._now = now
+        self._sleep = sleep
+        self._idle_per_busy = 1.0 / duty_cycle - 1.0
+        self._load = InferenceLoad(settings.inference_url, clock=clock)
+        self._looked_at = float("-inf")
+        self._stepped_at: float | None = None
+
+    def __call__(self) -> None:
+        """A step is done; returns when the next one may begin."""
+        self._working()
+        if self._idle_per_busy and self._stepped_at is not None:
+            self._sleep(min(LOOK_EVERY_S, (self._clock() - self._stepped_at) * self._idle_per_busy))
+        self._pause()
+        self._stepped_at = self._clock()
+
+    def _pause(self) -> None:
+        began = self._clock()
+        if began - self._looked_at < LOOK_EVERY_S or (reason := self._look(None)) is None:
+            return
+        where = {"round": self.at.round, "attempt": self.at.attempt}
+        shown: Obstacle | None = None
+        while reason is not None:
+            if reason.obstacle is not shown:
+                shown = reason.obstacle
+                self._events.write("paused", **where, reason=shown.value, detail=reason.detail)
+            self._sleep(LOOK_EVERY_S / 4)
+            self._working()
+            is_short = shown is Obstacle.THROTTLED and self._clock() - began < LEAST_PAUSE_S
+            reason = reason if is_short else self._look(shown)
+        self._events.write("resumed", **where, seconds=round(self._clock() - began, 1))
+
+    def _look(self, before: Obstacle | None) -> Reason | None:
+        self._looked_at = self._clock()
+        settings = self._settings
+        held, load = is_held(settings), self._load()
+        found = eligibility(self._read(), settings, self._now(), held=held, requests_per_s=load, before=before)
+        return found if found is not None and found.obstacle.pauses else None
+
+
+MEMORY_FILE = "memory.json"
+LEAST_SHARE = 1 / 128
+"""A batch that does not fit in so many pieces does not fit at all."""
+NEAR_END_BYTES = 256 << 20
+"""Less than this left in a round counts as near the end: about what a step of the larger networks takes at once."""
+MOST_FAILURES = 3
+_log = logging.getLogger(__name__)
+
+
+class MemoryShare:
+    """The share of a batch that fits, in the file `memory.json` of a private store; worth nothing on a box with another memory.
+
+    A process that the kernel kills can't say so. It notes the kernel's count of such kills before a round; where its successor finds the
+    round unfinished and the count higher in the same boot, memory was the reason. A kill by hand or a power cut leaves the share as it is.
+
+    Other failures are counted where memory was near its end in their round, whatever error or signal they came with: after three without a
+    round between them that went well, the share is halved.
+
+    What is available now decides once, before the first round; afterwards the kept share holds, so that a repeated round is cut as before
+    whatever else runs on the box meanwhile. The file removed, it decides anew.
+
+    Args:
+        store: folder of the private store.
+        planned: the share by what the box has (`devices.profile`).
+        memory: what it has: the place of training and its bytes.
+        root: of the file tree that describes the box.
+        at_first: the share by what is available now, where none is kept; None: `planned`.
+
+    Attributes:
+        share: in (0, 1].
+        was_killed: whether the process before this one died in a round for memory: by the kernel, or as the third that died near its end.
+    """
+
+    def __init__(
+        self, store: Path, planned: float, memory: str, root: Path = Path("/"), at_first: float | None = None
+    ) -> None:
+        self._path, self._memory, self._root = store / MEMORY_FILE, memory, root
+        self.share, self.was_killed = planned if at_first is None else at_first, False
+        self._failures, self._was_near, self._in_round = 0, False, ""
+        known = self._read()
+        if known.get("memory") != memory:
+            return
+        share, noted = known.get("share"), str(known.get("in_round") or "")
+        if isinstance(share, float) and LEAST_SHARE <= share <= 1:
+            self.share = min(share, planned)
+        (boot, _, before), (boot_now, _, now) = (text.rpartition(" ") for text in (noted, oom_kills(root)))
+        counted = bool(boot) and boot == boot_now and before.isdigit() and now.isdigit()
+        self.was_killed = counted and int(before) < int(now)
+        failures = known.get("failures")
+        self._failures = failures if isinstance(failures, int) else 0
+        self._was_near = bool(noted) and known.get("near_end") is True
+        if self.was_killed:
+            self.halve()
+        else:
+            self.was_killed = self.failed()
+
+    def halve(self) -> bool:
+        """Whether half the rows may fit where so many did not; then the share is halved."""
+        if self.share / 2 < LEAST_SHARE:
+            return False
+        self.share, self._failures = self.share / 2, 0
+        self._write("")
+        return True
+
+    def round_begins(self) -> None:
+        """Note that a round is trained now."""
+        self._was_near = False
+        self._write(oom_kills(self._root) or "round")
+
+    def look(self, free_bytes: int | None) -> None:
+        """Note, once in a round, that memory is near its end."""
+        if self._in_round and not self._was_near and free_bytes is not None and free_bytes < NEAR_END_BYTES:
+            self._was_near = True
+            self._write(self._in_round)
+
+    def failed(self) -> bool:
+        """Count a failure with another reason; whether it was the third with memory near its end, and the share is halved."""
+        self._failures += self._was_near
+        self._was_near = False
+        return self._failures >= MOST_FAILURES and self.halve()
+
+    def round_ended(self, *, well: bool = False) -> None:
+        """Note that it ended, and whether it went well."""
+        self._failures = 0 if well else self._failures
+        self._write("")
+
+    def _read(self) -> dict[str, object]:
+        try:
+            return read_json(self._path)
+        except StoreError as error:
+            _log.warning("%s; it is written anew", error)
+            return {}
+
+    def _write(self, in_round: str) -> None:
+        self._in_round = in_round
+        known: dict[str, object] = {"memory": self._memory, "share": float(self.share), "in_round": in_round}
+        known |= {"near_end": self._was_near, "failures": self._failures}
+        try:
+            write_json(self._path, known)
+        except OSError as error:  # a full disk: the round goes on, and what it can't do without is its commit
+            _log.warning("%s can't be written: %s", self._path.name, error)

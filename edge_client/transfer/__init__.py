@@ -1,1 +1,0 @@
-"""Artifacts up and down, over MQTT or HTTPS."""
