@@ -69,7 +69,7 @@ def compare(
 
     Example: fedcg audit compare --observed record --private state.safetensors
     """
-    from audit.recording.comparison import check_recording
+    from audit.recording.leakage import check_recording
 
     result = check_recording(observed, private)
     text = "\n".join([result.summary(), *(f"LEAK: {match}" for match in result.matches)])
@@ -120,7 +120,7 @@ def run(
     from rich.console import Console
 
     from audit.attacks.attack import Effort
-    from audit.run.audit import PAGE_FILE, AuditOptions, run_audit
+    from audit.run import PAGE_FILE, AuditOptions, run_audit
 
     names = tuple(filter(None, (name.strip() for given in attacks or () for name in given.split(","))))
     options = AuditOptions(

@@ -26,7 +26,7 @@ def load(directory: str | Path, *, threads: int = 0) -> Model:
         ModelError: no valid manifest, altered bytes, or a model that onnxruntime refuses.
         SlotError: versions without a usable one.
     """
+    from export.model.manifest import check_by_this_box
     from export.model.runtime import Model  # here, so that importing the package stays cheap
-    from export.model.signature import check_by_this_box
 
     return Model.load(Path(directory), threads=threads, accept=check_by_this_box)

@@ -15,7 +15,7 @@ from importlib import import_module
 from audit.choices import ATTACKS
 from audit.errors import UnknownAttackError
 from audit.evidence import Case, Truth, View
-from audit.measures.figures import Control, Curve, Figure, Outcome, Pictures
+from audit.measures import Control, Curve, Figure, Outcome, Pictures
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 

@@ -17,7 +17,7 @@ from scipy.stats import binom
 
 from audit.attacks.attack import Attack, Found, Progress, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, joined, networks
-from audit.measures.figures import CONFIDENCE, Control, Figure, Interval, Measure, Values
+from audit.measures import CONFIDENCE, Control, Figure, Interval, Measure, Values
 from audit.techniques.shadow_models import confidence, learnt_by_heart
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Callbacks, ClientState, Masking, RoundContext, Weights

@@ -19,10 +19,9 @@ from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined, networks
-from audit.measures.figures import Control, Figure, Measure, Pictures, Values
-from audit.measures.images import png, ssim, unit_pixels
+from audit.measures import Control, Figure, Measure, Pictures, Values, png, ssim, unit_pixels
 from audit.techniques.class_shares import last_layer
-from audit.techniques.image_generator import ImageGenerator, descend
+from audit.techniques.image_decoder import ImageGenerator, descend
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, weights_of

@@ -14,7 +14,7 @@ import torch
 
 from audit.attacks.attack import Attack, Found, Trial
 from audit.evidence import Case, Colluder, Knowledge
-from audit.measures.figures import Control, Measure, Values, bootstrap
+from audit.measures import Control, Measure, Values, bootstrap
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights

@@ -14,9 +14,22 @@ import torch
 
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, networks
-from audit.measures.figures import Control, Figure, Interval, Measure, Pictures, Values, bootstrap, percentile_interval
-from audit.measures.images import Likeness, png, psnr, ssim, unit_pixels
-from audit.techniques.image_generator import Decoder, trained_decoder
+from audit.measures import (
+    Control,
+    Figure,
+    Interval,
+    Likeness,
+    Measure,
+    Pictures,
+    Values,
+    bootstrap,
+    percentile_interval,
+    png,
+    psnr,
+    ssim,
+    unit_pixels,
+)
+from audit.techniques.image_decoder import Decoder, trained_decoder
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part

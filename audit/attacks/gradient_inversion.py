@@ -18,11 +18,23 @@ from scipy.optimize import linear_sum_assignment
 
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, WholeModel, networks
-from audit.measures.figures import Control, Figure, Measure, Pictures, bootstrap
-from audit.measures.images import MEASURES, Reconstructions, nearest_row, png, psnr, trivial_guesses, unit_pixels
+from audit.measures import (
+    MEASURES,
+    Control,
+    Figure,
+    Measure,
+    Pictures,
+    Reconstructions,
+    bootstrap,
+    nearest_row,
+    png,
+    psnr,
+    trivial_images,
+    unit_pixels,
+)
 from audit.techniques import gradients
-from audit.techniques import inversion_search as searches
-from audit.techniques.inversion_search import Search, Start, search
+from audit.techniques import gradients as searches
+from audit.techniques.gradients import Search, Start, search
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
@@ -220,7 +232,7 @@ def _of_batches(
         guesses.append(in_best_order(found.pixels, pixels[rows]))
         diverged.append(found.diverged)
         tick()
-    floors = {name: (guess, pixels) for name, guess in trivial_guesses(view, images, streams.generator("floor"))}
+    floors = {name: (guess, pixels) for name, guess in trivial_images(view, images, streams.generator("floor"))}
     return Result(setting, Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
 
 
@@ -246,7 +258,7 @@ def _of_round(case: Case, model: WholeModel, setting: Setting, streams: Streams,
         return guesses, torch.stack([pool[nearest_row(one, pool)] for one, pool in zip(guesses, pools, strict=True)])
 
     first = ImageSet(torch.stack([(pool[0] * 255).byte() for pool in pools]), classes, train.classes)
-    floors = {name: beside_nearest(guess) for name, guess in trivial_guesses(view, first, streams.generator("floor"))}
+    floors = {name: beside_nearest(guess) for name, guess in trivial_images(view, first, streams.generator("floor"))}
     return Result(setting, Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
 
 

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from audit import measures as likenesses
 from audit.attacks.attack import Attack, Found, Tick, Trial
-from audit.attacks.label_distribution import trivial_guesses, two_class_control, update_figures
+from audit.attacks.label_distribution import trivial_images, two_class_control, update_figures
+from audit.attacks.membership import MemberScores, auc, balanced_pairs, membership_figures, roc_curves
 from audit.evidence import Case, Knowledge, View, networks
-from audit.measures import images as likenesses
-from audit.measures.figures import Control, Figure, Measure, Pictures, Values, proportion
-from audit.measures.images import Reconstructions, png, unit_pixels
-from audit.measures.membership import MemberScores, auc, balanced_pairs, membership_figures, roc_curves
-from audit.techniques.image_generator import trained_decoder
+from audit.measures import Control, Figure, Measure, Pictures, Reconstructions, Values, png, proportion, unit_pixels
+from audit.techniques.image_decoder import trained_decoder
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.defences.scrambling import Scrambling, draw_keys, scrambling_of
 from fedcg.learning.image_set import ImageSet
@@ -236,7 +235,7 @@ def _decoded(trial: Trial, known: ImageSet, movement: Movement, steps: int, tick
     decode = trained_decoder(known, movement.own(known.images).flatten(1), steps, streams, tick)
     found = decode(made.flatten(1)).view(pixels.shape)
     view = replace(trial.view, auxiliary=known)
-    guesses = likenesses.trivial_guesses(view, victims, streams.generator("floor"))
+    guesses = likenesses.trivial_images(view, victims, streams.generator("floor"))
     against = Reconstructions(found, pixels, {name: (guess, pixels) for name, guess in guesses})
     used = (Knowledge.UPDATE, Knowledge.AUXILIARY, Knowledge.PRIVATE)
     setting = "outputs for images of the device, which are not sent"
@@ -302,7 +301,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     for one in scores:
         yield from membership_figures(one, members, streams.seed("bootstrap"))
     model = ShareModel.fitted(view, known, fit, count, streams, tick)
-    yield from update_figures(case, {_BY_CLASS: model.shares(view)[None]}, trivial_guesses(view, streams))
+    yield from update_figures(case, {_BY_CLASS: model.shares(view)[None]}, trivial_images(view, streams))
     yield from _decoded(trial, known, movement, steps, tick)
     keys = case.truth.extras.get(SCRAMBLING)
     if keys is not None:

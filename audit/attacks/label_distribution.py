@@ -18,8 +18,7 @@ from torch import nn
 
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Knowledge, View, networks
-from audit.measures.figures import Control, Curve, Figure, Interval, Measure, Values, bootstrap
-from audit.measures.images import unit_pixels
+from audit.measures import Control, Curve, Figure, Interval, Measure, Values, bootstrap, unit_pixels
 from audit.techniques.class_shares import HEADLINE, Shares, by_readout, inferred, last_layer, probes_for
 from audit.techniques.gradients import BatchGradient, batch_gradient
 from fedcg.learning.image_set import ImageSet

@@ -17,8 +17,7 @@ import torch
 
 from audit.attacks.attack import Attack, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, WholeModel, joined, networks
-from audit.measures.figures import Control, Figure, Measure, Values, proportion
-from audit.measures.images import unit_pixels
+from audit.measures import Control, Figure, Measure, Values, proportion, unit_pixels
 from audit.techniques import gradients
 from audit.techniques.shadow_models import Target, learnt_by_heart, log_ratio
 from fedcg.learning.image_set import ImageSet

@@ -1,7 +1,6 @@
 """What an attacker has and what is true, as different types, read from a recording and from the device's own data."""
 
-from audit.evidence.case import Case, Extractor, Knowledge, Truth, View
-from audit.evidence.colluder import Colluder, read_secret
+from audit.evidence.case import Case, Colluder, Extractor, Knowledge, Truth, View, read_secret
 from audit.evidence.device_data import joined, own_view, read_private, read_truth
 from audit.evidence.networks import WholeModel
 from audit.evidence.updates import RecordedUpdates, read_updates

@@ -27,7 +27,7 @@ from torch import nn
 
 from audit.evidence import View
 from audit.evidence.networks import plain_params
-from audit.techniques.image_generator import descend
+from audit.techniques.image_decoder import descend
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, feature_shape, load_part, weights_of
 from fedcg.learning.seeds import Streams

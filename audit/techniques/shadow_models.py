@@ -17,8 +17,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
 
 from audit.evidence import Extractor, View, WholeModel, networks
-from audit.measures.figures import Values
-from audit.measures.images import unit_pixels
+from audit.measures import Values, unit_pixels
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.seeds import Streams

@@ -15,7 +15,7 @@ from edge_client.identity.credentials import Renewer, load_keys, mqtt_config, se
 from edge_client.link.coordinator_link import offline_will
 from edge_client.store.private_store import open_store
 from edge_client.training.trainer_handle import trainer_process
-from export.model.signature import note_signer
+from export.model.manifest import note_signer
 from fedcg.event_log import EventLog
 from fedcg.learning.split_names import use_weights
 from fedcg.log_output import LogSettings

@@ -14,7 +14,7 @@ counter.json    the newest numbers of the files whose older copies are refused, 
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
 control/         requests of the owner's commands to the running agent, see `edge_client.agent.owner`
-signing.pub     public keys of this device, by which its models are checked where they are used, see `export.model.signature`
+signing.pub     public keys of this device, by which its models are checked where they are used, see `export.model.manifest`
 audit/          the report of the last audit of an update, with pictures
 defence/        what the data defence learned, and sample pictures of what it does
 memory.json     the share of a batch that fits the memory; halved when it ran out, forgotten when the box has another one

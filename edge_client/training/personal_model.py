@@ -24,8 +24,7 @@ from export.build.install_model import package_personal
 from export.build.variants import CALIBRATION_IMAGES, HeldOut
 from export.errors import GateError
 from export.model.manifest import Manifest, read_manifest
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.runtime import Model, load_image
 from export.model.versions import Slots
 from fedcg.event_log import EventValue
 from fedcg.learning.aggregation.averaging import weighted_average

@@ -15,10 +15,9 @@ from pathlib import Path
 from audit.attacks.attack import Attack, Effort, chosen_attacks
 from audit.choices import parse_gate
 from audit.evidence import Case, Truth, View, joined
-from audit.measures.figures import Outcome
-from audit.report.findings import Verdict, finding_of, judge, largest_gains, report_of, subject_of
-from audit.report.page import render
-from audit.run.session import timed
+from audit.measures import Outcome
+from audit.report import Verdict, finding_of, judge, largest_gains, render, report_of, subject_of
+from audit.run import timed
 from edge_client.config import AgentConfig
 from edge_client.errors import RoundError
 from edge_client.store.private_store import AUDIT_FOLDER, AUDIT_PAGE

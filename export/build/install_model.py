@@ -19,10 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from export.build.to_onnx import Exported, export_personal
-from export.build.variants import HeldOut, add_variants
-from export.build.verify import verify
-from export.build.verify_variants import verify_variants
+from export.build.to_onnx import Exported, export_personal, verify
+from export.build.variants import HeldOut, add_variants, verify_variants
 from export.errors import GateError, InputError, ModelError, SlotError
 from export.model.manifest import (
     MODEL_NAME,
@@ -33,11 +31,10 @@ from export.model.manifest import (
     Verification,
     digest,
     read_manifest,
+    sign_manifest,
     write_manifest,
 )
-from export.model.preprocess import load_image
-from export.model.runtime import Model
-from export.model.signature import sign_manifest
+from export.model.runtime import Model, load_image
 from export.model.versions import Slots
 from fedcg.errors import NOT_FOUND
 from fedcg.learning.defences.defence import defence_names, defence_of

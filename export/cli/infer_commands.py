@@ -23,8 +23,7 @@ from fedcg.terminal import AsJson, Result, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
-    from export.model.manifest import Verification
-    from export.model.signature import Accept
+    from export.model.manifest import Accept, Verification
     from export.serving.judge import Stage
 
 model_app = typer.Typer(
@@ -62,7 +61,7 @@ ShadowFor = Annotated[
 
 
 def _accept(signed_by: str | None) -> Accept:
-    from export.model.signature import check_by_this_box, required
+    from export.model.manifest import check_by_this_box, required
 
     return check_by_this_box if signed_by is None else required(signed_by)
 
@@ -122,9 +121,8 @@ def infer_command(
 
     Example: fedcg infer --model /var/lib/fedcg/casting image.png --top 1
     """
-    from export.model.classify import classify_files, csv_text, expand, table_lines
-    from export.model.providers import in_words
-    from export.model.runtime import Model
+    from export.model.image_files import classify_files, csv_text, expand, table_lines
+    from export.model.runtime import Model, in_words
 
     if as_json and as_csv:
         raise ExportError("choose one of --json and --csv")
@@ -274,7 +272,7 @@ def list_versions(root: Root, signed_by: SignedBy = None) -> Result:
 
 
 def _version_row(slots: Slots, version: Version) -> dict[str, object]:
-    from export.model.signature import signer_of
+    from export.model.manifest import signer_of
 
     row: dict[str, object] = {"version": version.name, "current": version.is_current}
     try:
@@ -400,7 +398,7 @@ def export_command(
     Example: fedcg export --spec spec.json --weights state.safetensors --out models
     """
     from export.build.install_model import package_personal, read_spec, read_weights
-    from export.build.labelled_images import labelled_files
+    from export.model.image_files import labelled_files
     from export.model.manifest import read_manifest
 
     read = read_spec(spec)

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 
 from export.cli.infer_commands import Root, Threads, model_app
-from export.model.manifest import Manifest, read_all
-from export.model.signature import MANIFEST_NAME
+from export.model.manifest import MANIFEST_NAME, Manifest, read_all
 from export.model.versions import Slots
 from fedcg.terminal import Result, prints
 
@@ -57,7 +56,7 @@ def optimise_command(
     with Console(stderr=True).status("trying other forms of the model"):
         held_out = _held_out(root, images, calibration)
         directory, manifest, is_new = _optimise(root, held_out, budget / 100, threads, sign)
-    from export.model.providers import available_providers, in_words
+    from export.model.runtime import available_providers, in_words
 
     providers = available_providers()
     lines = [f"  by {in_words(providers)}"]
@@ -74,8 +73,8 @@ def optimise_command(
 
 def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:
     """The images that judge the forms, and those that give int8 its ranges: every fourth where there are no others."""
-    from export.build.labelled_images import labelled_images
     from export.build.variants import CALIBRATION_IMAGES, HeldOut
+    from export.model.image_files import labelled_images
 
     manifest, _ = read_all(Slots(root).current())
     pictures, labels = labelled_images(images, manifest.classes, manifest.image)
@@ -91,8 +90,8 @@ def _optimise(
 ) -> tuple[Path, Manifest, bool]:
     """Directory of the version in use afterwards, the manifest with what was measured, and whether that version is new."""
     from export.build.variants import add_variants
-    from export.model.providers import machine
-    from export.model.signature import sign_manifest
+    from export.model.manifest import sign_manifest
+    from export.model.runtime import machine
 
     slots = Slots(root)
     slots.check_signed(is_signed=sign is not None)

@@ -1,9 +1,14 @@
-"""Runs an exported model with onnxruntime and numpy; imports no torch."""
+"""Runs an exported model with onnxruntime and numpy, from the image file to class names; imports no torch.
+
+Owns decoding to the model's form (`fedcg.imaging`, as for training), the choice of execution providers (TensorRT before CUDA before the CPU), and `Model`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +18,112 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from export.errors import ManifestError
-from export.model.manifest import Manifest, Takes, Variant, read_model, read_signed
-from export.model.preprocess import load_image, normalise
-from export.model.providers import machine, session_providers
-from export.model.signature import Accept
+from export.errors import InputError, ManifestError
+from export.model.manifest import Accept, Manifest, Takes, Variant, read_model, read_signed
 from export.model.versions import engines_of, resolve
+from fedcg.errors import NOT_FOUND
 from fedcg.image_form import ImageForm
-from fedcg.imaging import MAX_PIXELS, Pixels
+from fedcg.imaging import MAX_PIXELS, ImageError, Pixels, decode_image, read_file
+
+
+def load_image(source: Path | bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, *, resize: bool = True) -> Pixels:
+    """Decode one image and bring it to a model's form.
+
+    Args:
+        source: a file, or the bytes of one.
+        form: mode and size that the model takes.
+        max_pixels: larger images are refused from their header, before anything is decoded.
+        resize: to the form's size; otherwise the image keeps its own.
+
+    Returns:
+        [height, width, channels] uint8, in memory of its own.
+
+    Raises:
+        InputError: no such file, not an image of a supported format, damaged, or over the pixel limit.
+    """
+    name, content = (str(source), _read_bytes(source)) if isinstance(source, Path) else ("image", source)
+    try:
+        return decode_image(content, form, max_pixels, resize=resize)
+    except ImageError as error:
+        raise InputError(name, str(error)) from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    if not path.exists() and not path.is_symlink():
+        raise InputError(str(path), "no such file", exit_code=NOT_FOUND)
+    if path.is_dir():
+        raise InputError(str(path), "a folder without images")
+    try:
+        return read_file(path)
+    except (ImageError, OSError) as error:
+        raise InputError(str(path), getattr(error, "strerror", None) or str(error)) from error
+
+
+def normalise(images: Pixels, form: ImageForm) -> npt.NDArray[np.float32]:
+    """`(x / 255 - mean) / std` per channel, as in training: what a model without preprocessing takes.
+
+    Args:
+        images: [N, height, width, channels] uint8.
+        form: whose statistics.
+
+    Returns:
+        [N, channels, height, width] float32.
+    """
+    mean, std = (np.asarray(values, dtype=np.float32).reshape(1, -1, 1, 1) for values in (form.mean, form.std))
+    levels = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).astype(np.float32)
+    normalised: npt.NDArray[np.float32] = (levels / np.float32(255) - mean) / std
+    return normalised
+
+
+TENSORRT = "TensorrtExecutionProvider"
+CPU = "CPUExecutionProvider"
+PROVIDERS = (TENSORRT, "CUDAExecutionProvider", CPU)  # best first
+Provider = str | tuple[str, dict[str, str]]
+
+
+def available_providers() -> tuple[str, ...]:
+    """The execution providers this onnxruntime has, best first: TensorRT, CUDA, CPU."""
+    present = onnxruntime.get_available_providers()
+    return tuple(name for name in PROVIDERS if name in present)
+
+
+def session_providers(engines: Path | None, *, is_half: bool) -> list[Provider]:
+    """The available providers as onnxruntime's session takes them, best first.
+
+    Args:
+        engines: folder of this model's TensorRT engines alone, made when it is needed; None: they are built anew at each start.
+        is_half: whether TensorRT may use float16 arithmetic inside them.
+    """
+    options = {"trt_fp16_enable": str(is_half)}
+    names = available_providers()
+    if TENSORRT in names and engines is not None:
+        try:
+            engines.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("TensorRT's engines are not kept, each start builds them again: %s", error)
+        else:
+            options |= {"trt_engine_cache_enable": "True", "trt_engine_cache_path": str(engines)}
+            options |= {"trt_timing_cache_enable": "True", "trt_timing_cache_path": str(engines)}
+    return [(name, options) if name == TENSORRT else name for name in names]
+
+
+def in_words(names: Sequence[str]) -> str:
+    """Providers for a person, in the order in which they are asked: "TensorRT > CUDA > CPU"."""
+    return " > ".join(name.removesuffix("ExecutionProvider").replace("Tensorrt", "TensorRT") for name in names)
+
+
+def machine() -> str:
+    """What a form of a model is bound to that was made or measured here: instructions of the CPU, onnxruntime, providers."""
+    from devices.files import cpuinfo_field  # only a few models ask
+
+    root = Path("/")
+    features = cpuinfo_field(root, "flags") or cpuinfo_field(root, "Features") or ""
+    instructions = hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()[:12]
+    return (
+        f"{platform.machine()} CPU with instructions {instructions}, "
+        f"onnxruntime {onnxruntime.__version__}, {in_words(available_providers())}"
+    )
+
 
 Floats = npt.NDArray[np.float32]
 
@@ -105,7 +208,7 @@ class Predictor:
         """Logits and probabilities of images.
 
         Args:
-            images: each [height, width, channels] uint8 as `export.model.preprocess.load_image` gives it.
+            images: each [height, width, channels] uint8 as `export.model.runtime.load_image` gives it.
 
         Raises:
             ValueError: an image of another shape or element type.
@@ -254,7 +357,7 @@ class Model:
         """Probabilities of images, [N, C] float32.
 
         Args:
-            images: each [height, width, channels] uint8 as `export.model.preprocess.load_image` gives it.
+            images: each [height, width, channels] uint8 as `export.model.runtime.load_image` gives it.
 
         Raises:
             ValueError: an image of another shape or element type.

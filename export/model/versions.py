@@ -18,8 +18,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from export.errors import ManifestError, ModelError, SlotError
-from export.model.manifest import Manifest, read_all
-from export.model.signature import MANIFEST_NAME, SIGNATURE_NAME, Accept
+from export.model.manifest import MANIFEST_NAME, SIGNATURE_NAME, Accept, Manifest, read_all
 from fedcg.errors import NOT_FOUND
 from fedcg.files import READABLE, checked, fsync_path, replace_durably, with_check
 

@@ -1,11 +1,14 @@
-"""The HTTP interface of the server on the box: predictions, health, metrics. Errors are JSON and name the next step."""
+"""The HTTP interface of the server on the box: predictions, health, and its counters in Prometheus' text format.
+
+Errors are JSON and name the next step.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -15,17 +18,86 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from export.errors import QueueFullError, RefusedError
-from export.model.classify import Classified
+from export.model.image_files import Classified
 from export.model.runtime import Floats, Model
 from export.serving.batcher import Batcher, Predict
 from export.serving.live_model import ServedModel
-from export.serving.metrics import CONTENT_TYPE, Metrics
 from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, check_type, read_images
 from fedcg.text_output import wrong_value
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+IMAGES_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+IDENTITY = ("federation", "round", "version", "sha256")
+
+
+class Metrics:
+    """All counters of one server; safe from any thread."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "fedcg_serve_requests", "Requests for predictions by outcome.", ["outcome"], registry=registry
+        )
+        self.seconds = Histogram(
+            "fedcg_serve_request_seconds",
+            "Seconds from a request's first byte to its answer.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.batches = Histogram(
+            "fedcg_serve_batch_images",
+            "Images that were predicted together.",
+            buckets=IMAGES_BUCKETS,
+            registry=registry,
+        )
+        self.classes = Counter("fedcg_serve_predictions", "Images by likeliest class.", ["class"], registry=registry)
+        self.loads = Counter("fedcg_serve_model_loads", "New versions by outcome.", ["outcome"], registry=registry)
+        self.rollbacks = Counter(
+            "fedcg_serve_rollbacks", "Versions taken back, by reason.", ["reason"], registry=registry
+        )
+        self._queue = Gauge("fedcg_serve_queue_images", "Images accepted and not answered yet.", registry=registry)
+        self._ready = Gauge("fedcg_serve_ready", "1 while predictions are answered.", registry=registry)
+        self._model = Gauge("fedcg_serve_model_info", "The model in service.", IDENTITY, registry=registry)
+        self._candidate = Gauge(
+            "fedcg_serve_candidate_images", "Images a new version was compared on.", ["version"], registry=registry
+        )
+
+    def text(
+        self, *, queue: int, is_ready: bool, identity: Mapping[str, str] | None, candidate: tuple[str, int] | None
+    ) -> bytes:
+        """The whole page.
+
+        Args:
+            queue: images that are accepted and not answered yet.
+            is_ready: whether predictions are answered.
+            identity: `IDENTITY` of the model in service; None without one.
+            candidate: version of the candidate, and the images that it was compared on; None without one.
+        """
+        self._queue.set(queue)
+        self._ready.set(is_ready)
+        self._model.clear()
+        if identity is not None:
+            self._model.labels(**identity).set(1)
+        self._candidate.clear()
+        if candidate is not None:
+            version, images = candidate
+            self._candidate.labels(version).set(images)
+        return generate_latest(self._registry)
+
 
 POLL_S = 0.5
 """Seconds between two looks for a new version; a look reads the pointer and the dates of a few files."""
@@ -222,7 +294,7 @@ async def metrics(service: Running) -> Response:
     candidate = service.models.candidate
     compared = (candidate.model.version, candidate.progress.images) if candidate else None
     text = service.metrics.text(queue=service.batcher.length, is_ready=is_ready, identity=identity, candidate=compared)
-    return Response(text, media_type=CONTENT_TYPE)
+    return Response(text, media_type=METRICS_TYPE)
 
 
 def _declared(request: Request) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from export.errors import ExportError, QueueFullError, RefusedError
-from export.model.classify import Classified
+from export.model.image_files import Classified
 from export.serving.live_model import ServedModel
 from export.serving.request_bodies import JSON_TYPE, Body, Limits, read_images
 from fedcg.wire.errors import TransportError

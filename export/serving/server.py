@@ -15,12 +15,11 @@ import uvicorn
 from starlette.responses import JSONResponse
 
 from export.errors import RefusedError, ServingError
-from export.model.signature import Accept
-from export.serving.app import Service, create_app
+from export.model.manifest import Accept
+from export.serving.app import Metrics, Service, create_app
 from export.serving.batcher import Batcher
 from export.serving.judge import WINDOW, Stage
 from export.serving.live_model import ServedModel
-from export.serving.metrics import Metrics
 from export.serving.request_bodies import Limits
 from fedcg.imaging import MAX_PIXELS
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser
 
-from audit.report.page import render
+from audit.report import render
 from tests.support.audit.reports import SUBJECT, VERDICTS, findings
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from audit.recording.comparison import Check, check_recording
+from audit.recording.leakage import Check, check_recording
 from fedcg.wire.messages.envelopes import SigningKey, seal
 from fedcg.wire.messages.schemas import COORDINATOR, Manifest
 from fedcg.wire.messages.topics import Topics

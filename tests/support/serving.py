@@ -19,8 +19,7 @@ import torch
 
 from export.build.install_model import package_personal
 from export.model.manifest import Takes
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.runtime import Model, load_image
 from fedcg.wire.parts import Part
 from tests.support.learning.export_models import TestImages, encoded, install_model, make_parts, make_spec, picture
 from tests.support.stack import wait_for

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.runtime import Model, load_image
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of
 from tests.support.learning.export_models import CLASSES, install_model, write_images

@@ -18,8 +18,7 @@ import pytest
 
 from export import load
 from export.errors import InputError
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.runtime import Model, load_image
 from export.serving.app import OF_STATUS, OTHER_STATUS
 from tests.support.learning.export_models import encoded, picture
 from tests.support.serving import Server, install_versions, serving

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.runtime import Model, load_image
 from export.model.versions import Slots
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
 from tests.conftest import StartMosquitto

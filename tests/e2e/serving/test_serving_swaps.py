@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.runtime import Model, load_image
 from export.model.versions import Slots
 from tests.support.learning.export_models import encoded, picture
 from tests.support.serving import Server, install_versions, multipart, serving

@@ -10,7 +10,7 @@ import torch
 
 from audit.attacks.attack import Effort, get_attack
 from audit.evidence import Case, Colluder, Truth, View, joined
-from audit.measures.figures import Outcome
+from audit.measures import Outcome
 from experiments.data.client_datasets import build_cohort
 from experiments.settings.options import root_secret
 from experiments.simulation.batch import RunSetting

@@ -6,9 +6,8 @@ import torch
 
 from audit.attacks.attack import Attack
 from audit.evidence.case import Knowledge
-from audit.measures.figures import Control, Curve, Figure, Interval, Outcome, Pictures
-from audit.measures.images import png
-from audit.report.findings import Finding, Subject, Verdict, finding_of
+from audit.measures import Control, Curve, Figure, Interval, Outcome, Pictures, png
+from audit.report import Finding, Subject, Verdict, finding_of
 
 SUBJECT = Subject(
     "demo", "fedcg", "lenet5", "client-1", 3, {"classifier": 61_000, "generator": 120_000}, ("accuracy", "examples"), (332, 139),

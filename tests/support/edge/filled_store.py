@@ -14,7 +14,7 @@ from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, append_line
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from edge_client.training.box_limits import MemoryShare
-from export.model.signature import note_signer
+from export.model.manifest import note_signer
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
 from fedcg.wire.messages.schemas import RoundAttempt

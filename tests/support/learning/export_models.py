@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 
 from export.build.install_model import package_personal
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.runtime import Model, load_image
 from fedcg.imaging import Pixels
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice

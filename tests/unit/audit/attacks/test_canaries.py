@@ -12,7 +12,7 @@ from audit.attacks import canaries as module
 from audit.attacks.attack import Effort
 from audit.attacks.canaries import ATTACK, best_bound, epsilon_bound, make_canaries, p_value
 from audit.evidence.case import Case
-from audit.measures.figures import Outcome
+from audit.measures import Outcome
 from tests.support.audit.cases import simulated_case
 
 

@@ -14,8 +14,7 @@ from audit.attacks.attack import Effort
 from audit.attacks.class_inference import recognised, trained_judges
 from audit.evidence.case import Case, Knowledge
 from audit.evidence.networks import trained_alone
-from audit.measures.figures import Outcome
-from audit.measures.images import unit_pixels
+from audit.measures import Outcome, unit_pixels
 from tests.support.audit.cases import WHOLE_MODEL, carried_out, outcome_of, simulated_case
 
 

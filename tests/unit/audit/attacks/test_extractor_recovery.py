@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from audit.evidence.case import Case, Extractor, Knowledge
-from audit.evidence.colluder import read_secret
+from audit.evidence.case import Case, Extractor, Knowledge, read_secret
 from audit.evidence.networks import estimated_extractor
 from fedcg.errors import FedcgError
 from fedcg.learning.networks import load_part

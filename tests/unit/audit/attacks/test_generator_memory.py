@@ -10,7 +10,7 @@ import torch
 
 from audit.attacks import generator_memory
 from audit.evidence.case import Case, Knowledge, Truth
-from audit.measures.figures import Outcome, Values
+from audit.measures import Outcome, Values
 from fedcg.learning.image_set import ImageSet
 from tests.support.audit.cases import WITH_GENERATOR, carried_out, outcome_of, simulated_case
 
@@ -57,7 +57,7 @@ def test_shuffling_which_images_were_trained_on_leaves_no_gain() -> None:
 
 def test_the_controls_fail_when_the_distances_and_the_decoder_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cdist", lambda some, others: torch.ones(len(some), len(others)))
-    monkeypatch.setattr("audit.techniques.image_generator.ImageGenerator", BlankDecoder)
+    monkeypatch.setattr("audit.techniques.image_decoder.ImageGenerator", BlankDecoder)
     assert [one.passed for one in attacked(generator_case()).controls] == [False, False]
 
 

@@ -10,9 +10,8 @@ import torch
 from audit.attacks import gradient_inversion
 from audit.attacks.attack import Effort
 from audit.evidence.case import Case, Knowledge
-from audit.measures.figures import Outcome
-from audit.measures.images import Reconstructions, trivial_guesses
-from audit.techniques.inversion_search import Found, Objective
+from audit.measures import Outcome, Reconstructions, trivial_images
+from audit.techniques.gradients import Found, Objective
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import carried_out, outcome_of, simulated_case
 
@@ -124,7 +123,7 @@ def test_a_guess_that_is_the_floor_has_no_gain_and_shuffled_truth_has_none_eithe
     case = simulated_case(method="fedsplit")
     images = case.truth.train.rows(range(8))
     pixels, stream = images.images / 255.0, torch.Generator().manual_seed(1)
-    floors = {name: (guess, pixels) for name, guess in trivial_guesses(case.view, images, stream)}
+    floors = {name: (guess, pixels) for name, guess in trivial_images(case.view, images, stream)}
     mean, _ = floors["the mean auxiliary image of its class"]
     of_floor = Reconstructions(mean, pixels, floors).figure("psnr", "", (), None, 1)
     assert (of_floor.gain.value, of_floor.gain.high) == (0, 0)

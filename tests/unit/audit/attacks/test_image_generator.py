@@ -11,8 +11,7 @@ from audit.attacks import image_generator
 from audit.attacks.image_generator import Movement, maker, right_blocks
 from audit.evidence.case import Case
 from audit.evidence.device_data import joined
-from audit.measures.figures import Figure, Outcome
-from audit.measures.images import unit_pixels
+from audit.measures import Figure, Outcome, unit_pixels
 from fedcg.learning.methods.ppidsg import SCRAMBLING, scrambling_by
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import TRANSLATING, carried_out, outcome_of, simulated_case

@@ -19,7 +19,7 @@ from audit.attacks.label_distribution import (
 )
 from audit.evidence.case import Case, Knowledge
 from audit.evidence.networks import of_simulated_client
-from audit.measures.figures import Figure, Outcome
+from audit.measures import Figure, Outcome
 from audit.techniques import class_shares
 from audit.techniques.class_shares import HEADLINE, fitted, inferred
 from fedcg.learning.image_set import ImageSet

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from audit.attacks.attack import Effort
-from audit.attacks.membership import GeneratorDistance, nearest_distance
+from audit.attacks.membership import GeneratorDistance, auc, auc_gain, balanced_pairs, nearest_distance
 from audit.evidence.case import Case, Extractor, Knowledge
 from audit.evidence.device_data import joined
 from audit.evidence.networks import WholeModel
-from audit.measures.figures import Figure, Outcome, Values
-from audit.measures.membership import auc, auc_gain, balanced_pairs
+from audit.measures import Figure, Outcome, Values
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import (
     Target,

@@ -9,7 +9,7 @@ import torch
 
 from audit.attacks.reidentification import LineUp, ranks
 from audit.evidence.case import Case
-from audit.measures.figures import Figure, Outcome
+from audit.measures import Figure, Outcome
 from audit.techniques.gradients import batch_gradient
 from tests.support.audit.cases import carried_out, outcome_of, simulated_case
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from audit.measures.figures import bootstrap, proportion
-from audit.measures.images import png, psnr, ssim, unit_pixels
-from audit.measures.membership import auc, auc_interval, roc, true_positive_rate
+from audit.attacks.membership import auc, auc_interval, roc, true_positive_rate
+from audit.measures import bootstrap, png, proportion, psnr, ssim, unit_pixels
 
 
 def test_a_share_of_none_has_the_exact_upper_bound() -> None:

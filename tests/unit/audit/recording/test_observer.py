@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from audit.errors import CaptureError, DecodeError
 from audit.recording.capture import Capture
-from audit.recording.comparison import check_recording
+from audit.recording.leakage import check_recording
 from audit.recording.observer import Observer
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack
 from fedcg.wire.messages.envelopes import SigningKey, make_link, seal

@@ -9,8 +9,8 @@ import pytest
 from audit.choices import parse_gate
 from audit.errors import GateFormError
 from audit.evidence.case import Knowledge
-from audit.measures.figures import Control, Figure, Interval, Outcome
-from audit.report.findings import Result, finding_of, judge, largest_gains
+from audit.measures import Control, Figure, Interval, Outcome
+from audit.report import Result, finding_of, judge, largest_gains
 from tests.support.audit.reports import attack
 
 

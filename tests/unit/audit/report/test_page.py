@@ -7,9 +7,8 @@ import re
 from dataclasses import replace
 
 from audit.evidence.case import Knowledge
-from audit.measures.figures import Curve, Interval, Outcome
-from audit.report.findings import Result, finding_of, report_of
-from audit.report.page import render, svg
+from audit.measures import Curve, Interval, Outcome
+from audit.report import Result, finding_of, render, report_of, svg
 from tests.support.audit.reports import SUBJECT, VERDICTS, attack, figure, findings
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from audit.attacks.attack import Effort
-from audit.measures.figures import Outcome
-from audit.run.session import AuditFolder, carry_out
+from audit.measures import Outcome
+from audit.run import AuditFolder, carry_out
 from tests.support.audit.cases import WHOLE_MODEL, simulated_case
 from tests.support.audit.recordings import audit_command, write_case, write_images
 from tests.support.audit.reports import attack
@@ -141,7 +141,7 @@ def test_an_attack_that_fails_ends_neither_the_others_nor_is_it_kept(tmp_path: P
 def test_kept_outcomes_need_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = AuditFolder(tmp_path, {"format": 1})
     folder.keep(Outcome("x", notes=("kept",)))
-    monkeypatch.setattr("audit.run.session.ProcessPoolExecutor", None)
+    monkeypatch.setattr("audit.run.ProcessPoolExecutor", None)
     (outcome,) = carry_out(simulated_case(), [attack("x")], Effort.QUICK, 1, folder=folder)
     assert outcome.notes == ("kept",)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from audit.evidence.case import Extractor
-from audit.measures.images import unit_pixels
+from audit.measures import unit_pixels
 from audit.techniques.gradients import (
     BatchGradient,
     attacker_model,

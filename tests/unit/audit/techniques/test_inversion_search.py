@@ -7,10 +7,11 @@ import torch
 
 from audit.attacks.gradient_inversion import pixel_rank
 from audit.evidence.networks import whole_model
-from audit.techniques.gradients import BatchGradient, batch_gradient
-from audit.techniques.inversion_search import (
+from audit.techniques.gradients import (
+    BatchGradient,
     Search,
     Start,
+    batch_gradient,
     channel_statistics,
     cosine_distance,
     gradient_distance,

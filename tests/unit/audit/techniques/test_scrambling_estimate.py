@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from audit.attacks.image_generator import estimated_scrambling
-from audit.measures.images import unit_pixels
+from audit.measures import unit_pixels
 from fedcg.learning.defences.params import EtcParams
 from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 from fedcg.learning.seeds import Streams

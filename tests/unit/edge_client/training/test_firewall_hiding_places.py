@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from audit.recording.comparison import wire_tensors
-from audit.recording.leakage import Match, PrivateTensor, compare, find_bytes
+from audit.recording.leakage import Match, PrivateTensor, compare, find_bytes, wire_tensors
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from edge_client.firewall import UpdateFacts, build_update

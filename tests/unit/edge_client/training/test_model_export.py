@@ -11,8 +11,7 @@ from edge_client.config import ExportSection
 from edge_client.session.signals import Chosen
 from edge_client.store.private_store import PrivateStore
 from export.errors import GateError
-from export.model.manifest import read_manifest
-from export.model.signature import required
+from export.model.manifest import read_manifest, required
 from export.model.versions import Slots
 from tests.support.edge.training_site import Site, real_spec
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from opacus.accountants import RDPAccountant
 
-from audit.measures.figures import Outcome
+from audit.measures import Outcome
 from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
 from edge_client.session.signals import ChooseModel

@@ -13,8 +13,7 @@ import torch
 
 from audit.attacks.attack import Attack, Effort, Found, Trial
 from audit.evidence.case import Case, Knowledge
-from audit.measures.figures import Control, Figure, Interval, Outcome, Pictures
-from audit.measures.images import png
+from audit.measures import Control, Figure, Interval, Outcome, Pictures, png
 from edge_client.config import AuditSection
 from edge_client.session.signals import RoundCommitted, RoundFailed
 from fedcg.learning.networks.plans import initial_parts

@@ -17,7 +17,7 @@ from devices.telemetry import Telemetry
 from edge_client.agent.hardware import HardwareWatch
 from edge_client.training.box_limits import InferenceLoad, Pauses
 from edge_client.training.trainer_handle import trainer_process
-from export.serving.metrics import Metrics
+from export.serving.app import Metrics
 from fedcg.event_log import EventLog, read_events
 from fedcg.log_output import LogSettings
 from tests.support.edge.world import make_config

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from audit.evidence.device_data import read_private
 from audit.evidence.updates import read_updates
-from audit.recording.comparison import check_recording
+from audit.recording.leakage import check_recording
 from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.source import Source
 from experiments.settings.options import root_secret

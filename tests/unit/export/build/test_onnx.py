@@ -12,13 +12,12 @@ import onnxruntime
 import pytest
 import torch
 
-from export.build import to_onnx, verify
+from export.build import to_onnx
 from export.build.install_model import package_personal
 from export.build.to_onnx import OPSET, export_personal
 from export.errors import ConversionError, InputError, ManifestError, TamperedError, VerificationError
 from export.model.manifest import read_manifest, write_manifest
-from export.model.preprocess import load_image
-from export.model.runtime import Model, Predictor
+from export.model.runtime import Model, Predictor, load_image
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import load_folder, normalise
@@ -148,7 +147,7 @@ def test_verification_counts_what_both_models_get_right(
 ) -> None:
     path = tmp_path / "model.onnx"
     export_personal(spec, parts, path)
-    checked = verify.verify(path, spec, parts, images.files, images.labels)
+    checked = to_onnx.verify(path, spec, parts, images.files, images.labels)
     data, entries = load_folder(images.files[0].parent.parent, CLASSES, spec.image)
     assert len(entries) == checked.images == len(images.files)
     expected = evaluate(spec, parts, data).accuracy
@@ -163,11 +162,11 @@ def test_without_files_random_pixels_are_compared_and_no_accuracy_is_claimed(
 ) -> None:
     path = tmp_path / "model.onnx"
     export_personal(spec, parts, path)
-    checked = verify.verify(path, spec, parts, [], [])
-    assert (checked.source, checked.accuracy_onnx, checked.images) == ("noise", None, verify.NOISE_IMAGES)
+    checked = to_onnx.verify(path, spec, parts, [], [])
+    assert (checked.source, checked.accuracy_onnx, checked.images) == ("noise", None, to_onnx.NOISE_IMAGES)
     export_personal(spec, make_parts(spec, seed=2), path)
     with pytest.raises(VerificationError):
-        verify.verify(path, spec, parts, [], [])
+        to_onnx.verify(path, spec, parts, [], [])
 
 
 @pytest.mark.parametrize("what", ["weights", "normalisation", "one small weight"])
@@ -189,7 +188,7 @@ def test_a_file_that_is_not_the_trained_model_is_refused(
         last["5.bias"][0] += 1e-2
         export_personal(spec, {**parts, Part.CLASSIFIER: last}, path)
     with pytest.raises(VerificationError, match="not the trained model"):
-        verify.verify(path, spec, parts, images.files, images.labels)
+        to_onnx.verify(path, spec, parts, images.files, images.labels)
 
 
 def test_weights_that_are_not_numbers_are_refused(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
@@ -198,7 +197,7 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path: Path, spec: Federati
     path = tmp_path / "model.onnx"
     export_personal(spec, diverged, path)
     with pytest.raises(VerificationError, match="not a number"):
-        verify.verify(path, spec, diverged, [], [])
+        to_onnx.verify(path, spec, diverged, [], [])
 
 
 def test_a_test_file_that_cannot_be_read_is_named(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
@@ -207,7 +206,7 @@ def test_a_test_file_that_cannot_be_read_is_named(tmp_path: Path, spec: Federati
     bad = tmp_path / "bad.png"
     bad.write_text("no image")
     with pytest.raises(InputError, match=r"bad\.png"):
-        verify.verify(path, spec, parts, [bad], [0])
+        to_onnx.verify(path, spec, parts, [bad], [0])
 
 
 def test_packaging_installs_a_model_that_runs_and_tells_where_it_comes_from(
@@ -290,7 +289,7 @@ def test_a_backbone_is_exported_and_verified(tmp_path: Path, split: str, images:
     parts = make_parts(spec)
     path = tmp_path / "model.onnx"
     export_personal(spec, parts, path)
-    verification = verify.verify(path, spec, parts, images.files, images.labels)
+    verification = to_onnx.verify(path, spec, parts, images.files, images.labels)
     assert verification.top1_agreement == 1.0
     pixels = random_pixels(spec.image, 5)
     [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from onnx.parser import parse_model
 from PIL import Image
 
-from export.build import verify
+from export.build import to_onnx
 from export.build.preprocess_graph import add_preprocessing, on_network
 from export.build.to_onnx import export_personal
 from export.errors import VerificationError
-from export.model.preprocess import load_image, normalise
+from export.model.runtime import load_image, normalise
 from fedcg.image_form import ImageForm
 from fedcg.imaging import Pixels
 from fedcg.learning.data import image_folder as data
@@ -191,7 +191,7 @@ def test_a_model_whose_own_preprocessing_differs_from_training_is_refused(
     onnx.save(proto, path)
     files, labels = (images.files, images.labels) if with_files else ([], [])
     with pytest.raises(VerificationError, match="to its size in another way than training"):
-        verify.verify(path, spec, parts, files, labels)
+        to_onnx.verify(path, spec, parts, files, labels)
 
 
 _PHOTOGRAPH = """

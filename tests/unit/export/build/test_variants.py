@@ -12,12 +12,11 @@ import onnxruntime
 import pytest
 
 from export.build import variants
-from export.build.labelled_images import labelled_images
 from export.build.variants import HeldOut, add_variants
 from export.errors import ConversionError, ExportError, InputError, ManifestError, TamperedError
+from export.model.image_files import labelled_images
 from export.model.manifest import Manifest, Variant, read_manifest
-from export.model.preprocess import load_image
-from export.model.runtime import Floats, Model
+from export.model.runtime import Floats, Model, load_image
 from export.model.versions import Slots
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import (

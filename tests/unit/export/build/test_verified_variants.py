@@ -13,8 +13,7 @@ from export.build import install_model as package
 from export.build import variants
 from export.build.variants import HeldOut
 from export.model.manifest import read_manifest
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.runtime import Model, load_image
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
 from tests.support.commands import data_of, run_fedcg

@@ -14,9 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from export.model.classify import expand
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.image_files import expand
+from export.model.runtime import Model, load_image
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, run_fedcg

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import Result
 
 from export.errors import SlotError
-from export.model.manifest import read_manifest
-from export.model.signature import required, signer_of
+from export.model.manifest import read_manifest, required, signer_of
 from export.model.versions import Slots
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg

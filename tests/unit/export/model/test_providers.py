@@ -17,10 +17,9 @@ import pytest
 
 from export.build import variants
 from export.build.variants import HeldOut, add_variants
-from export.model import providers, versions
+from export.model import runtime, versions
 from export.model.manifest import read_manifest
-from export.model.providers import available_providers
-from export.model.runtime import Model
+from export.model.runtime import Model, available_providers
 from export.model.versions import Slots
 from export.serving.live_model import ServedModel
 from tests.support.commands import run_fedcg
@@ -148,7 +147,7 @@ def test_float16_in_the_engines_is_switched_on_where_it_was_measured_to_pay(
     half = next(one for one in manifest.variants if one.name == "trt_fp16")
     refused = next(one for one in manifest.variants if one.name == "ort")
     assert "such a graph is for the CPU alone, and there is TensorRT > CUDA > CPU" in refused.reason
-    assert half.machine == providers.machine()
+    assert half.machine == runtime.machine()
     assert manifest.files == (manifest.model,)
     assert any(asked[0][1] == {"trt_fp16_enable": "True"} for asked in card.asked)  # measured with it, nothing kept yet
     model = Model.load(root / "0002", threads=1)

@@ -12,9 +12,8 @@ import pytest
 
 from export import load
 from export.errors import ExportError, InputError, ManifestError, TamperedError
-from export.model.manifest import read_manifest
+from export.model.manifest import note_signer, read_manifest, required, sign_manifest, signer_of
 from export.model.runtime import Model
-from export.model.signature import note_signer, required, sign_manifest, signer_of
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from export.model.preprocess import load_image
-from export.model.runtime import Model
+from export.model.runtime import Model, load_image
 from export.serving.server import Settings, _bound
 from fedcg.listening import Caps, Connections
 from tests.support.commands import data_of, run_fedcg

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from export.model.manifest import read_manifest, write_manifest
-from export.model.signature import note_signer, required, sign_manifest
+from export.model.manifest import note_signer, read_manifest, required, sign_manifest, write_manifest
 from export.model.versions import Slots
 from export.serving.judge import Verdict
 from export.serving.live_model import ServedModel

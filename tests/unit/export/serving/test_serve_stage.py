@@ -14,9 +14,8 @@ from export.errors import SlotError
 from export.model.manifest import read_manifest, write_manifest
 from export.model.runtime import Floats, Model
 from export.model.versions import Slots
-from export.serving.candidate import PENDING, Candidate
 from export.serving.judge import FAILURES, Progress, Stage, Verdict
-from export.serving.live_model import RECORD_NAME, ServedModel
+from export.serving.live_model import PENDING, RECORD_NAME, Candidate, ServedModel
 from fedcg.imaging import Pixels
 from tests.support.learning.export_models import CLASSES, install_model, make_spec
 from tests.support.waiting import wait_until

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.build.to_onnx import export_personal
-from export.build.verify import verify
+from export.build.to_onnx import export_personal, verify
 from fedcg.learning.errors import ExtensionError, NetworkError
 from fedcg.learning.method import Aggregate
 from fedcg.learning.networks import NETWORKS, build_part, feature_shape, load_part, splits, weights_of

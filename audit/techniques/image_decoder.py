@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from audit.measures.images import unit_pixels
+from audit.measures import unit_pixels
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.randomness import draw_weights, lent_generators
 from fedcg.learning.seeds import Streams

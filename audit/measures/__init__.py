@@ -1,1 +1,0 @@
-"""Figures with their floors, ceilings and confidence intervals; how alike images are."""

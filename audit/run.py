@@ -1,0 +1,299 @@
+"""Carries out an audit: from its options and the evidence, attacks in processes side by side, to report.json and report.html.
+
+An outcome is on disk as soon as its attack is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from audit.attacks.attack import Attack, Effort, chosen_attacks, get_attack
+from audit.choices import parse_gate
+from audit.errors import CaptureError
+from audit.evidence import Case, Colluder, RecordedUpdates, own_view, read_secret, read_truth, read_updates
+from audit.measures import Outcome
+from audit.report import Finding, Verdict, finding_of, judge, render, report_of, subject_of
+from fedcg.files import PRIVATE, replace_durably
+from fedcg.learning.data.image_folder import read_images
+from fedcg.learning.seeds import Streams
+from fedcg.worker_process import abandon, die_with_parent, spawning
+
+LOOK_EVERY_S = 0.2
+SEND_EVERY_S = 0.5
+IDENTITY_FILE = "audit.json"
+_OUTCOME = TypeAdapter(Outcome)
+_IDENTITY = TypeAdapter(dict[str, Any])
+
+OnProgress = Callable[[str, int, int], None]
+"""(attack, steps done, steps in all)."""
+OnDone = Callable[[Outcome], None]
+
+
+class AuditFolder:
+    """The folder of an audit: which case it is of, and the outcomes that are there.
+
+    Args:
+        root: made if it is not there.
+        identity: what decides the outcomes, as JSON values.
+        force: drop what is there of another audit, and outcomes.
+
+    Raises:
+        CaptureError: it holds the audit of another case.
+    """
+
+    def __init__(self, root: Path, identity: Mapping[str, Any], *, force: bool = False) -> None:
+        self.root = root
+        self._outcomes = root / "attacks"
+        self._outcomes.mkdir(parents=True, exist_ok=True, mode=0o700)
+        root.chmod(0o700)  # the report shows images of the device
+        if force:
+            for path in self._outcomes.glob("*.json"):
+                path.unlink()
+        elif (root / IDENTITY_FILE).exists() and self._identity() != dict(identity):
+            raise CaptureError(
+                f"{root} holds an audit of something else, or with other options: choose another --out, or --force"
+            )
+        replace_durably(root / IDENTITY_FILE, _IDENTITY.dump_json(dict(identity), indent=1))
+
+    def _identity(self) -> dict[str, Any]:
+        try:
+            return _IDENTITY.validate_json((self.root / IDENTITY_FILE).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise CaptureError(
+                f"{self.root / IDENTITY_FILE} can't be read: {error}; choose another --out, or --force"
+            ) from error
+
+    def keep(self, outcome: Outcome) -> None:
+        """Write an outcome, whole or not at all."""
+        replace_durably(self._outcomes / f"{outcome.attack}.json", _OUTCOME.dump_json(outcome))
+
+    def kept(self, attack: str) -> Outcome | None:
+        """The outcome of an attack that was carried out before."""
+        path = self._outcomes / f"{attack}.json"
+        try:
+            return _OUTCOME.validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+
+_worker: dict[str, Any] = {}
+
+
+def _begin(parent: int, progress: Any) -> None:
+    import torch
+
+    die_with_parent(parent)
+    torch.set_num_threads(1)
+    _worker["progress"] = progress
+
+
+def _carry_out(attack: str, effort: Effort, case: bytes) -> Outcome:
+    sent_at = -SEND_EVERY_S
+
+    def send(done: int, total: int) -> None:
+        nonlocal sent_at
+        if done >= total or time.monotonic() - sent_at >= SEND_EVERY_S:
+            sent_at = time.monotonic()
+            _worker["progress"].put((attack, done, total))
+
+    # Written by the parent a moment ago: never bytes from outside.
+    return timed(get_attack(attack), pickle.loads(case), effort, send)  # noqa: S301
+
+
+def timed(attack: Attack, case: Case, effort: Effort, progress: Callable[[int, int], None]) -> Outcome:
+    """An attack's outcome with its duration, or the reason why it was not tried."""
+    started = time.perf_counter()
+    lacking = attack.lacks(case)
+    outcome = Outcome(attack.name, skipped=lacking) if lacking else attack.run(case, effort, progress)
+    return replace(outcome, seconds=round(time.perf_counter() - started, 1))
+
+
+def carry_out(
+    case: Case,
+    attacks: Sequence[Attack],
+    effort: Effort,
+    processes: int,
+    *,
+    folder: AuditFolder | None = None,
+    on_progress: OnProgress = lambda _attack, _done, _total: None,
+    on_done: OnDone = lambda _outcome: None,
+) -> tuple[Outcome, ...]:
+    """The outcomes of some attacks, in their order; those that a folder holds are not done again.
+
+    An attack that fails is an outcome with the reason, which is not kept. Ctrl-C ends the processes; what was done is kept.
+    """
+    found = {attack.name: folder.kept(attack.name) for attack in attacks} if folder is not None else {}
+    outcomes = {name: outcome for name, outcome in found.items() if outcome is not None}
+    todo = [attack.name for attack in attacks if attack.name not in outcomes]
+    if todo:
+        context = spawning()
+        progress = context.Queue()
+        # Not an argument of the processes' start, which waits for ever where a process ends before it has read a large one.
+        jobs = dict.fromkeys(todo, (effort, pickle.dumps(case)))
+        pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin, (os.getpid(), progress))
+        try:
+            for outcome, is_final in _as_completed(pool, jobs, progress, on_progress):
+                if folder is not None and is_final:
+                    folder.keep(outcome)
+                outcomes[outcome.attack] = outcome
+                on_done(outcome)
+        except BaseException:  # Ctrl-C above all
+            abandon(pool)
+            raise
+        pool.shutdown()
+    return tuple(outcomes[attack.name] for attack in attacks)
+
+
+def _as_completed(
+    pool: ProcessPoolExecutor, jobs: Mapping[str, tuple[Effort, bytes]], progress: Any, on_progress: OnProgress
+) -> Any:
+    """(outcome, whether it is final) of every attack, as they end."""
+    waiting: dict[Future[Outcome], str] = {pool.submit(_carry_out, name, *job): name for name, job in jobs.items()}
+    while waiting:
+        done, _ = wait(waiting, LOOK_EVERY_S, FIRST_COMPLETED)
+        while not progress.empty():
+            on_progress(*progress.get())
+        for future in done:
+            name = waiting.pop(future)
+            error = future.exception()
+            if error is None:
+                yield future.result(), True
+            else:
+                yield Outcome(name, skipped=f"failed: {type(error).__name__}: {error}"), False
+
+
+REPORT_FILE, PAGE_FILE = "report.json", "report.html"
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """What an audit is asked for; the options of `fedcg audit run`."""
+
+    updates: Path
+    data: Path
+    out: Path
+    private: Path | None = None
+    held_out: Path | None = None
+    auxiliary: Path | None = None
+    federation: str | None = None
+    client: str | None = None
+    round: int | None = None
+    attacks: tuple[str, ...] = ()
+    effort: Effort = Effort.DEFAULT
+    seed: int = 0
+    processes: int = 2
+    gate: str = ""
+    force: bool = False
+    cohort: Path | None = None
+
+    def command(self) -> str:
+        """The command that repeats the audit."""
+        words = ["fedcg", "audit", "run"]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value == option.default or option.name in ("processes", "force"):
+                continue
+            text = ",".join(value) if isinstance(value, tuple) else getattr(value, "value", value)
+            words += [f"--{option.name.replace('_', '-')}", str(text)]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Audited:
+    """The outcome of an audit: what stands in `report.json`, the verdicts of its gates, attacks that failed."""
+
+    report: dict[str, Any]
+    findings: tuple[Finding, ...]
+    verdicts: tuple[Verdict, ...]
+    failed: tuple[Outcome, ...]
+
+
+def run_audit(options: AuditOptions, console: Console) -> Audited:
+    """Carry out an audit and write its report; goes on where an interrupted one of the same options stopped.
+
+    Raises:
+        AuditError: an option, the evidence or the truth can't be used; nothing was attacked.
+        DataError: images can't be read.
+    """
+    attacks, conditions = chosen_attacks(options.attacks), parse_gate(options.gate)
+    recorded = read_updates(options.updates, options.federation)
+    case = _case(options, recorded)
+    folder = AuditFolder(options.out, _identity(options, case, recorded), force=options.force)
+    with _bars(console, [attack.name for attack in attacks]) as (advance, finish):
+        outcomes = carry_out(
+            case, attacks, options.effort, options.processes, folder=folder, on_progress=advance, on_done=finish
+        )
+    findings = tuple(finding_of(attack, outcome) for attack, outcome in zip(attacks, outcomes, strict=True))
+    verdicts = judge(conditions, outcomes)
+    settings = {"effort": options.effort.value, "seed": options.seed}
+    store = options.private if options.private is not None and options.private.is_dir() else None
+    subject = subject_of(case, recorded.gaps, settings, options.command(), store)
+    report = report_of(subject, findings, verdicts)
+    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    replace_durably(options.out / REPORT_FILE, json.dumps(report, indent=1).encode(), PRIVATE)
+    replace_durably(options.out / PAGE_FILE, render(subject, findings, verdicts, made).encode(), PRIVATE)
+    failed = tuple(one for one in outcomes if one.skipped is not None and one.skipped.startswith("failed: "))
+    return Audited(report, findings, verdicts, failed)
+
+
+def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
+    spec = recorded.spec
+    auxiliary = None
+    if options.auxiliary is not None:
+        auxiliary = read_images(options.auxiliary, spec.classes, spec.image).images
+    view = own_view(recorded.view(options.client, options.round, auxiliary), options.private)
+    if options.cohort is not None:
+        view = replace(view, colluder=Colluder.of(view.spec, read_secret(options.cohort), view.after))
+    truth = read_truth(view, options.data, options.private, options.held_out)
+    return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
+
+
+def _identity(options: AuditOptions, case: Case, recorded: RecordedUpdates) -> dict[str, Any]:
+    view, truth = case.view, case.truth
+    return {
+        "format": 1,
+        "update": recorded.updates()[view.client, view.round],
+        "effort": options.effort.value,
+        "seed": options.seed,
+        "images": [len(truth.train), len(truth.held_out), 0 if view.auxiliary is None else len(view.auxiliary)],
+        "with_private": truth.after is not None,
+        **({} if view.colluder is None else {"cohort": hashlib.sha256(view.colluder.secret).hexdigest()}),
+    }
+
+
+@contextmanager
+def _bars(
+    console: Console, names: Sequence[str]
+) -> Iterator[tuple[Callable[[str, int, int], None], Callable[[Outcome], None]]]:
+    """A bar with its predicted end per attack on a terminal, else a line for each that is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks = {name: bars.add_task(name, total=None) for name in names}
+
+        def advance(name: str, done: int, total: int) -> None:
+            if name in tasks:  # a last step may arrive after the outcome
+                bars.update(tasks[name], completed=done, total=total)
+
+        def finish(outcome: Outcome) -> None:
+            bars.remove_task(tasks.pop(outcome.attack))
+            console.print(
+                f"{outcome.attack}: {outcome.skipped or f'done in {outcome.seconds} s'}", markup=False, soft_wrap=True
+            )
+
+        yield advance, finish
