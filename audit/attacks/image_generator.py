@@ -20,7 +20,7 @@ from scipy.optimize import linear_sum_assignment
 
 from audit import measures as likenesses
 from audit.attacks.attack import Attack, Found, Tick, Trial
-from audit.attacks.label_distribution import trivial_images, two_class_control, update_figures
+from audit.attacks.label_distribution import trivial_guesses, two_class_control, update_figures
 from audit.attacks.membership import MemberScores, auc, balanced_pairs, membership_figures, roc_curves
 from audit.evidence import Case, Knowledge, View, networks
 from audit.measures import Control, Figure, Measure, Pictures, Reconstructions, Values, png, proportion, unit_pixels
@@ -301,7 +301,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     for one in scores:
         yield from membership_figures(one, members, streams.seed("bootstrap"))
     model = ShareModel.fitted(view, known, fit, count, streams, tick)
-    yield from update_figures(case, {_BY_CLASS: model.shares(view)[None]}, trivial_images(view, streams))
+    yield from update_figures(case, {_BY_CLASS: model.shares(view)[None]}, trivial_guesses(view, streams))
     yield from _decoded(trial, known, movement, steps, tick)
     keys = case.truth.extras.get(SCRAMBLING)
     if keys is not None:

@@ -1,10 +1,30 @@
-"""`fedcg bench`: measurements that packages register in the entry-point group `fedcg.benches`, loaded only when called."""
+"""`fedcg bench` and its commands: options, what is printed, and the record.
+
+Every measurement is imported when its command runs, so no command's help loads torch. Other packages register further
+measurements in the entry-point group `fedcg.benches`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
 
+from experiments.record import bench_record
 from fedcg.cli import LazyGroup
+from fedcg.errors import BadInputError
+from fedcg.learning.errors import LearningError
+from fedcg.learning.spec import NetworkChoice
+from fedcg.terminal import Result, print_data, prints
 
 
 class BenchGroup(LazyGroup):
@@ -24,3 +44,359 @@ app = typer.Typer(
 @app.callback()
 def _bench() -> None:
     """Measure this machine: ratios of two things run in one go. Timings belong here, never in tests."""
+
+
+@prints
+def round_command(
+    clients: Annotated[int, typer.Option(min=1, help="Clients.")] = 4,
+    images: Annotated[int, typer.Option(min=32, help="Images of 3x32x32 per client.")] = 2000,
+    batch: Annotated[int, typer.Option(min=2, help="Rows of a step.")] = 16,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of classification, and of the GAN, in a round.")] = 20,
+    server_iterations: Annotated[int, typer.Option(min=1, help="Steps of the student in a round.")] = 2000,
+    processes: Annotated[int, typer.Option(min=1, help="Clients that ours trains at once, a thread each.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the reference, and of our server.")] = 2,
+    measured_epochs: Annotated[int, typer.Option(min=1, help="Epochs that are run; the rest is extrapolated.")] = 1,
+    measured_iterations: Annotated[int, typer.Option(min=1, help="Steps of the student that are run.")] = 200,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="A fiftieth of an epoch, once: does it run at all?")] = False,
+) -> Result:
+    """A whole FedCG round: the published algorithm one step at a time, and ours; ratios of one run.
+
+    Example: fedcg bench round --quick
+    """
+    from dataclasses import asdict
+
+    from experiments.bench.fedcg_round import RoundPlan, measure
+
+    plan = RoundPlan(
+        clients=clients,
+        images=64 if quick else images,
+        batch=batch,
+        epochs=epochs,
+        server_iterations=server_iterations,
+        processes=processes,
+        threads=threads,
+        measured_epochs=min(measured_epochs, epochs),
+        measured_iterations=min(5 if quick else measured_iterations, server_iterations),
+        repeats=1 if quick else repeats,
+    )
+    result = measure(plan, lambda line: typer.echo(line, err=True))
+    extrapolated = {
+        "epochs": [plan.measured_epochs, plan.epochs],
+        "server_iterations": [plan.measured_iterations, plan.server_iterations],
+    }
+    record = {"setting": asdict(plan), "extrapolated": extrapolated if plan.is_extrapolated else None, **result}
+    lines = [*_round_lines(result)]
+    if plan.is_extrapolated:
+        lines.append(f"extrapolated from {plan.measured_epochs} epochs and {plan.measured_iterations} student steps")
+    return {**bench_record("bench round"), **record}, "\n".join(lines)
+
+
+def _round_lines(result: Mapping[str, object]) -> Iterator[str]:
+    yield f"{'reference':<12} {_stage_seconds(result['reference_seconds'])}"
+    for name, found in result.items():
+        if isinstance(found, dict) and "speedup" in found:
+            ratios = ", ".join(f"{stage} {ratio:.2f}x" for stage, ratio in found["speedup"].items())
+            yield f"{name:<12} {_stage_seconds(found['seconds'])}"
+            yield f"{'':<12} {ratios}   ({found['what']})"
+
+
+def _stage_seconds(stages: object) -> str:
+    assert isinstance(stages, dict)
+    return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items())
+
+
+@prints
+def train_command(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    method: Annotated[str, typer.Option(help="The method.")] = "fedcg",
+    split: Annotated[str, typer.Option(help="Extractor and classifier.")] = "lenet5",
+    generator: Annotated[str, typer.Option(help="Generator.")] = "mlp",
+    discriminator: Annotated[str, typer.Option(help="Discriminator.")] = "mlp",
+    images: Annotated[int, typer.Option(min=8, help="Random images of the round.")] = 1000,
+    image_size: Annotated[int, typer.Option(min=4, max=1024, help="Pixels of a side.")] = 32,
+    batch: Annotated[int, typer.Option(min=2, help="Rows of a step.")] = 16,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of the round.")] = 4,
+    threads: Annotated[int, typer.Option(min=1, help="Threads.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Two batches, one epoch: does it run at all?")] = False,
+) -> Result:
+    """One line about this box: steps and images a second, memory and energy of one whole local round on random images.
+
+    Example: fedcg bench train --quick
+
+    Raises:
+        BadInputError: there is no such device or method, or the networks refuse the setting.
+    """
+    import torch
+
+    from experiments.bench.box_round import BoxRound, line_of, measure
+
+    if not (device == "cpu" or (device.startswith("cuda") and torch.cuda.is_available())):
+        raise BadInputError(f"--device {device}: this torch has cpu{', cuda' * torch.cuda.is_available()}")
+    network = NetworkChoice(split=split, generator=generator, discriminator=discriminator)
+    rows, rounds = (2 * batch, 1) if quick else (images, epochs)
+    plan = BoxRound(device, method, network, image_size, rows, batch, rounds, threads)
+    try:
+        found = measure(plan, lambda line: typer.echo(line, err=True))
+    except (LearningError, ValueError) as error:
+        raise BadInputError(str(error)) from error
+    setting = {**vars(plan), "network": network.model_dump(mode="json")}
+    return {**bench_record("bench train"), "setting": setting, **found}, line_of(plan, found)
+
+
+@prints
+def coordinator_command(
+    sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; with --watchers, rounds of one turn.")] = 5,
+    watchers: Annotated[
+        int, typer.Option(min=0, max=50, help="Watchers of the page in every second turn of rounds.")
+    ] = 0,
+    turns: Annotated[int, typer.Option(min=1, help="With --watchers: so many turns without and with them.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for coordinator.json and a plot of the memory, memory.png.")
+    ] = None,
+    sum_devices: Annotated[
+        list[int] | None,
+        typer.Option(min=4, max=1000, help="Instead: masked sums of so many devices; again for more."),
+    ] = None,
+    lost: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.5, help="With --sum-devices: share of them that vanishes after it sent keys."),
+    ] = 0.1,
+    numbers: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="With --sum-devices: numbers of a device.")
+    ] = 12_800,
+) -> Result:
+    """Lost updates, seconds from the last update to the next offer, and memory of a coordinator and a Mosquitto of its own.
+
+    The sessions send a recorded update of the method fedcg, so no device trains; the aggregation worker merges all of them.
+    With --sum-devices: bytes and processor time of masked sums, each compared with the plain sum.
+
+    Example: fedcg bench coordinator --sessions 50
+    """
+    if sum_devices:
+        return _sums(sum_devices, lost, numbers)
+    from coordinator.storage.store import Store
+    from experiments.bench.coordinator_rounds import (
+        Setting,
+        cost_of_watchers,
+        draw_memory,
+        growth_mb,
+        rounds_of,
+        run_rounds,
+    )
+    from experiments.bench.sessions import new_home
+    from experiments.record import bench_record
+    from fedcg.files import READABLE, replace_durably
+
+    if watchers and rounds < 3:
+        raise typer.BadParameter(
+            "watchers come in the first round of a turn, and no offer follows the last one: give 3 or more with --watchers",
+            param_hint="--rounds",
+        )
+
+    def announce(text: str) -> None:
+        typer.echo(text, err=True)
+
+    setting = Setting(sessions, rounds, watchers, turns if watchers else 1)
+    record: dict[str, Any] = {
+        **bench_record("bench coordinator"),
+        "command": "fedcg bench coordinator "
+        + " ".join(f"--{name} {value}" for name, value in asdict(setting).items()),
+        "load": [round(value, 1) for value in os.getloadavg()],
+        "setting": asdict(setting),
+    }
+    with tempfile.TemporaryDirectory(prefix="fedcg-bench-") as folder:
+        home = new_home(Path(folder))
+        run = asyncio.run(run_rounds(home, setting, announce))
+        with closing(Store.of(home)) as store:
+            found = rounds_of(store, run, setting)
+    record |= {
+        "updates": run.updates(),
+        "growth_mb_per_round": None if watchers else growth_mb(found),
+        "rounds": [asdict(each) for each in found],
+    }
+    if watchers:
+        record["watching"] = {"pages": run.pages, "events": run.events, **cost_of_watchers(found, rounds)}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        replace_durably(out / "coordinator.json", json.dumps(record, indent=1) + "\n", READABLE)
+        draw_memory(found, out / "memory.png", f"{sessions} sessions: memory after each round")
+    return record, "\n".join(_coordinator_lines(record))
+
+
+def _sums(devices: list[int], lost: float, numbers: int) -> Result:
+    from experiments.bench.masked_sums import measure_sum
+    from experiments.record import bench_record
+
+    found = [measure_sum(count, round(lost * count), numbers) for count in devices]
+    lines = [
+        f"{one.devices:>4} devices, {one.lost} lost: {one.numbers_bytes:,} bytes of numbers, {one.control_up:,} more up, {one.control_down:,} down, "
+        f"{one.device_ms:.1f} ms a device, {one.coordinator_ms:.1f} ms the coordinator"
+        for one in found
+    ]
+    return {**bench_record("bench coordinator"), "sums": [asdict(one) for one in found]}, "\n".join(lines)
+
+
+def _coordinator_lines(record: dict[str, Any]) -> Iterator[str]:
+    yield ", ".join(f"{count} updates {name}" for name, count in record["updates"].items())
+    for each in record["rounds"]:
+        offer = (
+            "" if each["next_offer_s"] is None else f", next offer {each['next_offer_s']:.2f} s after the last update"
+        )
+        memory = " + ".join(f"{value:.0f}" for value in each["memory_mb"])
+        yield f"round {each['round']}: {each['seconds']:.2f} s{offer}; {memory} MB (coordinator + worker)"
+    if record["growth_mb_per_round"] is not None:
+        yield f"memory grows by {record['growth_mb_per_round']:.2f} MB a round"
+    for name in ("seconds", "next_offer_s", "processor_s") if "watching" in record else ():
+        cost = record["watching"][name]
+        yield f"{name} with over without watchers: {cost['ratio']:.2f} ({', '.join(map(str, cost['ratios']))})"
+
+
+@prints
+def transport_command(
+    size: Annotated[
+        list[int] | None,
+        typer.Option(min=1000, help="Bytes of an artifact; may be given again.  [default: 250000, 57000000]"),
+    ] = None,
+    window: Annotated[
+        list[int] | None, typer.Option(min=1, max=256, help="Chunks under way; may be given again.  [default: 16, 64]")
+    ] = None,
+    megabytes: Annotated[int, typer.Option(min=1, help="Small artifacts are repeated up to so much in all.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case; the median counts.")] = 5,
+    sessions: Annotated[
+        int, typer.Option(min=0, max=1000, help="Instead: a round of so many sessions of the first size.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds with --sessions.")] = 3,
+) -> Result:
+    """Throughput of updates into the coordinator's database: sha256, signatures, mutual TLS, checks, fsynced receipt.
+
+    With --sessions: seconds of whole rounds without training, from the opened attempt to the stored aggregate.
+
+    Example: fedcg bench transport --size 65536
+    """
+    from experiments.bench.transport_rounds import LARGE, SMALL, filled, measure, round_of
+    from experiments.record import bench_record
+    from fedcg.wire.transfer.windows import limits_for
+
+    sizes = size or [SMALL, LARGE]
+    record = bench_record("bench transport") | {"load": [round(value, 1) for value in os.getloadavg()]}
+    record["versions"]["paho-mqtt"] = version("paho-mqtt")
+
+    def announce(text: str) -> None:
+        typer.echo(text, err=True)
+
+    if sessions:
+        found = round_of(sessions, sizes[0], rounds, limits_for(), announce)
+        record |= {"sessions": sessions, "size": sizes[0], "round_s": found.seconds}
+        lines = [f"{sessions} sessions x {sizes[0]} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
+    else:
+        cases = [filled(one, chunks, megabytes * 1_000_000) for one in sizes for chunks in window or [16, 64]]
+        measured = [measure(case, repeats, announce) for case in cases]
+        record |= {"repeats": repeats, "cases": [one.as_json() for one in measured]}
+        lines = [
+            f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: {one.mb_per_s:.1f} MB/s"
+            for one in measured
+        ]
+    return record, "\n".join(lines)
+
+
+@prints
+def infer_command(
+    networks: Annotated[
+        list[str] | None, typer.Option("--network", help="Split to measure; again for more.  [default: lenet5]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 5,
+    requests: Annotated[int, typer.Option(min=100, help="Requests of all 32 callers together, per run.")] = 3000,
+    swaps: Annotated[int, typer.Option(min=1, help="New versions under load.")] = 20,
+    image_size: Annotated[
+        int, typer.Option("--image-size", min=16, max=1024, help="Sides of a picture in pixels.")
+    ] = 32,
+    quick: Annotated[bool, typer.Option("--quick", help="Little of everything, once: does it run at all?")] = False,
+) -> Result:
+    """One image, one thread: onnxruntime over eager torch; then a real serving process: ready, memory, latency, also beside training, swaps under load.
+
+    Example: fedcg bench infer --quick
+    """
+    from dataclasses import asdict
+    from importlib.metadata import version
+
+    from experiments.bench.inference_latency import BARS, Plan, measure
+    from experiments.record import bench_record
+
+    plan = (
+        Plan(images=10, repeats=1, requests=100, swaps=1, side=image_size)
+        if quick
+        else Plan(repeats=repeats, requests=requests, swaps=swaps, side=image_size)
+    )
+    found = {name: measure(name, plan, lambda line: typer.echo(line, err=True)) for name in networks or ["lenet5"]}
+    record = bench_record("bench infer")
+    record["versions"] |= {name: version(name) for name in ("fastapi", "uvicorn")}
+    lines = []
+    for name, figures in found.items():
+        for figure, value in figures.items():
+            bar = BARS.get(name, {}).get(figure)
+            lines.append(f"{name}.{figure:<18} {_figure_text(value)}" + (f"   ({bar[0]} {bar[1]:g})" if bar else ""))
+    return {**record, "setting": asdict(plan), **found}, "\n".join(lines)
+
+
+def _figure_text(value: object) -> str:
+    return ", ".join(f"{name} {one}" for name, one in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def privacy_command(
+    grid: Annotated[
+        str,
+        typer.Argument(
+            help="methods, pretrained, fedprobe, fedcg-table2, ppidsg, epochs, mechanisms, antigan, antigan-four, antigan-four-curves or antigan-split"
+        ),
+    ],
+    data: Annotated[str, typer.Option(help="as for `fedcg simulate --data`")] = "digits",
+    out: Annotated[
+        Path, typer.Option(help="folder for one JSON per run; runs that are there are not done again")
+    ] = Path("privacy-out"),
+    seed: Annotated[list[int] | None, typer.Option(min=0, help="a seed; again for more  [default: 0, 1, 2]")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="only this row; again for more")] = None,
+    clients: Annotated[int, typer.Option(min=2, help="clients")] = 4,
+    images: Annotated[int, typer.Option(min=10, help="training images of a client, at most")] = 500,
+    epochs: Annotated[int, typer.Option(min=1, help="local epochs a round")] = 5,
+    effort: Annotated[str, typer.Option(help="of the audits: quick, default or thorough")] = "quick",
+    processes: Annotated[int, typer.Option(min=1, help="attacks, and simulated clients, at once")] = 2,
+    show: Annotated[bool, typer.Option("--show", help="run nothing; print the tables of what is there")] = False,
+    settings: Annotated[bool, typer.Option("--settings", help="also print every setting of every attack")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the records")] = False,
+) -> None:
+    """Simulate the federations of a grid, audit one client's last update of each, and print the tables of docs/privacy.md.
+
+    The same command goes on where an interrupted one stopped. With the grid `mechanisms` it also draws frontier.png, with
+    `antigan` and `antigan-four-curves` curves.png.
+
+    Example: fedcg bench privacy methods --show
+    """
+    from experiments.bench.privacy_grids import (
+        Sizes,
+        chosen_grid,
+        draw_antigan,
+        draw_frontier,
+        run_grid,
+        summary,
+        table,
+    )
+
+    curves = ("curves.png", draw_antigan)
+    pictures = {"mechanisms": ("frontier.png", draw_frontier), "antigan": curves, "antigan-four-curves": curves}
+
+    chosen, sizes = chosen_grid(grid, row or ()), Sizes(data, clients, images, epochs, effort, processes)
+    records, failed = run_grid(grid, chosen, sizes, seed or (0, 1, 2), out, only_show=show)
+    if as_json:
+        print_data(records)
+        raise typer.Exit(1 if failed else 0)
+    for line in (f"**{chosen.title}**", "", *summary(records), *(table(records) if settings else ())):
+        typer.echo(line)
+    if grid in pictures and records:
+        name, draw = pictures[grid]
+        draw(records, out / grid / name)
+        typer.echo(f"\n{out / grid / name}")
+    if failed:
+        typer.echo(f"{failed} runs failed; the same command tries them again", err=True)
+        raise typer.Exit(1)

@@ -13,7 +13,9 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 
 from experiments.errors import OptionError
-from experiments.settings.cli_options import (
+from experiments.settings import (
+    DEMO_PUBLIC_IMAGES,
+    Setting,
     Values,
     bad_input_ends,
     check,
@@ -21,8 +23,8 @@ from experiments.settings.cli_options import (
     free_folder,
     let_in,
     options_of,
+    parse_params,
 )
-from experiments.settings.options import DEMO_PUBLIC_IMAGES, Setting, parse_params
 from fedcg.learning.spec import plan_from_mapping
 from fedcg.learning.split_names import is_projected
 from fedcg.terminal import print_data
@@ -128,7 +130,7 @@ def _run_folder(values: Values, options: DemoOptions) -> Run:
 
 
 def _show(summary: dict[str, Any], root: Path, console: Console) -> None:
-    from experiments.demo.summary import TABLE_WIDTH, table
+    from experiments.demo.report import TABLE_WIDTH, table
 
     wide = Console(width=max(TABLE_WIDTH, console.width)) if not console.is_terminal else console
     wide.print(table(summary))

@@ -6,7 +6,7 @@ import json
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import BaseModel, Field, ValidationError
@@ -19,17 +19,19 @@ from experiments.errors import OptionError
 from experiments.papers.catalogue import find_presets
 from experiments.papers.plan import table_batch
 from experiments.parallel.ray_cluster import LOCAL, check_ray
-from experiments.settings.cli_options import (
+from experiments.settings import (
     Values,
     bad_input_ends,
     check,
     data_text,
     free_folder,
     options_of,
+    parse_method_params,
+    parse_networks,
+    parse_params,
+    parse_seeds,
 )
-from experiments.settings.options import parse_method_params, parse_networks, parse_params, parse_seeds
 from experiments.simulation.batch import Batch, RunSetting, load_batch, plan_batch, save_batch
-from experiments.simulation.lanes import Lanes, default_workers, open_lanes, open_ray_lanes
 from fedcg.config_file import problems_in_words
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.method import silent
@@ -38,6 +40,9 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import plan_from_mapping
 from fedcg.terminal import print_data
+
+if TYPE_CHECKING:
+    from experiments.simulation.batch_runner import Lanes
 
 _WITH_RESUME = frozenset({"resume", "workers", "ray", "force", "keep_updates", "as_json", "tensorboard", "plot"})
 
@@ -140,7 +145,7 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
         if options.ray is None:  # a cluster may have what this machine lacks
             _check_device(batch.runs[0].setting.device)
         if options.tensorboard:
-            from experiments.simulation.tensorboard import check_installed
+            from experiments.simulation.curves import check_installed
 
             check_installed()
         if options.resume is None or options.keep_updates is not None:
@@ -265,6 +270,8 @@ def _check_workers(batch: Batch, options: SimulateOptions) -> None:
 
 
 def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContextManager[Lanes]:
+    from experiments.simulation.batch_runner import default_workers, open_lanes, open_ray_lanes
+
     settings = [planned.setting for planned in batch.runs]
     batched = settings[0].batched_clients
     if ray is not None:

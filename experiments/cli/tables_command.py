@@ -14,6 +14,7 @@ from rich.table import Table
 
 from experiments.papers.catalogue import Preset, find_presets
 from experiments.papers.comparison import CRITERION, Comparison, compare
+from experiments.papers.figures import traffic
 from experiments.papers.plan import missing_runs
 from experiments.papers.records import Folder, read_folder
 from experiments.papers.sheets import (
@@ -26,7 +27,6 @@ from experiments.papers.sheets import (
     traffic_sheet,
     transfer_sheet,
 )
-from experiments.papers.traffic import traffic
 from fedcg.terminal import print_data
 
 _WIDTH = 160

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.data.deal import DealOptions, deal_out
-from experiments.data.lazy_images import Picture
-from experiments.data.source import Source
+from experiments.data.source import Picture, Source
 from experiments.errors import SourceError
 
 PARTITION_FILE = "partition.json"

@@ -1,23 +1,142 @@
-"""Where the images of an experiment come from: `open_source` reads any of the forms that docs/data.md names.
+"""The images of a data source: single pictures, which cost nothing until their bytes are read, and the source that names their classes.
 
-Knows names, classes and where the images lie; decodes nothing but a few first images, to learn their colour mode.
+Also makes sources of arrays and of scikit-learn's digits. Decodes only a few first images, to learn their colour mode; imports no
+torch.
 """
 
 from __future__ import annotations
 
 import gzip
 import importlib.util
+import io
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from experiments.data.lazy_images import Picture, PicturesPerClass, Pixels, RowPicture, rows_per_class
+from experiments.errors import SourceError
+from fedcg.learning.data.array_files import ArrayData, LabelledImages
+from fedcg.learning.data.sources import read_arrays, read_image
+from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
+
+Pixels = NDArray[np.uint8]
+
+
+class Picture(Protocol):
+    """One image: a value that costs next to nothing until its bytes are asked for."""
+
+    @property
+    def name(self) -> str:
+        """The file name that it has, or gets when it is written; unique within its class."""
+
+    @property
+    def where(self) -> str:
+        """What to call it in a message: a path, or a file and a row."""
+
+    @property
+    def file(self) -> Path | None:
+        """The image file, where there is one that can be linked to."""
+
+    def content(self) -> bytes:
+        """The bytes of its image file."""
+
+
+PicturesPerClass = tuple[tuple[Picture, ...], ...]
+
+
+@dataclass(frozen=True)
+class FilePicture:
+    """An image file.
+
+    Attributes:
+        path: the file.
+        prefix: put before the file's name, so that files of several folders stay apart in one.
+    """
+
+    path: Path
+    prefix: str = ""
+
+    @property
+    def name(self) -> str:
+        """The file's own name behind the prefix."""
+        return self.prefix + self.path.name
+
+    @property
+    def where(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    @property
+    def file(self) -> Path | None:
+        """The path."""
+        return self.path
+
+    def content(self) -> bytes:
+        """The file's bytes.
+
+        Raises:
+            DataError: not a regular file, or too large for an image.
+            OSError: it can't be read.
+        """
+        return read_image(self.path)
+
+
+@dataclass(frozen=True, eq=False)
+class RowPicture:
+    """A row of an array that came out of one file.
+
+    Attributes:
+        images: [N, H, W] or [N, H, W, 3] uint8, shared by all rows.
+        row: which.
+        origin: the file, for messages.
+        stem: begins the name, so that rows of several arrays stay apart in one folder.
+        compression: zlib level of the PNG. 0 stores: the same bytes with every build of zlib, and fast.
+    """
+
+    images: Pixels
+    row: int
+    origin: str
+    stem: str = ""
+    compression: int = 0
+
+    @property
+    def name(self) -> str:
+        """Stem, row and `.png`."""
+        return f"{self.stem}{self.row:0{max(4, len(str(len(self.images) - 1)))}d}.png"
+
+    @property
+    def where(self) -> str:
+        """File and row."""
+        return f"{self.origin}#{self.row}"
+
+    @property
+    def file(self) -> Path | None:
+        """None: there is no file of this one image."""
+        return None
+
+    def content(self) -> bytes:
+        """The image as a PNG file, without loss."""
+        buffer = io.BytesIO()
+        Image.fromarray(self.images[self.row]).save(buffer, "PNG", compress_level=self.compression)
+        return buffer.getvalue()
+
+
+def rows_per_class(
+    images: Pixels, labels: NDArray[np.int64], classes: int, origin: str, *, stem: str = "", compression: int = 0
+) -> PicturesPerClass:
+    """The rows of an array as pictures, per class and in row order."""
+    return tuple(
+        tuple(RowPicture(images, int(row), origin, stem, compression) for row in np.flatnonzero(labels == label))
+        for label in range(classes)
+    )
+
 
 DIGITS = "digits"
 DIGITS_DOMAINS = "digits-domains"
@@ -125,3 +244,49 @@ def sklearn_file(name: str) -> Path:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
     return Path(spec.origin).parent / "datasets" / name
+
+
+def file_source(path: Path) -> Source:
+    """Read an `.npz`, or a folder with IDX or CIFAR files.
+
+    Raises:
+        SourceError: damaged, over the limits, or with labels that don't fit; names the file.
+    """
+    try:
+        data = read_arrays(path)
+    except DataError as error:
+        raise SourceError(str(error)) from error
+    if data is None:
+        raise SourceError(f"{path} holds no IDX or CIFAR files")
+    return array_source(path.stem if path.suffix else path.name, data)
+
+
+def array_source(name: str, data: ArrayData) -> Source:
+    """Arrays as a source. The labels that occur in the training part are the classes, in order.
+
+    Raises:
+        SourceError: fewer than two classes, a label without a name, or a test label that no training image has.
+    """
+    used = np.unique(data.train.labels)
+    if len(used) < 2:
+        raise SourceError(f"{data.train.file}: all images have the same label; at least 2 classes are needed")
+    if data.classes is not None and int(used[-1]) >= len(data.classes):
+        raise SourceError(f"{data.train.file}: label {int(used[-1])}, but only {len(data.classes)} class names")
+    width = len(str(int(used[-1])))
+    classes = tuple(f"{label:0{width}d}" if data.classes is None else _tidy(data.classes[label]) for label in used)
+    if len(set(classes)) < len(classes):
+        raise SourceError(f"{data.train.file}: two classes have the same name: {', '.join(classes)}")
+    parts = {part: _pictures(name, part, images, used) for part, images in data.parts().items()}
+    return Source(name, classes, parts["train"], parts.get("test"), parts.get("val"))
+
+
+def _tidy(name: str) -> str:
+    """A class name that can be a folder's: letters, digits, `_`, `-` and single spaces' place taken by `-`."""
+    return re.sub(r"[^\w]+", "-", name).strip("-") or "unnamed"
+
+
+def _pictures(name: str, part: str, images: LabelledImages, used: np.ndarray) -> PicturesPerClass:
+    strange = np.setdiff1d(images.labels, used)
+    if len(strange):
+        raise SourceError(f"{images.file}: label {int(strange[0])}, which no training image has")
+    return rows_per_class(images.images, np.searchsorted(used, images.labels), len(used), f"{images.file.name}")

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.array_sources import array_source
-from experiments.data.image_cache import user_cache
-from experiments.data.source import TORCHVISION, Source
+from experiments.data.client_datasets import user_cache
+from experiments.data.source import TORCHVISION, Source, array_source
 from experiments.errors import SourceError
 from fedcg.learning.data.array_files import ArrayData, LabelledImages
 from fedcg.learning.errors import LearningError

@@ -31,12 +31,11 @@ from experiments.data.partition_folders import Prepared, load_prepared, prepare
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import POLL_S, Child, Children, children
-from experiments.demo.progress import Progress
+from experiments.demo.report import Progress, curves, process_began, seconds, summarise
 from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, write_secrets
-from experiments.demo.summary import curves, process_began, seconds, summarise
 from experiments.errors import ProcessError
 from experiments.record import versions
-from experiments.settings.options import FEDERATION, root_secret
+from experiments.settings import FEDERATION, root_secret
 from fedcg.files import READABLE, replace_durably
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
@@ -277,7 +276,7 @@ class Demo:
     # Report
 
     def _draw(self) -> None:
-        from experiments.demo.summary import accuracy_over_rounds
+        from experiments.demo.report import accuracy_over_rounds
 
         run, lines = self._run, curves(list(self._agents.values()))
         title = f"{run.setting.method}, {run.setting.data}, seed {run.setting.seed}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from experiments.errors import OptionError
-from experiments.settings.options import OPTIONS_FILE, Setting, load_setting, root_secret
+from experiments.settings import OPTIONS_FILE, Setting, load_setting, root_secret
 from fedcg.errors import EXISTS
 from fedcg.files import checked_secret, replace_durably
 from fedcg.find_mosquitto import find_mosquitto

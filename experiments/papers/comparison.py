@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 from scipy.special import stdtrit
 
 from experiments.papers.catalogue import Claim, Preset, claims, presets
-from experiments.papers.lines import (
+from experiments.papers.figures import (
     ADR,
     Differences,
     Line,

@@ -15,7 +15,7 @@ from experiments.data.source import DIGITS
 from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, Row, find_presets, presets
 from experiments.papers.records import RunRecord
-from experiments.settings.options import of_method
+from experiments.settings import of_method
 from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, planned_run
 
 Values = Mapping[str, JsonValue]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from experiments.papers.catalogue import Published, Row
 from experiments.papers.comparison import Comparison, Order
-from experiments.papers.lines import Differences, Figure, Line, figure_of, is_far
+from experiments.papers.figures import Differences, Figure, Line, Traffic, figure_of, is_far
 from experiments.papers.plan import Missing
-from experiments.papers.traffic import Traffic
 
 MEASURE_NAMES = {
     "personal": "accuracy",

@@ -1,7 +1,7 @@
-"""Runs the pieces of a simulation on a Ray cluster; on one CPU model the results are those of one process, bit for bit.
+"""Simulations on a Ray cluster: RayRunner hands out the pieces of one run, RaySimulator hands out whole runs, several at once.
 
-A client's images are put into the object store once per run, and a node fetches those of the clients that it trains. A worker
-or node that dies loses nothing: pieces are pure functions, so Ray repeats them.
+On one CPU model the results are those of one process, bit for bit. A worker or node that dies loses nothing: pieces are repeated,
+and a run continues after its last reported round.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from experiments.errors import RunError
-from experiments.parallel.ray_cluster import Build, own_build, own_processor, slots
+from experiments.errors import OptionError, RunError
+from experiments.parallel.ray_cluster import Build, RayCluster, own_build, own_processor, slots
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
 from fedcg.learning.simulation.tasks import (
     LocalOutcome,
     LocalTask,
@@ -32,6 +34,7 @@ from fedcg.learning.split_names import ALLOW_VARIABLE, WEIGHTS_VARIABLE
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
 
 MAX_RETRIES = 3  # a task that kills four workers (out of memory, most likely) would kill the fifth
 GPU_SHARE = 0.25  # of a GPU per task: networks of this size leave most of it idle
@@ -207,3 +210,124 @@ def sendable(images: ImageSet) -> ImageSet:
     if images.images.untyped_storage().nbytes() == images.images.nbytes:
         return images
     return replace(images, images=images.images.clone(), labels=images.labels.clone())
+
+
+MOST_LANES = 16  # the process that started the runs keeps the images and states of every one under way
+_ROUNDS_AHEAD = 2  # reported and not yet taken, each with all clients' states
+_WAKE_S = 0.5
+
+Reported = tuple[frozenset[str], Simulation]
+
+
+def lanes_for(runs: int, clients: int, slots: int, gpus: int | None) -> int:
+    """How many runs go on side by side: enough for every slot to have a client while the server half of one is at work.
+
+    Args:
+        runs: to be done.
+        clients: of a run.
+        slots: tasks that run at once on the cluster.
+        gpus: GPUs that runs share; each run's server half keeps a part of one. None for runs on CPUs.
+    """
+    useful = min(runs, slots // clients + 2, MOST_LANES)
+    return max(1, useful if gpus is None else min(useful, gpus))
+
+
+def host(demands: Demands, party: Party, schedule: Schedule, resume: Simulation | None) -> Iterator[Reported]:
+    """On a worker: run a federation, its pieces as tasks; after each round the CPU models met so far and where it stands."""
+    demands.meet()
+    processors: set[str] = set()
+    runner = RayRunner(demands.threads, processors.add)
+    for now in simulated_rounds(party, schedule, runner=runner, resume=resume):
+        yield frozenset(processors), now
+
+
+class RaySimulator:
+    """Runs federations on an open cluster; several threads may do so at once.
+
+    Args:
+        cluster: to compute on.
+        threads: torch threads of each task.
+        stopping: ends the runs that are under way when it is set.
+    """
+
+    def __init__(self, cluster: RayCluster, threads: int, stopping: Event) -> None:
+        self._cluster = cluster
+        self._threads = threads
+        self._stopping = stopping
+
+    def __call__(
+        self,
+        party: Party,
+        schedule: Schedule,
+        /,
+        *,
+        resume: Simulation | None = None,
+        on_round: Callable[[Simulation], None] | None = None,
+    ) -> Simulation:
+        """Run a federation; arguments as those of `simulate`.
+
+        Raises:
+            OptionError: it wants a GPU, and the cluster has none.
+            RunError: its processes kept dying, or it was stopped.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        if party.device != "cpu":
+            if self._cluster.gpus() == 0:
+                raise OptionError(f"--device {party.device}: no node of the Ray cluster has a GPU")
+            party = replace(party, device="cuda")  # Ray chooses a task's GPU and shows it that one alone
+        kept, now, deaths = ray.put(party), resume, 0
+        while True:
+            try:
+                for stands in self._rounds(kept, party.device, schedule, now):
+                    now, deaths = stands, 0
+                    if on_round is not None:
+                        on_round(now)
+            except RayTaskError as error:
+                raise original(error) from error
+            except RayError as error:
+                deaths += 1
+                if deaths > MAX_RETRIES:
+                    raise RunError(
+                        f"a run's process was lost {deaths} times in one round on the Ray cluster: {error}"
+                    ) from error
+                continue
+            assert now is not None
+            return now
+
+    def _rounds(
+        self, party: ObjectRef[Party], device: str, schedule: Schedule, resume: Simulation | None
+    ) -> Iterator[Simulation]:
+        """The rounds that are left, from one process on the cluster."""
+        import ray
+
+        submit = ray.remote(host).options(
+            max_retries=0,  # it would begin again at `resume`; here it goes on after the last round
+            scheduling_strategy="SPREAD",
+            _generator_backpressure_num_objects=_ROUNDS_AHEAD,
+            **resources(self._threads, device),
+        )
+        rounds: Any = submit.remote(Demands.of_this_process(self._threads), party, schedule, resume)
+        try:
+            while True:
+                ready, _ = ray.wait([rounds], timeout=_WAKE_S)
+                if self._stopping.is_set():
+                    raise RunError("the simulation was stopped")
+                if not ready:
+                    self._look_for_nodes()
+                    continue
+                try:
+                    reported = next(rounds)
+                except StopIteration:
+                    return
+                processors, now = ray.get(reported)
+                for processor in processors:
+                    self._cluster.met(processor)
+                yield now
+        finally:
+            ray.cancel(rounds)
+
+    def _look_for_nodes(self) -> None:
+        if self._cluster.slots(self._threads) == 0:
+            self._cluster.announce_once("no node of the Ray cluster can take a task; waiting for one")

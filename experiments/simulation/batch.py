@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from experiments.data.source import Source
 from experiments.errors import OptionError
-from experiments.settings.options import Setting, of_method
+from experiments.settings import Setting, of_method
 from fedcg.errors import NOT_FOUND
 from fedcg.files import replace_durably
 from fedcg.learning.defences.defence import check_defence, defence_label

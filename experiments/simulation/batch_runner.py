@@ -1,12 +1,20 @@
-"""Runs a batch on a terminal: progress over all runs, what is written beside the records, what is printed at the end. Uses torch."""
+"""Runs a batch in this process, in a pool of processes or on a Ray cluster.
+
+Shows progress, writes files beside the records, and prints the results at the end. Uses torch; the command imports it when it
+runs.
+"""
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 from rich import box
@@ -14,14 +22,86 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.demo.summary import percent
-from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun, has_record
-from experiments.simulation.lanes import Lanes
-from experiments.simulation.simulation_curves import draw_curves, write_tables
+from experiments.demo.report import percent
+from experiments.errors import OptionError
+from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun, RunSetting, has_record
+from experiments.simulation.curves import EventFiles, draw_curves, write_tables
 from experiments.simulation.simulation_record import label_of
-from experiments.simulation.single_run import FailedRun, Runs, write_failures
-from experiments.simulation.tensorboard import EventFiles
+from experiments.simulation.single_run import FailedRun, Runs, Simulator, write_failures
 from fedcg.learning.simulation.simulation import Simulation
+from fedcg.learning.simulation.tasks import Runner
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """How the runs of a batch are done.
+
+    Attributes:
+        simulator: who runs one; threads may call it at once where `count` is more than 1.
+        count: how many at once.
+        stopping: set to end those that are under way.
+    """
+
+    simulator: Simulator
+    count: int = 1
+    stopping: Event = field(default_factory=Event)
+
+
+def default_workers(clients: int, device: str) -> int:
+    """One per CPU of this process, at most one per client; one for an accelerator, which processes would only share."""
+    return min(len(os.sched_getaffinity(0)), clients) if device == "cpu" else 1
+
+
+@contextmanager
+def open_lanes(workers: int, threads: int, *, batched: bool | None = None) -> Iterator[Lanes]:
+    """One run at a time on this machine; everything is closed at the end of the block.
+
+    Args:
+        workers: processes; 1 stays in this one.
+        threads: torch threads of each.
+        batched: of one process: whether clients train together, where the method can; None: on a GPU.
+    """
+    from experiments.parallel.pool_runner import PoolRunner
+    from fedcg.learning.simulation.simulation import simulate
+    from fedcg.learning.simulation.tasks import SerialRunner
+
+    runner: Runner = SerialRunner(batched=batched) if workers == 1 else PoolRunner(workers, threads)
+    try:
+        yield Lanes(partial(simulate, runner=runner))
+    finally:
+        runner.close()
+
+
+@contextmanager
+def open_ray_lanes(
+    address: str, settings: list[RunSetting], cpus: int | None, announce: Callable[[str], None]
+) -> Iterator[Lanes]:
+    """Several runs at a time on a Ray cluster, which is left at the end of the block, and ended if it is this command's own.
+
+    Args:
+        address: as `experiments.parallel.ray_cluster.open_cluster` takes it.
+        settings: of the runs to be done.
+        cpus: of a cluster of this machine alone; all when None.
+        announce: prints a line for the operator.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        OptionError: the cluster can't be used.
+    """
+    from experiments.parallel.ray_cluster import open_cluster
+
+    with open_cluster(address, announce, cpus=cpus) as cluster:
+        from experiments.parallel.ray_runner import RaySimulator, lanes_for
+
+        threads = max(setting.threads for setting in settings)
+        stopping = Event()
+        gpus = cluster.gpus() if settings[0].device != "cpu" else None
+        slots = cluster.slots(threads)
+        if slots == 0:
+            raise OptionError(f"--threads {threads}: the Ray cluster has fewer CPUs")
+        count = lanes_for(len(settings), min(setting.clients for setting in settings), slots, gpus)
+        yield Lanes(RaySimulator(cluster, threads, stopping), count, stopping)
+
 
 _COLUMNS = {
     "own test\npersonal": "accuracy_personal",
@@ -185,8 +265,8 @@ def _so_far(now: Simulation) -> str:
 def _troubles(record: Mapping[str, Any]) -> Iterator[str]:
     """What limits the meaning of the figures: the record has all of it, with reasons."""
     clients = record["clients"]
-    for field, what in (("failures", "local rounds"), ("shadow_failures", "shadows' rounds")):
-        failures = [failure for client in clients for failure in client[field]]
+    for name, what in (("failures", "local rounds"), ("shadow_failures", "shadows' rounds")):
+        failures = [failure for client in clients for failure in client[name]]
         if failures:
             yield f"{what} undone: {len(failures)} ({failures[0]['reason']})"
     warnings = [warning for client in clients for warning in client.get("warnings", ())]

@@ -12,7 +12,7 @@ from typing import Literal
 
 from experiments.data.client_datasets import Cohort
 from experiments.errors import SourceError
-from experiments.settings.options import root_secret
+from experiments.settings import root_secret
 from experiments.simulation.batch import RunSetting
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, Weights

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from experiments.demo.summary import mean
+from experiments.demo.report import mean
 from experiments.record import machine, versions
 from experiments.simulation.batch import PlannedRun
 from fedcg.files import READABLE, replace_durably

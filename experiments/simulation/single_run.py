@@ -22,7 +22,7 @@ from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.deal import DealOptions
 from experiments.data.source import Source
 from experiments.errors import RunError
-from experiments.settings.options import FEDERATION
+from experiments.settings import FEDERATION
 from experiments.simulation.batch import STATE_FOLDER, PlannedRun, RunSetting, record_path
 from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import featured, party_of, roots_of

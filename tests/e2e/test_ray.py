@@ -22,10 +22,9 @@ import pytest
 import torch
 
 from experiments.errors import OptionError, RunError
-from experiments.parallel import ray_cluster, ray_runner, ray_simulator
+from experiments.parallel import ray_cluster, ray_runner
 from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
-from experiments.parallel.ray_runner import RayRunner
-from experiments.parallel.ray_simulator import RaySimulator
+from experiments.parallel.ray_runner import RayRunner, RaySimulator
 from fedcg.learning.simulation.simulation import Schedule, simulate
 from tests.support.learning import ray_cases
 from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of
@@ -142,10 +141,10 @@ def test_a_run_whose_own_process_is_killed_goes_on_after_the_last_round_reported
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def host(*given: Any) -> Iterator[ray_simulator.Reported]:
+    def host(*given: Any) -> Iterator[ray_runner.Reported]:
         yield from ray_cases.host_killed_after_a_round(tmp_path, *given)
 
-    monkeypatch.setattr(ray_simulator, "host", host)
+    monkeypatch.setattr(ray_runner, "host", host)
     rounds: list[int] = []
     one = party_of("fedmd_cg")
     found = RaySimulator(cluster, 1, Event())(one, Schedule(rounds=3), on_round=lambda now: rounds.append(now.rounds))

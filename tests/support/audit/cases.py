@@ -12,7 +12,7 @@ from audit.attacks.attack import Effort, get_attack
 from audit.evidence import Case, Colluder, Truth, View, joined
 from audit.measures import Outcome
 from experiments.data.client_datasets import build_cohort
-from experiments.settings.options import root_secret
+from experiments.settings import root_secret
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import party_of
 from fedcg.learning.image_set import ImageSet

@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.parallel.ray_runner import Demands
-from experiments.parallel.ray_simulator import Reported, host
+from experiments.parallel.ray_runner import Demands, Reported, host
 from fedcg.learning.method import Aggregate
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Schedule, Simulation

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench.attacks.attackers import ATTACKS
-from experiments.bench.attacks.command import table
+from experiments.bench.attacked_run import ATTACKS
+from experiments.bench.attacks_command import table
 from tests.support.commands import data_of, run_fedcg
 
 QUICK = ("--rounds", 1, "--epochs", 1, "--images", 60, "--clients", 4, "--seed", 0, "--set", "server_iterations=5")

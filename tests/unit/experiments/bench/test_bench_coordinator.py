@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench.coordinator.figures import Round, cost_of_watchers, growth_mb
-from experiments.bench.coordinator.rounds import Run, Setting
+from experiments.bench.coordinator_rounds import Round, Run, Setting, cost_of_watchers, growth_mb
 from fedcg.wire.messages.schemas import Outcome
 from tests.support.commands import data_of, run_fedcg
 
@@ -48,7 +47,7 @@ def test_no_update_of_six_sessions_is_lost_while_two_watch(tmp_path: Path) -> No
 
 
 def test_the_processes_of_devices_import_no_torch() -> None:
-    code = "import sys, experiments.bench.coordinator.replay, experiments.bench.transport.peers; print('torch' in sys.modules)"
+    code = "import sys, experiments.bench.coordinator_rounds, experiments.bench.sessions; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout.strip() == b"False"
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from experiments.bench.inference.load import Load, ask
+from experiments.bench.inference_latency import Load, ask
 from tests.support.commands import data_of
 
 FEDCG = [sys.executable, "-m", "fedcg", "bench", "infer"]

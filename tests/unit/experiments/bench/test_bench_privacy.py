@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.privacy.cells import grids
-from experiments.bench.privacy.tables import degradation, draw_antigan, parameter_of, strongest, summary, table
-from experiments.settings.options import parse_networks
+from experiments.bench.privacy_grids import degradation, draw_antigan, grids, parameter_of, strongest, summary, table
+from experiments.settings import parse_networks
 from tests.support.commands import run_fedcg
 
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from experiments.bench.learning.round import RoundPlan, whole_round
-from experiments.bench.learning.training import Stage, median_seconds
+from experiments.bench.fedcg_round import RoundPlan, Stage, median_seconds, whole_round
 from tests.support.commands import data_of, run_fedcg
 
 FEDCG = [sys.executable, "-m", "fedcg"]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from experiments.bench.transport.rounds import Case, Measured, filled
+from experiments.bench.transport_rounds import Case, Measured, filled
 from tests.support.commands import data_of
 
 

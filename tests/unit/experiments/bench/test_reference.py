@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.bench.learning.reference_fedcg import (
+from experiments.bench.reference_fedcg import (
     classify,
     distil,
     plain,

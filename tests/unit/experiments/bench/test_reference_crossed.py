@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.bench.learning.reference_fedcg import plain, plain_networks
+from experiments.bench.reference_fedcg import plain, plain_networks
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, label_shares
 from fedcg.learning.aggregation.distillation import Distillation, Pair, draw_bank, load_pair
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update

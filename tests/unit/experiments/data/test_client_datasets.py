@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from experiments.data.client_datasets import Cohort, build_cohort
-from experiments.data.deal import DealOptions, TestDeal, Validation
+from experiments.data.deal import DealOptions, Partition, TestDeal, Validation
 from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
-from experiments.data.partition_shares import Partition
 from experiments.data.source import Source
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import load_folder, split_by_hash

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.data.deal import DealOptions
-from experiments.data.folder_sources import folder_source
-from experiments.data.open import open_source
+from experiments.data.deal import DealOptions, Partition, cut, limit
+from experiments.data.open import folder_source, open_source
 from experiments.data.partition_folders import Prepared, load_prepared, prepare
-from experiments.data.partition_shares import Partition, cut, limit
 from experiments.data.source import Source
 from experiments.errors import SourceError
 

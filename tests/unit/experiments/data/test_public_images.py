@@ -9,12 +9,11 @@ import torch
 from PIL import Image
 
 from experiments.data.client_datasets import build_cohort
-from experiments.data.deal import DealOptions
+from experiments.data.deal import DealOptions, Partition
 from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
-from experiments.data.partition_shares import Partition
 from experiments.errors import SourceError
-from experiments.settings.options import DEMO_PUBLIC_IMAGES
+from experiments.settings import DEMO_PUBLIC_IMAGES
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import party_of
 from fedcg.learning.data.public_images import read_public

@@ -14,14 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.data import image_cache as decoded
+from experiments.data import client_datasets as decoded
 from experiments.data.client_datasets import Cohort, build_cohort
-from experiments.data.deal import DealOptions, Validation
-from experiments.data.lazy_images import FilePicture, RowPicture
+from experiments.data.deal import DealOptions, Partition, Validation
 from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
-from experiments.data.partition_shares import Partition
-from experiments.data.source import Source, read_digits
+from experiments.data.source import FilePicture, RowPicture, Source, read_digits
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import load_folder
 

@@ -14,12 +14,11 @@ from rich.console import Console
 
 from experiments.data.partition_folders import ClientFolder, Prepared
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
-from experiments.demo.progress import Progress
+from experiments.demo.report import Progress, accuracy_over_rounds, seconds, summarise, table
 from experiments.demo.run_folder import new_run, resumed_run, write_secrets
-from experiments.demo.summary import accuracy_over_rounds, seconds, summarise, table
 from experiments.errors import OptionError
 from experiments.record import write_record
-from experiments.settings.options import Setting, load_setting, parse_params, root_secret
+from experiments.settings import Setting, load_setting, parse_params, root_secret
 from fedcg.files import secret_in
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.spec import plan_from_mapping
@@ -279,7 +278,7 @@ def test_bad_options_end_with_code_2_before_anything_starts(
 
 
 def test_the_demo_and_its_help_import_no_torch() -> None:
-    code = "import experiments.demo.demo, experiments.cli.demo_command, experiments.cli.simulate_command, experiments.demo.summary, audit.cli, sys; print('torch' in sys.modules)"
+    code = "import experiments.demo.demo, experiments.cli.demo_command, experiments.cli.simulate_command, experiments.demo.report, audit.cli, sys; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

@@ -12,7 +12,7 @@ import pytest
 
 from experiments.papers.catalogue import Published, find_presets
 from experiments.papers.comparison import Comparison, Judgement, compare, judge
-from experiments.papers.lines import Figure, Line, is_far
+from experiments.papers.figures import Figure, Line, is_far, traffic
 from experiments.papers.plan import missing_runs
 from experiments.papers.records import RunRecord, read_folder
 from experiments.papers.sheets import (
@@ -22,7 +22,6 @@ from experiments.papers.sheets import (
     orders_sheet,
     traffic_sheet,
 )
-from experiments.papers.traffic import traffic
 from tests.support.commands import data_of
 from tests.support.learning.papers_cases import CIFAR, record, write
 

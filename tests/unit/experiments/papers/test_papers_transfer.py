@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.papers.lines import transfer_of
+from experiments.papers.figures import transfer_of
 from experiments.papers.records import ClientRecord
 from tests.support.learning.papers_cases import record, write
 

@@ -14,8 +14,8 @@ import torch
 from experiments.errors import RunError
 from experiments.parallel.pool_runner import PoolRunner
 from experiments.simulation.batch import RunSetting
+from experiments.simulation.batch_runner import default_workers
 from experiments.simulation.checkpoints import Checkpoints
-from experiments.simulation.lanes import default_workers
 from fedcg.learning.method import ClientState
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method

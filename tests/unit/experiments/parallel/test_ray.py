@@ -17,9 +17,8 @@ from experiments.cli.simulate_command import with_address
 from experiments.errors import OptionError
 from experiments.parallel import ray_cluster
 from experiments.parallel.ray_cluster import Build, RayCluster, open_cluster, own_build
-from experiments.parallel.ray_runner import roots_for, sendable
-from experiments.parallel.ray_simulator import MOST_LANES, lanes_for
-from experiments.simulation.lanes import open_ray_lanes
+from experiments.parallel.ray_runner import MOST_LANES, lanes_for, roots_for, sendable
+from experiments.simulation.batch_runner import open_ray_lanes
 from fedcg import cli
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.simulation.party import Roots

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from typer.testing import Result
 
 from experiments.errors import OptionError
-from experiments.settings.options import parse_method_params, parse_networks, parse_seeds
-from experiments.simulation import tensorboard as event_files
+from experiments.settings import parse_method_params, parse_networks, parse_seeds
+from experiments.simulation import curves as event_files
 from experiments.simulation.batch import RunSetting, load_batch, plan_batch, planned_run, save_batch
-from experiments.simulation.simulation_curves import mean_curve
+from experiments.simulation.curves import mean_curve
 from fedcg.learning.privacy import PrivacySettings
 from tests.support.commands import data_of, run_fedcg
 

@@ -12,7 +12,7 @@ import torch
 
 from devices.detect import detect
 from experiments.data.client_datasets import build_cohort
-from experiments.data.digit_domains import digits_domains
+from experiments.data.open import digits_domains
 from experiments.data.source import DIGITS, DIGITS_DOMAINS, Source, digits
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import party_of

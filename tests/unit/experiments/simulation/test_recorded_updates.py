@@ -17,7 +17,7 @@ from audit.evidence.updates import read_updates
 from audit.recording.leakage import check_recording
 from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.source import Source
-from experiments.settings.options import root_secret
+from experiments.settings import root_secret
 from experiments.simulation.batch import PlannedRun, RunSetting
 from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import coding_of, party_of

@@ -15,7 +15,7 @@ from edge_client.training.local_data import LocalData
 from experiments.data.client_datasets import build_cohort
 from experiments.data.partition_folders import prepare
 from experiments.errors import OptionError, RunError
-from experiments.settings.options import discriminator_for
+from experiments.settings import discriminator_for
 from experiments.simulation.batch import PlannedRun, RunSetting, has_record
 from experiments.simulation.party_builder import roots_of
 from experiments.simulation.simulation_record import FIGURES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.settings.options import Setting
+from experiments.settings import Setting
 from experiments.simulation.party_builder import own_specs
 from fedcg.cli import app
 from fedcg.learning.errors import NetworkError

@@ -1,6 +1,7 @@
 """Rounds without training, of the real coordinator with many sessions: what a round costs beside learning.
 
-The throughput of transfers is that of such rounds, from the first manifest of a round to the last update that is checked and durable.
+The throughput of transfers is that of such rounds, from the first manifest of a round to the last update that is checked and
+durable.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from coordinator.service.service_context import ServiceContext
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances, Figures
-from experiments.bench.transport.broker import (
+from experiments.bench.sessions import (
     FEDERATION,
     SECONDS_MAX,
     device_name,

@@ -1,4 +1,4 @@
-"""One box's local round on random images: steps and images a second, energy where a sensor measures it, and peak memory."""
+"""One device's local round on random images: steps and images a second, energy where a sensor measures it, and peak memory."""
 
 from __future__ import annotations
 

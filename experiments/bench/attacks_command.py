@@ -1,4 +1,7 @@
-"""`fedcg bench attacks`: what one hostile client costs the others, with and without the coordinator's defence."""
+"""`fedcg bench attacks`: what one hostile client costs the others, with and without the coordinator's defence.
+
+Imports torch only when it runs.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from fedcg.terminal import Result, prints
 
 if TYPE_CHECKING:
     from fedcg.learning.simulation.party import Party
+
 
 HONEST, ABSENT = "all honest", "absent"
 
@@ -49,7 +53,7 @@ def attacks_command(
     import torch
 
     from experiments.record import bench_record
-    from experiments.settings.options import parse_params
+    from experiments.settings import parse_params
 
     torch.set_num_threads(threads)
     setting: dict[str, Any] = {
@@ -89,8 +93,7 @@ def _run_cases(
 ) -> None:
     """Run what the record lacks, and write it after every case."""
     from coordinator.config import RobustnessSettings
-    from experiments.bench.attacks.attacked_run import RememberingRunner, attacked_run
-    from experiments.bench.attacks.attackers import ATTACKS, PROBE_ATTACKS
+    from experiments.bench.attacked_run import ATTACKS, PROBE_ATTACKS, RememberingRunner, attacked_run
     from fedcg.files import READABLE, replace_durably
     from fedcg.learning.registry import get_method
 

@@ -1,1 +1,0 @@
-"""Benchmark of a whole coordinator with many sessions, and of those who watch its page."""

@@ -1,1 +1,0 @@
-"""Benchmarks of training and merging, and the plain references."""

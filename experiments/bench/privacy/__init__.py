@@ -1,1 +1,0 @@
-"""What comes back from the updates of many simulated federations: the tables and plots of docs/privacy.md."""

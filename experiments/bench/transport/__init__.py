@@ -1,1 +1,0 @@
-"""Benchmarks of transfers and rounds."""

@@ -1,1 +1,0 @@
-"""Options of demo and simulation as one value."""
