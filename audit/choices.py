@@ -1,7 +1,5 @@
 """What an owner may ask of an audit, read and checked without torch: attacks by name, the conditions of a gate, the packages it takes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec

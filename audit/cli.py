@@ -1,7 +1,5 @@
 """`fedcg audit`: record the traffic of a broker, check the recording against private weights, attack what was sent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

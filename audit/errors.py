@@ -6,8 +6,6 @@ AuditError
 └── TruthError      images or private weights that are not those of the update
 """
 
-from __future__ import annotations
-
 from fedcg.errors import BAD_INPUT, NOT_FOUND, FedcgError
 
 

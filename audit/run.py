@@ -3,8 +3,6 @@
 An outcome is on disk as soon as its attack is done.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The coordinator's configuration file: its schema, reading it with all errors at once, writing a commented one."""
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from pathlib import Path

@@ -17,8 +17,6 @@ CoordinatorError
 └── ValidationError     an update that must not be merged; `reason` goes into the receipt
 """
 
-from __future__ import annotations
-
 from fedcg.errors import BAD_INPUT, FAILED, NOT_CONNECTED, NOT_FOUND, FedcgError
 
 

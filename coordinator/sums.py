@@ -4,8 +4,6 @@
 database before anything is sent, and opens the sum before the merge. Neither decides about the round: where too few answer in time there is no sum, and the round goes on without one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """Token buckets: how often something may happen, by key."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`fedcg profile`: shows the machine, and where and with what batch training would run on it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Whether a box may train now: its readings against the settings of its owner. The decision is pure; `is_held` alone touches a file."""
 
-from __future__ import annotations
-
 import fcntl
 import re
 from collections.abc import Sequence

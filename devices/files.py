@@ -3,8 +3,6 @@
 They lie below any root, so that a recorded tree reads like a live box. Every reader returns None when the machine does not report it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

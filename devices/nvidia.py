@@ -3,8 +3,6 @@
 Also reads whether the installed torch was built for CUDA, without importing it. A box without driver, library or GPU is an ordinary answer (None), not an error.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

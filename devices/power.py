@@ -1,7 +1,5 @@
 """Electrical power below any root: watts by rail, the power mode of a Jetson, mains, batteries and UPS. What is not reported is None."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import time

@@ -3,8 +3,6 @@
 A None in any field means "unavailable": the box did not report it. It is never replaced by a zero or a guess.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -9,8 +9,6 @@ Software lowers clocks to keep a power mode or a passive trip point, as its make
 under-voltage or a temperature that is already too high.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

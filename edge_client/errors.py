@@ -20,8 +20,6 @@ EdgeError
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, FAILED, NOT_CONNECTED, TIMED_OUT, FedcgError

@@ -5,8 +5,6 @@ from the spec's layouts, never from the tensors that a method returned. Everythi
 Torch-free.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ differences of two sums would open them. So once its peers are known, no other a
 It knows no store: the functions that load and save are given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ ExperimentError
 └── RunError       a simulated run without a result
 """
 
-from __future__ import annotations
-
 from fedcg.errors import BAD_INPUT, FedcgError
 
 

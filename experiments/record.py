@@ -1,7 +1,5 @@
 """Records of runs and measurements that may be published: what was asked, on which machine and day, what came out; no path of it."""
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Mapping

@@ -14,8 +14,6 @@ ExportError
 └── VerificationError     the ONNX model does not do what the trained one does
 """
 
-from __future__ import annotations
-
 from fedcg.errors import BAD_INPUT, FedcgError
 from fedcg.event_log import log_text
 

@@ -3,8 +3,6 @@
 One template, because a bundle and an enrolled device must not differ.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from string import Template

@@ -4,8 +4,6 @@ Sub-commands are imported only when they are shown or called; none may import to
 only the `infer` extra has no click.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence

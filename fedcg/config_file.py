@@ -1,7 +1,5 @@
 """Reads configuration files in TOML and reports every problem at once, with its line, in words, and a hint. Torch-free."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

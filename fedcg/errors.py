@@ -10,8 +10,6 @@ FedcgError              1: failed while running
 └── …                   each package's own errors, with the code that its `errors.py` states; 5, 6 and 7 where they are raised
 """
 
-from __future__ import annotations
-
 import re
 
 FAILED, BAD_INPUT, TIMED_OUT, NOT_CONNECTED, ALREADY_RUNNING, EXISTS, NOT_FOUND = 1, 2, 3, 4, 5, 6, 7

@@ -3,8 +3,6 @@
 The one way to write such a file, for every package. Torch-free, and imports no other package of this project.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Finds a Mosquitto binary on this machine: installed, or unpacked without root into a folder of its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The form of images that a network takes, as a value; what makes an image so is `fedcg.imaging`. Needs neither numpy nor Pillow."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator

@@ -4,8 +4,6 @@
 ignored. A model does the same inside (`export.build.preprocess_graph`). Needs numpy and Pillow, no torch.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import stat

@@ -3,8 +3,6 @@
 Importing this loads no structlog. Sentences about events come from `fedcg.sentences`.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import signal

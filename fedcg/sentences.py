@@ -4,8 +4,6 @@ Worded once for the log, `fedcg doctor`, `fedcg agent status` and the coordinato
 does; events without an entry have no sentence.
 """
 
-from __future__ import annotations
-
 import logging
 import string
 from collections.abc import Callable, Mapping

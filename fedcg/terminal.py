@@ -10,8 +10,6 @@ A command is a function that returns its result, as values for scripts and as te
 of them.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

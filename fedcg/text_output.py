@@ -1,7 +1,5 @@
 """What commands print for people, and the times that they read: tables with headers, moments in UTC, spans such as 30m."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone

@@ -8,8 +8,6 @@ be full both ways.
 `python -m` and `python -c` put that folder in front of the path, so a `torch.py` or a `fedcg` that lies there would run in a child.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """What many tests share: a throw-away PKI, and real Mosquitto brokers with mutual TLS."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Nothing is trained. The broker is Mosquitto as `fedcg broker run` configures it,
 home, with a worker that merges nothing. Run `python -m tests.floods` for the table of all kinds and rates.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import signal

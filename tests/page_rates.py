@@ -3,8 +3,6 @@
 The time is the processor time of the server's process, the facts not kept. `fedcg bench coordinator --watchers` has what watchers cost.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import statistics

@@ -3,8 +3,6 @@
 `python -m tests.watch_rates` prints the tables of docs/serving.md.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ An attack states what it needs to know, and is a function that yields what it fi
 The runner here checks what is lacking, hands out the random streams and the effort, counts steps, and puts the findings together.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

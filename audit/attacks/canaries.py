@@ -4,8 +4,6 @@ The real update is not touched: the audit runs the method's own local round once
 coin chose, and an attacker guesses from what that run would send which ones they were.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

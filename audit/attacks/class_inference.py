@@ -8,8 +8,6 @@ class, and the probability of the class by judges: networks that share no weight
 the truth's side of an audit: they are trained on images that no attacker has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

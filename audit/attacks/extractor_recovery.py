@@ -4,8 +4,6 @@ The attacker is the coordinator, which sees the sum, with one box's help, which 
 the difference of two rounds' sums. What counts is how much more of this device's features it then explains than by the others' mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

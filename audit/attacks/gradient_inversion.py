@@ -6,8 +6,6 @@ the classifier's gradient gives away exactly. Every guess is a function of a `Vi
 How many pixels an observation can determine at all: the rank of its Jacobian at an image, a bound on every reconstruction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum

@@ -7,8 +7,6 @@ From the whole update: `class_shares`. From the gradient of ONE BATCH, which a s
   * the gradient of the last bias is mean_i (p_ic - y_ic), so n_c = N (p_c - grad_c): the same without S.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 The attacker is handed images without the flag; as many members as others of every class, so that the labels alone give nothing. Scores become AUC, true positive rates and ROC curves, which `image_generator` uses too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

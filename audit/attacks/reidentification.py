@@ -7,8 +7,6 @@ how near their features, through the attacker's extractor, come to it. PSNR does
 recognised.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Reads what only the device knows: its images, divided as the agent divided them, and its private weights. Nothing of it is sent."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The networks of an attacker: differentiable twice, and with an estimate in the place of the private extractor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 Nothing in such a folder is believed: names are checked against sha256, sizes are bounded, tensors must have the spec's layout and codec.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

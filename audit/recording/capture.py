@@ -4,8 +4,6 @@ Pure: frames are fed in, a record comes out. It trusts neither side: messages ar
 check signatures), artifacts are decoded without a layout, so that content that should not be there is SEEN.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

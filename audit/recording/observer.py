@@ -4,8 +4,6 @@ Owns the loop between a transport and a `Capture`, and the files in its output f
 at every change), `artifacts/SHA256`, and on request `frames.bin` with every frame as it came.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import struct

@@ -15,8 +15,6 @@ generator was trained against a discriminator; which class random numbers look l
 recognise another generator's samples (FedMD-CG) gives all classes their share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np

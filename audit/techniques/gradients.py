@@ -6,8 +6,6 @@ A real update of many epochs is a sum of such gradients along a path; `weight_di
 Every distance of a search is relative to the observed numbers' own size (divided by |g|²), and a search divides it by its value at a grey image: a raw loss of 1e-7 would end L-BFGS at its start, and a prior's weight would mean something else for every network.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

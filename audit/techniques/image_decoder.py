@@ -1,7 +1,5 @@
 """An attacker's network from vectors to images, which knows beforehand what images of the kind look like, and its training as a decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 Papers: Salem et al. 2019 (ML-Leaks), Ma et al. 2024 (PPIDSG), Zarifzadeh et al. 2024 (RMIA), Carlini et al. 2022 (LiRA).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

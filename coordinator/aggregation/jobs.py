@@ -1,7 +1,5 @@
 """The messages between the coordinator and its aggregation worker; values only, torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Imports torch: only the aggregation worker and the creation of a federation may import this.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Mapping

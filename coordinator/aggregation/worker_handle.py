@@ -3,8 +3,6 @@
 Torch-free and never blocking; used by one thread. The open job and its requests are kept here and sent again to every new worker process.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Brings lists of devices to the broker: over a connection of its own, which lasts until they are applied.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

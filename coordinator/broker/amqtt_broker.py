@@ -4,8 +4,6 @@ It listens on loopback, requires a client certificate, and applies the rules of 
 and no revocation list: a deployment runs Mosquitto. Overrides private methods of amqtt and refuses to start without them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

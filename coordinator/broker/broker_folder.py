@@ -6,8 +6,6 @@ configuration has such paths, and is written at each start. The coordinator publ
 Knows no database: a broker's own machine has not its packages.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 Beside a broker: applies the lists of devices that the coordinator publishes on it. Needs no access to the coordinator's directory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

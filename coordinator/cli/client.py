@@ -3,8 +3,6 @@
 So a command has one path, whether a coordinator runs or not, and both refuse the same things in the same words.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import ssl

@@ -1,7 +1,5 @@
 """Makes a coordinator's home: what `fedcg coordinator init` does."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from pathlib import Path

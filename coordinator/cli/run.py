@@ -1,7 +1,5 @@
 """Runs the coordinator of a home: puts the parts together and serves until SIGTERM or SIGINT."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

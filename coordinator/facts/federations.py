@@ -1,7 +1,5 @@
 """The federations: what each one is, its open round with the phase of every client, and the attempts and updates of all rounds."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Where facts come from: the database, the specs, the event log, and the running services where there are any."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The metrics at `/metrics`, in the text format of Prometheus; docs/operations.md lists them, and a test compares both."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest

@@ -1,7 +1,5 @@
 """The models: the versions of the shared model, the exported models in use, and the accuracies that devices reported against their local-only baseline."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

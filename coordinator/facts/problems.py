@@ -4,8 +4,6 @@ Only what the coordinator really has: its own disk and links, the register, and 
 by more than a certificate's life fails in the TLS handshake, before any report; `fedcg doctor` on the device explains it.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass

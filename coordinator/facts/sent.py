@@ -1,7 +1,5 @@
 """What left each device: the parts and fields that its updates held, how they were coded, their bytes, and all that it sends beside them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

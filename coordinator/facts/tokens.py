@@ -1,7 +1,5 @@
 """The tokens: those with which devices enrol and those of the API, without their secrets."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from pydantic import BaseModel

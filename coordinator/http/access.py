@@ -5,8 +5,6 @@ Programs show a bearer token, the page a cookie that names a session.
 A route names the role that it needs: `identity: Annotated[Identity, Depends(require(Role.OPERATOR))]`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

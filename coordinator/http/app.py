@@ -1,7 +1,5 @@
 """The FastAPI application: it runs the federations, each on a thread of its own, and its routes are the operator's interface."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable

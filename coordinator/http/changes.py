@@ -3,8 +3,6 @@
 `ChangeRoute` is the route class of such routes: `APIRouter(route_class=ChangeRoute)`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -5,8 +5,6 @@ Bounded and strict; they share no route with the operators' interface.
 For enrolment a client certificate is optional in the handshake (a new device has none), for the carrier it is required. One that is shown must be valid and of the coordinator's authority, else the handshake fails. The carrier serves only what signed messages over MQTT announced. The register decides whether a device still may, also in the middle of a transfer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

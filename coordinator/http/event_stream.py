@@ -1,7 +1,5 @@
 """The events as Server-Sent Events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -3,8 +3,6 @@
 The work is in `facts` and `operations`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Sequence

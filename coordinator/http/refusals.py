@@ -1,7 +1,5 @@
 """How requests are refused: the answers of the operators' interface as `application/problem+json` (RFC 9457), those of the listeners for devices, limits on refusals, and their counted events."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass

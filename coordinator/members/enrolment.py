@@ -5,8 +5,6 @@ Tokens are shown once, kept as hashes and compared in constant time.
 A bundle holds private keys. A device that enrols by token (`membership`) keeps its keys to itself. No HTTP here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re

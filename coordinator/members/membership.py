@@ -5,8 +5,6 @@ Synchronous; knows nothing of HTTP and its limits.
 Every refusal has two texts: the answer to the device, and the reason in the event log, for the operator. A revoked device is refused even while the broker can't be reached: the coordinator forgets its message key.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import tempfile

@@ -4,8 +4,6 @@ Everything else is refused and counted with its reason. A device that stays abov
 the broker's access list. Keeps the sessions; decides nothing about rounds. Chunks of updates carry no signature of their own and go to the receiver: the signed manifest names the sha256 of the whole.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

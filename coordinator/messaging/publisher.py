@@ -4,8 +4,6 @@ A message that can't be handed to the broker now is dropped and logged: every on
 (offers and status when the link is back, offers by timer too, invites and grants by timer, receipts on the repeated manifest).
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

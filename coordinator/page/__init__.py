@@ -1,7 +1,5 @@
 """The page for people: what the facts hold as HTML, and forms that steer. Every screen is a URL that also works without script."""
 
-from __future__ import annotations
-
 from fastapi import FastAPI
 
 from coordinator.http.refusals import answer_problems

@@ -1,7 +1,5 @@
 """The routes of the page: screens that show facts, and forms that call the same operations as the API and the commands."""
 
-from __future__ import annotations
-
 import csv
 import io
 import tempfile

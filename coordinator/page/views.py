@@ -3,8 +3,6 @@
 A value that is None is written as "unavailable".
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable, Mapping

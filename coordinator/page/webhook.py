@@ -1,7 +1,5 @@
 """Posts to `[page] webhook` when a problem opens or closes, and writes both into the event log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -3,8 +3,6 @@
 Owns nothing but files in the directory it is given: `ca.pem`, `ca.key`, `crl.pem`, `<name>.pem`, `<name>.key` (keys are 0600).
 """
 
-from __future__ import annotations
-
 import logging
 import ssl
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ The database's last link names the key that counts; its private half lies beside
 durable before the link is. So wherever a process is killed in between, the key that counts can be loaded.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The events that the round engine takes and the commands that it returns, which `round_driver` carries out. Values only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

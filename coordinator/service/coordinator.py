@@ -1,7 +1,5 @@
 """All federations of one coordinator at work: a service for each, on a thread of its own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

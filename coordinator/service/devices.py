@@ -4,8 +4,6 @@ Online by a hello, offline by a status, a will or silence; a will is lost when t
 Invites are repeated, because one may be lost with the link. Devices that left the register or send too much are dropped. Decides nothing about rounds.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ Every command is durable before any message about it is sent, so a coordinator t
 database (`restart`).
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Mapping

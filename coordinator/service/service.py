@@ -4,8 +4,6 @@ Updates come in on the receiver's thread, and torch runs in the aggregation work
 holds all that matters, and a restarted coordinator goes on with the same attempt.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

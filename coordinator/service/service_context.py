@@ -1,7 +1,5 @@
 """The dependencies of a running coordinator; it creates no other ones."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The file is a tar stream: `backup.json`, the tables as lines of JSON, the files of the home, the artifacts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

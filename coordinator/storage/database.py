@@ -4,8 +4,6 @@ The high-water mark is a small signed file of what the database has held. It cou
 counts, so it may lag behind the database and is never ahead of it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import hmac

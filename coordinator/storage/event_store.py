@@ -4,8 +4,6 @@ The event log (`events.jsonl`) has every event at once; the table gets them in o
 last ones here. Ids rise, and a reader goes on from the last one that it has.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -3,8 +3,6 @@
 Each is a lock of a file in the directory and, with PostgreSQL, an advisory lock of the database as well, for processes on other machines.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

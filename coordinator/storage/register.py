@@ -3,8 +3,6 @@
 Part of the store: same database, same rules (one transaction per method, durable when it returns).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 from sqlalchemy import Update, delete, insert, or_, select, update

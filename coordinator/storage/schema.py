@@ -4,8 +4,6 @@ Every table is keyed by federation but those of devices, certificates, tokens, u
 first release a change here comes with a revision in `migrations/versions`; a test compares both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields

@@ -3,8 +3,6 @@
 Part of the store, with the same rules.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any

@@ -1,7 +1,5 @@
 """The artifacts that devices may fetch, the spec and the aggregates of the federation alone; and the requests for them, off the loop."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

@@ -6,8 +6,6 @@ and asked for again. The database decides whether an attempt still takes an upda
 no answer waits for the loop that drives the rounds.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -5,8 +5,6 @@ the length and the direction of its step. Torch-free arithmetic on values: it kn
 figures of honest and of hostile updates, the attacks that this stops and those that it does not.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace

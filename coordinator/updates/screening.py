@@ -3,8 +3,6 @@
 A function of what is stored: a coordinator that was killed decides the same again.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping

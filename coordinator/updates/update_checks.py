@@ -1,7 +1,5 @@
 """Decides how an update ends: by its manifest and the database before it is received, by its content afterwards."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Callable

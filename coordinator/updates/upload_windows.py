@@ -5,8 +5,6 @@ MQTT only as many chunks are under way as that queue takes. Chunks that a killed
 (`fedcg.wire.transfer.partial_files`). Hashes and writes: used on the receiver's thread. It sends nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Torch-free; decides by the spec, never by trust. How far an update may be from its base is the matter of `robustness`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from coordinator.errors import ValidationError

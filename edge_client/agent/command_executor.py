@@ -1,7 +1,5 @@
 """Carries out the state machine's commands: send, fetch, check, start training, store. Never imports torch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import asdict

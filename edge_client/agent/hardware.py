@@ -1,7 +1,5 @@
 """The agent's eye on its own box: whether it may take part in a round now, and its readings as a file for Prometheus' node exporter."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping

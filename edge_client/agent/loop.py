@@ -4,8 +4,6 @@ Other threads only put into one bounded queue (`Inbox`); everything else happens
 imports torch.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

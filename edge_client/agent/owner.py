@@ -11,8 +11,6 @@ its request back, and an agent that starts removes what an earlier one left. `Ow
 or is called from another thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

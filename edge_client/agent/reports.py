@@ -4,8 +4,6 @@ The sentences of events are in the agent's log too. A self-report has codes of t
 model in use. Source for systemd: sd_notify(3).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Puts an agent together from its configuration and runs it until SIGTERM, SIGINT or the federation's end."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

@@ -1,7 +1,5 @@
 """Commands about this box's identity: `fedcg enrol`, `fedcg agent renew`, `fedcg agent leave`. Importing this loads no torch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

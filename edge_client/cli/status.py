@@ -1,7 +1,5 @@
 """The state of a private store for its operator, read without disturbing the agent that uses it."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter

@@ -6,8 +6,6 @@ environment variables are replaced in every text. Names of images, folders and, 
 hold one (`PrivateNames`). Keys and fields of ours stay.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

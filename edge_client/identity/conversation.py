@@ -3,8 +3,6 @@
 Leaving is a signed Leave, the coordinator's confirmation, then the removal of this device's data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import shutil

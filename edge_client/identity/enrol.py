@@ -3,8 +3,6 @@
 A device of one federation joins another one of the same coordinator with the same identity, and with a store of its own.
 """
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """HTTPS to the coordinator's enrolment listener, with the standard library. Trusts one authority, never the system's."""
 
-from __future__ import annotations
-
 import http.client
 import ssl
 import time

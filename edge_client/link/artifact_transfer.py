@@ -5,8 +5,6 @@ arrive, missing ones are asked for, and silence is noticed. Chunks that a killed
 (`fedcg.wire.transfer.partial_files`). A disk that is full or broken pauses a download.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Messages sent while the link is down are dropped; the protocol repeats them. One
 still counts; a coordinator's nonce is taken once, so a recorded welcome can't bring back an old session.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from typing import TypeVar

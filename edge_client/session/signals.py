@@ -1,7 +1,5 @@
 """The signals of the agent's state machine: the events that it takes and the commands that it gives. Values only."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fedcg.event_log import EventValue

@@ -1,7 +1,5 @@
 """The state of the agent's protocol, as one frozen value; `state_machine` holds the rules that change it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any

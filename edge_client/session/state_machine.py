@@ -8,8 +8,6 @@ commands that now follow from the state. Laws (property-tested over random event
   * control messages other than hello are sent only inside a session.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

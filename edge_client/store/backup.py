@@ -4,8 +4,6 @@ The file is a tar stream in frames under a passphrase (`fedcg.sealing`): `backup
 Images are not part of it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -7,8 +7,6 @@ line has the bytes of control messages since the line before, by kind; a power c
 it: keys at enrolment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -4,8 +4,6 @@ The private networks of all devices start from it (design §5). People carry it 
 secret and a checksum, in letters that can be read aloud; only a mark leaves the device, by which equal secrets are recognised.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Which of the backbones that a spec lists this device trains (`[training] backbone`). Torch-free: agent and trainer both choose."""
 
-from __future__ import annotations
-
 import contextlib
 
 from devices.detect import detect

@@ -5,8 +5,6 @@ pause.json      the pause, where there is one
 traffic.json    bytes of updates and aggregates of the current day (UTC)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path

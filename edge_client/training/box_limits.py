@@ -3,8 +3,6 @@
 Training takes turns with the device's other federations, and pauses while the box may not train or serves predictions.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

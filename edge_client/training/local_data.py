@@ -3,8 +3,6 @@
 A file that can't be decoded is in no split and no snapshot.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace

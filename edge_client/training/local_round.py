@@ -11,8 +11,6 @@ same round attempt draws the same noise and comes to the same update, so it is n
 stays counted: where it diverges, is withheld, or its update is lost on the way.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -8,8 +8,6 @@ loss; the least loss is exported. Accuracy on some 200 validation images cannot 
 and favours `own`; the loss has less noise. Test and common images are measured for the record and do not influence the choice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 The report of the last audit lies in the folder `audit` of the private store. It shows images of the device; nothing of it is sent.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The training process: owns torch, takes one command at a time, reports how it ended. Everything durable is in the store."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -3,8 +3,6 @@
 Torch-free; only the child imports torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Protocol

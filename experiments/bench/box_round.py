@@ -1,7 +1,5 @@
 """One device's local round on random images: steps and images a second, energy where a sensor measures it, and peak memory."""
 
-from __future__ import annotations
-
 import platform
 import resource
 import time

@@ -4,8 +4,6 @@ Every measurement is imported when its command runs, so no command's help loads 
 measurements in the entry-point group `fedcg.benches`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ Every device sends one recorded local round. Works out times by the database, me
 only while the update is recorded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

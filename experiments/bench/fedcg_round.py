@@ -4,8 +4,6 @@ The reference has one process for all clients; ours trains clients in several on
 busy.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -3,8 +3,6 @@
 The callers are one event loop, to leave the cores to the server. Uses torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import re

@@ -3,8 +3,6 @@
 Each sum is compared with the plain one: a wrong number ends the measurement.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Grids of simulated and audited federations for `fedcg bench privacy`: runs each setting as a user would type it, and shows the records as Markdown tables and pictures of accuracy beside leakage."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -8,8 +8,6 @@ One thing differs from a literal program: the generator's second run over a batc
 each batch counts once.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The throughput of transfers is that of such rounds, from the first manifest of a
 durable.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """`fedcg tables`: the papers' tables beside our runs. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -3,8 +3,6 @@
 The layouts of Digit5, Office-Caltech10 and DomainNet are among the folders. Only torchvision is imported on demand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Also one `common` test set. An agent sees an ordinary data source. Knows nothing of training.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

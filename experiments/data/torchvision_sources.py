@@ -1,7 +1,5 @@
 """Public data sets by name through torchvision: read from where they lie, downloaded where there is a network. Uses torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Owns the order of the steps, the folder of a run and its resumption. What is don
 bundles) calls the functions behind the commands, in this process: each command would import the same packages anew. Imports no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Follows the event logs (JSON lines) of agents and coordinator, and turns them into states, times and figures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ that of multiprocessing: it imports the packages once, starts no thread, and end
 that was started anew, with its own arguments, environment, log and process group.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

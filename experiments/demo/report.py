@@ -3,8 +3,6 @@
 Numbers come from event logs; what crossed the broker comes from the observer's record alone. Changes nothing.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

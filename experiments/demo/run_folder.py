@@ -6,8 +6,6 @@ DIR/observer/      what crossed the broker                               DIR/log
 DIR/summary.json, DIR/accuracy.png
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from dataclasses import dataclass

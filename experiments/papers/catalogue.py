@@ -3,8 +3,6 @@
 A preset is one column of a table (`fedcg:table1:cifar10-4`): the published setting and one row per method or variant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache

@@ -6,8 +6,6 @@ Whether an order that a paper states holds in our runs is paired over seeds, and
 seed, that is the same split, initial weights and order of images, and what they share cancels.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@
 clients in percent. `adr` is the share of the global accuracy that a row loses against the reference row of the same seed.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

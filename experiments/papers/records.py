@@ -1,7 +1,5 @@
 """Reads the records of simulated runs from a folder, strictly and within bounds. Knows nothing of tables and imports no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

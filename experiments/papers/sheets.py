@@ -1,7 +1,5 @@
 """What `fedcg tables` shows, as plain sheets of text: a title, columns, rows, notes. Knows nothing of terminals."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Every worker gets the data of a federation once. When a worker dies, all are rep
 a pure function, so a repetition gives the same result. Pickles travel only between this process and its own children.
 """
 
-from __future__ import annotations
-
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence

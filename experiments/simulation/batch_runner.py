@@ -4,8 +4,6 @@ Shows progress, writes files beside the records, and prints the results at the e
 runs.
 """
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 For this machine alone: it holds private parts of all simulated clients. No pickle.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

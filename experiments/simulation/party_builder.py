@@ -3,8 +3,6 @@
 Updates and aggregates are packed and unpacked as those of a deployment.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ start of the private parts). Folders have mode 0700, files 0600. Every file is a
 crash writes the same bytes. Uses torch.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shlex

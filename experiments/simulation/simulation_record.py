@@ -4,8 +4,6 @@ It may be published: no path of this machine, no weight, no image. Curves go col
 250 rounds of ten clients stay below 150 KB.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ Knows nothing of options and terminals.
 Clients whose images went through a data defence, each with its own secret, as devices do it. Uses torch.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence

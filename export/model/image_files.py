@@ -1,7 +1,5 @@
 """Image files for a model: finds them (with labels from `CLASS/*.png` folders), classifies them, and formats the results. Torch-free."""
 
-from __future__ import annotations
-
 import csv
 import glob
 import io

@@ -4,8 +4,6 @@ A version appears by one rename, and the pointer moves by one rename, so a reade
 one. Writers take a lock; readers need none. Knows nothing of how a model is made or run.
 """
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 import tempfile

@@ -3,8 +3,6 @@
 Errors are JSON and name the next step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

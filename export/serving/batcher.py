@@ -3,8 +3,6 @@
 Everything but the prediction itself happens on the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence

@@ -31,8 +31,6 @@ somebody chooses it again. The opposite, a bad version that stays, costs wrong a
 docs/serving.md.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque

@@ -4,8 +4,6 @@ With a stage, the version that was chosen as the successor of the one in service
 The file `SERVING` beside the pointer, during a stage: which version answers while the one in use is compared with it.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

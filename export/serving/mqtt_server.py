@@ -8,8 +8,6 @@ A request is refused with an answer when the queue is full. One that is delivere
 ignored: the broker delivers them again after every reconnect.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

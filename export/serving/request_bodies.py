@@ -1,7 +1,5 @@
 """A request's body to images in a model's form: image bytes, multipart, or JSON arrays. Everything is bounded before it is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence

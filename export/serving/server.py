@@ -1,7 +1,5 @@
 """`fedcg infer serve`: answers predictions over HTTP until a signal ends it. Imports no torch."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

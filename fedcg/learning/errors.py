@@ -11,8 +11,6 @@ LearningError
 `fedcg.learning.method.DivergedError` (NaN or an exploding loss) belongs to the contract of a method and stands there.
 """
 
-from __future__ import annotations
-
 from fedcg.errors import BAD_INPUT, NOT_FOUND, FedcgError
 
 

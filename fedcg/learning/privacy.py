@@ -4,8 +4,6 @@ They belong to the device, not to the spec: each client chooses its own, and the
 them. All are off by default, and then not one bit of a result changes. What they do is in `fedcg.learning.mechanisms`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal

@@ -3,8 +3,6 @@
 No image holds anybody's data: dead leaves (Lee, Mumford & Huang 2001) over 1/f noise. Numbers are round(scale · c · U) with the weight c, so that sums are exact in any order, and modulo 2^32 behind masks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

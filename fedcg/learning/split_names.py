@@ -19,8 +19,6 @@ A spec pins weights by the sha256 of their file. The file is local: in an instal
 environment variable FEDCG_WEIGHTS lists. Child processes inherit it.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

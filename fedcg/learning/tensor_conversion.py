@@ -1,7 +1,5 @@
 """Between torch tensors and the numpy arrays of store and wire; always copies. Uses torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 

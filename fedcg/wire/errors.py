@@ -19,8 +19,6 @@ WireError
 └── TransportError           the link or the broker refused                                     transport
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from typing import ClassVar

@@ -3,8 +3,6 @@
 The names come from the schemas, so lists made of this hold every field that a device can send; tensors of parts come beside them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import get_args, get_origin
 

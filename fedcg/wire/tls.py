@@ -3,8 +3,6 @@
 One authority certifies all of a coordinator's servers, so a valid certificate alone does not show which one answers.
 """
 
-from __future__ import annotations
-
 import ssl
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """No module imports another that imports it back, at the top, in a function or for types alone."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path

@@ -3,8 +3,6 @@
 `python -m tests.architecture.test_one_update` prints the table for the document.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Which commands and processes must not load torch, proven in processes of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import entry_points

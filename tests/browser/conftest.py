@@ -1,7 +1,5 @@
 """A Chromium for tests of the page; they are skipped visibly where there is none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The audit's page as Chromium shows it: light and dark, wide and narrow, without a request. `FEDCG_SCREENSHOTS=DIR` keeps pictures."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

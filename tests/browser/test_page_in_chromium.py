@@ -3,8 +3,6 @@
 `FEDCG_SCREENSHOTS=DIR` keeps pictures.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

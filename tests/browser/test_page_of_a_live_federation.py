@@ -3,8 +3,6 @@
 `FEDCG_SCREENSHOTS=DIR` keeps a picture of every screen, in both themes, wide and at 390 pixels.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

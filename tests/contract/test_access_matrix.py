@@ -3,8 +3,6 @@
 Each refusal stands beside the same thing done rightly, on the same broker, so that none of them passes because nothing works.
 """
 
-from __future__ import annotations
-
 import itertools
 import socket
 import ssl

@@ -4,8 +4,6 @@ Each case is a connection that looks healthy and is not: too small packets, subs
 are never acknowledged, pings that are not asked for. The broker is a script; only what a user of `Transport` sees is looked at.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What only a real broker shows: certificates, revocation, protocol versions, limits, restarts."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading

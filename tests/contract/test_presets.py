@@ -1,7 +1,5 @@
 """Every preset through a Mosquitto that is limited the same way: real agents, the real coordinator, full queues."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The laws of `fedcg.wire.transport.transport.Transport`, on every broker."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator

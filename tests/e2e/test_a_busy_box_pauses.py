@@ -1,7 +1,5 @@
 """A device whose application holds its lock file: it declines with that reason, pauses in the middle of a round, and goes on when it is free."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 from collections.abc import Iterator

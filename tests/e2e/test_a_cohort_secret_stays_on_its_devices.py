@@ -1,7 +1,5 @@
 """A cohort made by its commands, then a round over a real broker: the secret is in nothing that crossed it or that the coordinator has."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agents that attack their own updates, over a real broker: one whose gate does not hold sends nothing, and its figures stay with it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A device with DP-SGD over a real broker: its ε survives a SIGKILL, reaches the page, and its budget ends its participation."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """FedAvg over a real broker: an extractor leaves only a box whose owner allowed it; another one declines with the reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

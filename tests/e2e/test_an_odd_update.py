@@ -1,7 +1,5 @@
 """An update that is unlike the others, over a real broker: the device that sent it and the operator get reason, figure and threshold."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

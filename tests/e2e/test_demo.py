@@ -1,7 +1,5 @@
 """`fedcg demo` as a newcomer runs it: separate processes, a real broker, a summary, models that classify."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

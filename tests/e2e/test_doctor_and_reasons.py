@@ -1,7 +1,5 @@
 """A device's `fedcg doctor` and `fedcg agent status` beside a real broker and a real coordinator."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`deploy/box/install.sh`, run for real below a scratch root: install, upgrade with private stores, failures, interruption, removal."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 Nothing of this machine is written: /etc is a small copy there, /opt and /var/lib are folders of the test. Slow for the installations.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The coordinator's key is replaced twice in the middle of a federation while a box is off, another is killed, and so is the coordinator."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole federation over a real broker, recorded by an independent observer: no private tensor is in what crossed it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole federation by its commands, at the most talkative level: its logs report the rounds, and hold no file name of an image, no token, no secret, no weight."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """The README's table "A real deployment": its commands, as printed, with a Mosquitto on a machine without the coordinator's directory."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """PPIDSG over a real broker: the image generator alone leaves, from devices whose owners list it; each exports its whole model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@
 Name the interpreter in PYTHON310 where it is not on PATH.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A Ray cluster gives what one process gives, bit for bit, whichever of its workers and nodes die."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A broken box is replaced by another, and a box leaves for good: with a real coordinator, broker, and agents as processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A coordinator goes back to a backup and forward to another one, beside the same broker: boxes follow, and report where they stand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A device's owner, over a real broker: approval of what the policy does not allow, a pause, a stop while it trains, what was sent, the support file."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Iterator

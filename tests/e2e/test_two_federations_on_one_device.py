@@ -1,7 +1,5 @@
 """Devices serve two federations at once, by the commands and over a real broker: one identity, two agents, training in turns."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

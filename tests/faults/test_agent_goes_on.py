@@ -1,7 +1,5 @@
 """Whatever fails while a command is carried out, the agent's state goes on without a restart; and what waits is bounded in bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An audit is interrupted and killed in the middle; run again, it goes on with what is missing and comes to the same figures."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """Wrong clocks. A machine's clock is wrong relative to the certificates, so these tests make certificates at another time, and a
 real Mosquitto and real TLS judge them; in the protocol only a device's report of itself is compared with a second clock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path

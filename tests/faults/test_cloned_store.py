@@ -1,8 +1,6 @@
 """A box and a copy of it, with the same identity and private store and images of its own: what came first counts, once, the
 other one gets the receipt `conflict`, and both operators a message."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterable, Iterator

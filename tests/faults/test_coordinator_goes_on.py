@@ -1,7 +1,5 @@
 """The coordinator without a usable link: it stays up, logs the cause, and goes on when the broker is repaired."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A disk that is full (RLIMIT_FSIZE: the system refuses to let a file grow) under a real agent, coordinator and training process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The disk is the system's own refusal: a file that may not grow (RLIMIT_FSIZE) fr
 opened.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

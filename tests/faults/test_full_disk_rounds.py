@@ -3,8 +3,6 @@
 The disk is the system's own refusal: no file may grow beyond a size (RLIMIT_FSIZE) in the process that trains.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """A device dies together with a broker that keeps nothing, so its will is never published: its heartbeats are missed, and no later round waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

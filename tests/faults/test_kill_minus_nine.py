@@ -1,7 +1,5 @@
 """SIGKILL or SIGSTOP for each process while its phase is demonstrably under way; the final aggregate must be that of an undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """kill -9 of a real training process in the middle of a 20-epoch round: the next one goes on, and the update has the same sha256."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """fedprobe over a real broker: one device's numbers cross behind masks only, and their sum is exact, or absent, whoever is killed when."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An agent outlives its first certificate: it renews, and the broker takes it back after a restart, with no round lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

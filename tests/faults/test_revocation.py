@@ -1,7 +1,5 @@
 """A revoked device on a real Mosquitto: its live session is silenced, it can't come back, and the others notice nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from functools import partial

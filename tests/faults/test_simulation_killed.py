@@ -1,7 +1,5 @@
 """A batch of simulations is killed and interrupted in the middle of a run; resumed, it ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

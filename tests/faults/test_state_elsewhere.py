@@ -1,7 +1,5 @@
 """With PostgreSQL and S3 the coordinator's process and directory hold no state of a round: one started elsewhere goes on with it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What tests of `deploy/box/install.sh` share: wheels of this checkout under any version, boxes with private stores, runs of the script."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Runs the command `fedcg` inside a test's process."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

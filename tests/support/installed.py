@@ -1,7 +1,5 @@
 """A package of a user's own, installed in a folder on the import path."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A second machine that can vanish: a network namespace, whose link to this one is cut without a word to either side."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """An S3 of one's own: moto_server on loopback, in a process that tests kill and start again. It keeps objects in memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Deliberate leaks, for tests that must notice them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A PostgreSQL of one's own: a throw-away cluster on loopback, and a database in it for each test."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """A coordinator that a test moves step by step, over the in-process broker."""
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A real prediction server for tests, started by its command, and requests to it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

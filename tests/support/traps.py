@@ -1,7 +1,5 @@
 """A folder to start programs in whose modules have the names of what they import, and leave a mark when one is imported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 MARK = "imported"

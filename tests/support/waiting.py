@@ -1,7 +1,5 @@
 """One way to wait for what another thread or process does."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Brings a database of an earlier version, or an empty one, to this version: one Alembic revision per version, in `versions`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from sqlalchemy import Connection

@@ -1,7 +1,5 @@
 """Alembic runs this file for every upgrade, on the connection and in the transaction of `coordinator.storage.migrations.upgrade`."""
 
-from __future__ import annotations
-
 from alembic import context
 
 context.configure(connection=context.config.attributes["connection"])

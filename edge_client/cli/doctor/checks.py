@@ -1,7 +1,5 @@
 """Checks of a device before (or after) something went wrong, each with advice. Never imports torch."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

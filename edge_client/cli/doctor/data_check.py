@@ -1,7 +1,5 @@
 """The check of a device's images: their folders, their classes, and that they can be opened. Never imports torch."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Sample pictures of a device's data defence before its first round: real images beside defended ones. Uses torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

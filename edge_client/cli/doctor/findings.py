@@ -1,7 +1,5 @@
 """What a check of `fedcg doctor` finds, and what several checks ask of the device. Never imports torch."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether this box can train and predict: checks of `fedcg doctor`, and the readings of `fedcg doctor --hardware`. Never imports torch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime

@@ -3,8 +3,6 @@
 How MANY images of a class there are is not among them: that is the report field `label_counts`, which a device may refuse.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -13,8 +13,6 @@ The sizes that the archive and each array's header declare are checked against e
 is unpacked, and never is more unpacked than declared. Objects (pickles) are refused.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import struct

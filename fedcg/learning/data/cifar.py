@@ -3,8 +3,6 @@
 The Python batches are pickles. They are read by an unpickler that knows nothing but stand-ins of this module for the three numpy names in those files: it can call nothing else, and numpy gets plain bytes whose size was checked.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Decodes every image ONCE, exactly as at inference (`fedcg.imaging`). A data set of one's own (`dataset:NAME`) is an entry point of the group `fedcg.datasets` that gives a torch Dataset. The device's own configuration names it; nothing that comes over the wire can. Knows nothing of rounds, methods or devices of a federation.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence

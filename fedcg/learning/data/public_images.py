@@ -1,7 +1,5 @@
 """Public images without labels, which a server half may learn from (FedDF): read from disk, bounded, in the spec's form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ Torch-free.
 One walk for training, the doctor and the snapshots. Images are decoded by `fedcg.imaging`, channels first; an error names the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path

@@ -14,8 +14,6 @@ subtracts just such maps, and an image's brightness with them, so that two flat 
 that training that goes on from a checkpoint gives the bits of one that was never interrupted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """The parameters of defences, apart from what applies them: a configuration is read without torch."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Annotated, Literal
 

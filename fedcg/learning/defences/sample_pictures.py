@@ -1,7 +1,5 @@
 """A picture of a few training images before and after a defence, for the owner of the device; it is private."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 

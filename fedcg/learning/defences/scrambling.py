@@ -12,8 +12,6 @@ Every step but IA moves pixels, and IA commutes with moving, so any order of ste
 One known image with its encryption reveals most of both: this hides images from people, it is not a cipher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

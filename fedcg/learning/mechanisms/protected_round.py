@@ -22,8 +22,6 @@ The first three change the update's difference to the aggregate that the round s
 (batch norm's counters) are sent as they are. Noise comes from explicit generators, in the order of parts and names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Their local half differs in which parts are shared and in a penalty beside the c
 after the average: `averaging_method` builds the method from that. FedAvg (McMahan et al., 2017) is the pattern.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ optimiser of every method here (`optimiser=sgd` is the paper's), and all invited
 A device takes part only when its `allow_upload` lists the extractor.
 """
 
-from __future__ import annotations
-
 from fedcg.learning.methods._averaging import PERSONAL, MomentumParams, averaging_method
 
 METHOD = averaging_method("fedavg", "FedAvg: extractor and classifier averaged by data size", MomentumParams, PERSONAL)

@@ -12,8 +12,6 @@ Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, w
 `aggregation` offers the two other server halves that FedMD-CG's table 3 puts beneath FedCG's clients; the default is FedCG's own.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

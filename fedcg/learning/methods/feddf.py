@@ -10,8 +10,6 @@ its update arrives, and the student's loop never touches it. Each distinct image
 A device takes part only when its `allow_upload` lists the extractor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cached_property
 

@@ -23,8 +23,6 @@ Cost: G changes with every step, so no teacher pass can be done ahead: a step ru
 (they are small: with 256 clients of 240 kB, 60 MB). The time of `finish` grows with N.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 

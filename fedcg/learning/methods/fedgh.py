@@ -4,8 +4,6 @@ The clients' extractors may differ as long as their features have one shape. Rea
 one row with its class as label.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

@@ -15,8 +15,6 @@ temperature 10 (`divergence`, `temperature`), distances as means over dimensions
 The published set-up trains 20 steps of 64 images a round with SGD; here both `epochs` and `steps` are parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Literal
 

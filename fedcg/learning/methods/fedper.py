@@ -4,8 +4,6 @@ Base layers = the extractor, averaged by data size; personalisation layers = the
 are trained together in every local step. A device takes part only when its `allow_upload` lists the extractor.
 """
 
-from __future__ import annotations
-
 from fedcg.learning.method import Average, TrainingParams
 from fedcg.learning.methods._averaging import averaging_method
 from fedcg.wire.parts import Part

@@ -7,8 +7,6 @@ like those that it was learned from, and each extractor takes from the others wh
 extractor leaves its box.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

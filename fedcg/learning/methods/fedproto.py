@@ -5,8 +5,6 @@ Readings: the global prototype of a class is the mean of the clients that have i
 counts (eq. 6 divides by the number of clients once more, which would shrink it); the distance of eq. 7 is squared and a mean over features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

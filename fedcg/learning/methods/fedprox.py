@@ -5,8 +5,6 @@ not parameters). Deviations: as in `fedavg`; every client does all its steps, th
 A device takes part only when its `allow_upload` lists the extractor.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Each client's extractor learns a representation of its own, and classifiers are 
 LG-FedAvg: no model of the first rounds is shared as a whole beforehand; all start from the same weights instead.
 """
 
-from __future__ import annotations
-
 from fedcg.learning.methods._averaging import MomentumParams, averaging_method
 from fedcg.wire.parts import Part
 

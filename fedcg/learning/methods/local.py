@@ -3,8 +3,6 @@
 Cross-entropy alone (FedCG eq. 1). Nothing but a report goes up and nothing comes down, over the same wire as any method.
 """
 
-from __future__ import annotations
-
 from fedcg.learning.method import TrainingParams
 from fedcg.learning.methods._averaging import averaging_method
 

@@ -23,8 +23,6 @@ the pool serves all three networks, and the pool is empty at the start of a roun
 follows as many targets as there are devices.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields

@@ -24,8 +24,6 @@ the kernel, shifted by one: 6x6 instead of 5x5, at a quarter of the positions. F
 pixels of every window as four maps, whose maximum runs over memory in order; torch's own max pool costs as much as the convolution.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ normalised, as in the authors' code. No batch norm: real and generated rows can 
 a pass each, as in their code.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

@@ -12,8 +12,6 @@ and 29,899,786 for 28x28 grey ones. Deviations, with reasons:
 autoencoder's channels, and 256 and 64 instead of 4,096 and 1,024 units in the classifier.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ follows it are then computed in a step. Exact up to rounding: a frozen backbone 
 and without random crops and flips every epoch shows it the same ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated

@@ -1,7 +1,5 @@
 """From an operator's plan to a complete spec; from a spec to initial weights, tensor layouts, and what each part and method costs in parameters and bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

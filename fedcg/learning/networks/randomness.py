@@ -3,8 +3,6 @@
 Layers such as dropout know one source only, torch's default generator of the device. It is started from the stage's stream and given back as it was. A layer whose initial values are not known here is an error: a tensor left alone would hold whatever the memory held before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ feature of a 32x32 image is 16x5x5 in (0, 1). `lenet5_relu` is the same cut with
 two linear layers with nothing between them; 32x2x2 features of a 32x32 image.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -10,8 +10,6 @@ does not load, and `import torchvision` then fails over two operators that nothi
 hand in that case, and models, data sets and transforms work; `torchvision.ops` that need the extension do not.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

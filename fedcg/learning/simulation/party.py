@@ -1,7 +1,5 @@
 """Who takes part in a simulation: all clients' images, secrets and the spec. Fixed for the length of a run; trains nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol

@@ -3,8 +3,6 @@
 Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a round consists of, and who runs it, is in `tasks`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

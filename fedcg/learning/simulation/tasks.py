@@ -4,8 +4,6 @@ A piece depends on its arguments alone, and they can all be pickled: where a pie
 never changes a result. Knows nothing of the order of rounds or of files.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

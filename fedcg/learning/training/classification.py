@@ -1,7 +1,5 @@
 """The stage that every method has: extractor and classifier on cross-entropy plus a method's penalty."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ It must not wait for the device (`.item()`) nor branch on values: a replay would
 torch's default generator of the device alone, which replays know of.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,6 @@
 torch has one exception type for the memory of a GPU; all else are RuntimeErrors, told apart by their text alone.
 """
 
-from __future__ import annotations
-
 import errno
 
 import torch

@@ -1,7 +1,5 @@
 """What a model is worth, on the box that owns the data: accuracy, consistency, spread. Nothing here trains."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

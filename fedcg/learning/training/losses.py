@@ -4,8 +4,6 @@ Shapes: logits [B, C], features [B, *shape], noise [B, q], labels [B] int64. Eve
 batch, and is MINIMISED. Nothing here detaches anything: a caller passes detached targets where a paper trains one side only. `LossMeter` sums them, and ends a training that has diverged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ small network's kernel as in it. `FusedAdam` hands weights in any dense memory o
 they are. Same arithmetic, same results.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 Where the durable place of artifacts is elsewhere (`Remote`), the directory is a cache of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

@@ -4,8 +4,6 @@ The outer form: magic, length of the header (u32, big endian), header JSON, one 
 taken for it. `artifact_store` keeps artifacts, `inspection` reads them without a layout.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

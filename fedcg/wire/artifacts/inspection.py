@@ -4,8 +4,6 @@ Unlike `artifacts.unpack`, no layout is expected: all tensors, parts and header 
 tensors by the codecs in the header, and leaves those that do not fit their codec as they came.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

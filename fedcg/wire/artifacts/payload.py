@@ -23,8 +23,6 @@ x, with x' = decode(encode(x)), base b (0 by value), d = x - b, ε = 2^-23:
 torch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Brokers' access lists (Mosquitto's file, the in-process brokers' rules) are generated from here; nothing here connects to a broker.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

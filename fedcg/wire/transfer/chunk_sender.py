@@ -4,8 +4,6 @@ One thread per sender, fair between receivers. It keeps no state that a restart 
 sent is granted again by its receiver. A chunk that still waits for the link is not sent twice, however often it is granted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -4,8 +4,6 @@ Lost, repeated, reordered and foreign chunks do no harm. Pure: no I/O, no thread
 for, `chunk_sender` sends, `partial_files` receives.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct

@@ -7,8 +7,6 @@ costs its bad chunks and no others. The sha256 of the whole is always checked be
 the file over.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -11,8 +11,6 @@ The figures are the services' documented limits. Only Mosquitto is run here; a M
 for the others in the tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

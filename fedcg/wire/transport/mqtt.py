@@ -5,8 +5,6 @@ acknowledged when a link broke is sent again after the reconnect when it was QoS
 on paho, is in `mqtt_link`.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import socket

@@ -1,7 +1,5 @@
 """How to reach a broker, and the messages for an operator when it can't be reached. Knows nothing of MQTT libraries."""
 
-from __future__ import annotations
-
 import hashlib
 import ipaddress
 import socket

@@ -8,8 +8,6 @@ silently with an exception in a callback. The private names of paho that are use
 Knows nothing of MQTT libraries; safe to use from several threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

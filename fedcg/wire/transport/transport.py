@@ -4,8 +4,6 @@ A transport carries bytes between topics. It knows nothing of envelopes, artifac
 enqueue: nothing is ever computed on a transport's thread.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A box that only predicts: the `infer` extra alone, in a fresh environment, classifies an image; with `serve` also over HTTP."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

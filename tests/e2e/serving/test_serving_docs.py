@@ -1,7 +1,5 @@
 """What docs/serving.md tells people to type does what it says."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

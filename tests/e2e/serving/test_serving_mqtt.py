@@ -1,7 +1,5 @@
 """`fedcg infer serve-mqtt` on a real Mosquitto: applications ask and are answered, each on topics of its own."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

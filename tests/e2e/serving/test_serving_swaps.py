@@ -1,7 +1,5 @@
 """New versions come into service while callers ask: nobody notices but by the version that the answer names."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

@@ -3,8 +3,6 @@
 The folder was moved away from where `fedcg deploy mosquitto` wrote it; the home's own folder for a broker stays unused.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """One enrolled device floods a real coordinator over a real Mosquitto: the others' rounds go on, and it is silenced when it overdoes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """A broker that drops, delays, repeats, alters and injects: every federation ends as the undisturbed one does, or reports the reason,
 no update counts or is trained twice, and whatever is refused is counted under its reason and written to the event logs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

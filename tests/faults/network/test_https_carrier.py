@@ -1,8 +1,6 @@
 """The HTTPS carrier with real processes: cut, stalled and switched in mid-transfer, the round completes, nothing counts twice, and
 what had arrived is not carried again. Killed processes are in `test_transfers_killed`."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 from collections.abc import Iterator

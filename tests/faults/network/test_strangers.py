@@ -1,7 +1,5 @@
 """Strangers at the ports of a real coordinator that may open 1,024 files: it lives, and devices and operator are served meanwhile."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import resource

@@ -1,8 +1,6 @@
 """SIGKILL agents, coordinator and broker in mid-transfer, over MQTT and HTTPS: the round completes, nothing counts twice, and
 what had arrived is not sent again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Updates of small simulated federations, as cases for an audit."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

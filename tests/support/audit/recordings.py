@@ -1,7 +1,5 @@
 """A case's artifacts and data as files, as a coordinator and a device have them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

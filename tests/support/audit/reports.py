@@ -1,7 +1,5 @@
 """Findings made by hand, one for every result that a report knows."""
 
-from __future__ import annotations
-
 import torch
 
 from audit.attacks.attack import Attack

@@ -1,7 +1,5 @@
 """One bench per broker: connects clients under their identities, and cuts and mends single links."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import threading

@@ -1,7 +1,5 @@
 """What a broker writes, by the standard and by hand: nothing here comes from the code that reads it. And a broker by script."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Iterator

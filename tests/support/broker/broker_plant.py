@@ -1,7 +1,5 @@
 """A coordinator's home with devices a, b and c, and a real broker that the product configured, in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A TCP proxy with a bad link: delay with jitter, a rate, stalls, resets, cuts, and links that go dead without an error."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

@@ -1,7 +1,5 @@
 """A coordinator's HTTP interface over a loopback socket, without a broker, and requests to it as a person or program makes them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager

@@ -1,7 +1,5 @@
 """The real listener of the HTTPS carrier beside a running service, and requests to it as any program could make them."""
 
-from __future__ import annotations
-
 import http.client
 import ssl
 import time

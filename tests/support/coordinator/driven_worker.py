@@ -1,7 +1,5 @@
 """The aggregation worker's handle, driven as the service's loop does it."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import time

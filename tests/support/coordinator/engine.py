@@ -1,7 +1,5 @@
 """The round engine, event by event."""
 
-from __future__ import annotations
-
 from coordinator.rounds.engine import RoundState, transition
 from coordinator.rounds.signals import Command, Event
 from fedcg.learning.spec import DEFAULT_MIN_COHORT, RoundPolicy

@@ -1,7 +1,5 @@
 """A scripted device, over a broker in memory."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass, field

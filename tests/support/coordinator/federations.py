@@ -1,7 +1,5 @@
 """A coordinator in this process: over running services, or with several federations of one database."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager

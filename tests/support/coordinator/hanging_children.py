@@ -1,7 +1,5 @@
 """Entry points of processes that hang, break, or only work slowly; without torch where the real ones would load it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

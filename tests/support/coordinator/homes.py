@@ -1,7 +1,5 @@
 """A coordinator's directory with a federation in it, and one way to call commands."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """An aggregation worker that learns nothing, and federations that share one tensor of any size."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A worker that measures that device c goes the other way."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A publisher of the coordinator that only remembers, and a receiver that uses it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Devices that take part in masked sums, each with a message key and a keeper on a disk."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

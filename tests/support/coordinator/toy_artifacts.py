@@ -1,7 +1,5 @@
 """A spec of three small parts, and updates and aggregates of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A coordinator's directory and service with scripted devices and a worker without torch, on a broker in memory."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

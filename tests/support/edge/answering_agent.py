@@ -1,7 +1,5 @@
 """The part of an agent that answers its owner's requests, without the rest of it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A box that greets its coordinator, or leaves it, without its agent, over the in-process broker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from edge_client.config import AgentConfig, BrokerSection

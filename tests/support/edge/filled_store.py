@@ -1,7 +1,5 @@
 """A private store in which every file of an agent at work exists, with two generations."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

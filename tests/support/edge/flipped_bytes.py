@@ -1,7 +1,5 @@
 """One byte of a device's files flipped at a time, and what `fedcg doctor` then says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

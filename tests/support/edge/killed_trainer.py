@@ -1,7 +1,5 @@
 """A real training process that is killed in the middle of a round and started again."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal

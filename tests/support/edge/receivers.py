@@ -1,7 +1,5 @@
 """The other side of a transfer for scripted peers: an artifact put together in memory, over the product's own grants."""
 
-from __future__ import annotations
-
 import hashlib
 
 from fedcg.wire.errors import IntegrityError, MalformedError

@@ -1,7 +1,5 @@
 """Events of the agent's state machine as a coordinator causes them, and states that tests start from."""
 
-from __future__ import annotations
-
 from edge_client.session.signals import Command, Ended, Event, Granted, Offered, Receipted, Send
 from edge_client.session.state import SessionState
 from edge_client.session.state_machine import step

@@ -1,7 +1,5 @@
 """Set values in a TOML file made of plain `[table]` sections, leaving everything else as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A device's folder with everything that a trainer needs, for tests that train for real."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

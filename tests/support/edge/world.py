@@ -1,7 +1,5 @@
 """A small federation around one agent: images, a spec, a private store, and a coordinator that a test scripts by hand."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The stages that every method runs in a round, each caught as it begins, to be run again alone."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Networks on whole images with values, and the embedded digits as a client's images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Small federations for the tests of the learning core: 16x16 grey images of three classes that differ in brightness."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial

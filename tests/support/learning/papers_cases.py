@@ -1,7 +1,5 @@
 """Hand-made records of runs, as `fedcg simulate` writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

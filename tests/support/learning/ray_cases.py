@@ -1,7 +1,5 @@
 """Pieces of a simulation that meet with an accident the first time: what the tests of Ray let workers do in place of the real ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

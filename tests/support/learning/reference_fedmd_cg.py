@@ -5,8 +5,6 @@ frozen global generator in every step of the classifier, and on the server every
 step of the student. Readings of the equations and random draws are those of `methods.fedmd_cg`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -4,8 +4,6 @@ What a replay sees of the world is what a graph sees: its static inputs, and wha
 A step that refers to a block's tensor past its inputs would go on training on the first block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Networks whose outputs can be worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """A network of timm's with 0.1 million random weights in a file, in the place of a pretrained one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import safetensors.torch

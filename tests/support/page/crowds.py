@@ -1,7 +1,5 @@
 """Databases with many devices and rounds, written directly: for views, not for the protocol."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

@@ -1,7 +1,5 @@
 """An artifact in memory as a sender's reference, chunks and frames."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator
 

@@ -3,8 +3,6 @@
 A frame, artifact or store that a version wrote is what later versions must read: existing files are history.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

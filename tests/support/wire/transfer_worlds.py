@@ -1,7 +1,5 @@
 """One device, a coordinator, a real broker, and a slow link that carries the artifacts, over MQTT or over HTTPS."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

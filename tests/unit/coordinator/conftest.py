@@ -1,7 +1,5 @@
 """Worlds, coordinators' directories and enrolment listeners that end with the test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """coordinator.toml: written, read again, and refused where it would show tokens to a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Everything that a box installs comes as a wheel for 64-bit Arm: nobody compiles on a Jetson or a Raspberry Pi. Needs a package index."""
 
-from __future__ import annotations
-
 import os
 import ssl
 import subprocess

@@ -1,7 +1,5 @@
 """Every `fedcg` command line in the deployment files is one that the command understands."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

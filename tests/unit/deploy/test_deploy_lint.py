@@ -1,7 +1,5 @@
 """Every deployment file passes its linter, and stays hardened in the ways that a linter does not see."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What box is this: recorded and composed file trees, and this machine."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Whether a box may train now: each condition by its readings, hysteresis, quiet hours, and what the box's application holds."""
 
-from __future__ import annotations
-
 import fcntl
 from datetime import datetime, timezone
 from pathlib import Path

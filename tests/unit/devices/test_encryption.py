@@ -1,7 +1,5 @@
 """Whether a block device is encrypted, from composed trees of sysfs as the kernel lays them out."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of known boxes: in the catalogue, in the command and in the documentation; and boards that are found in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Where and how large to train, and the command that shows it."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import subprocess
 import sys

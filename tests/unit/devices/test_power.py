@@ -1,7 +1,5 @@
 """Rails, power mode, mains and batteries, from file trees of boards and small ones."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a box says about itself right now, read from small sysfs trees."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

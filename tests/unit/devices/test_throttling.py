@@ -1,7 +1,5 @@
 """Who slows a box down, and how often: causes by software and hardware, and counters as rates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pynvml

@@ -1,7 +1,5 @@
 """Worlds that end with the test: a box's agent with a scripted coordinator, a coordinator's service with two devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

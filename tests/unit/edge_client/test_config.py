@@ -1,7 +1,5 @@
 """agent.toml: all problems at once, with their line; the environment wins; paths are relative to the file."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A coordinator may not make a box work or fetch without end: bounds of the box's own policy, checked before it accepts."""
 
-from __future__ import annotations
-
 import pytest
 
 from edge_client.config import PolicySection

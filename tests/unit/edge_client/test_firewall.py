@@ -1,7 +1,5 @@
 """The firewall: what leaves is exactly what policy and spec both name; anything else is an error on the device."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

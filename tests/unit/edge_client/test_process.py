@@ -1,7 +1,5 @@
 """The agent as a process of its own: no torch inside, an orderly end, one agent per store."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Everything that a device sends is in the lists that people read: docs/security.md, the device's own record, `fedcg agent sent`."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests of `export` share: a small federation's spec, weights that fit it, and labelled image files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Children import nothing from the folder that they start in: real processes, started among modules with the names of what they import."""
 
-from __future__ import annotations
-
 import os
 import queue
 import subprocess

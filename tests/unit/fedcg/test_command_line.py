@@ -1,7 +1,5 @@
 """The command `fedcg`: what it mounts, how it ends, and what it says of what is not installed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint

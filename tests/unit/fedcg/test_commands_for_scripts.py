@@ -1,7 +1,5 @@
 """All commands of `fedcg` alike: output for scripts, completion, and what a mistyped name gets."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

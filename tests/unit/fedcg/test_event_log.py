@@ -1,7 +1,5 @@
 """The event log: bounded, shared by several processes, and readable after a full disk or a power cut."""
 
-from __future__ import annotations
-
 import ast
 import io
 import logging

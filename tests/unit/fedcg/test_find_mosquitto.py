@@ -1,7 +1,5 @@
 """Where a Mosquitto is found, and what it is started with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An image file becomes pixels in a form, the same in training and at inference, and a bad file a clear error."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Listeners under strangers: who may stay connected, what may stand still for how long, and which Host headers count."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import socket

@@ -1,7 +1,5 @@
 """What users read of what they wrote wrong is in this program's words: no class, no pattern, no text of a library or of the system."""
 
-from __future__ import annotations
-
 import json
 import re
 import ssl

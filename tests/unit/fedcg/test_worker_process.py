@@ -1,7 +1,5 @@
 """A child process whose reports can't be read is ended, and a child that was replaced reports nothing more: real processes."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Version 1: the tables of `schema`, which may change until the first release; then this file gets them as they are, and a change another version."""
 
-from __future__ import annotations
-
 from alembic import op
 
 from coordinator.storage.schema import metadata

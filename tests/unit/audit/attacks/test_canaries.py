@@ -1,7 +1,5 @@
 """The one-run lower bound on ε: the formula by hand, canaries, and the attack on real local rounds."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

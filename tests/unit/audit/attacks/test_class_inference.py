@@ -1,7 +1,5 @@
 """The GAN shows what a class looks like where the model gives it away, and gains nothing from an update without news."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

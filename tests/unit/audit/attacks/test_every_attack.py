@@ -1,7 +1,5 @@
 """What holds for every attack: it repeats itself, counts its steps, draws from streams of its own, and names what a case lacks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

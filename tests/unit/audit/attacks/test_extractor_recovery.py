@@ -1,7 +1,5 @@
 """Extractor recovery: outputs on known probes give an extractor away, a mean of four boxes' outputs gives the mean; what must be there."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

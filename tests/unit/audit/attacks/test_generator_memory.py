@@ -1,7 +1,5 @@
 """A generator that has memorised is found by its distances and by its decoded samples; one that has not gives no gain."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

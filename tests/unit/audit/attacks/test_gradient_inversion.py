@@ -1,7 +1,5 @@
 """Gradient inversion reconstructs what leaks, gains nothing where nothing does, and its controls notice a broken attack."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What PPIDSG's shared generator gives away: members, by how far the round moved its outputs; not more where there is nothing to find."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

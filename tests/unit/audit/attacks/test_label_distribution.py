@@ -1,7 +1,5 @@
 """The label attack: what it infers from a view, how that is scored, and when its controls fail."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Membership attacks: formulas by hand, what an attacker is handed, and the attacks on real updates."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

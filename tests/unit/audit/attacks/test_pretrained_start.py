@@ -1,7 +1,5 @@
 """Devices whose extractor is a private projection on a public, frozen backbone, as an audit sees them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Re-identification: from a gradient it finds the right image when the extractor is known, from a whole update what was learnt by heart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

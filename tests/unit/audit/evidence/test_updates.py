@@ -1,7 +1,5 @@
 """What an audit reads: only what really crossed, and only what fits the federation."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Intervals and ROC figures, by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The leakage check accuses what leaks, in every coding, and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

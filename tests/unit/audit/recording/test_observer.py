@@ -1,7 +1,5 @@
 """The observer sees every part, field and byte that crosses, whether or not it should."""
 
-from __future__ import annotations
-
 import json
 import struct
 import threading

@@ -1,7 +1,5 @@
 """Gates compare the end of the interval that speaks against the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """One page for a privacy officer: self-contained, and honest about what was not shown."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`fedcg audit run` on a recording: figures, gates, a report, what is kept, and bad input."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Labels and features follow from gradients without a search."""
 
-from __future__ import annotations
-
 import torch
 
 from audit.evidence.case import Extractor

@@ -1,7 +1,5 @@
 """The searches find what they look for, however small the loss is, and their terms are those of the papers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The scrambling of a generator that imitates it is read off what it makes of known images."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The real aggregation worker, with torch, in its own process: whole federations, and SIGKILL in the middle of a phase."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -1,7 +1,5 @@
 """What the real worker measures of updates, and how it merges when memory is short."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One device whose update can't be merged: it is rejected alone, by name, and the round closes with the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lists of devices from the network: what is applied, and what is refused with its reason."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """What the coordinator generates: certificates, homes, bundles, broker configuration; and its commands."""
 
-from __future__ import annotations
-
 import os
 import random
 import stat

@@ -1,7 +1,5 @@
 """A home with two devices and ports of its own, and processes on it that end with the test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fedcg coordinator backup` and `restore`: everything comes back, elsewhere too, and a file that is not whole or not ours writes nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import tarfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The operator's plan.toml: an example to start from, a table of every field, and errors in words, all at once."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands as processes: brokers that accept who is enrolled, and a coordinator that serves, answers and ends."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

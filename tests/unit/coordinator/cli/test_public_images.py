@@ -1,7 +1,5 @@
 """Public images on the coordinator: what is read, what is refused, and a FedDF federation that distils on them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

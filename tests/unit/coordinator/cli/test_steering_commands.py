@@ -1,7 +1,5 @@
 """The commands that steer: through the API of a running coordinator, over the network with a token, and without a coordinator."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Where a federation stands, in words that mean one thing each: an operator pauses it, failed attempts stall it."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

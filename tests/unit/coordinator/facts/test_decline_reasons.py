@@ -1,7 +1,5 @@
 """Every reason for which a device declines has a sentence for its log and a remedy on the page."""
 
-from __future__ import annotations
-
 import pytest
 
 from coordinator.facts.problems import REMEDIES

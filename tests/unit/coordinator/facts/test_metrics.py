@@ -1,7 +1,5 @@
 """The list of metrics in the docs is that of the program."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

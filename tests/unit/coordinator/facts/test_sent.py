@@ -1,7 +1,5 @@
 """What the page states of a federation's updates, and of what an attacker knows beforehand."""
 
-from __future__ import annotations
-
 from coordinator.facts.known import Known
 from coordinator.facts.sent import sent
 from fedcg.wire.parts import Part, ReportField, TensorLayout

@@ -1,7 +1,5 @@
 """Who may use the HTTP interface: tokens, roles, sessions of the page, and limits; over real connections."""
 
-from __future__ import annotations
-
 import stat
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The audit log: a line before and a line after every change, that no refused request and no broken content keeps out."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

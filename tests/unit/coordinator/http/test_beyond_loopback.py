@@ -1,7 +1,5 @@
 """The HTTP interface for other machines: with its own certificate, or behind a reverse proxy."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager

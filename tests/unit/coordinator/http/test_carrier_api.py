@@ -1,7 +1,5 @@
 """The HTTPS carrier's listener over real mutual TLS, beside a running service: who may fetch and put what, and what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import ssl

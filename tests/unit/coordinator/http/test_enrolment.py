@@ -1,7 +1,5 @@
 """Enrolment over real HTTPS: a real listener, the real client, and impostors."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

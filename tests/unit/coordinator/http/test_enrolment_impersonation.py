@@ -1,7 +1,5 @@
 """Somebody on the path with a certificate of the coordinator's own authority: what a box still refuses, over real TLS."""
 
-from __future__ import annotations
-
 import json
 import socket
 import ssl

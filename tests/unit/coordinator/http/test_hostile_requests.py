@@ -1,7 +1,5 @@
 """Requests that a machine makes up from /openapi.json, against a running coordinator: none is answered with a server error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

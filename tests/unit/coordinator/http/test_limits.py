@@ -1,7 +1,5 @@
 """How many refusals a listener takes: per address, from all, and with a bounded memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from coordinator.http.refusals import FailureLimits, Rate

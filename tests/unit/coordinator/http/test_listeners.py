@@ -1,7 +1,5 @@
 """The TLS listeners for boxes beside a running service: revocation in the handshake, lives of connections, and who waits for whom."""
 
-from __future__ import annotations
-
 import http.client
 import ssl
 import threading

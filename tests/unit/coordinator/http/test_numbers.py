@@ -1,7 +1,5 @@
 """Every number that comes from outside has bounds, and none within them breaks a page or an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

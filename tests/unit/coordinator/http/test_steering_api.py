@@ -1,7 +1,5 @@
 """Changes over HTTP: federations, devices and tokens, once per key, with an audit line; and the pages that are read."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Devices that stop being members while the service runs: no round waits for them, and their messages are refused."""
 
-from __future__ import annotations
-
 import time
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise

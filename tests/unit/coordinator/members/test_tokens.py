@@ -1,7 +1,5 @@
 """`fedcg token` and `fedcg device`, and the settings of the enrolment listener."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which devices of a cohort have another secret than the others."""
 
-from __future__ import annotations
-
 from coordinator.messaging.incoming import Cohorts
 from fedcg.wire.messages.schemas import CohortVerdict
 

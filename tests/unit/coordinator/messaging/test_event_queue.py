@@ -1,7 +1,5 @@
 """The service's queue: fair to the senders, bounded for each of them and in total, and filled from any thread."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

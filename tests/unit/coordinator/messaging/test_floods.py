@@ -1,7 +1,5 @@
 """Floods: token buckets, what a silenced device costs, and how it comes back. Real floods are in tests/faults/network/test_floods.py."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """What operators change, without a coordinator that runs: what is refused, in which words, and what repeating it does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace

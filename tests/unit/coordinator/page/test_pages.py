@@ -1,7 +1,5 @@
 """The page over real HTTP, as a browser without script sees it."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import html

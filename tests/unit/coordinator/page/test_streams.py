@@ -1,7 +1,5 @@
 """Events as they happen, over real HTTP; problems posted to a webhook; `fedcg federation watch`."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """The coordinator replaces its message key: killed at any point, the key that counts can be loaded, and devices learn of it."""
 
-from __future__ import annotations
-
 import stat
 from collections.abc import Iterator
 from pathlib import Path

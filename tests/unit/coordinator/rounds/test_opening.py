@@ -1,7 +1,5 @@
 """When attempts open, how long they last, and which failed ones count; by the round engine's own events."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

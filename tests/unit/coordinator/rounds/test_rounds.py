@@ -1,7 +1,5 @@
 """The round engine: what opens, closes, fails and pauses a round; and that no order of events breaks its laws."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

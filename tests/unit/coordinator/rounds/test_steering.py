@@ -1,7 +1,5 @@
 """What an operator changes while a federation runs: hold, release, stop, extend, and which clients are invited."""
 
-from __future__ import annotations
-
 import pytest
 
 from coordinator.rounds.engine import Opening, Phase, RoundState

@@ -1,7 +1,5 @@
 """What devices report of themselves: it is stored, becomes problems with remedies, and reaches the page and the API."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Several federations in one coordinator, and what an operator does with them while they run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

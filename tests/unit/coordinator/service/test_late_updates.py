@@ -1,7 +1,5 @@
 """Updates that come when their round has closed: dropped, or a teacher of the next round."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Policy `pace`: a slow device takes a share of the local steps, and its update counts as if it had taken all."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

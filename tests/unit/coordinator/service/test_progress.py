@@ -1,7 +1,5 @@
 """How far devices are, by their heartbeats, and what becomes of a round whose device is stopped."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any

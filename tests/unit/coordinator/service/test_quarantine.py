@@ -1,7 +1,5 @@
 """Updates that behave unlike the others: what the operator sees, what is merged, and what a restart makes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

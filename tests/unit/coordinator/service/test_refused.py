@@ -1,7 +1,5 @@
 """What the running service does not take: updates that must not be merged, and messages that are not authentic or not in order."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The service over a broker in memory, with scripted devices and a worker without torch: the protocol from end to end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from coordinator.rounds.engine import Phase

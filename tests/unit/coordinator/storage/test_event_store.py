@@ -1,7 +1,5 @@
 """Events in the database: every reader gets each one once, in order, with the sentence and the level of the log."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

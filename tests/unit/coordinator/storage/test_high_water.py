@@ -1,7 +1,5 @@
 """A database that lost commits is noticed: a coordinator does not start on it, names what is missing, and says how to go on."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import shutil

@@ -1,7 +1,5 @@
 """One coordinator writes a state, and one process changes its members: also where the other one is on another machine, or gone."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Artifacts in S3: durable before anything names them, read from the cache or fetched and checked, waited for when the store is away."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

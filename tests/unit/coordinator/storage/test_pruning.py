@@ -1,7 +1,5 @@
 """The disk stays bounded over many rounds, and what a restart, a late device or a reader of the last rounds needs stays."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

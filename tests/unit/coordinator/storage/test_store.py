@@ -1,7 +1,5 @@
 """The database: what must be true together is written together, and the engine's state survives a restart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager

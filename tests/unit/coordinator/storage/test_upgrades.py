@@ -1,7 +1,5 @@
 """A database of an earlier version is brought to this one with all that it holds; a made-up next version stands for this one."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The coordinator's side of a masked sum against real keepers of devices: exact whoever is lost, off where too few are left."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The masked sum of an open attempt beside a real database: a device that lies is left out, or costs a sum that both sides hear of."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Artifacts that are not open are read once for all devices that wait, however many requests a device sends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

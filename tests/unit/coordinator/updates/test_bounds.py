@@ -1,7 +1,5 @@
 """Bounds and corners: queues that fill, requests that ask for too much, updates that race each other, the end of it all."""
 
-from __future__ import annotations
-
 import errno
 import random
 from collections.abc import Iterator

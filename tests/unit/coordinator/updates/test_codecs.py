@@ -1,7 +1,5 @@
 """A coordinator takes updates coded as its spec says, judges their decoded numbers, and goes on from its decoded aggregate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path

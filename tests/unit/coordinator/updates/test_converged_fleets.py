@@ -1,7 +1,5 @@
 """Converged devices: their steps are near orthogonal, and the whole decision about them leaves every one in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

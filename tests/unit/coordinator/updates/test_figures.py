@@ -1,7 +1,5 @@
 """Figures of an update beside its cohort's by hand, and what a policy makes of them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How often the coordinator goes over an update's bytes between its frames and its receipt: hashing and decoding are what it costs."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from functools import partial

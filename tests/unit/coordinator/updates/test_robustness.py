@@ -1,7 +1,5 @@
 """Weights, distances and medians of updates by hand, and what a round's database says of devices."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import closing

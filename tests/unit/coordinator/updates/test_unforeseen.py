@@ -1,7 +1,5 @@
 """An error that no check foresaw costs the update under which it happened, and nothing else."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

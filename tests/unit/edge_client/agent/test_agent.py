@@ -1,7 +1,5 @@
 """Agent, state machine and store together, over the in-process broker, against a coordinator scripted step by step."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

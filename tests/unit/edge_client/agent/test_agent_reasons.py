@@ -1,7 +1,5 @@
 """What a person at the box reads, in the agent's log and in `fedcg agent status`, when something went wrong and when it went well."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

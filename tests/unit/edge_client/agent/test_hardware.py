@@ -1,7 +1,5 @@
 """The agent looks at its box before it takes part, and writes its readings for Prometheus."""
 
-from __future__ import annotations
-
 import fcntl
 from datetime import datetime, timezone
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The owner's decisions and a running agent: pause, approval, limits of a day, the record of what leaves; over the in-process broker."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

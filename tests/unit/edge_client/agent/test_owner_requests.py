@@ -1,7 +1,5 @@
 """Requests to a running agent: who may make them, and what the agent does with anything that is no request."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

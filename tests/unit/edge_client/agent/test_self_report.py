@@ -1,7 +1,5 @@
 """What an agent reports of its own device: what its owner allows, in every session, and again when it changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

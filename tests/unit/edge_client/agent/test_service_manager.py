@@ -1,7 +1,5 @@
 """What a service manager gets of an agent: ready, signs of life and status while the loop turns, stopping at the end."""
 
-from __future__ import annotations
-
 import os
 import select
 import socket

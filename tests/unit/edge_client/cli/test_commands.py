@@ -1,7 +1,5 @@
 """`fedcg agent status`, `fedcg agent run` on bad input, and `fedcg doctor`."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """`fedcg doctor --samples`: real images beside defended ones before the first round, or how long a defence trains first."""
 
-from __future__ import annotations
-
 import re
 import stat
 from pathlib import Path

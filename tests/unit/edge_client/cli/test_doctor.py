@@ -1,7 +1,5 @@
 """`fedcg doctor`: the coordinator is asked, the images are opened, and nothing is broken on the way to the eye."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

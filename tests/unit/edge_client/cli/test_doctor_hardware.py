@@ -1,7 +1,5 @@
 """`fedcg doctor --hardware`: the box, its readings, and for each whether it lets the box train."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`fedcg enrol` and `fedcg agent renew` as a person at the box uses them: where the token comes from, what is told, exit codes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

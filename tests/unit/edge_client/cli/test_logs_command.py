@@ -1,7 +1,5 @@
 """`fedcg agent logs`: sentences and raw events of a device, from a moment on, and followed over a rotation."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """`fedcg agent pause|resume|approve|sent|diagnose` and the owner's lines of `status`, as a person at the device calls them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """A device joins a second federation: what is written, with which identity, and who renews the certificate."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

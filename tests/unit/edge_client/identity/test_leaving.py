@@ -1,7 +1,5 @@
 """A box that leaves for good: a signed goodbye that the coordinator confirms, and what is erased afterwards."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 import time

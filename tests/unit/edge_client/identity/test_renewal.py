@@ -1,7 +1,5 @@
 """Renewal over real mutual TLS; and that no interruption leaves a certificate and a key that do not fit."""
 
-from __future__ import annotations
-
 import stat
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A device follows the coordinator's new key, keeps it, and listens to the old one no more."""
 
-from __future__ import annotations
-
 import errno
 import json
 import stat

@@ -1,7 +1,5 @@
 """States of the agent's state machine that tests start from."""
 
-from __future__ import annotations
-
 import pytest
 
 from edge_client.session.signals import (

@@ -1,7 +1,5 @@
 """The agent's state machine: single rules by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from edge_client.session.signals import (

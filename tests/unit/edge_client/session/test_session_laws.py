@@ -1,7 +1,5 @@
 """The laws of the agent's state machine under random orders of events."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Backup and restore of a device: one encrypted file, for a box that replaces this one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

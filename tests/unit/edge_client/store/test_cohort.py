@@ -1,7 +1,5 @@
 """The cohort's secret: its code, where it is kept, what a device shows of it, and the commands that carry it."""
 
-from __future__ import annotations
-
 import re
 import stat
 import subprocess

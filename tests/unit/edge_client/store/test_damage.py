@@ -1,7 +1,5 @@
 """Each file of a private store truncated and altered at random: the last committed round counts, or it is said what is lost and what to do."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`fedcg agent store migrate`: a private store is checked; a store of another format is left as it was."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The backbone of a device: by its owner, by its hardware, and the one that its private networks have."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The owner's files and the record of what was sent: laws of each, and what damage does to them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

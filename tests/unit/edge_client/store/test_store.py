@@ -1,7 +1,5 @@
 """The private store: one atomic commit, two generations, checksums, secrets, locks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

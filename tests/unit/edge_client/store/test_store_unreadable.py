@@ -1,7 +1,5 @@
 """A disk that does not answer says nothing: nothing is forgotten, trusted or trained a second time because of it."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Iterator

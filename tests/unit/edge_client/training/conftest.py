@@ -1,7 +1,5 @@
 """Real training runs on one thread; `site` is a device of the default method."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A device whose images change between rounds: new ones join, damaged ones are listed and left out, classes are agreed with the spec."""
 
-from __future__ import annotations
-
 from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path

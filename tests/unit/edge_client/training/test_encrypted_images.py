@@ -1,7 +1,5 @@
 """`[data] defence = "etc"` on a device: plain images in, right classes out, because the exported model encrypts them itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Every place where the author of a method could hide a private part, over every codec: it is refused on the device, or an
 independent decoder finds nothing of it in the bytes. And what types cannot catch, which the audit finds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A device whose extractor ends in a private projection on a frozen backbone: features once, pinned weights, `[training] weights`."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import datetime, timezone

@@ -1,7 +1,5 @@
 """A process that hangs without dying is killed and replaced, with the reason: real processes, stopped by SIGSTOP."""
 
-from __future__ import annotations
-
 import queue
 from dataclasses import replace
 from pathlib import Path

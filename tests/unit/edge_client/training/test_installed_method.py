@@ -1,7 +1,5 @@
 """A method of the user's own on a device: what it remembers lies in the private store, its model is what is measured and exported."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A box's own images: how they are split, what a damaged one does, and that a snapshot is held to."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 from pathlib import Path

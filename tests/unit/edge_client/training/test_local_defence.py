@@ -1,7 +1,5 @@
 """`[data] defence` on a device: defended training images, a snapshot that names it, progress, a doctor that shows where samples lie."""
 
-from __future__ import annotations
-
 import logging
 import re
 import stat

@@ -1,7 +1,5 @@
 """Memory that runs out in a round: half the rows go through at once, the round goes on, and the share is remembered."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Which personal model a box serves at the end: the rule by hand-worked numbers, its candidates, and what it may not look at."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the training process exports: after a round that made the model better, and at the end of the federation."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

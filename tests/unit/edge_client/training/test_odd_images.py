@@ -1,7 +1,5 @@
 """The training process on a box whose images are odd: it trains where it can, and says what is wrong where it can't."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from datetime import datetime, timezone

@@ -1,7 +1,5 @@
 """A round of which a device takes a share of the local steps (policy `pace` of the coordinator)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A round pauses between two steps while the box may not train, and goes on with the same result."""
 
-from __future__ import annotations
-
 from datetime import datetime, timezone
 from pathlib import Path
 

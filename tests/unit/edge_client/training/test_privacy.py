@@ -1,7 +1,5 @@
 """`[privacy]` of a device: mechanisms change what is sent, and what DP-SGD spends is counted before it could be published."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

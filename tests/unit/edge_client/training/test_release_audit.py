@@ -1,7 +1,5 @@
 """An update is attacked on its own device before it is kept for sending, and stays there when the owner's gate says so."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A round that was interrupted anywhere goes on from its checkpoint and ends in the same bytes as an undisturbed one."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The training process and what it does: one commit per round, the same bytes after a kill, the best model at the end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

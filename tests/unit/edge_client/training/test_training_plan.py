@@ -1,7 +1,5 @@
 """How a training process follows `[training]`: device, precision, and the memory that is available when it first trains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone

@@ -1,7 +1,5 @@
 """The training processes of one device take turns, and one that waits gives signs of life and says so."""
 
-from __future__ import annotations
-
 import fcntl
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training makes room for predictions: their load, the share of the time, and the priority of the process."""
 
-from __future__ import annotations
-
 import http.server
 import os
 import threading

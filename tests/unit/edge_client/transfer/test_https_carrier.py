@@ -1,7 +1,5 @@
 """The agent's side of the HTTPS carrier: its queue of granted chunks, its configuration, what it subscribes to and what doctor says."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import threading

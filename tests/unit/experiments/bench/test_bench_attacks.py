@@ -1,7 +1,5 @@
 """`fedcg bench attacks`: one hostile client, with and without the defence; what a record holds is not computed again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fedcg bench coordinator`: a real coordinator and Mosquitto, sessions that replay an update, watchers; and what is worked out."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`fedcg bench infer`: what its figures are made of, and that it runs. No timing is asserted."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`fedcg bench privacy`: grids, their tables, and one real cell."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

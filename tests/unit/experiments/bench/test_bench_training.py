@@ -1,7 +1,5 @@
 """`fedcg bench round` and `fedcg bench train`: that they run, and what their figures are made of. No timing is asserted."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

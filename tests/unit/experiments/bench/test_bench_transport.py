@@ -1,7 +1,5 @@
 """`fedcg bench transport`: what it works out of its measurements, and that a case really goes over a broker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The fast paths against the plain reference: same draws, same losses, same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

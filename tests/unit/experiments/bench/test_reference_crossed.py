@@ -1,7 +1,5 @@
 """FedMD-CG's fast paths against its plain reference: same draws, same losses, same weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

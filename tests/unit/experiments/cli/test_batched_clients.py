@@ -1,7 +1,5 @@
 """`fedcg simulate --batched-clients`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`fedcg simulate --keep-updates`, as a user types it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

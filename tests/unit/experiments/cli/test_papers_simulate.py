@@ -1,7 +1,5 @@
 """`fedcg simulate --paper`: the published settings, and what the command line puts over them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

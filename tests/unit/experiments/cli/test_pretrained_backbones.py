@@ -1,7 +1,5 @@
 """`fedcg simulate` and `fedcg network` with a backbone of timm's whose weights are in a file."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `fedcg simulate` prints: progress where there is no terminal, a table for 80 columns; and that its default is quick."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A cohort in memory is what the demo's folders hold; the published protocols of validation, test and public images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`fedcg simulate` on images as people really have them: published folder layouts, odd clients, broken files, networks that do not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Partitions: every image in one place, the asked skew, the same proportions for train and test, the same for one seed."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Public images of demo and simulation: held out of everybody's, the same in both, and asked for before anything runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every form in which an experiment's images may come, and what is said of those that can't be used."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """The demo's bookkeeping: event logs become times, accuracies and a table; options become a plan; the order of the steps."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

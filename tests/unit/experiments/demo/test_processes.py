@@ -1,7 +1,5 @@
 """A demo's processes: output in logs, failures named with their last lines, and no process left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The published tables: figures, settings, names, and the runs they need."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import JsonValue
 

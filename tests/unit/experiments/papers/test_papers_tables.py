@@ -1,7 +1,5 @@
 """`fedcg tables`: hand-made records beside the published figures, orders over seeds, what is missing, bytes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

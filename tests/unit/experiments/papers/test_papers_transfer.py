@@ -1,7 +1,5 @@
 """`fedcg tables --clients`: the worst client's deployed model against its local-only one, and how many clients lost."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

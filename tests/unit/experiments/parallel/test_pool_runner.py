@@ -1,7 +1,5 @@
 """Worker processes give what one process gives, bit for bit, whoever of them is killed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """What `fedcg simulate --ray` decides before Ray is even imported."""
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 import subprocess

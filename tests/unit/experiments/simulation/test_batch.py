@@ -1,7 +1,5 @@
 """Which runs a call means, what a published setting becomes with options over it, and what a folder of runs is summed up to."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint brings back a simulation whole, with what the clients' methods remember."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

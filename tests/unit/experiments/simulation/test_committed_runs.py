@@ -1,7 +1,5 @@
 """Published figures stay what they are: the committed records' settings still give their specs, and their first round its figures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

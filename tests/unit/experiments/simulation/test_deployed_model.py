@@ -1,7 +1,5 @@
 """Which of its models a client of a simulation would use: that of the least calibrated validation loss, as its agent chooses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

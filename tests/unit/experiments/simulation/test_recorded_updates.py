@@ -1,7 +1,5 @@
 """`--keep-updates` records what a simulated federation sent, with the truth beside it, so that the audit can attack it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """A simulation trains what a demo of the same seed trains, and its record says what it takes to repeat it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`fedcg simulate --defence`: every method trains on the defended images, real ones measure it, and the record names it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`fedcg simulate --mechanism`: the setting, the name, the record, the printed line, and bad input."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

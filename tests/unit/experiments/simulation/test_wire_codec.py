@@ -1,7 +1,5 @@
 """A simulation with codecs: both sides go on from what the wire would bring, and the record shows its bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A new version must be as good as the one in service on the box's own held-out images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

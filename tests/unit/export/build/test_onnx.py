@@ -1,7 +1,5 @@
 """The ONNX file is valid, does what the trained networks do, and is refused when it does not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model's own way from a decoded image to the network's input is, bit for bit, the one of training and of `load_image`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import lru_cache

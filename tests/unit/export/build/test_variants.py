@@ -1,7 +1,5 @@
 """float16 and int8 forms of a model: tried on this machine, judged by held-out images, kept only where they pay."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was chosen is verified on image files that did not choose it; what fails is not served, and what serves stays."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fedcg infer`, `fedcg model` and `fedcg export`, as a person and a script see them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

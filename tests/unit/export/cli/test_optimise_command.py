@@ -1,7 +1,5 @@
 """`fedcg model optimise`: what it puts in use, and what it leaves alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

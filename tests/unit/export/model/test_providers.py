@@ -4,8 +4,6 @@ There is no card here: onnxruntime's list of providers is replaced, and its sess
 computes on the CPU.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model without its preprocessing: stated in file and manifest, run like any other, and not to be confused with one that has it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A manifest's signature: which box made a model, and that nothing was altered since."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Versions appear whole or not at all, and there is a way back."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

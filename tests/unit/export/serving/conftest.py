@@ -1,7 +1,5 @@
 """Two versions of a model, made once for all tests of serving; a test that changes them takes a copy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which requests are predicted together, and what becomes of those that are too many or gave up."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """What a candidate is rejected for, and when enough was compared: numbers worked by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`fedcg infer serve` as applications, operators and hostile callers see it: a process of its own, asked over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """What a request's body may be, and what each thing that it may not be is called."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """The model in service follows the version that is chosen, and a bad version changes nothing."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A real server in front of a new version: callers have the answers of the old one until the new one was compared, and none fails."""
 
-from __future__ import annotations
-
 import re
 import signal
 from itertools import cycle

@@ -1,7 +1,5 @@
 """A server that is told whose models to serve: what that device did not sign, as it signed it, never comes into service."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A new version is a candidate first: what starts, ends and resumes the stage, on a clock of the test."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Sequence

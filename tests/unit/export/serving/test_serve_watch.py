@@ -1,7 +1,5 @@
 """A new version that does badly in service is taken back: failures, other classes, less confidence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A spec's bytes are its name: what came later must not rename what was founded before."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Averages of weights, worked by hand."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import permutations
 

@@ -1,7 +1,5 @@
 """Draws of the client that counts in FedMD-CG's eq. 11: by share, in any order of arrival, with eq. 11 as their expectation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import permutations, product
 

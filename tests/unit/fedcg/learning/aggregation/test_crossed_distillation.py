@@ -1,7 +1,5 @@
 """FedMD-CG's server half against hand-worked numbers: shares, the direction of the divergence, crossed terms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast

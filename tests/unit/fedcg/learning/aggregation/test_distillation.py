@@ -1,7 +1,5 @@
 """The bank, the teachers' ensemble and FedCG's student against hand-worked numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

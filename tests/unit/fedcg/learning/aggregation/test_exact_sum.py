@@ -1,7 +1,5 @@
 """Sums that don't know the order of their terms."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from itertools import permutations

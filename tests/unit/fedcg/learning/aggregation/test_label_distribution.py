@@ -1,7 +1,5 @@
 """A label that no client of a round knows is not distilled, when all of them reported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

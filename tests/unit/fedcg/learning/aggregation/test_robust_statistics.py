@@ -1,7 +1,5 @@
 """Medians and trimmed means over clients by hand, block by block, and in the methods that offer them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Folders, arrays, hashes and batches: what becomes of an image before it reaches a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Data sets in array files: each form read as published, and every damage or excess refused by the file's name."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Anti-GAN by hand: the window-variance loss, the mixing, bad input, and that an interrupted training ends in the same bits."""
 
-from __future__ import annotations
-
 import math
 import stat
 from collections.abc import Callable

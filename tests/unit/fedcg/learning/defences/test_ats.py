@@ -1,7 +1,5 @@
 """ATS: the published transformations by hand, one of the two policies per image, each image once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which defences there are, their parameters, and what they can't be combined with."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Block scrambling: each step by hand, any order against plain loops, the inverse for every key, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

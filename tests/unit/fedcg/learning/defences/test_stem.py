@@ -1,7 +1,5 @@
 """The frozen first convolution: EfficientNet-Lite0's with its batch norm folded in, the Gabor bank, and files that are neither."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

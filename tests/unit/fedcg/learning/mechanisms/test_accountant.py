@@ -1,7 +1,5 @@
 """What is spent: Opacus' own figure, kept as JSON, and asked before a round."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The label distribution stays out of the classifier that is sent, and in the one that is used."""
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

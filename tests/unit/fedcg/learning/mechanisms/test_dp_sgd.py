@@ -1,7 +1,5 @@
 """Private steps against a loop over single images, what they cover, and what is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from typing import cast

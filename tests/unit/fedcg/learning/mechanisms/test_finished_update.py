@@ -1,7 +1,5 @@
 """Clipping, noise, pruning and noisy counts against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

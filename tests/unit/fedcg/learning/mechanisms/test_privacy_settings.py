@@ -1,7 +1,5 @@
 """What can be asked for, in which words, and that nothing asked for means nothing done."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The averaging family against hand-worked numbers: who is averaged, what stays, penalties, FedDF's and FedGen's servers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

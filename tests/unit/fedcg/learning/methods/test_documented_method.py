@@ -1,7 +1,5 @@
 """The example in docs/adding-a-method.md is a method: installed as a package of the user's own, it runs a federation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """FedCG's local half, stage by stage."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import cast

@@ -1,7 +1,5 @@
 """FedMD-CG's local half, stage by stage."""
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

@@ -1,7 +1,5 @@
 """The laws that every method keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PPIDSG as a method: one generator is shared, the classifier starts from its key, scrambling keys stay with the box."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """PPIDSG's local training: every loss by hand, who is moved by which, the pool, the rates, and that it learns."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Class prototypes by hand: what a client sends, what the server makes of them, what a model answers by them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

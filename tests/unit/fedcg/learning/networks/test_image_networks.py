@@ -1,7 +1,5 @@
 """Networks on whole images: published sizes, shapes at both widths, ranges of their outputs, and which images they take."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

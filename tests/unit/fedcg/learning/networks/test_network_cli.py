@@ -1,7 +1,5 @@
 """`fedcg network`: names, sizes, and errors that help."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

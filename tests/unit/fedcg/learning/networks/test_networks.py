@@ -1,7 +1,5 @@
 """Shapes, published sizes and initial weights of every network."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

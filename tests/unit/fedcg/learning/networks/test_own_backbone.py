@@ -1,7 +1,5 @@
 """Backbones that differ from device to device in one federation: the spec that lists them, and simulations of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A user's own generator: registered by an installed package, tried before it is used, and trained like any other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

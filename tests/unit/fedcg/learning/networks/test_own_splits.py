@@ -1,7 +1,5 @@
 """A user's own split: found only where it is registered or allowed, tried before it is used, and trained like any other."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """timm's backbones with a projection: names, weights from files, frozen stages, kept features, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec

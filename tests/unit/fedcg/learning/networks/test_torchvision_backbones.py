@@ -1,7 +1,5 @@
 """torchvision's backbones as splits: cuts, shapes, initial weights, training, and the way over the wire."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Probe images, the sums of what extractors make of them, and extractors that are fitted to their mean."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

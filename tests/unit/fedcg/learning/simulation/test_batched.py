@@ -1,7 +1,5 @@
 """Clients that train together, their networks stacked, come out as if they had trained one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Mechanisms in a federation of several clients: who may still train, what is spent, and what the server gets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """A federation in one process, its measures, and the command that lists methods."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

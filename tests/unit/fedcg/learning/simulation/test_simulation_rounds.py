@@ -1,7 +1,5 @@
 """What a simulated round does with clients that fail or stay away, when it measures, and when it ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Crops and mirrors of training images: what is drawn, from which stream, and what becomes of the pixels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The student's step under a CUDA graph: the same results as without; on the CPU the plain step."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

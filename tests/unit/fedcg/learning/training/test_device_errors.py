@@ -1,7 +1,5 @@
 """Which errors say that memory ran out, and which that the accelerator is broken: by the table of texts, and by real limits of a process."""
 
-from __future__ import annotations
-
 import errno
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Optimisers without torch's compiler: the same weights as torch's own, and a process that trains never imports the compiler."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

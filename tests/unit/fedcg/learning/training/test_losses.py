@@ -1,7 +1,5 @@
 """Every loss against numbers worked out by hand; each test fails when a sign or a KL direction is reversed."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

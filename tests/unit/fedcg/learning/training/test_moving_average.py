@@ -1,7 +1,5 @@
 """The moving average of a client's networks: by hand, over a checkpoint, and beside a round that it does not change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

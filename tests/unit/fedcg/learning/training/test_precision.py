@@ -1,7 +1,5 @@
 """bfloat16: what runs in it, what stays in float32, and that it trains to nearly the same weights."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The laws of `fedcg.wire.artifacts.payload`, for any finite numbers, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any, cast, get_args
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The token's text, and what is signed at the first contact."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Frames, artifacts and private stores as each version wrote them (tests/golden) are read by this version, and written the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A device follows its coordinator's key forward along signed links, and nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

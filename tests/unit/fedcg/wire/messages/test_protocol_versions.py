@@ -1,7 +1,5 @@
 """Hello lists versions, welcome picks one; who has none in common is told so, by which side, and is not answered with silence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

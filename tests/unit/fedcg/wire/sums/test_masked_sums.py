@@ -1,7 +1,5 @@
 """Masked sums: exact whoever is lost at whichever step, and never opened for a coordinator that cheats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

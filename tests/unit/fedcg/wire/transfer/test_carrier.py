@@ -1,7 +1,5 @@
 """Byte ranges of the HTTPS carrier: what one side writes the other reads, and everything else is refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 """Random, mutated, oversize and deliberately odd bytes at every entry of the coordinator and the agent: never an exception,
 each refusal counted once, and no memory taken for what is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 import string

@@ -1,7 +1,5 @@
 """Half-received artifacts on disk: any order, loss, repetition, restart and damage end with the same bytes."""
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Sending what was granted: in bounded memory, fair, never twice while it waits, paced when it is a broadcast."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading

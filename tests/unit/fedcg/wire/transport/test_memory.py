@@ -1,7 +1,5 @@
 """The filters of the broker in one process, on which the fakes of other tests rest; its laws are in the contract suite."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.broker.memory import topic_matches

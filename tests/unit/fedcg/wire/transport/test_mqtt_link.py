@@ -1,7 +1,5 @@
 """A link against a broker that does what the test says, in plain text on loopback; its bounds fail visibly if paho reads otherwise."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import time

@@ -1,7 +1,5 @@
 """The transport against a broker that does what the test says, in plain text on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

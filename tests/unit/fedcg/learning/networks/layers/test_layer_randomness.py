@@ -1,7 +1,5 @@
 """Layers that draw their own random numbers follow the round's streams, and the process's generators stay as they were."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

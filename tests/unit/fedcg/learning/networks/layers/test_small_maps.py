@@ -1,7 +1,5 @@
 """Small convolutions as matrix products, their memory order, and Adam on it: equal to torch's own in value and gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
