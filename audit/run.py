@@ -27,10 +27,11 @@ from audit.errors import CaptureError
 from audit.evidence import Case, Colluder, RecordedUpdates, own_view, read_secret, read_truth, read_updates
 from audit.measures import Outcome
 from audit.report import Finding, Verdict, finding_of, judge, render, report_of, subject_of
+from fedcg.child_python import spawning
 from fedcg.files import PRIVATE, replace_durably
 from fedcg.learning.data.image_folder import read_images
 from fedcg.learning.seeds import Streams
-from fedcg.worker_process import abandon, die_with_parent, spawning
+from fedcg.worker_process import abandon, die_with_parent
 
 LOOK_EVERY_S = 0.2
 SEND_EVERY_S = 0.5

@@ -13,7 +13,6 @@ from enum import Enum
 from types import FrameType
 from typing import Annotated, Any, TextIO
 
-import structlog
 import typer
 
 from fedcg.event_log import FIELDS, log_text
@@ -74,6 +73,8 @@ def toggle_debug_on_signal(settings: LogSettings) -> None:
 
 
 def _formatter(form: LogForm, *, is_terminal: bool) -> logging.Formatter:
+    import structlog
+
     first: list[Any] = [structlog.stdlib.add_log_level, structlog.stdlib.add_logger_name, _printable]
     remove_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if form is LogForm.JSON:
@@ -93,6 +94,8 @@ def _printable(logger: object, name: str, line: MutableMapping[str, Any]) -> Mut
 
 def _traceback(stream: TextIO, error: Any) -> None:
     """A plain traceback, indented: others show local variables, which may hold images and keys."""
+    import structlog
+
     text = io.StringIO()
     structlog.dev.plain_traceback(text, error)
     stream.write("\n".join(f"    {log_text(line)}" for line in text.getvalue().splitlines()))

@@ -15,11 +15,11 @@ import typer
 
 from coordinator.cli.federation_commands import federation_app, federation_watch, federations_table
 from coordinator.cli.shared_options import HOME_VARIABLE, Directory, asks, line_printer, store_of
+from fedcg.child_python import loading
 from fedcg.errors import FAILED
 from fedcg.log_output import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 from fedcg.terminal import AsJson, PassphraseFile, Result, passphrase_of, prints
 from fedcg.text_output import moment, seconds_of, table
-from fedcg.worker_process import loading
 
 if TYPE_CHECKING:
     from coordinator.cli.client import Client

@@ -22,6 +22,7 @@ import tomllib
 from pydantic import BaseModel, ValidationError, field_validator
 
 from coordinator.errors import PlanError, StoppingError
+from fedcg.child_python import loading, module_command
 from fedcg.config_file import Place, listed, numbered, problems_of, read_toml
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
@@ -29,7 +30,6 @@ from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import Part
-from fedcg.worker_process import loading, module_command
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights

@@ -32,11 +32,11 @@ from edge_client.cli.store_commands import (
     sent_command,
     store_app,
 )
+from fedcg.child_python import loading
 from fedcg.errors import FAILED, NOT_CONNECTED, NOT_FOUND, BadInputError
 from fedcg.log_output import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 from fedcg.terminal import AsJson, Result, confirm, print_data, prints
 from fedcg.text_output import moment, seconds_of, table
-from fedcg.worker_process import loading
 
 if TYPE_CHECKING:
     from edge_client.cli.doctor.findings import Finding

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from edge_client.config import AgentConfig
 from edge_client.session.signals import Noted, TrainerCommand, TrainerReady, Working, WorkReport
+from fedcg.child_python import loading
 from fedcg.log_output import LogSettings, set_up_log
-from fedcg.worker_process import Exited, WorkerProcess, loading
+from fedcg.worker_process import Exited, WorkerProcess
 
 TrainerReport = TrainerReady | WorkReport | Noted | Exited
 

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from experiments.bench import reference_fedcg as reference
+from fedcg.child_python import spawning
 from fedcg.learning.aggregation.distillation import (
     Distillation,
     Ensemble,
@@ -37,7 +38,6 @@ from fedcg.learning.training.batches import FeatureSource
 from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.losses import kl_teacher_student
 from fedcg.learning.training.stage import Nets, Tensors, run_stage
-from fedcg.worker_process import spawning
 
 _CLASSES = tuple("abcdefghij")
 _COLOUR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)

@@ -34,13 +34,13 @@ from export.build.variants import HeldOut, add_variants
 from export.errors import ServingError
 from export.model.runtime import Model
 from export.model.versions import Slots
+from fedcg.child_python import module_command, spawning
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
-from fedcg.worker_process import module_command, spawning
 
 _START_S = 60.0
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)

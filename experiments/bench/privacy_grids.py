@@ -19,9 +19,9 @@ import typer
 from experiments.errors import RunError
 from experiments.record import bench_record
 from experiments.simulation.recorded_updates import REAL
+from fedcg.child_python import module_command
 from fedcg.errors import BadInputError
 from fedcg.files import READABLE, replace_durably
-from fedcg.worker_process import module_command
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.storage.store import Store
 from experiments.demo.processes import Children, children, fedcg
 from experiments.demo.run_folder import LOOPBACK, free_ports
+from fedcg.child_python import spawning
 from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.envelopes import Session, SigningKey, VerifyKey, open_envelope, seal, session_id
@@ -50,7 +51,6 @@ from fedcg.wire.transfer.windows import LinkLimits
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Delivery
-from fedcg.worker_process import spawning
 
 HELLO_AGAIN_S = 0.5
 MANIFEST_AGAIN_S = 5.0

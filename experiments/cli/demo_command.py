@@ -25,10 +25,10 @@ from experiments.settings import (
     options_of,
     parse_params,
 )
+from fedcg.child_python import loading
 from fedcg.learning.spec import plan_from_mapping
 from fedcg.learning.split_names import is_projected
 from fedcg.terminal import print_data
-from fedcg.worker_process import loading
 
 if TYPE_CHECKING:
     from experiments.demo.run_folder import Run

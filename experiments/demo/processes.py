@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from experiments.errors import ProcessError
-from fedcg.worker_process import module_command
+from fedcg.child_python import module_command
 
 PRELOADED = ("coordinator.cli.coordinator_commands", "edge_client.agent.run", "edge_client.cli.agent_commands")
 _PR_SET_PDEATHSIG = 1

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from experiments.errors import RunError
+from fedcg.child_python import spawning
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.tasks import (
@@ -25,7 +26,7 @@ from fedcg.learning.simulation.tasks import (
     measure_task,
     teacher_task,
 )
-from fedcg.worker_process import abandon, spawning
+from fedcg.worker_process import abandon
 
 MAX_TRIES = 3  # a task that kills three workers (out of memory, most likely) would kill the fourth
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedcg.worker_process import WorkerProcess, module_command, requests_of, spawning
+from fedcg.child_python import module_command, spawning
+from fedcg.worker_process import WorkerProcess, requests_of
 from tests.support.traps import imported_in, lay_traps
 
 
