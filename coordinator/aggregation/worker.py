@@ -142,7 +142,7 @@ class JobRunner:
 
     def _open(self) -> None:
         from coordinator.aggregation.server_state import decode_extras, unpack_aggregate
-        from fedcg.learning.aggregation.averaging import DirectorySpill, PartsAverage
+        from fedcg.learning.aggregation.averaging import DirectorySpill, parts_average
         from fedcg.learning.method import Callbacks, Machine, Masking, RoundContext, ServerState
         from fedcg.learning.registry import get_method
         from fedcg.learning.seeds import Streams
@@ -175,7 +175,7 @@ class JobRunner:
             )  # clipped updates and smaller batches have other rows
             rows = DirectorySpill(folder / sha256(plan.encode()).hexdigest()[:16])
             if job.ease >= jobs.AVERAGE and not self._method.payload.summed:
-                return PartsAverage(self._method.payload.up, state, rows)
+                return parts_average(self._method.payload.up, state, rows)
             return self._method.aggregator(state, context, rows)
 
         self._start = start

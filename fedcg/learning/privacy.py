@@ -5,7 +5,7 @@ them. All are off by default, and then not one bit of a result changes. What the
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -90,18 +90,12 @@ class PrivacySettings(Settings):
     @property
     def label(self) -> str:
         """What is on, for the name of a run: `update_clip=1.0-update_noise=0.01`; nothing where nothing is."""
-        return "-".join(f"{key}={value}" for key, value in _leaves(self.model_dump(mode="json", exclude_defaults=True)))
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        values |= {f"dp_sgd.{key}": value for key, value in values.pop("dp_sgd", {}).items()}
+        return "-".join(f"{key}={value}" for key, value in values.items())
 
 
 OFF = PrivacySettings()
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def parse_mechanisms(pairs: Sequence[str]) -> PrivacySettings:

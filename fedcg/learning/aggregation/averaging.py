@@ -23,17 +23,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from fedcg.files import replace_durably
-from fedcg.learning.method import Aggregate, Combination, DivergedError, ServerState, Spill, Update, Weights
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    Combination,
+    DivergedError,
+    ServerState,
+    Spill,
+    Update,
+    Weights,
+)
 from fedcg.wire.parts import Part
-
-if TYPE_CHECKING:
-    from fedcg.learning.method import Weights
-
 
 MOST_TERMS = 1 << 20
 _COARSE = 2.0**10
@@ -161,6 +165,8 @@ def _floats(parts: Mapping[Part, Weights]) -> list[tuple[Part, str, torch.Tensor
 
 
 VELOCITY = "velocity"
+Updates = Mapping[str, Callable[[], Update]]
+"""How the updates of a round are loaded, by client."""
 
 
 class WeightedSums:
@@ -321,7 +327,7 @@ class AverageAggregator:
             rows = robust_rows(update, self._parts, self._how)
             self._spill.put(update.client, {"examples": torch.tensor(update.examples), **rows})
 
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
         """The average of exactly these updates, those that were not added loaded in client-id order, one at a time."""
         if not self._average.clients <= updates.keys():
             self._average = RunningAverage(self._parts)
@@ -331,37 +337,47 @@ class AverageAggregator:
         return aggregate, ServerState(aggregate)
 
 
-class WithMomentum:
-    """An average whose classifier goes on in the direction of the rounds before: v ← βv + (average - c), c ← c + v (Hsu et al. 2019).
+@dataclass(frozen=True)
+class Then:
+    """An aggregator whose result is changed when it is there.
 
-    Args:
-        average: of the clients' weights.
-        state: from before the round; holds v, which is 0 before the first.
-        momentum: β.
+    Attributes:
+        inner: takes the updates.
+        change: (its aggregate, the updates) to the aggregate and the server's state.
     """
 
-    def __init__(self, average: AverageAggregator, state: ServerState, momentum: float) -> None:
-        self._average, self._state, self._momentum = average, state, momentum
+    inner: Aggregator
+    change: Callable[[Aggregate, Updates], tuple[Aggregate, ServerState]]
 
     def add(self, update: Update) -> None:
         """Count an update."""
-        self._average.add(update)
+        self.inner.add(update)
 
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """The average of exactly these updates, its classifier with momentum; integers are those of the average."""
-        aggregate, _ = self._average.finish(updates)
-        before, found = self._state.aggregate.parts[Part.CLASSIFIER], aggregate.parts[Part.CLASSIFIER]
-        known, velocity, moved = self._state.extras.get(VELOCITY, {}), dict[str, torch.Tensor](), dict(found)
-        for name, tensor in found.items():
-            if tensor.is_floating_point():
-                step = tensor - before[name]
-                velocity[name] = step + self._momentum * known[name] if name in known else step
-                moved[name] = before[name] + velocity[name]
-        aggregate = replace(aggregate, parts={**aggregate.parts, Part.CLASSIFIER: moved})
-        return aggregate, ServerState(aggregate, {VELOCITY: velocity})
+    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
+        """Of exactly these updates."""
+        return self.change(self.inner.finish(updates)[0], updates)
 
 
-class PartsAverage:
+def with_momentum(average: Aggregate, state: ServerState, momentum: float) -> tuple[Aggregate, ServerState]:
+    """The classifier goes on in the direction of the rounds before: v ← βv + (average - c), c ← c + v (Hsu et al. 2019).
+
+    Args:
+        average: of the clients' weights; its integers stay.
+        state: from before the round; holds v, which is 0 before the first.
+        momentum: β.
+    """
+    before, found = state.aggregate.parts[Part.CLASSIFIER], average.parts[Part.CLASSIFIER]
+    known, velocity, moved = state.extras.get(VELOCITY, {}), dict[str, torch.Tensor](), dict(found)
+    for name, tensor in found.items():
+        if tensor.is_floating_point():
+            step = tensor - before[name]
+            velocity[name] = step + momentum * known[name] if name in known else step
+            moved[name] = before[name] + velocity[name]
+    aggregate = replace(average, parts={**average.parts, Part.CLASSIFIER: moved})
+    return aggregate, ServerState(aggregate, {VELOCITY: velocity})
+
+
+def parts_average(shared: frozenset[Part], state: ServerState, spill: Spill) -> Aggregator:
     """In the place of a method's own server half where that can't run: the average, and the rest of the aggregate as it was.
 
     Args:
@@ -370,19 +386,11 @@ class PartsAverage:
         spill: as `AverageAggregator`'s.
     """
 
-    def __init__(self, shared: frozenset[Part], state: ServerState, spill: Spill) -> None:
-        self._state = state
-        self._average = AverageAggregator(shared & state.aggregate.parts.keys(), spill)
+    def beside_the_rest(average: Aggregate, _: Updates) -> tuple[Aggregate, ServerState]:
+        aggregate = replace(state.aggregate, parts={**state.aggregate.parts, **average.parts})
+        return aggregate, replace(state, aggregate=aggregate)
 
-    def add(self, update: Update) -> None:
-        """Count an update."""
-        self._average.add(update)
-
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """The average of exactly these updates, beside the parts that no update holds."""
-        averaged = self._average.finish(updates)[0].parts
-        aggregate = replace(self._state.aggregate, parts={**self._state.aggregate.parts, **averaged})
-        return aggregate, replace(self._state, aggregate=aggregate)
+    return Then(AverageAggregator(shared & state.aggregate.parts.keys(), spill), beside_the_rest)
 
 
 class DirectorySpill:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +45,8 @@ def read_public(root: Path, form: ImageForm, most: int) -> PublicImages:
     Raises:
         DataError: nothing there, nothing that can be decoded, or over 2 GiB when decoded; names the place.
     """
-    decoders = _arrays(root, form)
-    if decoders is None:
-        decoders = _files(root, form)
-    chosen = spread(len(decoders), most)
+    names, decode = _source(root, form)
+    chosen = spread(len(names), most)
     size = form.channels * form.height * form.width
     if len(chosen) * size > MAX_BYTES:
         raise DataError(
@@ -58,14 +55,14 @@ def read_public(root: Path, form: ImageForm, most: int) -> PublicImages:
         )
     pixels, skipped = [], []
     for index in chosen:
-        name, decode = decoders[index]
+        name = names[index]
         try:
-            pixels.append(decode())
+            pixels.append(decode(index))
         except (DataError, OSError) as error:
             skipped.append(SkippedImage(name, str(error)))
     if not pixels:
         raise DataError(f"{root}: none of {len(chosen)} public images can be read: {skipped[0].reason}")
-    return PublicImages(torch.from_numpy(np.stack(pixels)), len(decoders), tuple(skipped))
+    return PublicImages(torch.from_numpy(np.stack(pixels)), len(names), tuple(skipped))
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -73,32 +70,21 @@ def spread(count: int, most: int) -> list[int]:
     return list(range(count)) if count <= most else [index * count // most for index in range(most)]
 
 
-_Decoder = tuple[str, Callable[[], NDArray[np.uint8]]]
-
-
-def _arrays(root: Path, form: ImageForm) -> Sequence[_Decoder] | None:
-    if root.suffix == ".npz":
-        images = read_unlabelled(root)
-    else:
-        arrays = read_arrays(root)
-        if arrays is None:
-            return None
-        images = arrays.train.images
-    return [(f"{root}#{row}", partial(_fitted, images, row, form)) for row in range(len(images))]
-
-
-def _fitted(images: NDArray[np.uint8], row: int, form: ImageForm) -> NDArray[np.uint8]:
-    return fit_pixels(images[row], form)
-
-
-def _files(root: Path, form: ImageForm) -> Sequence[_Decoder]:
+def _source(root: Path, form: ImageForm) -> tuple[Sequence[str], Callable[[int], NDArray[np.uint8]]]:
+    """The names of all images, and what decodes one of them."""
+    images = _arrays(root)
+    if images is not None:
+        return [f"{root}#{row}" for row in range(len(images))], lambda row: fit_pixels(images[row], form)
     if not root.is_dir():
         raise DataError(f"{root}: no such folder of public images, and no .npz")
     paths = sorted(path for path in root.rglob("*") if is_named_as_image(path, IMAGE_SUFFIXES) and not path.is_dir())
     if not paths:
         raise DataError(f"{root}: no public images; expected {', '.join(sorted(IMAGE_SUFFIXES))} files in it")
-    return [(str(path), partial(_decoded, path, form)) for path in paths]
+    return [str(path) for path in paths], lambda at: decode_image(read_image(paths[at]), form, str(paths[at]))
 
 
-def _decoded(path: Path, form: ImageForm) -> NDArray[np.uint8]:
-    return decode_image(read_image(path), form, str(path))
+def _arrays(root: Path) -> NDArray[np.uint8] | None:
+    if root.suffix == ".npz":
+        return read_unlabelled(root)
+    arrays = read_arrays(root)
+    return None if arrays is None else arrays.train.images

@@ -38,8 +38,9 @@ from fedcg.learning.networks.assembly import allocated
 from fedcg.learning.networks.gan import ConcatenatingDiscriminator, ConditionalGenerator, Passes
 from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.networks.timm_backbones import read_weights
+from fedcg.learning.round_checkpoint import optimiser_state, restore_optimiser
 from fedcg.learning.split_names import BACKBONES
-from fedcg.learning.training.losses import check_loss
+from fedcg.learning.training.losses import check_loss, discriminator_loss, generator_loss
 from fedcg.learning.training.optimisers import Adam
 
 NAME = "efficientnet_lite0"
@@ -121,7 +122,7 @@ def pretrained_stem(file: Path | None = None) -> Stem | None:
 
 
 PHASE = "defence"
-_FORMAT = "1"
+_FORMAT = "2"
 _BETAS = (0.5, 0.999)
 _SLOPE = 0.2
 
@@ -142,16 +143,6 @@ def window_variance_loss(images: torch.Tensor, side: int, expected: float) -> to
     """
     variances = windows_of(images, side).var(dim=(-2, -1), unbiased=False)
     return (variances - expected).square().mean()
-
-
-def discriminator_loss(real: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
-    """Anti-GAN eq. 3 as the discriminator minimises it: -log D on real maps, -log(1 - D) on generated ones; logits [B]."""
-    return F.softplus(-real).mean() + F.softplus(generated).mean()
-
-
-def generator_loss(generated: torch.Tensor) -> torch.Tensor:
-    """Eq. 3 as the generator minimises it: -log D on its own maps; logits [B]."""
-    return F.softplus(-generated).mean()
 
 
 def build_generator(shape: tuple[int, int, int], classes: int, params: AntiGanParams) -> nn.Module:
@@ -271,6 +262,7 @@ class Gan:
         fake = self.generator(noise, labels)
         with torch.no_grad():
             features, generated = self._stem(real), self._stem(fake)
+        # Eq. 3 in the form that does not saturate: -log D on real maps and -log(1 - D) on generated ones; -log D for the generator.
         self._descend("discriminator", discriminator_loss(judge(features, labels), judge(generated, labels)))
         loss = generator_loss(judge(self._stem(fake), labels))
         if obfuscate:
@@ -290,20 +282,16 @@ class Gan:
             name: one for name, one in self._nets.state_dict().items() if not is_done or name.startswith("generator.")
         }
         for part, optimiser in ({} if is_done else self._optimisers).items():
-            for number, state in optimiser.state_dict()["state"].items():
-                kept |= {f"adam/{part}/{number}/{key}": tensor for key, tensor in state.items()}
+            kept |= {f"adam/{part}/{key}": tensor for key, tensor in optimiser_state(optimiser).items()}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Go on from `tensors()`; what a finished GAN lacks stays as it is."""
         self._nets.load_state_dict({name: one for name, one in tensors.items() if "/" not in name}, strict=False)
         for part, optimiser in self._optimisers.items():
-            states: dict[int, dict[str, torch.Tensor]] = {}
-            for name in tensors:
-                if name.startswith(f"adam/{part}/"):
-                    _, _, number, key = name.split("/")
-                    states.setdefault(int(number), {})[key] = tensors[name]
-            optimiser.load_state_dict({**optimiser.state_dict(), "state": states})
+            start = f"adam/{part}/"
+            state = {name.removeprefix(start): one for name, one in tensors.items() if name.startswith(start)}
+            restore_optimiser(optimiser, state)
 
 
 def trained_generator(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> nn.Module:

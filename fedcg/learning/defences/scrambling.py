@@ -97,13 +97,13 @@ class Scrambling:
         Raises:
             DefenceError: images of another type or size.
         """
-        source, mask = self._on(images)
+        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.size:
+            channels, height, width = self.size
+            raise DefenceError(
+                f"images to scramble are [N, {channels}, {height}, {width}] uint8, not {list(images.shape)} {images.dtype}"
+            )
+        source, mask = self.source.to(images.device), self.mask.to(images.device)
         return (images.flatten(1)[:, source] ^ mask).view(images.shape)
-
-    def decrypt(self, images: torch.Tensor) -> torch.Tensor:
-        """The inverse of `encrypt`; same arguments and errors."""
-        source, mask = self._on(images)
-        return (images.flatten(1) ^ mask)[:, source.argsort()].view(images.shape)
 
     def seen(self, data: ImageSet) -> ImageSet:
         """The same set with encrypted images."""
@@ -112,14 +112,6 @@ class Scrambling:
     def layer(self, form: ImageForm) -> nn.Module:
         """`encrypt` of normalised images, to stand before a network: [B, C, H, W] float32 to the same."""
         return _ScramblingLayer(self, form)
-
-    def _on(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.size:
-            channels, height, width = self.size
-            raise DefenceError(
-                f"images to scramble are [N, {channels}, {height}, {width}] uint8, not {list(images.shape)} {images.dtype}"
-            )
-        return self.source.to(images.device), self.mask.to(images.device)
 
 
 class _ScramblingLayer(nn.Module):

@@ -3,9 +3,7 @@
 Mechanisms that work inside a local step (`gradient_noise`, `dropout`, `dp_sgd`) are done by the training loops, which find them in
 the round's context; what comes before and after the steps is done here.
 
-Keeps a client's label distribution out of the classifier that it sends. Counter-measures against label inference.
-
-The last bias of a classifier that was trained on unbalanced labels encodes their shares, and so do the weights before it.
+`balance` keeps a client's label distribution out of the classifier that it sends, against label inference. The last bias of a classifier that was trained on unbalanced labels encodes their shares, and so do the weights before it.
 
 `logits` is logit adjustment (Menon et al., 2021, eq. 10): cross-entropy of logits + log p_i(y), with p_i the client's label shares.
 The logits themselves then need not encode p_i. It is done by the bias alone, because C(h) + log p_i(y) is the same classifier
@@ -16,13 +14,11 @@ adjustment is in there too. A method that keeps its classifier is not changed.
 
 `bias` is the plain removal: the last bias is sent as it came in the aggregate.
 
-What is done to a finished update before it leaves: clipping, noise, pruning, and noise on label counts.
-
-The first three change the update's difference to the aggregate that the round started from, in this order; integer tensors
-(batch norm's counters) are sent as they are. Noise comes from explicit generators, in the order of parts and names.
+A finished update is clipped, gets noise, and is pruned, in this order: what changes is its difference to the aggregate that the round
+started from; integer tensors (batch norm's counters) are sent as they are. Label counts get noise of their own. Noise comes from explicit generators, in the order of parts and names.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -67,27 +63,19 @@ def reduced_update(parts: Parts, base: Parts, privacy: PrivacySettings, stream: 
         for name in sorted(parts[part])
         if parts[part][name].is_floating_point()
     }
-    factor = _clip_factor(differences.values(), privacy.update_clip)
+    factor = 1.0
+    if privacy.update_clip is not None:
+        norm = float(torch.stack([one.double().square().sum() for one in differences.values()]).sum().sqrt())
+        factor = min(1.0, privacy.update_clip / norm) if norm else 1.0
     reduced = {part: dict(weights) for part, weights in parts.items()}
     for (part, name), difference in differences.items():
-        changed = pruned(_noisy(difference * factor, privacy.update_noise, stream), privacy.prune)
-        tensor = base[part][name] + changed
+        changed = difference * factor
+        if privacy.update_noise:
+            changed = changed + privacy.update_noise * torch.randn(changed.shape, generator=stream)
+        tensor = base[part][name] + pruned(changed, privacy.prune)
         # Batch norm takes a root of it: noise must not make it negative.
         reduced[part][name] = tensor.clamp(min=0.0) if name.endswith("running_var") else tensor
     return reduced
-
-
-def _clip_factor(differences: Iterable[torch.Tensor], clip: float | None) -> float:
-    if clip is None:
-        return 1.0
-    norm = float(torch.stack([one.double().square().sum() for one in differences]).sum().sqrt())
-    return min(1.0, clip / norm) if norm else 1.0
-
-
-def _noisy(difference: torch.Tensor, deviation: float, stream: torch.Generator) -> torch.Tensor:
-    if not deviation:
-        return difference
-    return difference + deviation * torch.randn(difference.shape, generator=stream)
 
 
 def pruned(tensor: torch.Tensor, share: float) -> torch.Tensor:
@@ -146,22 +134,6 @@ def last_bias(spec: NetworkSpec) -> str:
     return f"{name}.bias" if name else "bias"
 
 
-def with_added(parts: Parts, bias: str, numbers: torch.Tensor) -> dict[Part, Weights]:
-    """The parts with `numbers`, [C], added to the classifier's tensor `bias`; unchanged where they hold no classifier."""
-    if Part.CLASSIFIER not in parts:
-        return dict(parts)
-    classifier = parts[Part.CLASSIFIER]
-    return {**parts, Part.CLASSIFIER: {**classifier, bias: classifier[bias] + numbers}}
-
-
-def with_bias_of(parts: Parts, bias: str, base: Parts) -> dict[Part, Weights]:
-    """The parts with the classifier's tensor `bias` taken from `base`; unchanged where they hold no classifier."""
-    if Part.CLASSIFIER not in parts:
-        return dict(parts)
-    kept = base[Part.CLASSIFIER][bias].clone()
-    return {**parts, Part.CLASSIFIER: {**parts[Part.CLASSIFIER], bias: kept}}
-
-
 def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings) -> None:
     """Check that a client can train under a spec or plan with its mechanisms.
 
@@ -197,11 +169,21 @@ def protected_round(
     return _protected(result, {part: base[part] for part in result.shared.parts}, data, ctx)
 
 
-def personal_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
-    """An aggregate's parts as this client goes on from them, or uses them: with `balance = logits`, fitted to its own labels."""
+def _with_bias(parts: Parts, bias: str, numbers: torch.Tensor) -> Parts:
+    return {**parts, Part.CLASSIFIER: {**parts[Part.CLASSIFIER], bias: numbers}}
+
+
+def _adjusted(parts: Parts, data: ImageSet, ctx: RoundContext, sign: int) -> Parts:
+    """With `balance = logits`, the client's log p_i(y) added to the last bias of a classifier, or taken off it."""
     if ctx.privacy.balance != "logits" or Part.CLASSIFIER not in parts:
         return parts
-    return with_added(parts, last_bias(ctx.spec), log_prior(data.label_counts()))
+    bias = last_bias(ctx.spec)
+    return _with_bias(parts, bias, parts[Part.CLASSIFIER][bias] + sign * log_prior(data.label_counts()))
+
+
+def personal_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
+    """An aggregate's parts as this client goes on from them, or uses them: with `balance = logits`, fitted to its own labels."""
+    return _adjusted(parts, data, ctx, 1)
 
 
 def downloaded_parts(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
@@ -213,10 +195,8 @@ def downloaded_parts(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: Roun
 
 def neutral_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
     """A client's own parts without what `personal_parts` fitted to its labels."""
-    shares = Part.CLASSIFIER in get_method(ctx.spec.method).payload.up
-    if ctx.privacy.balance != "logits" or not shares or Part.CLASSIFIER not in parts:
-        return parts
-    return with_added(parts, last_bias(ctx.spec), -log_prior(data.label_counts()))
+    is_shared = Part.CLASSIFIER in get_method(ctx.spec.method).payload.up
+    return _adjusted(parts, data, ctx, -1) if is_shared else parts
 
 
 def _protected(result: LocalResult, base: Parts, data: ImageSet, ctx: RoundContext) -> LocalResult:
@@ -224,7 +204,8 @@ def _protected(result: LocalResult, base: Parts, data: ImageSet, ctx: RoundConte
     privacy, streams = ctx.privacy, ctx.streams.at("privacy")
     shared = neutral_parts(result.shared.parts, data, ctx)
     if privacy.balance == "bias" and Part.CLASSIFIER in shared:
-        shared = with_bias_of(shared, last_bias(ctx.spec), base)
+        bias = last_bias(ctx.spec)
+        shared = _with_bias(shared, bias, base[Part.CLASSIFIER][bias].clone())
     shared = _within_bounds(reduced_update(shared, base, privacy, streams.generator("update")), ctx)
     report = noisy_counts(result.report, privacy.label_counts_noise, streams.generator("label counts"))
     return LocalResult(SharedResult(shared), result.private, report)

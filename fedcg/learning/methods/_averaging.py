@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import AverageAggregator, WithMomentum
+from fedcg.learning.aggregation.averaging import AverageAggregator, Then, with_momentum
 from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
@@ -110,7 +110,7 @@ def average_of(
     how: Combination = getattr(params, "average", "mean")
     momentum: float = getattr(params, "server_momentum", 0.0)
     average = AverageAggregator(shared, spill, how)
-    return WithMomentum(average, state, momentum) if momentum else average
+    return Then(average, lambda found, _: with_momentum(found, state, momentum)) if momentum else average
 
 
 def local_result(

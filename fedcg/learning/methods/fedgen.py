@@ -23,16 +23,15 @@ Cost: G changes with every step, so no teacher pass can be done ahead: a step ru
 (they are small: with 256 clients of 240 kB, 60 MB). The time of `finish` grows with N.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import AverageAggregator, Merged
+from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Then, Updates
 from fedcg.learning.aggregation.distillation import (
-    Bank,
     Distillation,
     DistilledParams,
     distillation,
@@ -41,13 +40,13 @@ from fedcg.learning.aggregation.distillation import (
 )
 from fedcg.learning.method import (
     Aggregate,
+    Aggregator,
     Aux,
     Average,
     LabelCounts,
     RoundContext,
     ServerState,
     Spill,
-    Update,
     Weights,
 )
 from fedcg.learning.methods._averaging import averaging_method
@@ -120,59 +119,49 @@ def generator_objective(
     return cross_entropy(votes, labels) + diversity * spread
 
 
-class GeneratorAggregator:
+def trained_generator(start: Weights, updates: Updates, merged: Merged, ctx: RoundContext) -> Weights:
+    """The generator of the last aggregate after its training against all classifiers of the round.
+
+    Raises:
+        DivergedError: the loss is not finite or exploded.
+    """
+    params = FedgenParams.model_validate(ctx.spec.params)
+    settings = Distillation.of(params)
+    total, judges = sum(merged.examples.values()), {}
+    for client in merged.examples:
+        weights = updates[client]().parts[Part.CLASSIFIER]
+        judges[f"judge {client}"] = load_part(ctx.spec, Part.CLASSIFIER, weights, ctx.device)
+    shares = [examples / total for examples in merged.examples.values()]
+    generator = load_part(ctx.spec, Part.GENERATOR, start, ctx.device)
+    asked_for = label_probabilities(
+        [merged.label_counts.get(client) for client in merged.examples], ctx.spec.class_count
+    )
+    bank = draw_bank(ctx.streams, settings.rows, ctx.spec.network.noise_dim, asked_for)
+    noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
+
+    def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
+        z, asked = batch
+        jury = [(share, nets[judge]) for share, judge in zip(shares, judges, strict=True)]
+        return generator_objective(nets[Part.GENERATOR], jury, z, paired_labels(asked), params.diversity)
+
+    def tensors_of(rows: slice) -> Tensors:
+        return noise[rows], labels[rows]
+
+    networks = {Part.GENERATOR.value: generator}
+    run_stage(distillation(networks, loss_of, tensors_of, settings, ctx, frozen=judges), ctx)
+    return weights_of(generator)
+
+
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """The server half: average the classifiers, train the generator of the last aggregate against all of them."""
+    average = AverageAggregator(SHARED, spill, FedgenParams.model_validate(ctx.spec.params).average)
 
-    def __init__(self, state: ServerState, ctx: RoundContext, spill: Spill) -> None:
-        self._generator = state.aggregate.parts[Part.GENERATOR]
-        self._ctx = ctx
-        self._average = AverageAggregator(SHARED, spill, FedgenParams.model_validate(ctx.spec.params).average)
-
-    def add(self, update: Update) -> None:
-        """Count the classifier in the average; it judges while the generator trains."""
-        self._average.add(update)
-
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """The average of the classifiers, and the generator trained against all of them.
-
-        Raises:
-            DivergedError: the loss is not finite or exploded.
-        """
-        averaged, _ = self._average.finish(updates)
-        merged = self._average.merged
-        generator = self._train(updates, merged)
+    def with_generator(averaged: Aggregate, updates: Updates) -> tuple[Aggregate, ServerState]:
+        generator = trained_generator(state.aggregate.parts[Part.GENERATOR], updates, average.merged, ctx)
         aggregate = Aggregate({**averaged.parts, Part.GENERATOR: generator})
         return aggregate, ServerState(aggregate)
 
-    def _train(self, updates: Mapping[str, Callable[[], Update]], merged: Merged) -> Weights:
-        ctx, params = self._ctx, FedgenParams.model_validate(self._ctx.spec.params)
-        settings = Distillation.of(params)
-        total, judges = sum(merged.examples.values()), {}
-        for client in merged.examples:
-            weights = updates[client]().parts[Part.CLASSIFIER]
-            judges[f"judge {client}"] = load_part(ctx.spec, Part.CLASSIFIER, weights, ctx.device)
-        shares = [examples / total for examples in merged.examples.values()]
-        generator = load_part(ctx.spec, Part.GENERATOR, self._generator, ctx.device)
-        bank = self._bank(settings, merged)
-        noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
-
-        def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
-            z, asked = batch
-            jury = [(share, nets[judge]) for share, judge in zip(shares, judges, strict=True)]
-            return generator_objective(nets[Part.GENERATOR], jury, z, paired_labels(asked), params.diversity)
-
-        def tensors_of(rows: slice) -> Tensors:
-            return noise[rows], labels[rows]
-
-        networks = {Part.GENERATOR.value: generator}
-        run_stage(distillation(networks, loss_of, tensors_of, settings, ctx, frozen=judges), ctx)
-        return weights_of(generator)
-
-    def _bank(self, settings: Distillation, merged: Merged) -> Bank:
-        spec = self._ctx.spec
-        counts = [merged.label_counts.get(client) for client in merged.examples]
-        asked = label_probabilities(counts, spec.class_count)
-        return draw_bank(self._ctx.streams, settings.rows, spec.network.noise_dim, asked)
+    return Then(average, with_generator)
 
 
 METHOD = averaging_method(
@@ -183,5 +172,5 @@ METHOD = averaging_method(
     penalty_of=replay_penalty,
     downloads=frozenset({Part.GENERATOR}),
     label_counts=LabelCounts.OPTIONAL,
-    aggregator=GeneratorAggregator,
+    aggregator=aggregator,
 )

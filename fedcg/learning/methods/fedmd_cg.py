@@ -15,14 +15,14 @@ temperature 10 (`divergence`, `temperature`), distances as means over dimensions
 The published set-up trains 20 steps of 64 images a round with SGD; here both `epochs` and `steps` are parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import AverageAggregator
+from fedcg.learning.aggregation.averaging import AverageAggregator, Then, Updates
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, EnsembleAggregator, uniform
 from fedcg.learning.image_set import ImageSet
@@ -38,7 +38,6 @@ from fedcg.learning.method import (
     RoundContext,
     ServerState,
     Spill,
-    Update,
     Weights,
 )
 from fedcg.learning.methods._averaging import local_result
@@ -215,21 +214,14 @@ def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Server
     return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}, even))
 
 
-class _WithLabels:
-    """Wraps an aggregation that knows no labels (`average`, `kd`): publishes p(y) beside its parts."""
+def _with_labels(inner: EnsembleAggregator | AverageAggregator) -> Aggregator:
+    """An aggregation that knows no labels (`average`, `kd`), with p(y) published beside its parts."""
 
-    def __init__(self, inner: EnsembleAggregator | AverageAggregator) -> None:
-        self._inner = inner
-
-    def add(self, update: Update) -> None:
-        """As the inner one."""
-        self._inner.add(update)
-
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """The weighted average, distilled where asked for, and p(y)."""
-        parts = self._inner.finish(updates)[0].parts
-        aggregate = Aggregate(parts, tuple(label_distribution(counts_of(self._inner.merged)).tolist()))
+    def published(found: Aggregate, _: Updates) -> tuple[Aggregate, ServerState]:
+        aggregate = Aggregate(found.parts, tuple(label_distribution(counts_of(inner.merged)).tolist()))
         return aggregate, ServerState(aggregate)
+
+    return Then(inner, published)
 
 
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
@@ -240,8 +232,8 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
         crossing = Crossing(params.bank, params.exact_clients, divergence_of(params))
         return CrossedAggregator(settings, crossing, state, ctx, spill)
     if params.aggregation == "kd":
-        return _WithLabels(EnsembleAggregator(settings, ctx, spill))
-    return _WithLabels(AverageAggregator(SHARED, spill))
+        return _with_labels(EnsembleAggregator(settings, ctx, spill))
+    return _with_labels(AverageAggregator(SHARED, spill))
 
 
 METHOD = Method(

@@ -5,9 +5,8 @@ never changes a result. Knows nothing of the order of rounds or of files.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -193,26 +192,26 @@ def _attempts(method: Method, turns: Sequence[Turn], aggregate: Aggregate | None
         started = time.perf_counter()
         answers = method.local_rounds(turns, aggregate)
         seconds = (time.perf_counter() - started) / len(turns)
-        return [_attempt(partial(_given, answer), seconds) for answer in answers]
-    return [_attempt(partial(protected_round, method, turn.state, turn.data, aggregate, turn.ctx)) for turn in turns]
+        return [_attempt(answer, seconds) for answer in answers]
+    attempts = []
+    for turn in turns:
+        started = time.perf_counter()
+        try:
+            answer: LocalResult | Exception = protected_round(method, turn.state, turn.data, aggregate, turn.ctx)
+        except (DivergedError, DataError) as error:
+            answer = error
+        attempts.append(_attempt(answer, time.perf_counter() - started))
+    return attempts
 
 
-def _given(answer: LocalResult | Exception) -> LocalResult:
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _attempt(train: Callable[[], LocalResult], seconds: float | None = None) -> _Attempt:
-    """What training came to; `seconds` where it was done before."""
-    started = time.perf_counter()
-    result, failure = None, None
-    try:
-        result = train()
-        check_finite(result.private.parts, "after the round")
-    except (DivergedError, DataError) as error:
-        result, failure = None, str(error)
-    return _Attempt(result, failure, time.perf_counter() - started if seconds is None else seconds)
+def _attempt(answer: LocalResult | Exception, seconds: float) -> _Attempt:
+    """A local round that ended with finite weights, or why it is none."""
+    if isinstance(answer, LocalResult):
+        try:
+            check_finite(answer.private.parts, "after the round")
+        except DivergedError as error:
+            answer = error
+    return _Attempt(None, str(answer), seconds) if isinstance(answer, Exception) else _Attempt(answer, None, seconds)
 
 
 def teacher_task(party: Party, number: int, server: ServerState, update: Update) -> tuple[str, Weights]:

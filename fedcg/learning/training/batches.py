@@ -140,18 +140,13 @@ def local_steps(params: TrainingParams, rows: int, ctx: RoundContext) -> int:
     return steps_of(params, rows) if ctx.privacy.dp_sgd is None else private_step_count(params, rows)
 
 
-def nothing_beside(rows: int) -> Tensors:
-    """No tensors beside those of images."""
-    return ()
-
-
 def local_batches(
     purpose: str,
     count: int,
     params: TrainingParams,
     ctx: RoundContext,
     of_images: Callable[[torch.Tensor], Tensors],
-    beside: Callable[[int], Tensors] = nothing_beside,
+    beside: Callable[[int], Tensors] = lambda rows: (),
     at_once: int = BLOCK_ROWS,
 ) -> Batches:
     """A client's batches: shuffled epochs, or with DP-SGD each image in each batch with one probability.

@@ -9,7 +9,7 @@ from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.split_names import WEIGHTS_VARIABLE
 from fedcg.wire.parts import Part
 from tests.support.audit.cases import carried_out, simulated_case
-from tests.support.learning.tiny_backbone import SPLIT, write_tiny_weights
+from tests.support.learning.networks import SPLIT, write_tiny_weights
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from fedcg.wire.messages.schemas import DeclineReason
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.training_site import DEVICE_KEY, Site, real_spec
 from tests.support.edge.world import FEDERATION
-from tests.support.learning.image_translation import DIGITS, digit_images
+from tests.support.learning.networks import DIGITS, digit_images
 
 FORM = ImageForm(mode="L", height=16, width=16, mean=(0.4,), std=(0.6,))
 
@@ -126,7 +126,7 @@ def test_all_sets_of_a_device_are_encrypted_alike_and_a_second_round_has_the_sam
     assert encrypted_common is not None
     pairs = [*((getattr(first, name), getattr(plain, name)) for name in ("train", "val", "test"))]
     for encrypted, truth in [*pairs, (encrypted_common, common)]:
-        assert torch.equal(layer.decrypt(encrypted.images), truth.images)
+        assert torch.equal(encrypted.images, layer.encrypt(truth.images))
         assert torch.equal(encrypted.labels, truth.labels)
         assert not torch.equal(encrypted.images, truth.images)
     again = local(site).for_round(site.spec, 2)

@@ -27,7 +27,7 @@ from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.edge.training_site import Site
 from tests.support.edge.world import CLASSES, FEDERATION, FORM
-from tests.support.learning.tiny_backbone import TIMM, tiny_plan, write_tiny_weights
+from tests.support.learning.networks import TIMM, tiny_plan, write_tiny_weights
 
 GREY = FORM.model_copy(update={"height": 64, "width": 64, "mean": (0.449,), "std": (0.226,)})
 

@@ -15,7 +15,7 @@ from fedcg.learning.networks.timm_backbones import ProjectedBackbone
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.split_names import BACKBONES, WEIGHTS_VARIABLE, weights_digest
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning.tiny_backbone import SPLIT, TIMM, write_tiny_weights
+from tests.support.learning.networks import SPLIT, TIMM, write_tiny_weights
 
 TINY = (
     "--image-size", "64", "--normalise", "imagenet", "--clients", "2", "--images-per-client", "12", "--rounds", "2",

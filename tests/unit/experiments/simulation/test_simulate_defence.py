@@ -167,7 +167,7 @@ def test_every_image_that_a_model_gets_is_encrypted_with_its_clients_key(tmp_pat
         for own, truth in (
             (getattr(client, part), getattr(real.datasets[name], part)) for part in ("train", "val", "test")
         ):
-            assert torch.equal(client.input_layer.decrypt(own.images), truth.images)
+            assert torch.equal(own.images, client.input_layer.encrypt(truth.images))
             assert not torch.equal(own.images, truth.images)
             assert torch.equal(own.labels, truth.labels)
         (figures,) = (one for one in record["clients"] if one["id"] == name)

@@ -1,23 +1,13 @@
-"""FedMD-CG's server half against hand-worked numbers: shares, the direction of the divergence, crossed terms."""
+"""FedMD-CG's server half against hand-worked numbers: shares, the divergence, crossed terms, and draws of the client that counts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
 from fedcg.learning.aggregation import crossed_distillation as crossed
-from fedcg.learning.aggregation.crossed_distillation import (
-    CrossedAggregator,
-    Crossing,
-    FrozenTeacher,
-    crossed_loss,
-    label_distribution,
-    label_shares,
-    outputs_of,
-)
 from fedcg.learning.aggregation.distillation import (
     SHARED,
     Bank,
@@ -35,8 +25,8 @@ from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.losses import Divergence
 from fedcg.learning.training.stage import Nets
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import context, merged, quick_spec, teacher_pairs
-from tests.support.learning.stub_networks import FIRST, GEOMETRIC, PATTERN, SECOND, Answer, Identity, settled
+from tests.support.learning.learning_cases import context, loaders, merged, quick_spec, same_parts, teacher_pairs
+from tests.support.learning.networks import FIRST, GEOMETRIC, PATTERN, SECOND, Answer, Identity, settled
 
 SETTINGS = Distillation(iterations=600, batch=4, lr=0.02, weight_decay=0.0)
 
@@ -44,8 +34,8 @@ SETTINGS = Distillation(iterations=600, batch=4, lr=0.02, weight_decay=0.0)
 def test_label_shares_and_distribution_come_from_counts() -> None:
     # class 0: 1 of 4 and 3 of 4; class 1: 3 of 3 and 0 of 3; class 2: nobody
     counts = [(1, 3, 0), (3, 0, 0)]
-    assert label_shares(counts).tolist() == [[0.25, 1.0, 0.0], [0.75, 0.0, 0.0]]
-    assert label_distribution(counts).tolist() == pytest.approx([4 / 7, 3 / 7, 0.0])
+    assert crossed.label_shares(counts).tolist() == [[0.25, 1.0, 0.0], [0.75, 0.0, 0.0]]
+    assert crossed.label_distribution(counts).tolist() == pytest.approx([4 / 7, 3 / 7, 0.0])
 
 
 class Shift(nn.Module):
@@ -64,7 +54,7 @@ def test_fedmd_cg_student_settles_where_the_divergence_from_student_to_teacher_i
     mean_log = PATTERN.repeat(600, 1)
 
     def loss_of(nets: Nets, features: torch.Tensor, logits: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        return crossed_loss(features, logits, mean, [], nets[Part.CLASSIFIER], Divergence()).mean()
+        return crossed.crossed_loss(features, logits, mean, [], nets[Part.CLASSIFIER], Divergence()).mean()
 
     bank = Bank(torch.zeros(2400, 1), torch.zeros(2400, dtype=torch.int64))
     train_student(student, bank, SETTINGS, context(quick_spec("fedcg")), loss_of, lambda rows: (mean_log[rows],))
@@ -95,10 +85,10 @@ def crossed_by_hand(student: Pair, teachers: Sequence[Pair], bank: Bank, shares:
 
 def every_teacher(
     teachers: Sequence[Pair], bank: Bank, weights: torch.Tensor, ctx: RoundContext, block_rows: int = 2048
-) -> list[FrozenTeacher]:
+) -> list[crossed.FrozenTeacher]:
     logs = [teacher_logits(teacher, bank, ctx).log_softmax(1) for teacher in teachers]
     return [
-        FrozenTeacher(teacher, bank, log, weight, block_rows, "cpu")
+        crossed.FrozenTeacher(teacher, bank, log, weight, block_rows, "cpu")
         for teacher, log, weight in zip(teachers, logs, weights, strict=True)
     ]
 
@@ -106,7 +96,7 @@ def every_teacher(
 def test_the_crossed_loss_equals_the_papers_sums_row_by_row() -> None:
     ctx, (student, *teachers) = teacher_pairs(3)
     bank = draw_bank(Streams(b"c"), 12, ctx.spec.network.noise_dim, uniform(3))
-    shares = label_shares([(1, 3, 0), (3, 0, 2)])
+    shares = crossed.label_shares([(1, 3, 0), (3, 0, 2)])
     mean_log = sum(
         shares[i][bank.labels].unsqueeze(1) * teacher_logits(teacher, bank, ctx).log_softmax(1).double()
         for i, teacher in enumerate(teachers)
@@ -117,8 +107,8 @@ def test_the_crossed_loss_equals_the_papers_sums_row_by_row() -> None:
     for rows in (slice(0, 6), slice(6, 12)):
         features = student.generator(bank.noise[rows], bank.labels[rows])
         logits = student.classifier(features)
-        outputs = outputs_of(everybody, rows)
-        got += crossed_loss(
+        outputs = crossed.outputs_of(everybody, rows)
+        got += crossed.crossed_loss(
             features, logits, mean_log.float()[rows], outputs, student.classifier, Divergence()
         ).tolist()
     assert got == pytest.approx(crossed_by_hand(student, teachers, bank, shares), rel=1e-3, abs=1e-6)
@@ -131,16 +121,16 @@ def test_in_the_authors_direction_two_students_differ_by_the_sums_of_their_diver
     ctx, pairs = teacher_pairs(4)
     students, teachers = pairs[:2], pairs[2:]
     bank = draw_bank(Streams(b"c"), 6, ctx.spec.network.noise_dim, uniform(3))
-    shares = label_shares([(1, 3, 0), (3, 0, 2)])[:, bank.labels]
+    shares = crossed.label_shares([(1, 3, 0), (3, 0, 2)])[:, bank.labels]
     logs = [divergence.log_softmax(teacher_logits(teacher, bank, ctx)) for teacher in teachers]
     mean = (shares.unsqueeze(2) * torch.stack(logs).exp()).sum(0).float()
-    frozen = [FrozenTeacher(*each, 6, "cpu") for each in zip(teachers, [bank] * 2, logs, shares, strict=True)]
-    outputs = outputs_of(frozen, slice(0, 6))
+    frozen = [crossed.FrozenTeacher(*each, 6, "cpu") for each in zip(teachers, [bank] * 2, logs, shares, strict=True)]
+    outputs = crossed.outputs_of(frozen, slice(0, 6))
     got, expected = [], []
     for student in students:
         features = student.generator(bank.noise, bank.labels)
         logits = student.classifier(features)
-        got.append(crossed_loss(features, logits, mean, outputs, student.classifier, divergence))
+        got.append(crossed.crossed_loss(features, logits, mean, outputs, student.classifier, divergence))
         expected.append(torch.zeros(6))
         for teacher, log, tau in zip(teachers, logs, shares, strict=True):
             theirs = teacher.generator(bank.noise, bank.labels)
@@ -155,10 +145,12 @@ def test_the_third_crossed_term_moves_the_generator_through_the_frozen_teacher()
     teacher = Pair(Answer(0.0, 0.0), Shift((0.5, 0.0)))
     bank = Bank(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
     log_teacher = torch.tensor([[0.9, 0.1]]).log()
-    outputs = outputs_of([FrozenTeacher(teacher, bank, log_teacher, torch.ones(1), 1, "cpu")], slice(0, 1))
+    outputs = crossed.outputs_of(
+        [crossed.FrozenTeacher(teacher, bank, log_teacher, torch.ones(1), 1, "cpu")], slice(0, 1)
+    )
     features = torch.zeros(1, 2, requires_grad=True)
     student = Identity()
-    loss = crossed_loss(features, torch.zeros(1, 2), log_teacher, outputs, student, Divergence())
+    loss = crossed.crossed_loss(features, torch.zeros(1, 2), log_teacher, outputs, student, Divergence())
     # KL_1: (1/2, 1/2) from (0.9, 0.1) = 1/2 ln(0.5/0.9) + 1/2 ln(0.5/0.1) = 0.510826; KL_2: the same (teacher features are 0)
     # KL_3: softmax(0.5, 0) = (0.622459, 0.377541): 0.622459 ln(0.622459/0.9) + 0.377541 ln(0.377541/0.1) = 0.272055
     assert loss.item() == pytest.approx(0.510826 + 0.510826 + 0.272055, abs=1e-5)
@@ -173,7 +165,7 @@ def test_a_teachers_features_are_made_a_block_ahead_and_equal_those_made_at_once
     bank = draw_bank(Streams(b"c"), 10, 8, uniform(3))
     weight = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
     everybody = every_teacher([pair], bank, weight.unsqueeze(0), ctx, block_rows=4)
-    pieces = [outputs_of(everybody, slice(start, min(start + 3, 10))) for start in range(0, 10, 3)]
+    pieces = [crossed.outputs_of(everybody, slice(start, min(start + 3, 10))) for start in range(0, 10, 3)]
     with torch.no_grad():
         expected = pair.generator(bank.noise, bank.labels)[weight > 0]
     made = torch.cat([outputs[0].features for outputs in pieces if outputs])
@@ -183,68 +175,17 @@ def test_a_teachers_features_are_made_a_block_ahead_and_equal_those_made_at_once
 
 
 class PerLabel(nn.Module):
-    """A generator that answers each label with its own given features, and remembers what it was asked for."""
+    """A generator that answers each label with its own given features."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()
         self.features = rows
-        self.asked = torch.zeros(len(rows), dtype=torch.int64)
 
     def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        self.asked += torch.bincount(labels, minlength=len(self.asked))
         return self.features[labels]
 
 
-class Counting(Identity):
-    """Logits = features; counts the rows of eq. 11's third divergence: those through which a gradient passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.third = 0
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        self.third += len(features) if features.requires_grad else 0
-        return super().forward(features)
-
-
-class Tally(Identity):
-    """What drawn classifiers run as: like Counting, for the weight `w` that it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
-        self.third = {1.0: 0, 2.0: 0}
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        self.third[self.w.item()] += len(features) if features.requires_grad else 0
-        return super().forward(features)
-
-
-@dataclass(frozen=True)
-class StubRound:
-    """A FedMD-CG round of two clients a and b; each teacher says given log-probabilities for each label."""
-
-    student: Pair
-    teachers: tuple[Pair, Pair]
-    tally: Tally
-    rows: int
-
-    @property
-    def judged(self) -> list[int]:
-        """Rows that the classifiers of a and b judged, each loaded for good or for one batch."""
-        return [
-            cast("Counting", teacher.classifier).third + drawn
-            for teacher, drawn in zip(self.teachers, self.tally.third.values(), strict=True)
-        ]
-
-    @property
-    def asked(self) -> list[float]:
-        """Share of each label among the rows that the first teacher was asked for."""
-        labels = cast("PerLabel", self.teachers[0].generator).asked
-        return (labels / labels.sum()).tolist()
-
-
-def stub_round(
+def answer_of_a_round(
     monkeypatch: pytest.MonkeyPatch,
     outputs: Sequence[torch.Tensor],
     counts: Sequence[tuple[int, ...]],
@@ -252,26 +193,23 @@ def stub_round(
     bank: str = "exact",
     exact_clients: int = 32,
     last: tuple[float, ...] = (1 / 3, 1 / 3, 1 / 3),
-) -> StubRound:
-    teachers = (Pair(PerLabel(outputs[0]), Counting()), Pair(PerLabel(outputs[1]), Counting()))
-    student, settings = (
-        Pair(Answer(0.0, 0.0, 0.0), Identity()),
-        Distillation(iterations=400, batch=64, lr=0.02, weight_decay=0.0),
-    )
-    loaded = {1.0: teachers[0], 2.0: teachers[1]}
+) -> list[float]:
+    """What the student comes to in a round of clients a and b, whose teachers say given log-probabilities for each label."""
+    student = Pair(Answer(0.0, 0.0, 0.0), Identity())
+    loaded = {float(at): Pair(PerLabel(rows), Identity()) for at, rows in enumerate(outputs, 1)}
     monkeypatch.setattr(
-        crossed, "load_pair", lambda parts, ctx: loaded.get(parts[Part.CLASSIFIER]["w"].item(), student)
+        crossed, "load_pair", lambda parts, ctx: loaded.get(parts[Part.CLASSIFIER]["unused"].item(), student)
     )
-    tally = Tally().requires_grad_(requires_grad=False)
-    monkeypatch.setattr(crossed, "load_part", lambda *_: tally)
+    monkeypatch.setattr(crossed, "load_part", lambda *_: Identity().requires_grad_(requires_grad=False))
     monkeypatch.setattr(Pair, "weights", lambda self: {})
     updates = {
-        name: Update(name, {part: {"w": torch.tensor([tag])} for part in SHARED}, sum(mine), mine)
+        name: Update(name, {part: {"unused": torch.tensor([tag])} for part in SHARED}, sum(mine), mine)
         for name, tag, mine in (("a", 1.0, counts[0]), ("b", 2.0, counts[1]))
     }
-    crossing, state = Crossing(bank, exact_clients, Divergence()), ServerState(Aggregate({}, last))
-    merged(CrossedAggregator(settings, crossing, state, context(quick_spec("fedcg")), MemorySpill()), updates)
-    return StubRound(student, teachers, tally, settings.rows)
+    settings = Distillation(iterations=400, batch=64, lr=0.02, weight_decay=0.0)
+    crossing, state = crossed.Crossing(bank, exact_clients, Divergence()), ServerState(Aggregate({}, last))
+    merged(crossed.CrossedAggregator(settings, crossing, state, context(quick_spec("fedcg")), MemorySpill()), updates)
+    return settled(student)
 
 
 @pytest.mark.parametrize("bank", ["exact", "arrival", "auto"])
@@ -282,14 +220,8 @@ def test_every_crossed_term_weights_a_client_by_its_share_of_the_label(
     # Client a has 3 of 4 images of every class and says FIRST, b has the rest and says SECOND. Every classifier is the identity,
     # so eq. 10 and the third divergence both settle at FIRST^(3/4) SECOND^(1/4), normalised.
     outputs = [torch.tensor([one] * 3).log() for one in (FIRST, SECOND)]
-    done = stub_round(monkeypatch, outputs, [(3, 3, 3), (1, 1, 1)], bank=bank, exact_clients=exact_clients)
-    assert settled(done.student) == pytest.approx(GEOMETRIC, abs=0.04)
-    # Two clients: exact up to a bound of two (each teacher judges every row), one client per batch and label above it.
-    if exact_clients == 2:
-        assert done.judged == [done.rows, done.rows]
-    else:
-        assert sum(done.judged) == done.rows
-        assert done.judged[0] / done.rows == pytest.approx(0.75, abs=0.04)
+    answer = answer_of_a_round(monkeypatch, outputs, [(3, 3, 3), (1, 1, 1)], bank=bank, exact_clients=exact_clients)
+    assert answer == pytest.approx(GEOMETRIC, abs=0.04)
 
 
 @pytest.mark.parametrize("bank", ["exact", "arrival"])
@@ -299,11 +231,9 @@ def test_a_round_weighs_labels_as_its_clients_have_them_whatever_was_published_l
     # Both teachers say FIRST for class 0 and SECOND for class 1, and p(y) = (3/4, 1/4, 0): the geometric mean again. The bank of
     # arrival is drawn from nearly the opposite, (0.11, 0.87, 0.02): unweighted the student would settle close to SECOND.
     outputs = torch.tensor([FIRST, SECOND, (0.01, 0.01, 0.98)]).log()
-    done = stub_round(monkeypatch, [outputs, outputs], [(4, 1, 0), (2, 1, 0)], bank=bank, last=(0.1, 0.9, 0.0))
-    assert settled(done.student) == pytest.approx(GEOMETRIC, abs=0.04)
-    drawn_from = (0.75, 0.25, 0.0) if bank == "exact" else (0.1117, 0.8717, 0.0167)
-    assert done.asked == pytest.approx(drawn_from, abs=0.02)
-    assert (done.asked[2] > 0.0) == (bank == "arrival")
+    counts = [(4, 1, 0), (2, 1, 0)]
+    answer = answer_of_a_round(monkeypatch, [outputs, outputs], counts, bank=bank, last=(0.1, 0.9, 0.0))
+    assert answer == pytest.approx(GEOMETRIC, abs=0.04)
 
 
 @pytest.mark.parametrize("bank", ["exact", "arrival"])
@@ -311,22 +241,163 @@ def test_the_published_label_distribution_is_that_of_this_rounds_counts(bank: st
     ctx, _ = teacher_pairs(1)
     parts = {part: initial_parts(ctx.spec, b"x")[part] for part in SHARED}
     updates = {"a": Update("a", parts, 4, (4, 0, 0)), "b": Update("b", parts, 4, (0, 3, 1))}
-    crossing, state = Crossing(bank, 32, Divergence()), ServerState(Aggregate(parts, (1.0, 0.0, 0.0)))
-    aggregator = CrossedAggregator(Distillation(2, 6, 1e-3, 0.0), crossing, state, ctx, MemorySpill())
+    crossing, state = crossed.Crossing(bank, 32, Divergence()), ServerState(Aggregate(parts, (1.0, 0.0, 0.0)))
+    aggregator = crossed.CrossedAggregator(Distillation(2, 6, 1e-3, 0.0), crossing, state, ctx, MemorySpill())
     aggregate = merged(aggregator, updates)
     assert aggregate.label_distribution == pytest.approx((0.5, 0.375, 0.125))
-
-
-def test_rows_of_an_arrival_bank_weigh_as_much_as_their_label_does_now() -> None:
-    weights = crossed.importance(torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5]), torch.tensor([0, 1, 1]))
-    assert weights.tolist() == [1.5, 0.5, 0.5]
 
 
 def test_fedmd_cg_refuses_a_client_that_does_not_report_its_label_counts() -> None:
     ctx, _ = teacher_pairs(1)
     parts = {part: initial_parts(ctx.spec, b"x")[part] for part in SHARED}
     incomplete = Update("quiet", parts, 4)
-    crossing, state = Crossing("exact", 32, Divergence()), ServerState(Aggregate(parts))
-    aggregator = CrossedAggregator(Distillation(2, 6, 1e-3, 0.0), crossing, state, ctx, MemorySpill())
+    crossing, state = crossed.Crossing("exact", 32, Divergence()), ServerState(Aggregate(parts))
+    aggregator = crossed.CrossedAggregator(Distillation(2, 6, 1e-3, 0.0), crossing, state, ctx, MemorySpill())
     with pytest.raises(ValueError, match="none from quiet"):
         aggregator.finish({"quiet": lambda: incomplete})
+
+
+COUNTS = {"a": (1, 3, 0), "b": (3, 0, 0), "c": (4, 1, 0)}
+
+
+def tensor(counts: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(counts, dtype=torch.float64)
+
+
+def labelled(labels: torch.Tensor) -> Bank:
+    return Bank(torch.zeros(len(labels), 1), labels)
+
+
+def test_a_client_wins_a_label_as_often_as_its_share_of_it_says() -> None:
+    sampling = crossed.ClientSampling(
+        labelled(torch.arange(30_000) % 3), 3, 3, Streams(b"c")
+    )  # 10,000 batches of one row per label
+    for client, counts in COUNTS.items():
+        sampling.enter(client, tensor(counts))
+    winners = [sampling.winner(row) for row in range(30_000)]
+    for label, shares in enumerate(crossed.label_shares(list(COUNTS.values())).t().tolist()):
+        wins = [winners[label::3].count(client) / 10_000 for client in COUNTS]
+        assert wins == pytest.approx(shares, abs=0.015)
+    assert set(winners[2::3]) == {None}
+
+
+def test_rows_of_one_label_in_one_batch_have_one_winner_and_other_batches_draw_anew() -> None:
+    sampling = crossed.ClientSampling(labelled(torch.zeros(400, dtype=torch.int64)), 4, 3, Streams(b"c"))
+    for client, counts in COUNTS.items():
+        sampling.enter(client, tensor(counts))
+    batches = [{sampling.winner(row) for row in range(start, start + 4)} for start in range(0, 400, 4)]
+    assert {len(winners) for winners in batches} == {1}
+    assert len(set.union(*batches)) == 3
+
+
+def test_clients_with_like_labels_win_few_at_a_time_however_many_labels_there_are() -> None:
+    sampling = crossed.ClientSampling(labelled(torch.arange(400) % 40), 40, 40, Streams(b"c"))
+    for number in range(64):
+        sampling.enter(f"c{number}", torch.full((40,), 7.0, dtype=torch.float64))
+    for start in range(0, 400, 40):
+        assert len({sampling.winner(row) for row in range(start, start + 40)}) <= crossed.HEATS
+
+
+def updates_of(pairs: Sequence[Pair]) -> dict[str, Update]:
+    """An update for each pair, of clients a, b, c with different label counts."""
+    return {
+        "abc"[number]: Update("abc"[number], pair.weights(), 4, (1 + number, 3 - number, 1))
+        for number, pair in enumerate(pairs)
+    }
+
+
+@torch.no_grad()
+def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
+    # Three clients, labels 0 and 1 present: nine outcomes, the probability of each the product of two shares.
+    ctx, teachers = teacher_pairs(3)
+    noise = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    bank = Bank(noise, torch.tensor([0, 1, 0, 0, 1, 1]))
+    shares = crossed.label_shares([(1, 3, 0), (3, 0, 0), (4, 1, 0)])
+    logs = [teacher_logits(teacher, bank, ctx).log_softmax(1) for teacher in teachers]
+    mean_log = torch.zeros(6, 3).log_softmax(1)
+    judge = teacher_pairs(1)[1][0]
+    made = judge.generator(bank.noise, bank.labels) * 0.5
+    ours = judge.classifier(made)
+
+    def loss_with(weights: torch.Tensor) -> torch.Tensor:
+        outputs = crossed.outputs_of(
+            [crossed.FrozenTeacher(*each, 6, "cpu") for each in zip(teachers, [bank] * 3, logs, weights, strict=True)],
+            slice(0, 6),
+        )
+        return crossed.crossed_loss(made, ours, mean_log, outputs, judge.classifier, Divergence())
+
+    expected = torch.zeros(6)
+    for zero, one in product(range(3), repeat=2):
+        chance = float(shares[zero, 0] * shares[one, 1])
+        winner = torch.where(bank.labels == 0, zero, one)
+        expected += chance * loss_with(torch.nn.functional.one_hot(winner, 3).t())
+    assert torch.allclose(expected, loss_with(shares[:, bank.labels]), atol=1e-5)
+    assert not torch.allclose(loss_with(shares[:, bank.labels]), loss_with(torch.zeros(3, 6)), atol=1e-5)
+
+
+def counted() -> tuple[crossed.TaughtBank, MemorySpill, list[crossed.TeacherRows], list[Pair]]:
+    ctx, made = teacher_pairs(3)
+    bank, spill = draw_bank(Streams(b"c"), 12, 8, uniform(3)), MemorySpill()
+    taught_bank = crossed.TaughtBank(bank, uniform(3), 6, ctx, Divergence(), sampling=True)
+    for update in updates_of(made).values():
+        kept = {f"classifier/{name}": weight for name, weight in update.parts[Part.CLASSIFIER].items()}
+        spill.put(update.client, {"logits": taught_bank.add(update, None), **kept})
+    return taught_bank, spill, taught_bank.drawn(slice(6, 12), spill), made
+
+
+def test_the_winners_own_features_log_probabilities_and_classifier_are_what_a_batch_gets() -> None:
+    taught_bank, _, outputs, made = counted()
+    bank = taught_bank.bank
+    assert sorted(row for output in outputs for row in output.position.tolist()) == list(range(6))
+    clients = [
+        {taught_bank._sampling.winner(6 + int(row)) for row in output.position}
+        for output in outputs
+        if taught_bank._sampling
+    ]
+    assert clients == sorted(clients, key=str)
+    for names, output in zip(clients, outputs, strict=True):
+        (name,) = names
+        pair, rows = made["abc".index(str(name))], output.position + 6
+        with torch.no_grad():
+            features = pair.generator(bank.noise[rows], bank.labels[rows])
+            assert torch.allclose(output.features, features, atol=1e-6)
+            assert torch.allclose(output.classify(features), pair.classifier(features), atol=1e-6)
+            assert torch.allclose(output.log_teacher, pair.classifier(features).log_softmax(1), atol=1e-5)
+        assert output.weight.tolist() == [1.0] * len(rows)
+
+
+def test_eq_10s_mean_is_weighted_by_shares_of_the_rows_label() -> None:
+    taught_bank, spill, _, _ = counted()
+    shares = crossed.label_shares([(1, 3, 1), (2, 2, 1), (3, 1, 1)])
+    expected = sum(
+        shares[number][taught_bank.bank.labels].unsqueeze(1) * spill.get(client)["logits"].log_softmax(1).double()
+        for number, client in enumerate("abc")
+    )
+    assert isinstance(expected, torch.Tensor)
+    assert torch.allclose(taught_bank.mean().double(), expected, atol=1e-6)
+
+
+def aggregated(exact_clients: int, added: str, present: str = "abc", bank: str = "auto") -> Aggregate:
+    ctx, made = teacher_pairs(3)
+    updates = updates_of(made)
+    initial = ServerState(Aggregate(updates["a"].parts, (0.5, 0.25, 0.25)))
+    crossing = crossed.Crossing(bank, exact_clients, Divergence())
+    merge = crossed.CrossedAggregator(Distillation(4, 6, 1e-3, 0.0), crossing, initial, ctx, MemorySpill())
+    for client in added:
+        merge.add(updates[client])
+    return merge.finish(loaders(updates, *present))[0]
+
+
+def equal(first: Aggregate, second: Aggregate) -> bool:
+    return same_parts(first.parts, second.parts)
+
+
+@pytest.mark.parametrize("exact_clients", [1, 3])
+def test_who_was_added_and_has_no_part_in_the_round_leaves_no_trace(exact_clients: int) -> None:
+    assert equal(aggregated(exact_clients, "cab", "ab"), aggregated(exact_clients, "", "ab"))
+
+
+def test_a_round_of_few_is_that_of_an_exact_bank_and_one_of_many_that_of_arrival() -> None:
+    assert equal(aggregated(3, "abc"), aggregated(3, "abc", bank="exact"))
+    assert equal(aggregated(2, "abc"), aggregated(2, "abc", bank="arrival"))
+    assert not equal(aggregated(2, "abc"), aggregated(2, "abc", bank="exact"))

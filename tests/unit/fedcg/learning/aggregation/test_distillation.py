@@ -1,35 +1,24 @@
-"""The bank, the teachers' ensemble and FedCG's student against hand-worked numbers."""
+"""The bank, the teachers' ensemble, the labels that somebody knows, and FedCG's student against hand-worked numbers."""
 
-import math
 from collections.abc import Mapping
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from fedcg.learning.aggregation import distillation
-from fedcg.learning.aggregation.distillation import (
-    SHARED,
-    Bank,
-    Distillation,
-    Ensemble,
-    EnsembleAggregator,
-    Pair,
-    draw_bank,
-    train_student,
-    uniform,
-)
-from fedcg.learning.method import DivergedError, Update, Weights
+from fedcg.learning.method import Update, Weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import context, quick_spec, teacher_pairs
-from tests.support.learning.stub_networks import ARITHMETIC, PATTERN, Answer, Identity, settled
+from tests.support.learning.learning_cases import context, quick_spec
+from tests.support.learning.networks import ARITHMETIC, PATTERN, Answer, Identity, settled
 
 
 def test_the_ensemble_is_a_data_size_weighted_sum_of_logits() -> None:
     # sizes 1 and 3: (1/4) (4, 0) + (3/4) (0, 4) = (1, 3)
-    ensemble = Ensemble()
+    ensemble = distillation.Ensemble()
     ensemble.add(1, torch.tensor([[4.0, 0.0]]))
     ensemble.add(3, torch.tensor([[0.0, 4.0]]))
     assert ensemble.logits().tolist() == [[1.0, 3.0]]
@@ -37,8 +26,8 @@ def test_the_ensemble_is_a_data_size_weighted_sum_of_logits() -> None:
 
 def test_a_bank_repeats_from_its_streams_and_follows_the_label_distribution() -> None:
     streams = Streams(b"coordinator").at("f", 1, 1)
-    bank = draw_bank(streams, 4000, 3, torch.tensor([0.25, 0.75, 0.0]))
-    again = draw_bank(streams, 4000, 3, torch.tensor([0.25, 0.75, 0.0]))
+    bank = distillation.draw_bank(streams, 4000, 3, torch.tensor([0.25, 0.75, 0.0]))
+    again = distillation.draw_bank(streams, 4000, 3, torch.tensor([0.25, 0.75, 0.0]))
     assert torch.equal(bank.noise, again.noise)
     assert torch.equal(bank.labels, again.labels)
     counts = torch.bincount(bank.labels, minlength=3)
@@ -47,15 +36,11 @@ def test_a_bank_repeats_from_its_streams_and_follows_the_label_distribution() ->
     assert bank.noise.std().item() == pytest.approx(1.0, abs=0.05)
 
 
-def nothing_beside(rows: slice) -> tuple[torch.Tensor, ...]:
-    return ()
-
-
-SETTINGS = Distillation(iterations=600, batch=4, lr=0.02, weight_decay=0.0)
+SETTINGS = distillation.Distillation(iterations=600, batch=4, lr=0.02, weight_decay=0.0)
 
 
 def update(client: str, examples: int = 1, counts: tuple[int, ...] = (1, 1, 1)) -> Update:
-    parts: Mapping[Part, Weights] = {part: {"w": torch.zeros(1)} for part in SHARED}
+    parts: Mapping[Part, Weights] = {part: {"w": torch.zeros(1)} for part in distillation.SHARED}
     return Update(client, parts, examples, counts)
 
 
@@ -78,46 +63,54 @@ def update(client: str, examples: int = 1, counts: tuple[int, ...] = (1, 1, 1)) 
 def test_fedcg_student_settles_where_the_divergence_from_the_weighted_ensemble_is_least(
     monkeypatch: pytest.MonkeyPatch, outputs: Mapping[str, tuple[int, torch.Tensor]], expected: tuple[float, ...]
 ) -> None:
-    student, spill = Pair(Answer(0.0, 0.0, 0.0), Identity()), MemorySpill()
+    student, spill = distillation.Pair(Answer(0.0, 0.0, 0.0), Identity()), MemorySpill()
     monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: student)
-    monkeypatch.setattr(Pair, "weights", lambda self: {})
+    monkeypatch.setattr(distillation.Pair, "weights", lambda self: {})
     for client, (_, logits) in outputs.items():
         spill.put(client, {"logits": logits})
-    aggregator = EnsembleAggregator(SETTINGS, context(quick_spec("fedcg")), spill)
+    aggregator = distillation.EnsembleAggregator(SETTINGS, context(quick_spec("fedcg")), spill)
     aggregator.finish({client: partial(update, client, examples) for client, (examples, _) in outputs.items()})
     assert settled(student) == pytest.approx(expected, abs=0.02)
 
 
-def test_both_networks_of_a_student_are_trained_and_its_batch_norm_sees_its_own_batches() -> None:
-    ctx, (student,) = teacher_pairs(1)
-    before = student.weights()
-    bank = draw_bank(Streams(b"c"), 12, ctx.spec.network.noise_dim, uniform(3))
-    after = train_student(
-        student,
-        bank,
-        Distillation(2, 6, 1e-2, 0.0),
-        ctx,
-        lambda nets, features, logits: logits.square().mean(),
-        nothing_beside,
+def test_labels_that_nobody_has_get_no_probability_and_the_others_share_it() -> None:
+    assert distillation.label_probabilities([(3, 0, 0, 1), (1, 0, 2, 0)], 4).tolist() == pytest.approx(
+        [1 / 3, 0.0, 1 / 3, 1 / 3]
     )
-    for part, name in (
-        (Part.GENERATOR, "body.0.weight"),
-        (Part.GENERATOR, "body.1.running_mean"),
-        (Part.CLASSIFIER, "1.weight"),
-    ):
-        assert not torch.equal(before[part][name], after[part][name])
-    assert after[Part.GENERATOR]["body.1.num_batches_tracked"].item() == 2
+    assert distillation.row_weights([(3, 0), (1, 0)], 2, torch.tensor([0, 1, 1, 0])).tolist() == [2.0, 0.0, 0.0, 2.0]
 
 
-def test_a_student_that_explodes_is_not_returned() -> None:
-    student = Pair(Answer(0.0, 0.0, 0.0), Identity())
-    bank = Bank(torch.zeros(8, 1), torch.zeros(8, dtype=torch.int64))
-    with pytest.raises(DivergedError, match="nan"):
-        train_student(
-            student,
-            bank,
-            Distillation(2, 4, 0.1, 0.0),
-            context(quick_spec("fedcg")),
-            lambda nets, features, logits: logits.sum() * math.nan,
-            nothing_beside,
-        )
+def test_one_client_that_does_not_report_keeps_every_label() -> None:
+    assert distillation.label_probabilities([(3, 0), None], 2).tolist() == [0.5, 0.5]
+    assert distillation.row_weights([None], 2, torch.tensor([0, 1])).tolist() == [1.0, 1.0]
+
+
+def test_with_all_labels_known_every_row_weighs_exactly_one_whatever_the_number_of_classes() -> None:
+    for classes in (3, 7, 10, 49):
+        counts = [tuple([1] * classes)]
+        assert distillation.row_weights(counts, classes, torch.arange(classes)).tolist() == [1.0] * classes
+
+
+def test_no_image_at_all_says_nothing_of_labels() -> None:
+    assert distillation.label_probabilities([(0, 0)], 2).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(("reported", "expected"), [(True, (0.48, 0.48, 0.04)), (False, (0.64, 0.3267, 0.0333))])
+def test_fedcg_distils_only_labels_that_somebody_knows_when_all_of_them_reported(
+    monkeypatch: pytest.MonkeyPatch, *, reported: bool, expected: tuple[float, ...]
+) -> None:
+    # One answer for all rows settles, under KL(teacher ‖ student), at the mean of the teacher's answers to the labels that count:
+    # of labels 0 and 1 ((0.92 + 0.04) / 2, the same, 0.04); of all three with 0.96 in front: (1.92 / 3, 0.98 / 3, 0.1 / 3).
+    answers = torch.tensor([[0.92, 0.04, 0.04], [0.04, 0.92, 0.04], [0.96, 0.02, 0.02]])
+    student = Answer(0.0, 0.0, 0.0)
+    monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: distillation.Pair(student, nn.Identity()))
+    monkeypatch.setattr(distillation.Pair, "weights", lambda self: {})
+    spec = quick_spec("fedcg")
+    spill = MemorySpill()
+    merge = distillation.EnsembleAggregator(distillation.Distillation(600, 4, 0.02, 0.0), context(spec), spill)
+    merge.bank.labels.copy_(torch.arange(2400) % 3)
+    spill.put("a", {"logits": answers.log()[merge.bank.labels]})
+    parts = {part: {"w": torch.zeros(1)} for part in (Part.GENERATOR, Part.CLASSIFIER)}
+    update = Update("a", parts, 4, (2, 2, 0) if reported else None)
+    merge.finish({"a": lambda: update})
+    assert student.value.detach().softmax(0).tolist() == pytest.approx(expected, abs=0.03)

@@ -1,5 +1,10 @@
-"""Folders, arrays, hashes and batches: what becomes of an image before it reaches a network."""
+"""Data sets in folders and array files: read as published, refused by the file's name, hashed, split, and cut into batches."""
 
+import gzip
+import io
+import pickle
+import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +12,315 @@ import pytest
 import torch
 from PIL import Image
 
-from fedcg.learning.data.image_folder import load_folder, normalise, split_by_hash, usable_rows
-from fedcg.learning.data.sources import list_files
+from fedcg.learning.data.array_files import MAX_BYTES, ArrayData
+from fedcg.learning.data.image_folder import load_folder, normalise, read_images, split_by_hash, usable_rows
+from fedcg.learning.data.sources import list_files, read_arrays
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry
 from fedcg.learning.spec import ImageForm
 from fedcg.learning.training.batches import index_blocks
+
+SMALL_GREY = ImageForm(mode="L", height=4, width=4, mean=(0.5,), std=(0.5,))
+SMALL_COLOUR = ImageForm(mode="RGB", height=4, width=4, mean=(0.5,) * 3, std=(0.5,) * 3)
+TEN = tuple("0123456789")
+
+
+def pixels(count: int, *shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def mnist(root: Path, train: np.ndarray, test: np.ndarray, prefix: str = "", test_name: str = "t10k") -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for part, images in (("train", train), (test_name, test)):
+        labels = np.arange(len(images), dtype=np.uint8) % 10
+        (root / f"{prefix}{part}-images-idx3-ubyte").write_bytes(idx(images))
+        (root / f"{prefix}{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
+    return root
+
+
+def read(root: Path) -> ArrayData:
+    data = read_arrays(root)
+    assert data is not None
+    return data
+
+
+def test_idx_files_are_read_plain_and_gzipped(tmp_path: Path) -> None:
+    train, test = pixels(12, 4, 4), pixels(5, 4, 4, seed=1)
+    data = read(mnist(tmp_path, train, test))
+    assert data.test is not None
+    assert np.array_equal(data.train.images, train)
+    assert np.array_equal(data.test.images, test)
+    assert data.train.labels.tolist() == [*range(10), 0, 1]
+
+
+def test_emnist_is_turned_upright_and_its_letters_count_from_zero(tmp_path: Path) -> None:
+    images = pixels(3, 4, 4)
+    mnist(tmp_path, images, images, prefix="emnist-letters-", test_name="test")
+    for part in ("train", "test"):
+        (tmp_path / f"emnist-letters-{part}-labels-idx1-ubyte.gz").write_bytes(
+            gzip.compress(idx(np.array([1, 26, 2], dtype=np.uint8)))
+        )
+    data = read(tmp_path)
+    assert np.array_equal(data.train.images[1], images[1].T)
+    assert data.train.labels.tolist() == [0, 25, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (idx(pixels(3, 4, 4))[:-1], "cut off"),
+        (idx(pixels(3, 4, 4)) + b"x", "longer than declared"),
+        (b"\x00\x00\x08\x03" + struct.pack(">3I", 4_000_000, 4096, 4096), "over the limit"),
+        (b"\x00\x00\x08\x03" + struct.pack(">3I", 0, 4, 4), "holds no image"),
+        (b"\x00\x00\x0d\x03" + b"\x00" * 12, "not an IDX file"),
+        (b"\x00", "not an IDX file"),
+    ],
+)
+def test_a_damaged_or_excessive_idx_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    mnist(tmp_path, pixels(3, 4, 4), pixels(3, 4, 4))
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_arrays(tmp_path)
+    assert str(tmp_path / "train-images-idx3-ubyte") in str(caught.value)
+
+
+def test_a_broken_gzip_missing_labels_a_wrong_count_and_two_sets_are_named(tmp_path: Path) -> None:
+    mnist(tmp_path / "a", pixels(3, 4, 4), pixels(3, 4, 4))
+    labels = tmp_path / "a" / "train-labels-idx1-ubyte.gz"
+    labels.write_bytes(labels.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte\.gz: damaged"):
+        read_arrays(tmp_path / "a")
+    labels.write_bytes(gzip.compress(idx(np.zeros(2, dtype=np.uint8))))
+    with pytest.raises(DataError, match=r"train-labels.*\[2\] labels for the 3 images"):
+        read_arrays(tmp_path / "a")
+    labels.unlink()
+    with pytest.raises(DataError, match="no train-labels"):
+        read_arrays(tmp_path / "a")
+    mnist(tmp_path / "a", pixels(3, 4, 4), pixels(3, 4, 4), prefix="emnist-digits-")
+    with pytest.raises(DataError, match="several sets"):
+        read_arrays(tmp_path / "a")
+
+
+def cifar10_binary(root: Path, planes: np.ndarray, labels: np.ndarray) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    records = np.concatenate([labels[:, None], planes.reshape(len(planes), -1)], axis=1).astype(np.uint8)
+    for name in ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"):
+        (root / name).write_bytes(records.tobytes())
+    (root / "batches.meta.txt").write_text("\n".join(f"class-{label}" for label in range(10)) + "\n\n")
+    return root
+
+
+def test_binary_cifar_10_has_all_batches_colour_last_and_its_class_names(tmp_path: Path) -> None:
+    planes, labels = pixels(3, 3, 32, 32), np.array([7, 0, 9], dtype=np.uint8)
+    data = read(cifar10_binary(tmp_path, planes, labels))
+    assert data.test is not None
+    assert (len(data.train), len(data.test)) == (6, 3)
+    assert np.array_equal(data.train.images[4], planes[1].transpose(1, 2, 0))
+    assert data.train.labels.tolist() == [7, 0, 9, 7, 0, 9]
+    assert data.classes is not None
+    assert data.classes[7] == "class-7"
+
+
+def test_binary_cifar_100_is_read_by_its_fine_labels(tmp_path: Path) -> None:
+    planes = pixels(2, 3, 32, 32)
+    record = b"".join(bytes([19, fine]) + plane.tobytes() for fine, plane in zip((42, 99), planes, strict=True))
+    (tmp_path / "train.bin").write_bytes(record)
+    data = read(tmp_path)
+    assert data.train.labels.tolist() == [42, 99]
+    assert data.test is None
+
+
+def test_a_cut_cifar_batch_is_named(tmp_path: Path) -> None:
+    cifar10_binary(tmp_path, pixels(2, 3, 32, 32), np.array([0, 1], dtype=np.uint8))
+    batch = tmp_path / "data_batch_2.bin"
+    batch.write_bytes(batch.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"data_batch_2\.bin: cut off"):
+        read_arrays(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_cifar_pickles_are_read_without_running_anything_in_them(tmp_path: Path, protocol: int) -> None:
+    planes = pixels(2, 3072)
+    batch = {b"data": planes, b"labels": [3, 5], b"batch_label": b"training batch 1 of 5"}
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps(batch, protocol=protocol))
+    (tmp_path / "batches.meta").write_bytes(pickle.dumps({b"label_names": [b"a", b"b"]}, protocol=protocol))
+    data = read(tmp_path)
+    assert np.array_equal(data.train.images[1], planes[1].reshape(3, 32, 32).transpose(1, 2, 0))
+    assert data.train.labels.tolist() == [3, 5]
+    assert data.classes == ("a", "b")
+
+
+class Exploit:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.target,))
+
+
+def test_a_pickle_that_would_call_something_else_is_refused_and_calls_nothing(tmp_path: Path) -> None:
+    content = pickle.dumps({b"data": Exploit(tmp_path / "owned"), b"labels": [0]}, protocol=2)
+    (tmp_path / "data_batch_1").write_bytes(content)
+    with pytest.raises(DataError, match=r"data_batch_1: not a CIFAR batch .*\.bin"):
+        read_arrays(tmp_path)
+    assert not (tmp_path / "owned").exists()
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": pixels(2, 3072), b"labels": [1]}, protocol=2))
+    with pytest.raises(DataError, match="6144 bytes of pixels for 1 labels"):
+        read_arrays(tmp_path)
+    (tmp_path / "data_batch_1").write_bytes(content[:40])
+    with pytest.raises(DataError, match="data_batch_1"):
+        read_arrays(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("train_images", "train_labels", "test_images", "test_labels"),
+                                   ("x_train", "y_train", "x_test", "y_test")])  # fmt: skip
+def test_an_npz_may_come_in_parts_by_either_naming(tmp_path: Path, names: tuple[str, ...]) -> None:
+    arrays = (pixels(3, 4, 4, 1), np.array([[0], [1], [2]]), pixels(2, 4, 4, 1, seed=1), np.array([[2], [0]]))
+    np.savez_compressed(tmp_path / "d.npz", **dict(zip(names, arrays, strict=True)))  # type: ignore[arg-type]
+    data = read(tmp_path / "d.npz")
+    assert data.test is not None
+    assert data.train.images.shape == (3, 4, 4)
+    assert data.test.labels.tolist() == [2, 0]
+
+
+def npz(path: Path, **members: bytes) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return path
+
+
+def npy(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def header(shape: tuple[int, ...], kind: str = "|u1") -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": kind, "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
+
+
+LABELS = npy(np.zeros(2, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (header((2, 60_000, 60_000)), "over the limit"),  # 7 GB declared in 128 bytes
+        (header((2, 100, 100)), "not what the archive holds"),
+        (header((2, 4, 4), "|O") + b"\x80\x04N.", "objects"),
+        (b"not numpy at all", "not a numpy array"),
+        (npy(np.zeros((2, 4, 4), dtype=np.float32)), "must be uint8"),
+        (npy(np.zeros((2, 4, 4, 2), dtype=np.uint8)), "1 or 3"),
+        (npy(np.zeros((3, 4, 4), dtype=np.uint8)), "labels for the 3 images"),
+    ],
+)
+def test_an_npz_that_is_not_what_it_declares_is_refused_before_memory_is_taken(
+    tmp_path: Path, images: bytes, message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read_arrays(npz(tmp_path / "d.npz", images=images, labels=LABELS))
+    assert "d.npz" in str(caught.value)
+
+
+def test_a_member_that_unpacks_to_more_than_the_limit_is_refused_by_its_declared_size(tmp_path: Path) -> None:
+    path = npz(tmp_path / "bomb.npz", images=header((2, 4, 4)) + bytes(32), labels=LABELS)
+    content = bytearray(path.read_bytes())
+    at = content.rfind(b"PK\x01\x02", 0, content.rfind(b"PK\x01\x02"))  # the directory's entry of `images`
+    content[at + 24 : at + 28] = struct.pack("<I", MAX_BYTES + 1)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"unpacks to {MAX_BYTES + 1} bytes"):
+        read_arrays(path)
+
+
+def test_a_truncated_npz_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", images=pixels(3, 4, 4), labels=np.zeros(3, dtype=np.int64))
+    (tmp_path / "d.npz").write_bytes((tmp_path / "d.npz").read_bytes()[:-30])
+    with pytest.raises(DataError, match=r"d\.npz: not an \.npz, or damaged"):
+        read_arrays(tmp_path / "d.npz")
+    with pytest.raises(DataError, match="no such file"):
+        read_arrays(tmp_path / "gone.npz")
+
+
+@pytest.mark.parametrize("name", ["d.npz", "data_batch_1"])
+def test_whatever_bytes_are_damaged_the_answer_is_data_or_an_error_that_names_the_file(
+    tmp_path: Path, name: str
+) -> None:
+    if name == "d.npz":
+        np.savez_compressed(tmp_path / name, images=pixels(2, 4, 4), labels=np.array([0, 1]))
+    else:
+        (tmp_path / name).write_bytes(pickle.dumps({b"data": pixels(2, 3072), b"labels": [3, 5]}, protocol=2))
+    whole, generator = (tmp_path / name).read_bytes(), np.random.default_rng(0)
+    for _ in range(300):
+        content = bytearray(whole)
+        for at in generator.integers(0, min(len(content), 400), 3):
+            content[at] = generator.integers(256)
+        (tmp_path / name).write_bytes(content)
+        try:
+            read(tmp_path / name if name == "d.npz" else tmp_path)
+        except DataError as error:
+            assert name in str(error)  # noqa: PT017 - some damage leaves a readable file
+
+
+def test_an_agent_reads_arrays_as_files_of_the_same_pixels_part_by_part(tmp_path: Path) -> None:
+    train, test = pixels(12, 4, 4), pixels(5, 4, 4, seed=1)
+    found = read_images(mnist(tmp_path, train, test), TEN, SMALL_GREY)
+    assert np.array_equal(found.images.images[:12, 0].numpy(), train)
+    assert [entry.path for entry in found.entries[11:13]] == [
+        "train/train-images-idx3-ubyte#11",
+        "test/t10k-images-idx3-ubyte#0",
+    ]
+    chosen, _ = load_folder(tmp_path, TEN, SMALL_GREY, subset=["test/t10k-images-idx3-ubyte#4"])
+    assert np.array_equal(chosen.images[0, 0].numpy(), test[4])
+    with pytest.raises(DataError, match=r"label 9; labels must lie in 0\.\.4"):
+        read_images(tmp_path, TEN[:5], SMALL_GREY)
+
+
+def test_grey_arrays_become_colour_where_the_spec_asks_for_it(tmp_path: Path) -> None:
+    train = pixels(2, 4, 4)
+    found = read_images(mnist(tmp_path, train, train), TEN, SMALL_COLOUR)
+    assert found.images.images.shape == (4, 3, 4, 4)
+    assert all(np.array_equal(plane.numpy(), train[0]) for plane in found.images.images[0])
+
+
+class Mine(torch.utils.data.Dataset[tuple[torch.Tensor, str]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, str]:
+        return torch.full((1, 4, 4), row, dtype=torch.uint8), "dog" if row % 2 else "cat"
+
+
+class Point:
+    def __init__(self, made: object) -> None:
+        self.name, self.made = "mine", made
+
+    def load(self) -> object:
+        return lambda: self.made
+
+
+def test_a_torch_dataset_of_ones_own_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = [Mine()]
+    monkeypatch.setattr("fedcg.learning.data.sources.entry_points", lambda group: [Point(given[-1])])
+    found = read_images(tmp_path / "dataset:mine", ("cat", "dog"), SMALL_GREY)
+    assert found.images.labels.tolist() == [0, 1, 0, 1]
+    assert found.images.images[3, 0].unique().tolist() == [3]
+    given.append({"train": Mine(), "test": Mine()})
+    assert read_images(Path("dataset:mine"), ("cat", "dog"), SMALL_GREY).entries[4].path == "test/dataset:mine#0"
+    with pytest.raises(DataError, match="no class 'dog'"):
+        read_images(Path("dataset:mine"), ("cat", "cow"), SMALL_GREY)
+    given.append([(torch.zeros(1, 4, 4), 0)])
+    with pytest.raises(DataError, match="no floats"):
+        read_images(Path("dataset:mine"), ("cat", "dog"), SMALL_GREY)
+    with pytest.raises(DataError, match="dataset:yours: no entry point"):
+        read_images(Path("dataset:yours"), ("cat", "dog"), SMALL_GREY)
+
 
 GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
 COLOUR = ImageForm(mode="RGB", height=16, width=12, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))

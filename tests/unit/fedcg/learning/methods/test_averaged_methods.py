@@ -8,32 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import AverageAggregator, WithMomentum
+from fedcg.learning.aggregation.averaging import with_momentum
 from fedcg.learning.aggregation.distillation import Bank, draw_bank
 from fedcg.learning.errors import DataError, PrivacyError
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.methods import feddf, fedgen, fedprox
 from fedcg.learning.networks import load_part
-from fedcg.learning.networks.plans import complete_spec, initial_parts
+from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
-from fedcg.learning.spec import ImageForm, NetworkChoice, ParameterValue
+from fedcg.learning.spec import ParameterValue
 from fedcg.learning.training.classification import with_downloaded_classifier
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import (
-    aggregator_of,
-    bright_images,
-    context,
-    loaders,
-    local_round_of,
-    merged,
-    plan,
-    quick_spec,
-    same,
-)
-from tests.support.learning.stub_networks import FIRST, SECOND, Scale, drawn, on_labels
+from tests.support.learning import learning_cases as cases
+from tests.support.learning.networks import ARITHMETIC, FIRST, SECOND, Scale, drawn, on_labels
 
 STILL = 1e-30  # a learning rate at which nothing moves, so that a student's start shows
 SHARING = [name for name in method_names() if get_method(name).payload.up - {Part.STATISTICS}]
@@ -57,17 +47,17 @@ def test_the_average_is_weighted_over_the_clients_that_are_present(name: str) ->
     still: dict[str, ParameterValue] = {"weight_decay": 0.0}
     if "server_lr" in get_method(name).params_type.model_fields:
         still |= {"server_lr": STILL, "server_iterations": 1}
-    spec, method = quick_spec(name, **still), get_method(name)
+    spec, method = cases.quick_spec(name, **still), get_method(name)
     start = initial_parts(spec, b"cohort")
     up = {part: start[part] for part in method.payload.up}
     updates = {
         client: Update(client, shifted(up, shift), images, (images, 0, 0))
         for client, shift, images in (("a", 1.0, 1), ("b", 5.0, 3), ("c", 50.0, 96))
     }
-    merge = aggregator_of(spec)
+    merge = cases.aggregator_of(spec)
     merge.add(updates["c"])
     merge.add(updates["b"])
-    aggregate, _ = merge.finish(loaders(updates, "a", "b"))
+    aggregate, _ = merge.finish(cases.loaders(updates, "a", "b"))
     for part in method.payload.up - {Part.STATISTICS}:  # sums have tests of their own
         for key, tensor in aggregate.parts[part].items():
             statistic = (
@@ -77,22 +67,6 @@ def test_the_average_is_weighted_over_the_clients_that_are_present(name: str) ->
                 assert torch.allclose(tensor, start[part][key] + 4.0, atol=1e-5), key
             elif not tensor.is_floating_point():
                 assert tensor.item() in (5, 6), key
-
-
-def test_an_averaged_batch_norm_keeps_float_statistics_and_whole_counters() -> None:
-    form = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.5,) * 3)
-    spec = complete_spec(plan("fedavg", NetworkChoice(split="mobilenet_v3_small@features.1"), form))
-    start = initial_parts(spec, b"cohort")
-    updates = {
-        client: Update(client, shifted(start, shift), images)
-        for client, shift, images in (("a", 1.0, 1), ("b", 5.0, 3))
-    }
-    extractor = merged(aggregator_of(spec), updates).parts[Part.EXTRACTOR]
-    statistics = {key for key in extractor if key.endswith("running_var")}
-    counters = {key for key in extractor if key.endswith("num_batches_tracked")}
-    assert len(statistics) == len(counters) > 1
-    assert all(torch.allclose(extractor[key], start[Part.EXTRACTOR][key] + 4.0) for key in statistics)
-    assert all(extractor[key].dtype == torch.int64 and extractor[key].item() == 5 for key in counters)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +82,7 @@ def test_an_averaged_batch_norm_keeps_float_statistics_and_whole_counters() -> N
     ],
 )
 def test_a_client_trains_from_what_came_down_and_from_what_it_kept(name: str, up: set[Part], kept: set[Part]) -> None:
-    spec, method = quick_spec(name, lr=STILL, weight_decay=0.0), get_method(name)
+    spec, method = cases.quick_spec(name, lr=STILL, weight_decay=0.0), get_method(name)
     assert set(method.payload.up) == up
     assert set(method.payload.private) == kept
     assert set(method.payload.down) == (up | {Part.GENERATOR} if name == "fedgen" else up)
@@ -116,16 +90,16 @@ def test_a_client_trains_from_what_came_down_and_from_what_it_kept(name: str, up
     own, came = shifted(initial, 0.01), shifted(initial, 0.02)
     state = method.init_client(spec, own)
     incoming = Aggregate({part: came[part] for part in method.payload.down})
-    result = method.local_round(state, bright_images(24, 0), incoming, context(spec))
+    result = method.local_round(state, cases.bright_images(24, 0), incoming, cases.context(spec))
     for part, weights in result.private.parts.items():
-        assert same(weights, (own if part in kept else came)[part]), part
+        assert cases.same(weights, (own if part in kept else came)[part]), part
 
 
 def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_parameters() -> None:
     # Six weights of the extractor move by 0.5 and two of the classifier by -1: 0.8 / 2 * (6 * 0.25 + 2 * 1) = 1.4
     extractor, classifier = nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)
     nets = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier}
-    ctx = context(quick_spec("fedprox"))
+    ctx = cases.context(cases.quick_spec("fedprox"))
     term = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
     penalty = on_labels(term, [0, 1], extractor=extractor, classifier=classifier)
     assert term is not None
@@ -146,7 +120,7 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
 
 def test_the_auxiliary_loss_is_the_cross_entropy_through_the_classifier_as_it_came_down() -> None:
     # Logits are the features times the weight: of (1, 0) with weight 2, (2, 0), so class 0 has the loss log(1 + e^-2).
-    classifier, ctx = Scale(2.0), replace(context(quick_spec("fedsplit")), round=2)
+    classifier, ctx = Scale(2.0), replace(cases.context(cases.quick_spec("fedsplit")), round=2)
     features = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
     term = with_downloaded_classifier(None, classifier, 0.5, ctx)
     penalty = on_labels(term, [0, 1], classifier=classifier)
@@ -165,7 +139,7 @@ def test_the_auxiliary_loss_is_the_cross_entropy_through_the_classifier_as_it_ca
 def test_the_auxiliary_loss_stands_beside_a_methods_own_penalty() -> None:
     extractor = nn.Linear(3, 2, bias=False)
     nets = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: Scale(2.0)}
-    ctx = replace(context(quick_spec("fedprox")), round=2)
+    ctx = replace(cases.context(cases.quick_spec("fedprox")), round=2)
     own = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
     term = with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)
     both = on_labels(term, [0, 1], extractor=extractor, classifier=nets[Part.CLASSIFIER])
@@ -178,7 +152,7 @@ def test_the_auxiliary_loss_stands_beside_a_methods_own_penalty() -> None:
 def test_a_penalty_on_weights_beside_the_auxiliary_loss_can_not_be_had_with_dp_sgd() -> None:
     nets = {Part.EXTRACTOR: nn.Linear(3, 2), Part.CLASSIFIER: nn.Linear(2, 2)}
     private = PrivacySettings(dp_sgd=DpSgdSettings(noise_multiplier=1.0, clip=1.0))
-    ctx = replace(context(quick_spec("fedprox")), round=2, privacy=private)
+    ctx = replace(cases.context(cases.quick_spec("fedprox")), round=2, privacy=private)
     own = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
     with pytest.raises(PrivacyError, match="aux"):
         with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)
@@ -186,57 +160,52 @@ def test_a_penalty_on_weights_beside_the_auxiliary_loss_can_not_be_had_with_dp_s
 
 @pytest.mark.parametrize("name", ["fedsplit", "fedavg", "fedcg"])
 def test_the_auxiliary_loss_changes_a_round_from_the_second_on(name: str) -> None:
-    data, results = bright_images(24, 0), {}
+    data, results = cases.bright_images(24, 0), {}
     for aux in (0.0, 1.0):
-        spec = quick_spec(name, aux=aux)
+        spec = cases.quick_spec(name, aux=aux)
         method = get_method(name)
         initial = initial_parts(spec, b"cohort")
         came = Aggregate({part: shifted(initial, 0.02)[part] for part in method.payload.down})
         for number in (1, 2):
-            ctx = replace(context(spec), round=number)
+            ctx = replace(cases.context(spec), round=number)
             results[aux, number] = method.local_round(method.init_client(spec, initial), data, came, ctx).private.parts
     extractors = {key: parts[Part.EXTRACTOR] for key, parts in results.items()}
-    assert same(extractors[0.0, 1], extractors[1.0, 1])
-    assert not same(extractors[0.0, 2], extractors[1.0, 2])
+    assert cases.same(extractors[0.0, 1], extractors[1.0, 1])
+    assert not cases.same(extractors[0.0, 2], extractors[1.0, 2])
 
 
 def test_an_averaged_classifier_goes_on_in_the_direction_of_the_rounds_before() -> None:
     # From 1: the average is 2, so v = 1 and the classifier 2. Then the average is 3: v = 1 + 0.3 * 1 = 1.3, the classifier 2 + 1.3 = 3.3.
-    state = ServerState(Aggregate({Part.CLASSIFIER: {"w": torch.tensor([1.0]), "n": torch.tensor(1)}}))
-    seen = []
-    for value in (2.0, 3.0):
-        merge = WithMomentum(AverageAggregator(frozenset({Part.CLASSIFIER}), MemorySpill()), state, 0.3)
-        update = Update("a", {Part.CLASSIFIER: {"w": torch.tensor([value]), "n": torch.tensor(7)}}, 5)
-        merge.add(update)
-        aggregate, state = merge.finish({"a": lambda update=update: update})  # type: ignore[misc]
-        seen.append(aggregate.parts[Part.CLASSIFIER]["w"].item())
-        assert aggregate.parts[Part.CLASSIFIER]["n"].item() == 7
+    def classifier(value: float, counter: int) -> Aggregate:
+        return Aggregate({Part.CLASSIFIER: {"w": torch.tensor([value]), "n": torch.tensor(counter)}})
+
+    state, seen = ServerState(classifier(1.0, 1)), []
+    for average in (2.0, 3.0):
+        aggregate, state = with_momentum(classifier(average, 7), state, 0.3)
         assert state.aggregate is aggregate
+        assert aggregate.parts[Part.CLASSIFIER]["n"].item() == 7
+        seen.append(aggregate.parts[Part.CLASSIFIER]["w"].item())
     assert seen == pytest.approx([2.0, 3.3])
 
 
 def test_momentum_is_of_the_classifier_alone_and_kept_with_the_round() -> None:
-    spec = quick_spec("fedavg", server_momentum=0.5)
-    start = initial_parts(spec, b"cohort")
-    merge = aggregator_of(spec)
-    updates = {"a": Update("a", shifted(start, 2.0), 3)}
-    merge.add(updates["a"])
-    aggregate, state = merge.finish(loaders(updates, "a"))
-    assert state.extras["velocity"].keys() == aggregate.parts[Part.CLASSIFIER].keys()
-    again = get_method("fedavg").aggregator(state, replace(context(spec), round=2), MemorySpill())
-    again.add(Update("a", shifted(start, 3.0), 3))
-    second, _ = again.finish(loaders({"a": Update("a", shifted(start, 3.0), 3)}, "a"))
+    spec = cases.quick_spec("fedavg", server_momentum=0.5)
+    start, method = initial_parts(spec, b"cohort"), get_method("fedavg")
+    state = method.init_server(spec, start)
+    for number, shift in ((1, 2.0), (2, 3.0)):
+        updates = {"a": Update("a", shifted(start, shift), 3)}
+        _, state = method.aggregator(state, cases.context(spec, number), MemorySpill()).finish(cases.loaders(updates))
     for part, moved in ((Part.EXTRACTOR, 3.0), (Part.CLASSIFIER, 4.0)):  # 2 + (1 + 0.5 * 2)
-        for name, tensor in second.parts[part].items():
+        for name, tensor in state.aggregate.parts[part].items():
             assert torch.allclose(tensor, start[part][name] + moved, atol=1e-5), name
 
 
 def test_fedprox_without_its_term_is_fedavg_and_with_it_stays_near_the_download() -> None:
-    data, results = bright_images(24, 0), {}
+    data, results = cases.bright_images(24, 0), {}
     for name, params in (("fedavg", {}), ("fedprox", {"mu": 0.0}), ("fedprox", {"mu": 10.0})):
-        spec = quick_spec(name, **params)
+        spec = cases.quick_spec(name, **params)
         came = initial_parts(spec.model_copy(update={"seed": 99}), b"other")
-        result = local_round_of(spec, data, Aggregate(came))
+        result = cases.local_round_of(spec, data, Aggregate(came))
         moved = [
             (result.shared.parts[part][key] - came[part][key]).square().sum() for part in came for key in came[part]
         ]
@@ -268,37 +237,41 @@ def distilled(monkeypatch: pytest.MonkeyPatch, spilled: Mapping[str, tuple[torch
     """The one answer that FedDF's student settles on, from clients' logits on four public images and their sizes."""
     nets = {Part.EXTRACTOR: Flat(), Part.CLASSIFIER: Same()}
     monkeypatch.setattr(feddf, "load_part", lambda spec, part, weights, device: nets[part])
-    spec = quick_spec("feddf", server_iterations=600, server_lr=0.02, weight_decay=0.0)
+    spec = cases.quick_spec("feddf", server_iterations=600, server_lr=0.02, weight_decay=0.0)
     spill = MemorySpill()
     for client, (logits, _) in spilled.items():
         spill.put(client, {"logits": logits})
-    ctx = replace(context(spec), public=bright_images(4, 0).images)
+    ctx = replace(cases.context(spec), public=cases.bright_images(4, 0).images)
     empty: Mapping[Part, Weights] = {part: {"w": torch.zeros(1)} for part in nets}
     updates = {client: Update(client, empty, size) for client, (_, size) in spilled.items()}
     merge = feddf.PublicEnsembleAggregator(get_method("feddf").init_server(spec, initial_parts(spec, b"c")), ctx, spill)
-    merge.finish(loaders(updates))
+    merge.finish(cases.loaders(updates))
     return list(nets[Part.CLASSIFIER](torch.zeros(1, 1)).softmax(1)[0].tolist())
 
 
-def test_feddf_settles_where_the_divergence_from_the_ensemble_to_the_student_is_least(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("spilled", "answer"),
+    [
+        # One answer to three images of FIRST and one of SECOND: KL(ensemble || student) is least at the arithmetic mean;
+        # KL(student || ensemble) would settle at the normalised geometric one, (0.75, 0.125, 0.125).
+        ({"a": (torch.tensor([FIRST, FIRST, SECOND, FIRST]).log(), 5)}, ARITHMETIC),
+        # 1 and 3 images, logits (4, 0, 0) and (0, 4, 0): softmax (1, 3, 0) = (e, e^3, 1) / 23.8038 = (0.1142, 0.8438, 0.0420)
+        (
+            {"a": (torch.tensor([[4.0, 0.0, 0.0]] * 4), 1), "b": (torch.tensor([[0.0, 4.0, 0.0]] * 4), 3)},
+            (0.1142, 0.8438, 0.0420),
+        ),
+    ],
+    ids=["the direction of the divergence", "weights by images"],
+)
+def test_feddf_settles_where_the_divergence_from_the_weighted_ensemble_to_the_student_is_least(
+    monkeypatch: pytest.MonkeyPatch, spilled: Mapping[str, tuple[torch.Tensor, int]], answer: tuple[float, ...]
 ) -> None:
-    # One answer to three images of FIRST and one of SECOND: KL(ensemble || student) is least at the arithmetic mean
-    # (0.7, 0.15, 0.15); KL(student || ensemble) would settle at the normalised geometric one, (0.75, 0.125, 0.125).
-    pattern = torch.tensor([FIRST, FIRST, SECOND, FIRST]).log()
-    assert distilled(monkeypatch, {"a": (pattern, 5)}) == pytest.approx((0.7, 0.15, 0.15), abs=0.02)
-
-
-def test_feddf_weighs_the_logits_of_its_teachers_by_their_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 1 and 3 images, logits (4, 0, 0) and (0, 4, 0): softmax (1, 3, 0) = (e, e^3, 1) / 23.8038 = (0.1142, 0.8438, 0.0420)
-    first, second = (torch.tensor([row]).repeat(4, 1) for row in ((4.0, 0.0, 0.0), (0.0, 4.0, 0.0)))
-    answer = distilled(monkeypatch, {"a": (first, 1), "b": (second, 3)})
-    assert answer == pytest.approx((0.1142, 0.8438, 0.0420), abs=0.02)
+    assert distilled(monkeypatch, spilled) == pytest.approx(answer, abs=0.02)
 
 
 def test_a_teacher_of_feddf_answers_for_the_public_images_that_the_round_uses_normalised_and_in_eval_mode() -> None:
-    spec, method = quick_spec("feddf", server_iterations=1, server_batch=4), get_method("feddf")
-    ctx, spill, start = context(spec, root=b"coordinator"), MemorySpill(), initial_parts(spec, b"cohort")
+    spec, method = cases.quick_spec("feddf", server_iterations=1, server_batch=4), get_method("feddf")
+    ctx, spill, start = cases.context(spec, root=b"coordinator"), MemorySpill(), initial_parts(spec, b"cohort")
     merge = method.aggregator(method.init_server(spec, start), ctx, spill)
     merge.add(Update("a", start, 3))
     used = feddf.public_order(10, 4, ctx.streams).unique()
@@ -317,10 +290,10 @@ def test_public_images_come_in_shuffled_epochs() -> None:
 
 
 def test_feddf_without_public_images_says_what_to_configure() -> None:
-    spec = quick_spec("feddf")
+    spec = cases.quick_spec("feddf")
     for nothing in (None, torch.zeros(0, 1, 16, 16, dtype=torch.uint8)):
         with pytest.raises(DataError, match=r"aggregation\.public_data"):
-            aggregator_of(spec, replace(context(spec), public=nothing))
+            cases.aggregator_of(spec, replace(cases.context(spec), public=nothing))
 
 
 class Answer(nn.Module):
@@ -352,10 +325,10 @@ def test_fedgens_generator_is_judged_by_the_weighted_sum_of_the_clients_logits_a
 
 
 def test_fedgens_generator_learns_what_the_clients_classifiers_recognise() -> None:
-    spec = quick_spec("fedgen", server_iterations=120, server_lr=0.01, diversity=0.0)
+    spec = cases.quick_spec("fedgen", server_iterations=120, server_lr=0.01, diversity=0.0)
     start = initial_parts(spec, b"cohort")
     updates = {client: Update(client, {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4) for client in ("a", "b")}
-    aggregate, server = aggregator_of(spec).finish(loaders(updates))
+    aggregate, server = cases.aggregator_of(spec).finish(cases.loaders(updates))
     noise, labels = torch.randn(60, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
     classifier = load_part(spec, Part.CLASSIFIER, start[Part.CLASSIFIER]).eval()
     losses = []
@@ -363,7 +336,7 @@ def test_fedgens_generator_learns_what_the_clients_classifiers_recognise() -> No
         generator = load_part(spec, Part.GENERATOR, weights).eval()
         losses.append(nn.functional.cross_entropy(classifier(generator(noise, labels)), labels).item())
     assert losses[1] < 0.6 * losses[0]
-    assert same(server.aggregate.parts[Part.GENERATOR], aggregate.parts[Part.GENERATOR])
+    assert cases.same(server.aggregate.parts[Part.GENERATOR], aggregate.parts[Part.GENERATOR])
     for key, tensor in aggregate.parts[Part.CLASSIFIER].items():
         assert torch.allclose(tensor, start[Part.CLASSIFIER][key], atol=1e-6), key
 
@@ -379,36 +352,31 @@ def test_fedgens_generator_is_not_asked_for_a_label_that_nobody_has(
         return banks[-1]
 
     monkeypatch.setattr(fedgen, "draw_bank", noted)
-    spec = quick_spec("fedgen", server_iterations=20)
+    spec = cases.quick_spec("fedgen", server_iterations=20)
     start = initial_parts(spec, b"cohort")
     updates = {
         "a": Update("a", {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4, (4, 0, 0)),
         "b": Update("b", {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4, counts),
     }
-    merged(aggregator_of(spec), updates, ())
+    cases.merged(cases.aggregator_of(spec), updates, ())
     assert set(banks[0].labels.tolist()) == asked
 
 
 def test_fedgens_clients_replay_classes_that_they_lack_when_labels_are_drawn_from_all() -> None:
     # Of 400 rows, all of label 1, about a third each become 0, 1 and 2.
-    spec = quick_spec("fedgen")
+    spec = cases.quick_spec("fedgen")
     nets = {Part.GENERATOR: Answer(*[(0.0, math.log(3.0))] * 400), Part.CLASSIFIER: Scale(1.0)}
-    uniform = fedgen.replay_penalty(nets, fedgen.FedgenParams(replay_labels="uniform"), context(spec))
+    uniform = fedgen.replay_penalty(nets, fedgen.FedgenParams(replay_labels="uniform"), cases.context(spec))
     _, labels = drawn(uniform, [1] * 400)
     counts = torch.bincount(labels, minlength=spec.class_count)
     assert all(counts > 400 / spec.class_count * 0.7)
-    _, kept = drawn(fedgen.replay_penalty(nets, fedgen.FedgenParams(), context(spec)), [1] * 400)
+    _, kept = drawn(fedgen.replay_penalty(nets, fedgen.FedgenParams(), cases.context(spec)), [1] * 400)
     assert kept.tolist() == [1] * 400
-
-
-def test_a_spec_of_fedgen_keeps_its_digest_unless_labels_are_drawn_from_all() -> None:
-    assert "replay_labels" not in quick_spec("fedgen").params
-    assert quick_spec("fedgen", replay_labels="uniform").params["replay_labels"] == "uniform"
 
 
 def test_fedgens_clients_learn_from_generated_features_of_their_own_labels() -> None:
     # The generator answers (0, ln 3): a classifier "times 1" gives label 1 a probability of 3/4 and label 0 of 1/4.
-    params, ctx = fedgen.FedgenParams(replay=0.5), context(quick_spec("fedgen"))
+    params, ctx = fedgen.FedgenParams(replay=0.5), cases.context(cases.quick_spec("fedgen"))
     classifier = Scale(1.0)
     nets = {Part.GENERATOR: Answer((0.0, math.log(3.0)), (0.0, math.log(3.0))), Part.CLASSIFIER: classifier}
     penalty = on_labels(fedgen.replay_penalty(nets, params, ctx), [1, 0], classifier=classifier)

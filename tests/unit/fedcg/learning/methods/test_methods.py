@@ -1,5 +1,7 @@
-"""The laws that every method keeps."""
+"""The laws that every method keeps, and the example in docs/adding-a-method.md, installed as a user's own package."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -7,38 +9,30 @@ from pathlib import Path
 import pytest
 import torch
 
+from edge_client.config import PolicySection
+from edge_client.firewall import check_spec
+from fedcg.learning import methods, registry
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.errors import DataError, UnknownMethodError
+from fedcg.learning.errors import DataError, ExtensionError, NetworkError, UnknownMethodError
 from fedcg.learning.method import Aggregate, Callbacks, DivergedError, LabelCounts, LocalResult, TrainingParams
-from fedcg.learning.networks import load_part
-from fedcg.learning.networks.plans import initial_parts, shadow_spec
+from fedcg.learning.networks.plans import initial_parts, method_layouts, shadow_spec
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.simulation.simulation import update_of
+from fedcg.learning.simulation.simulation import Schedule, simulate, update_of
 from fedcg.learning.spec import ParameterValue
-from fedcg.learning.training.batches import extract_features, index_blocks, steps_of
-from fedcg.learning.training.classification import Penalty, train_classifier
-from fedcg.wire.parts import Part
+from fedcg.learning.training.batches import index_blocks, steps_of
+from fedcg.wire.messages.schemas import DeclineReason
+from fedcg.wire.parts import Part, TensorLayout
 from tests.support.installed import importable, register
-from tests.support.learning.learning_cases import (
-    aggregator_of,
-    bright_images,
-    context,
-    local_round_of,
-    merged,
-    quick_spec,
-    round_of_one_client,
-    same,
-    same_parts,
-)
+from tests.support.learning import learning_cases as cases
 
 METHODS = method_names()
 
 
 def one_round(name: str, seed: int = 0, round_number: int = 2, **params: ParameterValue) -> LocalResult:
-    spec = quick_spec(name, augment_flip=True, **params)
+    spec = cases.quick_spec(name, augment_flip=True, **params)
     incoming = get_method(name).init_server(spec, initial_parts(spec, b"cohort")).aggregate
-    ctx = context(spec, round_number, f"device {seed}".encode())
-    return local_round_of(spec, bright_images(25 + 6 * seed, seed, form=spec.image), incoming, ctx)
+    ctx = cases.context(spec, round_number, f"device {seed}".encode())
+    return cases.local_round_of(spec, cases.bright_images(25 + 6 * seed, seed, form=spec.image), incoming, ctx)
 
 
 def all_tensors(result: LocalResult) -> dict[str, torch.Tensor]:
@@ -54,7 +48,7 @@ def test_a_local_round_repeats_bit_for_bit_whatever_the_global_random_state(name
     before = torch.get_rng_state()
     second = one_round(name)
     assert torch.equal(torch.get_rng_state(), before)
-    assert same(all_tensors(first), all_tensors(second))
+    assert cases.same(all_tensors(first), all_tensors(second))
     assert first.report == second.report
 
 
@@ -71,18 +65,18 @@ def test_shared_and_private_results_hold_what_the_method_says_in_storage_of_thei
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data(name: str) -> None:
-    spec = quick_spec(name)
+    spec = cases.quick_spec(name)
     method, initial = get_method(name), initial_parts(spec, b"cohort")
-    data = bright_images(24, 0, form=spec.image)
+    data = cases.bright_images(24, 0, form=spec.image)
     state, incoming = method.init_client(spec, initial), method.init_server(spec, initial).aggregate
     images = data.images.clone()
-    result = method.local_round(state, data, incoming, context(spec))
+    result = method.local_round(state, data, incoming, cases.context(spec))
     untouched = initial_parts(spec, b"cohort")
     for parts in (state.parts, incoming.parts):
-        assert all(same(weights, untouched[part]) for part, weights in parts.items())
+        assert all(cases.same(weights, untouched[part]) for part, weights in parts.items())
     assert torch.equal(data.images, images)
     assert not any(
-        same(result.private.parts[part], untouched[part]) for part in method.payload.up | method.payload.private
+        cases.same(result.private.parts[part], untouched[part]) for part in method.payload.up | method.payload.private
     )
 
 
@@ -96,17 +90,17 @@ def test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data(
 def test_the_order_of_arrival_and_a_restart_never_change_the_aggregate(
     name: str, params: dict[str, ParameterValue]
 ) -> None:
-    spec = quick_spec(name, **params)
+    spec = cases.quick_spec(name, **params)
     updates = {f"c{seed}": update_of(f"c{seed}", one_round(name, seed)) for seed in range(3)}
     outcomes = []
     for arrived in [*permutations(updates), ("c1",)]:
         twice = [client for client in arrived for _ in range(2)]
         outcomes.append(
-            merged(aggregator_of(spec), {client: updates[client] for client in (*arrived, *updates)}, twice)
+            cases.merged(cases.aggregator_of(spec), {client: updates[client] for client in (*arrived, *updates)}, twice)
         )
     for other in outcomes[1:]:
         assert other.label_distribution == outcomes[0].label_distribution
-        assert same_parts(other.parts, outcomes[0].parts)
+        assert cases.same_parts(other.parts, outcomes[0].parts)
     assert frozenset(outcomes[0].parts) == get_method(name).payload.down
 
 
@@ -119,43 +113,7 @@ def test_a_loss_that_is_not_finite_ends_the_round(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_one_image_is_not_enough(name: str) -> None:
     with pytest.raises(DataError, match="at least 2"):
-        local_round_of(quick_spec(name), bright_images(1, 0, form=quick_spec(name).image))
-
-
-OWN = '''
-"""PPIDSG, for colour images that are not square, beside a convolutional generator; anything else is refused."""
-from dataclasses import replace
-
-from fedcg.learning.method import Example, Needs
-from fedcg.learning.methods import ppidsg
-from fedcg.learning.spec import ImageForm, NetworkChoice
-
-EXAMPLE = Example(
-    NetworkChoice(split="image_small", generator="conv_small"),
-    ImageForm(mode="RGB", height=12, width=16, mean=(0.5,) * 3, std=(0.5,) * 3),
-)
-
-
-def networks(spec):
-    return "" if (spec.network, spec.image) == (EXAMPLE.network, EXAMPLE.image) else "this is not the example"
-
-
-METHOD = replace(ppidsg.METHOD, name="ours", example=EXAMPLE, needs=Needs(networks=networks))
-'''
-
-
-def test_the_laws_are_tested_with_the_networks_and_images_that_an_installed_method_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder in importable(tmp_path, monkeypatch):
-        (folder / "our_method.py").write_text(OWN)
-        register(folder, "ours", "fedcg.methods", "ours", "our_method:METHOD")
-        test_a_local_round_repeats_bit_for_bit_whatever_the_global_random_state("ours")
-        test_shared_and_private_results_hold_what_the_method_says_in_storage_of_their_own("ours")
-        test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data("ours")
-        test_the_order_of_arrival_and_a_restart_never_change_the_aggregate("ours", {})
-        test_a_loss_that_is_not_finite_ends_the_round("ours")
-        test_one_image_is_not_enough("ours")
+        cases.local_round_of(cases.quick_spec(name), cases.bright_images(1, 0, form=cases.quick_spec(name).image))
 
 
 def test_an_unknown_method_is_answered_with_the_names_there_are() -> None:
@@ -166,10 +124,10 @@ def test_an_unknown_method_is_answered_with_the_names_there_are() -> None:
 @pytest.mark.parametrize("name", ["fedcg", "fedmd_cg"])
 def test_in_the_first_round_a_client_trains_exactly_as_its_shadow(name: str) -> None:
     result = one_round(name, round_number=1)
-    spec = shadow_spec(quick_spec(name, augment_flip=True))
-    alone = local_round_of(spec, bright_images(25, 0), ctx=context(spec, 1, b"device 0"))
+    spec = shadow_spec(cases.quick_spec(name, augment_flip=True))
+    alone = cases.local_round_of(spec, cases.bright_images(25, 0), ctx=cases.context(spec, 1, b"device 0"))
     for part in (Part.EXTRACTOR, Part.CLASSIFIER):
-        assert same(result.private.parts[part], alone.private.parts[part])
+        assert cases.same(result.private.parts[part], alone.private.parts[part])
 
 
 def test_steps_override_epochs_and_an_odd_last_batch_counts() -> None:
@@ -182,11 +140,11 @@ def test_steps_override_epochs_and_an_odd_last_batch_counts() -> None:
 
 def test_fedcg_loads_both_shared_parts_and_fedmd_cg_only_the_classifier() -> None:
     for name, changed in (("fedcg", True), ("fedmd_cg", False)):
-        spec = quick_spec(name, gan_lr=1e-12) if name == "fedcg" else quick_spec(name, generator_lr=1e-12)
+        spec = cases.quick_spec(name, gan_lr=1e-12) if name == "fedcg" else cases.quick_spec(name, generator_lr=1e-12)
         initial = initial_parts(spec, b"cohort")
         other = initial_parts(spec.model_copy(update={"seed": 99}), b"cohort")
         incoming = Aggregate({part: other[part] for part in (Part.GENERATOR, Part.CLASSIFIER)})
-        result = local_round_of(spec, bright_images(24, 0), incoming)
+        result = cases.local_round_of(spec, cases.bright_images(24, 0), incoming)
         key = "body.0.weight"
         source = other if changed else initial
         assert torch.allclose(result.private.parts[Part.GENERATOR][key], source[Part.GENERATOR][key], atol=1e-6)
@@ -201,7 +159,7 @@ def test_fedcg_loads_both_shared_parts_and_fedmd_cg_only_the_classifier() -> Non
 def test_the_downloaded_generator_teaches_from_the_second_round_on(
     name: str, params: dict[str, ParameterValue]
 ) -> None:
-    spec = quick_spec(name)
+    spec = cases.quick_spec(name)
     one, other = (initial_parts(spec.model_copy(update={"seed": seed}), b"cohort") for seed in (5, 99))
     even = (1 / 3, 1 / 3, 1 / 3)
     incoming = [
@@ -209,11 +167,13 @@ def test_the_downloaded_generator_teaches_from_the_second_round_on(
         for source in (one, other)
     ]
     for round_number, expected in ((1, True), (2, False)):
-        spec = quick_spec(name, **params)
-        ctx = context(spec, round_number)
-        first, second = (local_round_of(spec, bright_images(24, 0), some, ctx).private.parts for some in incoming)
+        spec = cases.quick_spec(name, **params)
+        ctx = cases.context(spec, round_number)
+        first, second = (
+            cases.local_round_of(spec, cases.bright_images(24, 0), some, ctx).private.parts for some in incoming
+        )
         for part in (Part.EXTRACTOR, Part.CLASSIFIER):
-            assert same(first[part], second[part]) == expected
+            assert cases.same(first[part], second[part]) == expected
 
 
 @pytest.mark.parametrize("name", ["fedcg", "fedmd_cg"])
@@ -221,35 +181,99 @@ def test_the_aggregations_are_the_average_and_two_distillations_of_it(name: str)
     updates = {f"c{seed}": update_of(f"c{seed}", one_round(name, seed)) for seed in range(2)}
     kinds = ("average", "kd", "crossed_kd")
     average, distilled, crossed = (
-        merged(aggregator_of(quick_spec(name, aggregation=kind)), updates, ()).parts for kind in kinds
+        cases.merged(cases.aggregator_of(cases.quick_spec(name, aggregation=kind)), updates, ()).parts for kind in kinds
     )
     for part in (Part.GENERATOR, Part.CLASSIFIER):
         clients = [(update.examples, update.parts[part]) for update in updates.values()]
-        assert same(average[part], weighted_average(clients))
-        assert not same(distilled[part], average[part])
-        assert not same(crossed[part], average[part])
-        assert not same(crossed[part], distilled[part])
-
-
-def test_a_penalty_is_minimised_beside_the_cross_entropy() -> None:
-    spec = quick_spec("local", epochs=5, lr=1e-2)
-    ctx, data = context(spec), bright_images(24, 0)
-    sizes = []
-    for weight in (0.0, 10.0):
-        parts = initial_parts(spec, b"cohort")
-        extractor, classifier = (load_part(spec, part, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
-        shrink = Penalty(lambda nets, features, logits, weight=weight: weight * features.square().mean())
-        train_classifier(extractor, classifier, data, TrainingParams.model_validate(spec.params), ctx, shrink)
-        sizes.append(float(extract_features(extractor, data.images, spec).square().mean()))
-    assert sizes[1] < 0.5 * sizes[0]
+        assert cases.same(average[part], weighted_average(clients))
+        assert not cases.same(distilled[part], average[part])
+        assert not cases.same(crossed[part], average[part])
+        assert not cases.same(crossed[part], distilled[part])
 
 
 def test_progress_reports_every_phase_of_a_round() -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
-    ctx = context(quick_spec("fedcg"))
-    round_of_one_client(
+    ctx = cases.context(cases.quick_spec("fedcg"))
+    cases.round_of_one_client(
         replace(ctx, callbacks=Callbacks(lambda phase, step, steps: seen.setdefault(phase, []).append((step, steps)))),
         24,
     )
     assert set(seen) == {"classify", "generate", "teacher", "distil"}
     assert all(steps[-1][0] == steps[-1][1] for steps in seen.values())
+
+
+PAGE = Path(__file__).parents[5] / "docs" / "adding-a-method.md"
+
+
+def code() -> str:
+    (found,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return str(found)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from importable(tmp_path, monkeypatch)
+
+
+def install(folder: Path, name: str, held: str) -> None:
+    (folder / "our_package.py").write_text(code().replace('name="fedproto"', f'name="{held}"'))
+    register(folder, "ours", "fedcg.methods", name, "our_package:METHOD")
+
+
+def test_the_page_shows_the_file_as_it_is() -> None:
+    assert code() == (Path(methods.__path__[0]) / "fedproto.py").read_text()
+
+
+def test_an_installed_method_is_listed_and_runs_as_the_built_in_one(folder: Path) -> None:
+    install(folder, "our_prototypes", "our_prototypes")
+    assert "our_prototypes" in method_names()
+    ours, built_in = (
+        simulate(cases.party_of(name, ("a", "b")), Schedule(rounds=2)) for name in ("our_prototypes", "fedproto")
+    )
+    assert set(ours.aggregate.parts) == {Part.STATISTICS}
+    assert cases.same_parts(ours.aggregate.parts, built_in.aggregate.parts)
+    assert ours.curves["a"][-1].accuracy_after is not None
+    assert not torch.equal(*(ours.states[name].parts[Part.EXTRACTOR]["0.weight"] for name in ("a", "b")))
+
+
+def test_a_method_of_another_name_than_its_entry_is_refused(folder: Path) -> None:
+    install(folder, "our_prototypes", "theirs")
+    with pytest.raises(ExtensionError, match="our_package:METHOD holds is named 'theirs'"):
+        get_method("our_prototypes")
+
+
+def test_a_method_with_masks_and_no_statistics_of_its_own_to_put_them_on_is_refused(folder: Path) -> None:
+    (folder / "our_package.py").write_text(
+        "from dataclasses import replace\n"
+        "from fedcg.learning.methods import fedsplit\n"
+        "payload = replace(fedsplit.METHOD.payload, is_summed=True)\n"
+        "METHOD = replace(fedsplit.METHOD, name='masked', payload=payload)\n"
+    )
+    register(folder, "ours", "fedcg.methods", "masked", "our_package:METHOD")
+    with pytest.raises(
+        ExtensionError,
+        match="our_package:METHOD: ValueError: is_summed puts masks on whole numbers of the part statistics",
+    ):
+        get_method("masked")
+    method = get_method("fedprobe")
+    for without in ({"statistics": None}, {"up": frozenset({Part.CLASSIFIER})}):
+        with pytest.raises(ValueError, match="is_summed puts masks on"):
+            replace(method.payload, **without)
+    means = (TensorLayout(name="means", dtype="int64", shape=(3,), low=0.0, high=9.0),)
+    with pytest.raises(NetworkError, match="fedprobe: its masked statistics must be the tensors outputs and weight"):
+        method_layouts(
+            cases.quick_spec("fedprobe"),
+            replace(method, payload=replace(method.payload, statistics=lambda _spec: means)),
+        )
+
+
+def test_a_package_cannot_take_the_name_of_a_built_in_method(folder: Path) -> None:
+    spec = cases.quick_spec("local")
+    registry.registered.cache_clear()
+    install(folder, "fedproto", "fedproto")
+    with pytest.raises(ExtensionError, match=r"registers 'fedproto' in fedcg\.methods .* that name is built in"):
+        get_method("fedproto")
+    refusal = check_spec(spec, PolicySection())
+    assert refusal is not None
+    assert refusal[0] is DeclineReason.SPEC_REFUSED
+    assert "give the entry another name" in refusal[1]

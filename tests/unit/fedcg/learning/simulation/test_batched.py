@@ -14,29 +14,20 @@ from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
 from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, SerialRunner
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
-from fedcg.learning.training import batches, cuda_graph
+from fedcg.learning.training import batches
 from fedcg.learning.training import stacked_training as batched_loops
 from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.stacked_training import Learner, Stacked, can_stack, train_classifiers
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import (
-    GREY,
-    bright_images,
-    context,
-    plan_of,
-    quick_spec,
-    roots_from_seed,
-    same,
-    same_parts,
-)
-from tests.support.learning.replayed_steps import ReplayedStep
+from tests.support.learning import learning_cases as cases
+from tests.support.learning.stages import ReplayedStep, replays
 
 SIZES = {"a": 44, "b": 30, "c": 9}  # six steps an epoch, four, and one: 9 images leave one over
 SPLITS = ("lenet5", "lenet5_relu")
 
 
 def spec_of(split: str, *, crop: ParameterValue = 0, **params: ParameterValue) -> FederationSpec:
-    plan = plan_of("local", NetworkChoice(noise_dim=8, split=split), GREY, params)
+    plan = cases.plan_of("local", NetworkChoice(noise_dim=8, split=split), cases.GREY, params)
     return complete_spec(plan.model_copy(update={"augment_flip": True, "augment_crop": crop}))
 
 
@@ -46,8 +37,8 @@ def learners(spec: FederationSpec) -> list[Learner]:
         Learner(
             load_part(spec, Part.EXTRACTOR, parts[name][Part.EXTRACTOR]),
             load_part(spec, Part.CLASSIFIER, parts[name][Part.CLASSIFIER]),
-            bright_images(count, number),
-            context(spec, root=name.encode()),
+            cases.bright_images(count, number),
+            cases.context(spec, root=name.encode()),
         )
         for number, (name, count) in enumerate(SIZES.items())
     ]
@@ -114,33 +105,31 @@ def test_a_client_that_diverges_leaves_the_others_alone() -> None:
     assert "mean loss nan" in str(losses[1])
     for at in (0, 2):
         assert losses[at] == expected[at]
-        assert same(some[at].classifier.state_dict(), others[at].classifier.state_dict())
+        assert cases.same(some[at].classifier.state_dict(), others[at].classifier.state_dict())
 
 
-def test_a_stacked_step_can_be_recorded_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stacked_step_can_be_recorded_and_replayed() -> None:
     spec = spec_of("lenet5_relu")
     params = TrainingParams.model_validate(spec.params)
     plain, replayed = learners(spec), learners(spec)
     losses = train_classifiers(plain, params)
-    monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
-    monkeypatch.setattr(cuda_graph, "on_cuda", lambda _: True)
-    monkeypatch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
-    monkeypatch.setattr(ReplayedStep, "made", 0)
-    monkeypatch.setattr(ReplayedStep, "eager", 0)
-    assert train_classifiers(replayed, params) == losses
-    assert (ReplayedStep.made, ReplayedStep.eager) == (1, 0)  # smaller batches are filled up
+    with replays():
+        assert train_classifiers(replayed, params) == losses
+        assert (ReplayedStep.made, ReplayedStep.eager) == (1, 0)  # smaller batches are filled up
     for mine, other in zip(plain, replayed, strict=True):
-        assert same(mine.classifier.state_dict(), other.classifier.state_dict())
+        assert cases.same(mine.classifier.state_dict(), other.classifier.state_dict())
 
 
 def party(method: str, **params: ParameterValue) -> Party:
-    spec = quick_spec(method, **params)
+    spec = cases.quick_spec(method, **params)
     datasets = {
-        name: ClientData(bright_images(count, number), bright_images(6, 10 + number), bright_images(9, 20 + number))
+        name: ClientData(
+            cases.bright_images(count, number), cases.bright_images(6, 10 + number), cases.bright_images(9, 20 + number)
+        )
         for number, (name, count) in enumerate(SIZES.items())
     }
-    datasets["tiny"] = replace(datasets["c"], train=bright_images(1, 5))
-    return Party(spec, datasets, roots_from_seed(3, tuple(datasets)))
+    datasets["tiny"] = replace(datasets["c"], train=cases.bright_images(1, 5))
+    return Party(spec, datasets, cases.roots_from_seed(3, tuple(datasets)))
 
 
 def run(method: str, *, batched: bool, **params: ParameterValue) -> Simulation:
@@ -173,7 +162,7 @@ def test_a_simulation_with_batched_clients_is_the_simulation_without(
 
 def test_a_method_that_cant_be_batched_trains_one_after_the_other_beside_batched_shadows() -> None:
     together, apart = run("fedprox", batched=True), run("fedprox", batched=False)
-    assert all(same_parts(together.states[name].parts, apart.states[name].parts) for name in SIZES)
+    assert all(cases.same_parts(together.states[name].parts, apart.states[name].parts) for name in SIZES)
     mine, other = parts_of(together), parts_of(apart)
     assert all(close(mine[key], other[key], 1e-4) for key in mine)
 

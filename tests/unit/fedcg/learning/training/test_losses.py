@@ -5,20 +5,7 @@ import math
 import pytest
 import torch
 
-from fedcg.learning.training.losses import (
-    Divergence,
-    cross_entropy,
-    discriminator_loss,
-    diversity_0,
-    diversity_1,
-    diversity_2,
-    diversity_mean_squared,
-    diversity_normalised,
-    feature_mse,
-    generator_loss,
-    kl_teacher_student,
-    mode_seeking,
-)
+from fedcg.learning.training import losses
 
 LN3 = math.log(3.0)
 # p = (3/4, 1/4), q = (1/2, 1/2):
@@ -31,48 +18,48 @@ EVEN_FROM_SKEWED = 0.143841
 
 
 def test_the_cross_entropy_of_a_probability_of_three_quarters_is_its_negative_logarithm() -> None:
-    assert cross_entropy(SKEWED, torch.tensor([0])).item() == pytest.approx(math.log(4 / 3))
-    assert cross_entropy(SKEWED, torch.tensor([1])).item() == pytest.approx(math.log(4))
+    assert losses.cross_entropy(SKEWED, torch.tensor([0])).item() == pytest.approx(math.log(4 / 3))
+    assert losses.cross_entropy(SKEWED, torch.tensor([1])).item() == pytest.approx(math.log(4))
 
 
 def test_the_feature_loss_is_a_mean_over_batch_and_elements_not_a_sum() -> None:
     # differences 1, 3, 0, 0: (1 + 9) / 4
-    loss = feature_mse(torch.tensor([[1.0, 3.0], [5.0, 5.0]]), torch.tensor([[0.0, 0.0], [5.0, 5.0]]))
+    loss = losses.feature_mse(torch.tensor([[1.0, 3.0], [5.0, 5.0]]), torch.tensor([[0.0, 0.0], [5.0, 5.0]]))
     assert loss.item() == pytest.approx(2.5)
 
 
 def test_the_discriminator_is_rewarded_for_one_on_real_and_zero_on_generated_features() -> None:
     # D(real) = 3/4, D(generated) = 1/4: -ln(3/4) - ln(1 - 1/4) = 0.575364
-    right = discriminator_loss(torch.tensor([LN3]), torch.tensor([-LN3]))
+    right = losses.discriminator_loss(torch.tensor([LN3]), torch.tensor([-LN3]))
     # the other way round: -ln(1/4) - ln(1/4) = 2.772589
-    wrong = discriminator_loss(torch.tensor([-LN3]), torch.tensor([LN3]))
+    wrong = losses.discriminator_loss(torch.tensor([-LN3]), torch.tensor([LN3]))
     assert right.item() == pytest.approx(0.575364, abs=1e-6)
     assert wrong.item() == pytest.approx(2.772589, abs=1e-6)
 
 
 def test_the_generator_loss_does_not_saturate_where_the_discriminator_is_sure() -> None:
     # D = 1/4: -ln(1/4) = 1.386294
-    assert generator_loss(torch.tensor([-LN3])).item() == pytest.approx(1.386294, abs=1e-6)
+    assert losses.generator_loss(torch.tensor([-LN3])).item() == pytest.approx(1.386294, abs=1e-6)
     sure = torch.tensor([-10.0], requires_grad=True)
-    generator_loss(sure).backward()
+    losses.generator_loss(sure).backward()
     assert sure.grad is not None
     assert sure.grad.item() == pytest.approx(-1.0, abs=1e-3)
 
 
 def test_mode_seeking_is_the_noise_distance_over_the_feature_distance() -> None:
     # mean |difference| of features (1 + 3) / 2 = 2, of noise 4: 1 / (2 / 4 + 1e-5)
-    loss = mode_seeking(
+    loss = losses.mode_seeking(
         torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0]]), torch.tensor([[4.0]])
     )
     assert loss.item() == pytest.approx(1.99996, abs=1e-5)
 
 
 def test_fedcg_divergence_is_from_the_teacher_to_the_student() -> None:
-    assert kl_teacher_student(SKEWED, EVEN).item() == pytest.approx(SKEWED_FROM_EVEN, abs=1e-6)
-    assert kl_teacher_student(EVEN, SKEWED).item() == pytest.approx(EVEN_FROM_SKEWED, abs=1e-6)
+    assert losses.kl_teacher_student(SKEWED, EVEN).item() == pytest.approx(SKEWED_FROM_EVEN, abs=1e-6)
+    assert losses.kl_teacher_student(EVEN, SKEWED).item() == pytest.approx(EVEN_FROM_SKEWED, abs=1e-6)
 
 
-PRINTED, CODE = Divergence(), Divergence("teacher_student", 10.0)
+PRINTED, CODE = losses.Divergence(), losses.Divergence("teacher_student", 10.0)
 
 
 def test_fedmd_cg_divergence_is_from_the_student_to_the_teacher() -> None:
@@ -87,13 +74,13 @@ def test_the_authors_divergence_is_from_the_teacher_to_the_student_at_a_temperat
 
 
 def test_a_divergence_is_a_mean_over_rows() -> None:
-    both = kl_teacher_student(torch.cat([SKEWED, EVEN]), torch.cat([EVEN, EVEN]))
+    both = losses.kl_teacher_student(torch.cat([SKEWED, EVEN]), torch.cat([EVEN, EVEN]))
     assert both.item() == pytest.approx(SKEWED_FROM_EVEN / 2, abs=1e-6)
 
 
 @pytest.mark.parametrize("divergence", [PRINTED, CODE])
 def test_the_slope_of_the_divergence_from_a_mean_teacher_is_that_of_the_weighted_sum_of_divergences(
-    divergence: Divergence,
+    divergence: losses.Divergence,
 ) -> None:
     # Two teachers, with a quarter and three quarters of a label.
     student = torch.tensor([[1.0, -2.0]], requires_grad=True)
@@ -114,7 +101,7 @@ def test_divergence_from_the_mean_log_teacher_equals_the_weighted_sum_of_diverge
 
 
 @pytest.mark.parametrize("divergence", [PRINTED, CODE])
-def test_a_row_whose_label_nobody_has_is_finite(divergence: Divergence) -> None:
+def test_a_row_whose_label_nobody_has_is_finite(divergence: losses.Divergence) -> None:
     student = torch.tensor([[5.0, -5.0]], requires_grad=True)
     loss = divergence.rows_of_mean(student, torch.zeros(1, 2))
     loss.sum().backward()
@@ -132,29 +119,29 @@ NO_SCALE = torch.ones(3)
 def test_diversity_0_as_published_is_label_agnostic() -> None:
     # B = 2: mean over the four pairs of (0, -0.5, -0.5, 0) = -0.25; exp(-0.25)
     for labels in (ONE_CLASS, TWO_CLASSES):
-        assert diversity_0(FEATURES, NOISE, labels, NO_SCALE).item() == pytest.approx(0.778801, abs=1e-5)
+        assert losses.diversity_0(FEATURES, NOISE, labels, NO_SCALE).item() == pytest.approx(0.778801, abs=1e-5)
 
 
 def test_diversity_1_as_published_puts_the_one_hot_label_beside_the_noise() -> None:
     # other label: distance of [z; y] = sqrt(0.01 + 2) = 1.417745; exp(-5 * 1.417745 / 2) = 0.028887
-    assert diversity_1(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(0.028887, abs=1e-5)
-    assert diversity_1(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(0.778801, abs=1e-5)
+    assert losses.diversity_1(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(0.028887, abs=1e-5)
+    assert losses.diversity_1(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(0.778801, abs=1e-5)
 
 
 def test_diversity_2_as_published_weights_pairs_of_two_classes_by_e_squared() -> None:
     # one-hot vectors of two classes are 2 apart in the 1-norm: exp(-0.5 * e^2 / 2) = 0.157668
-    assert diversity_2(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(0.157668, abs=1e-5)
-    assert diversity_2(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(0.778801, abs=1e-5)
+    assert losses.diversity_2(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(0.157668, abs=1e-5)
+    assert losses.diversity_2(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(0.778801, abs=1e-5)
 
 
 def test_the_normalised_diversity_counts_pairs_of_one_class_in_units_of_their_real_distance() -> None:
     noise = torch.tensor([[0.0, 0.0], [2.0, 0.0]])  # 2 / sqrt(2 * 2) = 1 unit apart
     scale = torch.tensor([1.0, 10.0, 2.5])
     # features 5 apart = half a unit of class 1: exp(-0.5 * 1)
-    assert diversity_normalised(FEATURES, noise, ONE_CLASS, scale).item() == pytest.approx(math.exp(-0.5))
+    assert losses.diversity_normalised(FEATURES, noise, ONE_CLASS, scale).item() == pytest.approx(math.exp(-0.5))
     # two units of class 2, of which one counts: exp(-1)
-    assert diversity_normalised(FEATURES, noise, ONE_CLASS + 1, scale).item() == pytest.approx(math.exp(-1.0))
-    assert diversity_normalised(FEATURES, noise, TWO_CLASSES, scale).item() == 0.0
+    assert losses.diversity_normalised(FEATURES, noise, ONE_CLASS + 1, scale).item() == pytest.approx(math.exp(-1.0))
+    assert losses.diversity_normalised(FEATURES, noise, TWO_CLASSES, scale).item() == 0.0
 
 
 def test_the_published_diversity_underflows_at_real_sizes_where_the_normalised_one_has_a_slope() -> None:
@@ -163,22 +150,22 @@ def test_the_published_diversity_underflows_at_real_sizes_where_the_normalised_o
     labels = torch.zeros(16, dtype=torch.int64)
     spread = torch.rand(16, 400, generator=stream)
     gradients = {}
-    for name, term in (("published", diversity_2), ("normalised", diversity_normalised)):
+    for name, term in (("published", losses.diversity_2), ("normalised", losses.diversity_normalised)):
         features = spread.clone().requires_grad_()
         loss = term(features, noise, torch.arange(16) % 2, torch.full((2,), 20.0))
         loss.backward()
         assert features.grad is not None
         gradients[name] = features.grad.abs().max().item()
-    assert diversity_2(spread, noise, torch.arange(16) % 2, torch.ones(2)).item() == 0.0
+    assert losses.diversity_2(spread, noise, torch.arange(16) % 2, torch.ones(2)).item() == 0.0
     assert gradients["published"] == 0.0
     assert gradients["normalised"] > 0.0
-    assert diversity_normalised(spread, noise, labels, torch.full((1,), 20.0)).item() > 0.1
+    assert losses.diversity_normalised(spread, noise, labels, torch.full((1,), 20.0)).item() > 0.1
 
 
 def test_the_normalised_diversity_pushes_a_collapsed_generator_apart() -> None:
     noise = torch.eye(2)
     features = torch.tensor([[0.0, 0.0], [1e-3, 0.0]], requires_grad=True)
-    diversity_normalised(features, noise, ONE_CLASS, torch.full((2,), 1.0)).backward()
+    losses.diversity_normalised(features, noise, ONE_CLASS, torch.full((2,), 1.0)).backward()
     assert features.grad is not None
     step = features.detach() - 0.1 * features.grad
     assert (step[0] - step[1]).norm() > (features[0] - features[1]).norm()
@@ -186,9 +173,11 @@ def test_the_normalised_diversity_pushes_a_collapsed_generator_apart() -> None:
 
 def test_the_authors_diversity_is_a_product_of_mean_squared_distances() -> None:
     # features 25 / 2 apart, noise 0.01, both orders of the pair of four: exp(-2 * 12.5 * 0.01 / 4); classes weigh e^(2/3) between
-    assert diversity_mean_squared(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(math.exp(-0.0625))
+    assert losses.diversity_mean_squared(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(
+        math.exp(-0.0625)
+    )
     between = math.exp(-0.0625 * math.exp(2 / 3))
-    assert diversity_mean_squared(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(between)
+    assert losses.diversity_mean_squared(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(between)
 
 
 def test_the_authors_diversity_has_a_slope_at_real_sizes_and_where_two_rows_are_equal() -> None:
@@ -197,7 +186,7 @@ def test_the_authors_diversity_has_a_slope_at_real_sizes_and_where_two_rows_are_
     features = torch.rand(16, 400, generator=stream)
     features[3] = features[7]
     features.requires_grad_()
-    diversity_mean_squared(features, noise, torch.arange(16) % 2, torch.ones(2)).backward()
+    losses.diversity_mean_squared(features, noise, torch.arange(16) % 2, torch.ones(2)).backward()
     assert features.grad is not None
     assert bool(features.grad.isfinite().all())
     assert features.grad.abs().max().item() > 0.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
@@ -36,9 +36,8 @@ from fedcg.learning.training.stage import (
     run_stage,
 )
 from fedcg.wire.parts import Part
-from tests.support.learning.caught_stages import CASES, VARIANTS, Caught, stages_of
 from tests.support.learning.learning_cases import context, quick_spec, same
-from tests.support.learning.replayed_steps import ReplayedStep
+from tests.support.learning.stages import CASES, VARIANTS, Caught, ReplayedStep, replays, stages_of
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 every_case = pytest.mark.parametrize("case", CASES)
@@ -117,25 +116,6 @@ def test_pieces_cover_the_batch_once_none_is_too_large_and_none_is_one_row_alone
     assert rows == 1 or min(sizes) >= 2
     assert max(sizes) <= max(most, 3)  # three rows can't be cut into two and one
     assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("most_rows", [2, 3, 5, 8, None])
-def test_a_step_in_pieces_is_that_of_the_batch(most_rows: int | None) -> None:
-    widest = 0
-
-    def note_rows(_: nn.Module, shown: tuple[torch.Tensor, ...]) -> None:
-        nonlocal widest
-        widest = max(widest, len(shown[0]))
-
-    losses, weights = outcome(without_dropout := toy_without_dropout())
-    cut = toy_without_dropout()
-    cut.networks["body"].register_forward_pre_hook(note_rows)
-    cut_losses, cut_weights = outcome(cut, replace(CTX, machine=Machine(most_rows=most_rows)))
-    assert widest == max(rows.stop - rows.start for rows in pieces(8, most_rows))
-    assert cut_losses == pytest.approx(losses, rel=1e-5)
-    for name, weight in weights.items():
-        torch.testing.assert_close(cut_weights[name], weight, rtol=1e-5, atol=1e-6)
-    assert without_dropout is not cut
 
 
 def toy_without_dropout() -> Stage:
@@ -354,18 +334,6 @@ def test_a_method_that_dp_sgd_covers_has_as_many_stages_that_see_images_as_it_sa
 # A CUDA graph's behaviour, on the CPU, and graphs on a CUDA device.
 
 
-@contextmanager
-def replays() -> Iterator[None]:
-    """Steps are recorded and replayed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graph, "LEAST_STEPS", 1)
-        patch.setattr(cuda_graph, "on_cuda", lambda _: True)
-        patch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
-        patch.setattr(ReplayedStep, "made", 0)
-        patch.setattr(ReplayedStep, "eager", 0)
-        yield
-
-
 def test_a_toy_replayed_trains_as_the_plain_one_does_and_one_that_wants_no_graphs_gets_none() -> None:
     plain = outcome(toy_without_dropout())
     with replays():
@@ -549,35 +517,3 @@ def test_a_step_runs_on_the_device_meta(case: str) -> None:
         with seeded_layers(one.ctx, one.stage.name):
             told = step_on_meta(one.again())
         assert [(loss.is_meta, loss.shape) for loss in told] == [(True, ())] * len(one.stage.losses)
-
-
-def on_the_host(loss: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(float(loss.detach().cpu().numpy()))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda loss: loss * loss.item(),
-        lambda loss: loss.cpu(),
-        lambda loss: loss * float(loss.detach().numpy()),
-        lambda loss: loss + torch.randn(2).sum(),
-        lambda loss: loss * torch.tensor(2.0),
-        lambda loss: loss if loss > 0 else -loss,
-        lambda loss: loss + loss.repeat(3).nonzero().sum(),
-    ],
-    ids=["item", "cpu", "numpy", "a tensor of the host", "a number of the host", "a branch", "a shape of values"],
-)
-def test_a_step_that_waits_for_the_host_or_makes_a_tensor_there_is_found_out(
-    wrong: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    def step(nets: Nets, batch: tuple[torch.Tensor, ...]) -> Descents:
-        shown, wanted = batch
-        loss = yield Descent("task", lambda: wrong((nets["body"](shown) - wanted).square().mean()))
-        assert loss is not None
-        return (loss,)
-
-    assert len(step_on_meta(toy())) == len(TOY_LOSSES)
-    run_stage(toy(step=step, losses=("task",)), CTX)  # on a CPU it is as good as any
-    with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
-        step_on_meta(toy(step=step, losses=("task",)))

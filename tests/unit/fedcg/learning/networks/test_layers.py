@@ -1,24 +1,21 @@
-"""Small convolutions as matrix products, their memory order, and Adam on it: equal to torch's own in value and gradient."""
+"""Layers of our own, equal to torch's in value and gradient, and layers that draw their own random numbers."""
+
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
-from fedcg.learning.networks.fast_layers import (
-    AveragedConv2d,
-    ConvolvedInForm,
-    MapBatchNorm2d,
-    MaxedConv2d,
-    Maximum,
-    SmallConvTranspose2d,
-    form_for,
-    form_of,
-    is_small,
-)
+from fedcg.learning.method import TrainingParams
+from fedcg.learning.networks import fast_layers, load_part, weights_of
 from fedcg.learning.networks.gan import DISCRIMINATORS, rows_are_independent
-from fedcg.learning.networks.randomness import draw_weights
+from fedcg.learning.networks.plans import initial_parts
+from fedcg.learning.networks.randomness import draw_weights, lent_generators, seeded_layers
+from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.optimisers import FusedAdam
+from fedcg.wire.parts import Part
+from tests.support.learning.learning_cases import bright_images, context, quick_spec, same
 
 SHAPES = [
     ((1, 1), (2, 2)),
@@ -43,9 +40,9 @@ def test_a_form_gives_a_convolution_and_its_gradients(
     size = smaller if grows else (smaller[0] + kernel[0] - 1, smaller[1] + kernel[1] - 1)
     maps = drawn(3, 5, *size).requires_grad_()
     weight = drawn(*((5, 4) if grows else (4, 5)), *kernel).requires_grad_()
-    form = form_for(maps, weight, grows=grows)
+    form = fast_layers.form_for(maps, weight, grows=grows)
     assert form is not None
-    ours = ConvolvedInForm.apply(maps, weight, form)  # type: ignore[no-untyped-call]
+    ours = fast_layers.ConvolvedInForm.apply(maps, weight, form)  # type: ignore[no-untyped-call]
     theirs = (F.conv_transpose2d if grows else F.conv2d)(maps, weight)
     assert torch.allclose(ours, theirs, atol=1e-12)
     back = drawn(*theirs.shape)
@@ -56,11 +53,11 @@ def test_a_form_gives_a_convolution_and_its_gradients(
 
 
 def test_two_by_two_kernels_on_two_by_two_maps_take_nine_products() -> None:
-    form = form_of((2, 2), (2, 2), torch.float32, grows=True)
+    form = fast_layers.form_of((2, 2), (2, 2), torch.float32, grows=True)
     assert form.enter is not None
     assert form.enter.shape == (9, 4)
     # One axis, by hand: (a + bx)(c + dx) from its values at 0, 1 and infinity, ac, (a + b)(c + d) and bd.
-    axis = form_of((2, 1), (2, 1), torch.float64, grows=True)
+    axis = fast_layers.form_of((2, 1), (2, 1), torch.float64, grows=True)
     assert axis.enter is not None
     assert axis.enter.tolist() == [[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]
     assert axis.leave is not None
@@ -68,16 +65,16 @@ def test_two_by_two_kernels_on_two_by_two_maps_take_nine_products() -> None:
 
 
 def test_larger_maps_are_left_to_torch_with_the_same_result() -> None:
-    assert not is_small((5, 5), (2, 2))
-    layer = SmallConvTranspose2d(3, 4, (2, 2))
+    assert not fast_layers.is_small((5, 5), (2, 2))
+    layer = fast_layers.SmallConvTranspose2d(3, 4, (2, 2))
     draw_weights(layer, torch.Generator().manual_seed(1))
     maps = torch.randn(2, 3, 9, 9)
-    assert form_for(maps, layer.weight, grows=True) is None
+    assert fast_layers.form_for(maps, layer.weight, grows=True) is None
     assert torch.allclose(layer(maps), F.conv_transpose2d(maps, layer.weight), atol=1e-6)
 
 
 def test_a_layer_loads_and_starts_as_torchs_own_does() -> None:
-    ours, theirs = SmallConvTranspose2d(3, 4, (2, 2)), nn.ConvTranspose2d(3, 4, 2, bias=False)
+    ours, theirs = fast_layers.SmallConvTranspose2d(3, 4, (2, 2)), nn.ConvTranspose2d(3, 4, 2, bias=False)
     for layer in (ours, theirs):
         draw_weights(layer, torch.Generator().manual_seed(1))
     assert torch.equal(ours.weight, theirs.weight)
@@ -87,7 +84,7 @@ def test_a_layer_loads_and_starts_as_torchs_own_does() -> None:
 
 
 def test_batch_norm_in_our_memory_order_equals_torchs_and_keeps_passes_apart() -> None:
-    ours, theirs = MapBatchNorm2d(4), nn.BatchNorm2d(4)
+    ours, theirs = fast_layers.MapBatchNorm2d(4), nn.BatchNorm2d(4)
     first, second = torch.randn(5, 4, 3, 2), 2 + torch.randn(5, 4, 3, 2)
     together = ours(torch.cat([first, second]), 2)
     apart = torch.cat([theirs(first), theirs(second)])
@@ -120,29 +117,21 @@ def test_two_passes_in_one_batch_are_two_passes_one_after_the_other(name: str) -
         assert torch.allclose(buffer, expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("size", [(6, 6), (7, 9), (32, 32)])
-def test_an_averaging_convolution_is_a_convolution_and_then_a_pool(size: tuple[int, int]) -> None:
-    layer = AveragedConv2d(3, 4, 5).double()
-    draw_weights(layer, torch.Generator().manual_seed(1))
-    images = drawn(2, 3, *size).requires_grad_()
-    theirs = F.avg_pool2d(F.conv2d(images, layer.weight, layer.bias), 2)
-    ours = layer(images)
-    assert torch.allclose(ours, theirs, atol=1e-12)
-    mine = torch.autograd.grad(ours.square().sum(), [images, *layer.parameters()])
-    expected = torch.autograd.grad(theirs.square().sum(), [images, *layer.parameters()])
-    for one, other in zip(mine, expected, strict=True):
-        assert torch.allclose(one, other, atol=1e-12)
-
-
 @pytest.mark.parametrize("wants_input_gradient", [True, False])
 @pytest.mark.parametrize("size", [(6, 6), (7, 9), (32, 32)])
-def test_a_maximum_convolution_is_a_convolution_and_then_a_pool(
-    size: tuple[int, int], wants_input_gradient: bool
+@pytest.mark.parametrize(
+    ("kind", "pool"), [(fast_layers.AveragedConv2d, F.avg_pool2d), (fast_layers.MaxedConv2d, F.max_pool2d)]
+)
+def test_a_pooling_convolution_is_a_convolution_and_then_a_pool(
+    kind: type[fast_layers.AveragedConv2d | fast_layers.MaxedConv2d],
+    pool: Callable[[torch.Tensor, int], torch.Tensor],
+    size: tuple[int, int],
+    wants_input_gradient: bool,
 ) -> None:
-    layer = MaxedConv2d(3, 4, 5).double()
+    layer = kind(3, 4, 5).double()
     draw_weights(layer, torch.Generator().manual_seed(1))
     images = drawn(2, 3, *size).requires_grad_(wants_input_gradient)
-    theirs = F.max_pool2d(F.conv2d(images, layer.weight, layer.bias), 2)
+    theirs = pool(F.conv2d(images, layer.weight, layer.bias), 2)
     ours = layer(images)
     assert torch.allclose(ours, theirs, atol=1e-12)
     wanted = [*([images] if wants_input_gradient else []), *layer.parameters()]
@@ -158,7 +147,7 @@ def test_of_equal_pixels_the_first_gets_the_gradient_as_in_torchs_pool(in_turn: 
     maps = windows.reshape(16, 4, 1, 1) if in_turn else windows
     maps, windows = maps.clone().requires_grad_(), windows.requires_grad_()
     scale = torch.arange(1.0, 17.0, dtype=torch.float64).view(16, 1, 1, 1)
-    (ours,) = torch.autograd.grad((Maximum.apply(maps, in_turn) * scale).sum(), maps)  # type: ignore[no-untyped-call]
+    (ours,) = torch.autograd.grad((fast_layers.Maximum.apply(maps, in_turn) * scale).sum(), maps)  # type: ignore[no-untyped-call]
     (theirs,) = torch.autograd.grad((F.max_pool2d(windows, 2) * scale).sum(), windows)
     assert torch.equal(ours.reshape(16, 1, 2, 2), theirs)
 
@@ -187,3 +176,55 @@ def test_adam_takes_torchs_steps_in_any_memory_order() -> None:
         for one, other in zip(ours, theirs, strict=True):
             assert torch.allclose(one, other, atol=1e-6)
     assert not torch.allclose(ours[0], start[0], atol=0.05)
+
+
+PARAMS = TrainingParams(epochs=2, batch_size=8)
+
+
+@pytest.fixture
+def untouched_global_state() -> Iterator[None]:
+    before = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def trained_with_dropout(root: bytes, drawn_before: int) -> dict[str, torch.Tensor]:
+    """Weights of a classifier behind dropout after a stage; other code drew `drawn_before` numbers before it."""
+    spec = quick_spec("local")
+    weights = initial_parts(spec, b"cohort")
+    extractor, linear = (load_part(spec, part, weights[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+    classifier = nn.Sequential(nn.Dropout(0.5), linear)
+    with torch.random.fork_rng(devices=[]):
+        torch.rand(drawn_before)
+        train_classifier(extractor, classifier, bright_images(24, 0), PARAMS, context(spec, root=root))
+    return weights_of(classifier)
+
+
+@pytest.mark.usefixtures("untouched_global_state")
+def test_a_stage_with_dropout_repeats_bit_for_bit_whatever_was_drawn_before_it() -> None:
+    first = trained_with_dropout(b"device", 0)
+    assert same(first, trained_with_dropout(b"device", 1000))
+    assert not same(first, trained_with_dropout(b"another", 0))
+
+
+@pytest.mark.usefixtures("untouched_global_state")
+def test_stages_and_rounds_draw_different_numbers() -> None:
+    spec = quick_spec("fedcg")
+
+    def drawn(round_number: int, purpose: str) -> list[float]:
+        with seeded_layers(context(spec, round_number), purpose):
+            return torch.rand(3).tolist()
+
+    assert drawn(1, "classify") == drawn(1, "classify")
+    assert len({tuple(drawn(number, purpose)) for number in (1, 2) for purpose in ("classify", "distil")}) == 4
+
+
+@pytest.mark.usefixtures("untouched_global_state")
+def test_generators_are_given_back_when_a_stage_fails() -> None:
+    def fail() -> None:
+        with lent_generators(7):
+            torch.rand(5)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()

@@ -1,13 +1,17 @@
-"""The stages that every method runs in a round, each caught as it begins, to be run again alone."""
+"""The stages of every method in a round, each caught to be run again alone, and a CUDA graph's behaviour on the CPU."""
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedcg.learning.method import Machine, RoundContext
 from fedcg.learning.networks.plans import complete_spec, initial_parts
@@ -15,6 +19,7 @@ from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.round_checkpoint import Restorable, Tensors
 from fedcg.learning.simulation.simulation import update_of
 from fedcg.learning.spec import ParameterValue
+from fedcg.learning.training import cuda_graph
 from fedcg.learning.training.stage import Batches, Stage, run_stage
 from tests.support.learning.learning_cases import (
     aggregator_of,
@@ -115,3 +120,72 @@ def cut_finely(batches: Batches) -> Batches:
             rows = slice(cuts[first].start, cuts[first : first + 2][-1].stop)
             blocks.append(tuple(tensor[rows].clone() for tensor in block))
     return replace(batches, blocks=blocks)
+
+
+# Operations whose result the host, or the shape of another result, waits for: forbidden while a CUDA graph is captured.
+_WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonzero")
+
+
+class ReplayedStep:
+    """Stands for `cuda_graph.GraphedStep`."""
+
+    made = 0
+    eager = 0
+
+    def __init__(
+        self, step: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], rewind: Callable[[], None]
+    ) -> None:
+        type(self).made += 1
+        self._step = step
+        self._inputs = [tensor.clone() for tensor in inputs]
+        step(*self._inputs)
+        with _Recording() as recording:
+            self._result = step(*self._inputs).detach()
+        self._calls = recording.calls
+        rewind()
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Replay on these inputs; plainly where their shapes are others."""
+        if any(mine.shape != given.shape for mine, given in zip(self._inputs, inputs, strict=True)):
+            type(self).eager += 1
+            return self._step(*inputs)
+        with torch.no_grad():
+            for mine, given in zip(self._inputs, inputs, strict=True):
+                mine.copy_(given)
+            for call, args, kwargs, before in self._calls:
+                again = call(*tree_map(_alias, args), **tree_map(_alias, kwargs))
+                for then, now in zip(before, tree_leaves(again), strict=True):
+                    if isinstance(then, torch.Tensor) and then.data_ptr() != now.data_ptr():
+                        then.copy_(now)
+        return self._result
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Callable[..., Any], Any, Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _WAITING:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        call = (func, tree_map(_alias, args), tree_map(_alias, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((*call, tree_leaves(tree_map(_alias, result))))
+        return result
+
+
+def _alias(value: object) -> object:
+    """The same memory in a tensor of its own: an operation such as `squeeze_` changes a tensor's shape and not its memory."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def replays() -> Iterator[None]:
+    """Steps are recorded and replayed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graph, "LEAST_STEPS", 1)
+        patch.setattr(cuda_graph, "on_cuda", lambda _: True)
+        patch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
+        patch.setattr(ReplayedStep, "made", 0)
+        patch.setattr(ReplayedStep, "eager", 0)
+        yield

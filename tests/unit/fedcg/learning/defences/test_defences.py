@@ -1,7 +1,10 @@
-"""Block scrambling: each step by hand, any order against plain loops, the inverse for every key, and what is refused."""
+"""Which defences there are, and two of them by hand: ATS' transformations, and block scrambling."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fedcg.image_form import ImageForm
 from fedcg.learning.data.image_folder import normalise
-from fedcg.learning.defences.defence import DefencePlace, defence_of
+from fedcg.learning.defences.ats import TRANSFORMATIONS, AtsParams
+from fedcg.learning.defences.defence import (
+    DefencePlace,
+    Defended,
+    check_defence,
+    defence_label,
+    defence_names,
+    defence_of,
+)
 from fedcg.learning.defences.params import EtcParams, ScramblingStep
 from fedcg.learning.defences.scrambling import Scrambling, ScramblingKeys, draw_keys, scrambling_of
 from fedcg.learning.errors import DefenceError
@@ -27,17 +39,12 @@ COLOUR = ImageForm(mode="RGB", height=8, width=8, mean=(0.1, 0.5, 0.7), std=(0.2
 ROTATE, COMPLEMENT, FLIP, CHANNELS, SHUFFLE = ScramblingStep
 
 
-def numbers(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def keys_that_do_nothing(block: int, count: int, channels: int = 1) -> ScramblingKeys:
-    zeros = torch.zeros(count, dtype=torch.int64)
-    return ScramblingKeys(block, zeros, zeros, zeros, torch.arange(channels).repeat(count, 1), torch.arange(count))
-
-
-def image(*channels: list[list[int]]) -> torch.Tensor:
-    return torch.tensor([list(channels)], dtype=torch.uint8)
+def key_of(block: int, **given: list[Any]) -> ScramblingKeys:
+    """Keys with these entries, and others that do nothing."""
+    count = len(next(iter(given.values())))
+    nothing = {name: [0] * count for name in ("rotation", "complement", "flip")}
+    every = {**nothing, "channels": [[0]] * count, "shuffle": [*range(count)], **given}
+    return ScramblingKeys(block, **{name: torch.tensor(numbers) for name, numbers in every.items()})
 
 
 def random_images(count: int, size: tuple[int, int, int], seed: int = 0) -> torch.Tensor:
@@ -52,10 +59,6 @@ def scrambling(images: torch.Tensor, keys: ScramblingKeys, steps: Sequence[Scram
 
 def encrypt(images: torch.Tensor, keys: ScramblingKeys, steps: Sequence[ScramblingStep] | None = None) -> torch.Tensor:
     return scrambling(images, keys, steps).encrypt(images)
-
-
-def decrypt(images: torch.Tensor, keys: ScramblingKeys, steps: Sequence[ScramblingStep] | None = None) -> torch.Tensor:
-    return scrambling(images, keys, steps).decrypt(images)
 
 
 def in_plain_loops(images: torch.Tensor, keys: ScramblingKeys, steps: tuple[ScramblingStep, ...]) -> torch.Tensor:
@@ -83,47 +86,44 @@ def in_plain_loops(images: torch.Tensor, keys: ScramblingKeys, steps: tuple[Scra
     return torch.from_numpy(result)
 
 
+SQUARE = [[[1, 2], [3, 4]]]
+# Two blocks side by side in all three channels, the second with the bit: 255 - 0, 255 - 255, 255 - 1, 255 - 128.
+PAIR, COMPLEMENTED = [[7, 8, 0, 255], [9, 10, 1, 128]], [[7, 8, 255, 0], [9, 10, 254, 127]]
+
+
 @pytest.mark.parametrize(
-    ("turns", "expected"),
-    [(0, [[1, 2], [3, 4]]), (1, [[2, 4], [1, 3]]), (2, [[4, 3], [2, 1]]), (3, [[3, 1], [4, 2]])],
+    ("step", "keys", "before", "after"),
+    [
+        (ROTATE, key_of(2, rotation=[0]), SQUARE, SQUARE),
+        (ROTATE, key_of(2, rotation=[1]), SQUARE, [[[2, 4], [1, 3]]]),
+        (ROTATE, key_of(2, rotation=[2]), SQUARE, [[[4, 3], [2, 1]]]),
+        (ROTATE, key_of(2, rotation=[3]), SQUARE, [[[3, 1], [4, 2]]]),
+        (FLIP, key_of(2, flip=[0]), SQUARE, SQUARE),
+        (FLIP, key_of(2, flip=[1]), SQUARE, [[[2, 1], [4, 3]]]),
+        (FLIP, key_of(2, flip=[2]), SQUARE, [[[3, 4], [1, 2]]]),
+        (COMPLEMENT, key_of(2, complement=[0, 1], channels=[[0, 1, 2]] * 2), [PAIR] * 3, [COMPLEMENTED] * 3),
+        # Two blocks of one pixel: the first keeps its channels, the second has blue, red, green.
+        (
+            CHANNELS,
+            key_of(1, channels=[[0, 1, 2], [2, 0, 1]]),
+            [[[1, 10]], [[2, 20]], [[3, 30]]],
+            [[[1, 30]], [[2, 10]], [[3, 20]]],
+        ),
+        (SHUFFLE, key_of(1, shuffle=[2, 0, 3, 1]), [[[10, 11], [12, 13]]], [[[12, 10], [13, 11]]]),
+    ],
 )
-def test_ir_turns_a_block_by_quarters(turns: int, expected: list[list[int]]) -> None:
-    keys = replace(keys_that_do_nothing(2, 1), rotation=numbers(turns))
-    assert encrypt(image([[1, 2], [3, 4]]), keys, [ROTATE]).tolist() == [[expected]]
-
-
-@pytest.mark.parametrize(("flip", "expected"), [(0, [[1, 2], [3, 4]]), (1, [[2, 1], [4, 3]]), (2, [[3, 4], [1, 2]])])
-def test_if_mirrors_a_block_left_to_right_or_top_to_bottom(flip: int, expected: list[list[int]]) -> None:
-    keys = replace(keys_that_do_nothing(2, 1), flip=numbers(flip))
-    assert encrypt(image([[1, 2], [3, 4]]), keys, [FLIP]).tolist() == [[expected]]
-
-
-def test_ia_takes_every_pixel_of_a_block_with_the_bit_from_255() -> None:
-    # Two blocks side by side, the second with the bit, in all three channels: 255 - 0, 255 - 255, 255 - 1, 255 - 128.
-    row = [[7, 8, 0, 255], [9, 10, 1, 128]]
-    keys = replace(keys_that_do_nothing(2, 2, 3), complement=numbers(0, 1))
-    changed = [[7, 8, 255, 0], [9, 10, 254, 127]]
-    assert encrypt(image(row, row, row), keys, [COMPLEMENT]).tolist() == [[changed] * 3]
-
-
-def test_ic_takes_each_channel_of_a_block_from_the_one_that_its_key_names() -> None:
-    # Two blocks of one pixel: the first keeps its channels, the second has blue, red, green.
-    keys = replace(keys_that_do_nothing(1, 2, 3), channels=torch.tensor([[0, 1, 2], [2, 0, 1]]))
-    assert encrypt(image([[1, 10]], [[2, 20]], [[3, 30]]), keys, [CHANNELS]).tolist() == [
-        [[[1, 30]], [[2, 10]], [[3, 20]]]
-    ]
-
-
-def test_is_takes_each_block_from_the_place_that_its_key_names() -> None:
-    keys = replace(keys_that_do_nothing(1, 4), shuffle=numbers(2, 0, 3, 1))
-    assert encrypt(image([[10, 11], [12, 13]]), keys, [SHUFFLE]).tolist() == [[[[12, 10], [13, 11]]]]
+def test_a_step_changes_each_block_as_its_key_says(
+    step: ScramblingStep, keys: ScramblingKeys, before: list[list[list[int]]], after: list[list[list[int]]]
+) -> None:
+    """IR turns a block by quarters, IF mirrors it, IA complements it, IC permutes its channels, IS moves it."""
+    assert encrypt(torch.tensor([before], dtype=torch.uint8), keys, [step]).tolist() == [after]
 
 
 def test_a_key_entry_belongs_to_the_block_that_is_at_its_place_when_the_step_runs() -> None:
-    keys = replace(keys_that_do_nothing(1, 2), shuffle=numbers(1, 0), complement=numbers(1, 0))
+    keys, pixels = key_of(1, shuffle=[1, 0], complement=[1, 0]), torch.tensor([[[[10, 11]]]], dtype=torch.uint8)
     # IA first: 10 becomes 245 and is then moved to the right. IS first: 11 is at the left when it is complemented.
-    assert encrypt(image([[10, 11]]), keys, [COMPLEMENT, SHUFFLE]).tolist() == [[[[11, 245]]]]
-    assert encrypt(image([[10, 11]]), keys, [SHUFFLE, COMPLEMENT]).tolist() == [[[[244, 10]]]]
+    assert encrypt(pixels, keys, [COMPLEMENT, SHUFFLE]).tolist() == [[[[11, 245]]]]
+    assert encrypt(pixels, keys, [SHUFFLE, COMPLEMENT]).tolist() == [[[[244, 10]]]]
 
 
 def test_all_steps_run_in_the_papers_order_unless_others_are_asked_for() -> None:
@@ -147,22 +147,13 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, ScramblingKeys, tuple[Scrambli
 
 @settings(max_examples=150)
 @given(cases())
-def test_any_steps_in_any_order_are_undone_by_the_same_key(
+def test_any_steps_in_any_order_are_those_of_plain_loops(
     case: tuple[torch.Tensor, ScramblingKeys, tuple[ScramblingStep, ...]],
 ) -> None:
     images, keys, steps = case
     scrambled = encrypt(images, keys, steps)
     assert scrambled.dtype == torch.uint8
     assert torch.equal(scrambled, in_plain_loops(images, keys, steps))
-    assert torch.equal(decrypt(scrambled, keys, steps), images)
-
-
-def test_another_key_does_not_decrypt() -> None:
-    images, size = random_images(4, (3, 32, 32)), (3, 32, 32)
-    keys = draw_keys(DEVICE, size)
-    for name in ("rotation", "complement", "flip", "channels", "shuffle"):
-        other = replace(keys, **{name: getattr(draw_keys(Streams(b"another device"), size), name)})
-        assert not torch.equal(decrypt(encrypt(images, keys), other), images), name
 
 
 def test_keys_follow_from_the_device_alone_and_reach_every_state() -> None:
@@ -197,9 +188,8 @@ def test_keys_of_another_length_are_named() -> None:
     for name in ("rotation", "complement", "flip", "shuffle"):
         five: Any = torch.zeros(5, dtype=torch.int64)
         wrong = replace(keys, **{name: five})
-        for run in (encrypt, decrypt):
-            with pytest.raises(DefenceError, match=rf"the key {name} has the shape \(5,\), and images of 3x8x8"):
-                run(images, wrong)
+        with pytest.raises(DefenceError, match=rf"the key {name} has the shape \(5,\), and images of 3x8x8"):
+            encrypt(images, wrong)
     with pytest.raises(DefenceError, match=r"the key channels has the shape \(4, 1\).* need \(4, 3\): draw keys"):
         encrypt(images, draw_keys(DEVICE, (1, 8, 8)))
 
@@ -207,9 +197,8 @@ def test_keys_of_another_length_are_named() -> None:
 def test_images_of_another_type_or_size_are_refused() -> None:
     ready = scrambling(random_images(1, (1, 8, 8)), draw_keys(DEVICE, (1, 8, 8)))
     for wrong in (random_images(1, (1, 8, 8)).float(), random_images(1, (1, 8, 12)), random_images(1, (1, 8, 8))[0]):
-        for run in (ready.encrypt, ready.decrypt):
-            with pytest.raises(DefenceError, match=r"are \[N, 1, 8, 8\] uint8, not \["):
-                run(wrong)
+        with pytest.raises(DefenceError, match=r"are \[N, 1, 8, 8\] uint8, not \["):
+            ready.encrypt(wrong)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +239,6 @@ def test_etc_encrypts_every_set_of_a_device_with_the_same_keys_and_keeps_labels(
     layer = etc.input_layer(params, place, (channels, 16, 16))
     assert torch.equal(layer.seen(train.rows([4, 1])).images, made.images.images[[4, 1]])
     assert not torch.equal(made.images.images, train.images)
-    assert torch.equal(layer.decrypt(made.images.images), train.images)
     for other in (replace(place, streams=Streams(b"another device")), place):
         asked = EtcParams() if other is not place else EtcParams(key="cohort")
         assert made.images.digest() != etc.apply(train, asked, other).images.digest()
@@ -265,3 +253,104 @@ def test_devices_of_a_cohort_scramble_alike_and_one_without_its_secret_is_told_w
     assert one.digest() == two.digest()
     with pytest.raises(DefenceError, match="key = cohort needs the cohort secret: `fedcg cohort join`, or set key"):
         etc.apply(bright_images(6, 0), params, DefencePlace(DEVICE, silent))
+
+
+def apply(data: ImageSet, folder: Path | None = None, **params: object) -> Defended:
+    defence, checked = defence_of("ats", params)
+    return defence.apply(data, checked, DefencePlace(Streams(b"device"), silent, folder))
+
+
+def pictures(channels: int) -> ImageSet:
+    pixels = torch.randint(256, (20, channels, 22, 22), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return ImageSet(pixels, torch.arange(20) % 2, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "sign", "rows", "columns"),
+    # 22 pixels: 150/331 of them are 10.0; magnitudes 2 and 3 of 9 are 2.2 and 3.3.
+    [("3", 1, 0, 10), ("3", -1, 0, -10), ("7", 1, 2, 0), ("7", -1, -2, 0), ("43", 1, 3, 0), ("43", -1, -3, 0)],
+)
+def test_a_shift_moves_the_image_and_what_comes_in_is_black(name: str, sign: int, rows: int, columns: int) -> None:
+    pixels = pictures(1).images[0, 0].numpy() // 2 + 1
+    moved = np.array(TRANSFORMATIONS[name](Image.fromarray(pixels), sign))
+    expected = np.roll(pixels, (-rows, -columns), (0, 1))
+    for axis, by in enumerate((rows, columns)):
+        lost = np.arange(22) >= 22 - by if by > 0 else np.arange(22) < -by
+        expected[lost if axis == 0 else slice(None), lost if axis == 1 else slice(None)] = 0
+    assert np.array_equal(moved, expected)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("1", 1 / 3), ("18", 7 / 18)])
+def test_contrast_moves_pixels_from_or_to_the_mean(name: str, factor: float) -> None:
+    pixels = np.array([[100, 120], [140, 160]], dtype=np.uint8)
+    for sign in (1, -1):
+        changed = np.array(TRANSFORMATIONS[name](Image.fromarray(pixels), sign))
+        assert changed == pytest.approx(130 + (pixels - 130.0) * (1 + sign * factor), abs=1.0)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_each_image_is_transformed_by_one_of_the_two_policies(channels: int, tmp_path: Path) -> None:
+    data = pictures(channels)
+    made = apply(data)
+    assert made.facts == {"policy": "3-1-7+43-18-18"}
+    assert torch.equal(made.images.labels, data.labels)
+    assert made.images.images.shape == data.images.shape
+    # Policy 3-1-7 leaves ten columns at one side black, the other one none; black stays what contrast makes of it, so flat.
+    flat = [
+        bool((image[:, 5:17, :9] == image[:, 5:6, :1]).all() or (image[:, 5:17, -9:] == image[:, 5:6, -1:]).all())
+        for image in made.images.images
+    ]
+    assert 3 < sum(flat) < 17
+    for row, image in enumerate(data.images):
+        assert not torch.equal(made.images.images[row], image)
+    assert apply(data).images.digest() == made.images.digest()
+    assert torch.equal(apply(data.rows([7, 3])).images.images, made.images.images[[7, 3]])
+    made.keep_picture(tmp_path)
+    assert (tmp_path / "samples.png").read_bytes() == made.picture
+
+
+def test_another_policy_is_refused() -> None:
+    assert AtsParams(policy="43-18-18").policy == "43-18-18"
+    with pytest.raises(ValueError, match=r"defence_params of ats: policy: .*'3-1-7'"):
+        defence_of("ats", {"policy": "1-2-3"})
+
+
+def test_defences_are_the_files_that_assign_one() -> None:
+    assert {"antigan", "ats"} <= set(defence_names())
+    assert {"defence", "params", "gan_mixing", "sample_pictures"}.isdisjoint(defence_names())
+    for name in defence_names():
+        assert defence_of(name, {})[0].name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "named"),
+    [
+        ("antigam", {}, "there is no 'antigam'.*did you mean `antigan`"),
+        ("antigan", {"ve": 1}, "ve: there is no such setting.*did you mean `v_e`"),
+        ("antigan", {"mu": 1.1, "v_e": -1}, "v_e: .*greater than or equal to 0.*; mu: .*less than or equal to 1"),
+        (None, {"v_e": 1}, "defence_params need a defence: antigan, ats, etc"),
+    ],
+)
+def test_a_bad_choice_is_named_with_what_there_is(name: str | None, values: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        check_defence(name, values, dp_sgd=False)
+
+
+def test_a_defence_that_learns_from_all_images_is_refused_beside_dp_sgd() -> None:
+    with pytest.raises(ValueError, match="antigan learns from all real images, which dp_sgd's epsilon does not cover"):
+        check_defence("antigan", {}, dp_sgd=True)
+    check_defence("ats", {}, dp_sgd=True)
+
+
+def test_a_label_has_what_differs_from_the_defaults() -> None:
+    assert defence_label(None, {}) == ""
+    assert defence_label("antigan", {"v_e": 0.5}) == "antigan"
+    assert defence_label("antigan", {"v_e": 0.3, "mu": 0.7}) == "antigan-v_e=0.3-mu=0.7"
+
+
+def test_the_choice_is_checked_without_torch() -> None:
+    code = (
+        "import sys; from fedcg.learning.defences.defence import *; "
+        "[check_defence(name, {}, dp_sgd=False) for name in defence_names()]; sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

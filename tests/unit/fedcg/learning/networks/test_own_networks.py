@@ -1,4 +1,4 @@
-"""A user's own split: found only where it is registered or allowed, tried before it is used, and trained like any other."""
+"""A user's own split and generator: found only where registered or allowed, tried before they are used, and trained like any other."""
 
 import os
 import re
@@ -19,7 +19,8 @@ from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here, check_name
 from fedcg.wire.parts import Part
 from tests.support import installed
-from tests.support.installed import importable
+from tests.support.commands import data_of, run_fedcg
+from tests.support.installed import importable, register
 from tests.support.learning.learning_cases import bright_images, context, plan, same
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
@@ -56,7 +57,7 @@ def choice(split: str) -> NetworkChoice:
     return NetworkChoice(split=split, noise_dim=8)
 
 
-def register(folder: Path, package: str, name: str, target: str) -> None:
+def register_split(folder: Path, package: str, name: str, target: str) -> None:
     installed.register(folder, package, "fedcg.splits", name, target)
 
 
@@ -75,20 +76,20 @@ def test_a_split_that_is_neither_registered_nor_allowed_is_never_imported(
 
 def test_a_registered_split_goes_by_its_name_and_by_its_function(folder: Path) -> None:
     target = documented(folder)
-    register(folder, "ours", "small_residual", target)
+    register_split(folder, "ours", "small_residual", target)
     for name in ("small_residual", target):
         assert feature_shape(plan("fedcg", choice(name))) == (8, 4, 4)
 
 
 def test_two_packages_that_register_one_name_are_an_error_that_names_both(folder: Path) -> None:
-    register(folder, "ours", "small_residual", documented(folder))
-    register(folder, "theirs", "small_residual", "elsewhere:small_residual")
+    register_split(folder, "ours", "small_residual", documented(folder))
+    register_split(folder, "theirs", "small_residual", "elsewhere:small_residual")
     with pytest.raises(ExtensionError, match=r"two installed packages register 'small_residual' in fedcg\.splits"):
         complete_spec(plan("fedcg", choice("small_residual")))
 
 
 def test_a_registered_split_cannot_take_the_name_of_a_built_in_one(folder: Path) -> None:
-    register(folder, "ours", "lenet5_relu", documented(folder))
+    register_split(folder, "ours", "lenet5_relu", documented(folder))
     with pytest.raises(ExtensionError, match=r"registers 'lenet5_relu' in fedcg\.splits .* that name is built in"):
         check_name("lenet5_relu")
 
@@ -138,9 +139,7 @@ def own(method: str, extractor: str = "extractor") -> str:
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("make = 5", "TypeError"),
         ("import not_there\ndef make(): ...", "ModuleNotFoundError: No module named 'not_there'"),
-        ("def made(): ...", "AttributeError"),
         ("def make(): return (extractor, classifier)", "must return a fedcg.learning.networks.Split, not a tuple"),
         ("def make(): return Split(extractor, classifier, 'unit')", "feature_range must be a FeatureRange, not 'unit'"),
         (
@@ -159,7 +158,6 @@ def own(method: str, extractor: str = "extractor") -> str:
         (split(half="lambda s, c: nn.Flatten()"), "the classifier has no parameters"),
         (split("lambda c: extractor(c).double()"), r"the extractor has 1\.weight of type torch\.float64"),
         (split("lambda c: 3"), r"the extractor is a int, not a torch\.nn\.Module"),
-        (split("lambda c: c / 0"), "the extractor can't be built: ZeroDivisionError"),
         (
             own("def __init__(self, *_): super().__init__(6, 3); nn.init.constant_(self.weight, random.random())"),
             "the classifier starts with other values in weight at every build",
@@ -203,3 +201,63 @@ def test_values_that_a_module_computes_for_itself_survive_loading(
     weights = weights_of(build_part(spec, Part.CLASSIFIER))
     assert set(weights) == {"weight", "bias"}
     assert load_part(spec, Part.CLASSIFIER, weights).get_buffer("table").tolist() == [0, 1, 2, 3, 4, 5]
+
+
+TINY = "--clients 2 --images-per-client 20 --image-size 16 --rounds 1 --local-epochs 1 --workers 1"
+QUIET = ("--no-shadow", "--no-plot", "--no-tensorboard", "--json")
+LINEAR = """
+from torch import nn
+
+class Linear(nn.Linear):
+    def __init__(self, shape, noise, last):
+        super().__init__(noise, 16)
+        self.shape, self.last = shape, last
+
+    def forward(self, noise, labels):
+        return self.last(super().forward(noise)).view(-1, *self.shape)
+"""
+
+
+def install(folder: Path, code: str, name: str = "one_layer") -> None:
+    (folder / "our_generators.py").write_text(code)
+    register(folder, "ours", "fedcg.generators", name, "our_generators:one_layer")
+
+
+def test_the_documented_generator_is_listed_trained_and_sent(folder: Path, tmp_path: Path) -> None:
+    _, code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    install(folder, code)
+    assert "one_layer" in data_of(run_fedcg("network", "list", "--json").output)["generators"]
+    shown = data_of(run_fedcg("network", "show", "lenet5", "--generator", "one_layer", "--json").output)
+    weights = 10 * 10 + (110 + 1) * 64 + (64 + 1) * 400  # embedding, hidden layer, features of 16 x 5 x 5
+    assert shown["parts"]["generator"]["parameters"] == weights
+    asked = ("--method", "fedcg", "--generator", "one_layer", "--set", "server_iterations=2", *TINY.split(), *QUIET)
+    done = run_fedcg("simulate", *asked, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    (record,) = data_of(done.stdout)["runs"]
+    assert record["network"]["generator"] == "one_layer"
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("import not_there", "our_generators:one_layer: ModuleNotFoundError: No module named 'not_there'"),
+        ("def another(*asked): ...", "our_generators:one_layer: AttributeError"),
+        ("def one_layer(shape): ...", "our_generators:one_layer can't be built and run: TypeError"),
+        (
+            f"{LINEAR}def one_layer(s, c, n, r): return Linear((4, 4), n, nn.ReLU())",
+            r"our_generators:one_layer makes features \[3, 4, 4\], not \[3, 16, 1, 1\]",
+        ),
+        (
+            f"{LINEAR}def one_layer(s, c, n, r): return Linear(s, n, nn.Tanh())",
+            r"makes features from -0\.\d+ to .*, and the split's are non_negative: end it in a sigmoid",
+        ),
+        (
+            f"{LINEAR}def one_layer(s, c, n, r): return nn.GRU(n, 16)",
+            "no initial values are known for weight_ih_l0, .* give it a method reset",
+        ),
+    ],
+)
+def test_a_broken_generator_is_refused_with_the_name_of_its_entry(folder: Path, code: str, problem: str) -> None:
+    install(folder, code)
+    with pytest.raises(ExtensionError, match=problem):
+        complete_spec(plan("fedcg", NetworkChoice(generator="one_layer", noise_dim=8)))

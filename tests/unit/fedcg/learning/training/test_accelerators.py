@@ -1,0 +1,202 @@
+"""CUDA graphs, bfloat16, and the errors of an accelerator."""
+
+import errno
+import json
+import logging
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedcg.learning.method import Machine, Precision, Weights
+from fedcg.learning.networks.plans import complete_spec
+from fedcg.learning.round_checkpoint import optimiser_state
+from fedcg.learning.spec import NetworkChoice
+from fedcg.learning.training import cuda_graph
+from fedcg.learning.training.cuda_graph import graphed
+from fedcg.learning.training.device_errors import is_of_this_machine, is_out_of_memory, is_sticky
+from tests.support.learning.learning_cases import GREY, context, plan_of, round_of_one_client, same
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+MANY = 1000
+
+
+def network() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    stream = torch.Generator().manual_seed(0)
+    for parameter in net.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=stream)
+    return net
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_step_that_cant_be_captured_runs_without_a_graph_from_where_it_began(
+    steps_before: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(step: cuda_graph.Step, inputs: list[torch.Tensor], rewind: object) -> None:
+        for _ in range(3):  # a warm-up that trains
+            step(*inputs)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cuda_graph, "GraphedStep", refusing)
+    monkeypatch.setattr(cuda_graph, "on_cuda", lambda _: True)
+    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
+    states = []
+    for wrapped in (False, True):
+        net = network()
+        optimiser = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+        def step(
+            inputs: torch.Tensor, net: nn.Module = net, optimiser: torch.optim.Optimizer = optimiser
+        ) -> torch.Tensor:
+            loss: torch.Tensor = net(inputs).square().mean()
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            optimiser.step()
+            return loss
+
+        for _ in range(steps_before):
+            step(inputs)
+        with caplog.at_level(logging.WARNING):
+            (graphed(step, [net], [optimiser], MANY) if wrapped else step)(inputs)
+        states.append({**net.state_dict(), **optimiser_state(optimiser)})
+    assert "without a CUDA graph: operation not permitted" in caplog.text
+    assert same(*states)
+
+
+def test_a_few_steps_are_not_worth_a_graph() -> None:
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    assert graphed(step, [], [], 49) is step
+    assert graphed(step, [], [], 50) is not step
+
+
+@needs_cuda
+def test_the_step_really_runs_under_a_graph_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network().to("cuda")
+    optimiser = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)
+
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = net(inputs).square().mean()
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        return loss
+
+    made: list[cuda_graph.GraphedStep] = []
+
+    class Noted(cuda_graph.GraphedStep):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(cuda_graph, "GraphedStep", Noted)
+    graphed(step, [net], [optimiser], MANY)(torch.randn(4, 5, device="cuda"))
+    assert len(made) == 1
+
+
+MEMORY = (
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("could not create a primitive"),
+    RuntimeError("could not create a memory object"),
+    RuntimeError(
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+    ),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("NvMapMemAllocInternalTagged: 1075072515 error 12"),
+    RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/pytorch/c10/cuda/CUDACachingAllocator.cpp":995'),
+    RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+)
+STICKY = (
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+)
+NEITHER = (
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ValueError("CUDA error"),
+    ValueError("std::bad_alloc"),
+    OSError(errno.ENOSPC, "No space left on device"),
+)
+
+
+@pytest.mark.parametrize("error", [*MEMORY, *STICKY, *NEITHER], ids=repr)
+def test_an_error_is_of_memory_or_of_a_broken_card_or_neither(error: Exception) -> None:
+    assert (is_out_of_memory(error), is_sticky(error)) == (error in MEMORY, error in STICKY)
+    assert is_of_this_machine(error) == (error in MEMORY or isinstance(error, OSError))
+
+
+UNDER_LIMITS = """
+import json, os, resource, torch
+from fedcg.learning.training.device_errors import is_out_of_memory
+torch.set_num_threads(1)
+net = torch.nn.Sequential(torch.nn.Conv2d(32, 64, 5, padding=2), torch.nn.ReLU(), torch.nn.Conv2d(64, 96, 3, stride=2))
+up, images, row = torch.nn.ConvTranspose2d(32, 16, 4, 2), torch.rand(2, 32, 32, 32), torch.empty(200_000)
+steps = (lambda: net(images).sum().backward(), lambda: up(images).sum().backward())
+cases = [(step, kib) for step in steps for kib in range(500, 9000, 500)]
+cases += [(lambda: row.split(1), 4000), (lambda: bytearray(1 << 40), 4000)]
+def outcome(work, left):
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        taken = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
+        resource.setrlimit(resource.RLIMIT_AS, (taken + left, taken + left))
+        try:
+            work()
+            said = ("", True)
+        except Exception as error:
+            said = (f"{type(error).__name__}: {error}"[:120], is_out_of_memory(error))
+        os.write(theirs, json.dumps(said).encode())
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as pipe:
+        said = pipe.read()
+    os.wait()
+    return json.loads(said) if said else ("died", True)
+print(json.dumps([outcome(work, kib << 10) for work, kib in cases]))
+"""
+"""First steps of networks and large allocations, each in a process whose address space may grow by so many KiB: what they fail with."""
+
+
+@pytest.mark.slow
+def test_what_torch_fails_with_under_a_real_limit_of_memory_is_known_as_that() -> None:
+    done = subprocess.run([sys.executable, "-c", UNDER_LIMITS], capture_output=True, text=True, check=True, timeout=120)
+    outcomes = json.loads(done.stdout)
+    texts = {text for text, _ in outcomes}
+    assert not [text for text, is_known in outcomes if not is_known]
+    for mark in ("DefaultCPUAllocator", "could not create a primitive", "std::bad_alloc", "MemoryError"):
+        assert any(mark in text for text in texts), (mark, texts)
+
+
+def round_in(method: str, precision: Precision) -> tuple[float, dict[str, Weights]]:
+    choice = NetworkChoice(noise_dim=8, generator="mlp", discriminator="mlp")
+    spec = complete_spec(plan_of(method, choice, GREY, {"epochs": 5, "lr": 0.003}))
+    result, aggregate = round_of_one_client(replace(context(spec, 3), machine=Machine(precision=precision)), 44)
+    assert result.report.loss is not None
+    return result.report.loss, {
+        **{f"client {part}": weights for part, weights in result.private.parts.items()},
+        **{f"server {part}": weights for part, weights in aggregate.parts.items()},
+    }
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedcg", "fedmd_cg"])
+def test_a_round_in_bfloat16_learns_as_in_float32_and_keeps_weights_in_float32(method: str) -> None:
+    (loss, exact), (rough_loss, rough) = round_in(method, "f32"), round_in(method, "bf16")
+    assert loss < 0.8 * math.log(3.0)  # it has learnt
+    assert rough_loss == pytest.approx(loss, abs=0.05)
+    for key, weights in exact.items():
+        assert not same(weights, rough[key])
+        for name, tensor in weights.items():
+            assert rough[key][name].dtype == tensor.dtype
