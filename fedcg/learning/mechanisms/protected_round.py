@@ -3,7 +3,8 @@
 Mechanisms that work inside a local step (`gradient_noise`, `dropout`, `dp_sgd`) are done by the training loops, which find them in
 the round's context; what comes before and after the steps is done here.
 
-`balance` keeps a client's label distribution out of the classifier that it sends, against label inference. The last bias of a classifier that was trained on unbalanced labels encodes their shares, and so do the weights before it.
+`balance` keeps a client's label distribution out of the classifier that it sends, against label inference. The last bias of a
+classifier that was trained on unbalanced labels encodes their shares, and so do the weights before it.
 
 `logits` is logit adjustment (Menon et al., 2021, eq. 10): cross-entropy of logits + log p_i(y), with p_i the client's label shares.
 The logits themselves then need not encode p_i. It is done by the bias alone, because C(h) + log p_i(y) is the same classifier
@@ -15,7 +16,8 @@ adjustment is in there too. A method that keeps its classifier is not changed.
 `bias` is the plain removal: the last bias is sent as it came in the aggregate.
 
 A finished update is clipped, gets noise, and is pruned, in this order: what changes is its difference to the aggregate that the round
-started from; integer tensors (batch norm's counters) are sent as they are. Label counts get noise of their own. Noise comes from explicit generators, in the order of parts and names.
+started from; integer tensors (batch norm's counters) are sent as they are. Label counts get noise of their own. Noise comes from
+explicit generators, in the order of parts and names.
 """
 
 from collections.abc import Mapping, Sequence
