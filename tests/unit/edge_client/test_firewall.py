@@ -1,4 +1,4 @@
-"""The firewall: what leaves is exactly what policy and spec both name; anything else is an error on the device."""
+"""The firewall: what leaves is exactly what policy and spec both name, and a spec that asks for more work than the policy allows is declined."""
 
 import sys
 from typing import Any
@@ -16,7 +16,7 @@ from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.artifacts.payload import Array, assert_within
 from fedcg.wire.errors import CodecError, IntegrityError
-from fedcg.wire.messages.schemas import DeclineReason
+from fedcg.wire.messages.schemas import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Need, Offer
 from fedcg.wire.parts import (
     DEFAULT_ALLOW_REPORT,
     VOLUNTARY_REPORT,
@@ -30,7 +30,8 @@ from fedcg.wire.parts import (
     RoundCost,
     TensorLayout,
 )
-from tests.support.edge.world import DEVICE, LAYOUTS, toy_parts, toy_spec
+from tests.support.edge.world import DEVICE, LAYOUTS, MakeWorld, toy_parts, toy_spec
+from tests.support.waiting import wait_until
 
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 FACTS = UpdateFacts(DEVICE, 3, 2, {"torch": "2.13.0"}, {"threads": "1"})
@@ -52,6 +53,10 @@ REPORT = Report(
     cost=RoundCost(seconds=83.0, joules=415.2),
 )
 EVERYTHING = PolicySection(allow_upload=frozenset(Part), allow_report=frozenset(ReportField))
+COUNTED: dict[str, Any] = {
+    "upload": (Part.STATISTICS,),
+    "layouts": {Part.STATISTICS: (TensorLayout(name="held", dtype="int64", shape=(2,)),)},
+}
 Parts = dict[Part, dict[str, Array]]
 
 
@@ -71,6 +76,13 @@ def built(
         base=Base(BASE_ID, {}),
         mask=mask,
     )
+
+
+def reports_of(policies: tuple[PolicySection, ...], spec: FederationSpec | None = None) -> list[Report]:
+    """What leaves of `REPORT` under each of the policies."""
+    layouts = {part: LAYOUTS[part] for part in SHARED}
+    headers = [unpack(built(spec=spec, policy=policy), layouts).header for policy in policies]
+    return [header.report for header in headers if header.report is not None]
 
 
 def test_the_update_holds_the_shared_parts_and_a_header_that_says_what_it_is() -> None:
@@ -143,17 +155,12 @@ def test_label_counts_leave_only_when_the_owner_allows_them() -> None:
     with pytest.raises(FirewallError, match="label_counts"):
         built(spec=wants)
     allowed = PolicySection(allow_report=DEFAULT_ALLOW_REPORT | {ReportField.LABEL_COUNTS})
-    header = unpack(built(spec=wants, policy=allowed), {part: LAYOUTS[part] for part in SHARED}).header
-    assert header.report == Report(examples=12, label_counts=(4, 4, 4))
+    assert reports_of((allowed,), wants) == [Report(examples=12, label_counts=(4, 4, 4))]
 
 
 def test_accuracies_by_class_leave_only_with_the_owners_word_and_one_number_for_each_class() -> None:
-    told = []
-    for policy in (PolicySection(), EVERYTHING):
-        header = unpack(built(policy=policy), {part: LAYOUTS[part] for part in SHARED}).header
-        assert header.report is not None
-        told.append((header.report.downloaded, header.report.per_class))
-    assert told == [(None, None), (0.3, PER_CLASS)]
+    told = reports_of((PolicySection(), EVERYTHING))
+    assert [(one.downloaded, one.per_class) for one in told] == [(None, None), (0.3, PER_CLASS)]
     longer = REPORT.model_copy(update={"per_class": ClassAccuracies(downloaded=(0.5, 0.5, 0.5, 0.5))})
     with pytest.raises(FirewallError, match="not of 3 classes") as caught:
         built(report=longer, policy=EVERYTHING)
@@ -161,12 +168,8 @@ def test_accuracies_by_class_leave_only_with_the_owners_word_and_one_number_for_
 
 
 def test_figures_of_the_audit_and_spent_privacy_leave_only_with_the_owners_word_and_by_known_names() -> None:
-    told = []
-    for policy in (PolicySection(), EVERYTHING):
-        header = unpack(built(policy=policy), {part: LAYOUTS[part] for part in SHARED}).header
-        assert header.report is not None
-        told.append((header.report.audit, header.report.epsilon))
-    assert told == [(None, None), (GAINS, SPENT)]
+    told = reports_of((PolicySection(), EVERYTHING))
+    assert [(one.audit, one.epsilon) for one in told] == [(None, None), (GAINS, SPENT)]
     kept = built(policy=EVERYTHING)
     check_kept(kept, EVERYTHING, DEVICE)
     stricter = PolicySection(allow_report=frozenset(ReportField) - {ReportField.AUDIT})
@@ -185,12 +188,8 @@ def test_optional_label_counts_stay_on_a_device_that_does_not_allow_them_and_it_
     wants = toy_spec(report=(ReportField.EXAMPLES, ReportField.LABEL_COUNTS))
     wants = wants.model_copy(update={"optional_report": (ReportField.LABEL_COUNTS,)})
     assert check_spec(wants, PolicySection()) is None
-    told = []
-    for policy in (PolicySection(), EVERYTHING):
-        header = unpack(built(spec=wants, policy=policy), {part: LAYOUTS[part] for part in SHARED}).header
-        assert header.report is not None
-        told.append(header.report.label_counts)
-    assert told == [None, (4, 4, 4)]
+    told = reports_of((PolicySection(), EVERYTHING), wants)
+    assert [one.label_counts for one in told] == [None, (4, 4, 4)]
     still_needed = PolicySection(allow_report=frozenset({ReportField.LABEL_COUNTS}))
     assert (check_spec(wants, still_needed) or ())[:1] == (DeclineReason.REPORT_NOT_ALLOWED,)
 
@@ -206,10 +205,27 @@ def test_a_report_without_what_the_method_needs_is_refused() -> None:
         ({}, PolicySection(), None, ""),
         ({"upload": tuple(LAYOUTS)}, PolicySection(), DeclineReason.UPLOAD_NOT_ALLOWED, "extractor"),
         ({"upload": tuple(LAYOUTS)}, EVERYTHING, None, ""),
+        (COUNTED, PolicySection(), DeclineReason.UPLOAD_NOT_ALLOWED, "statistics (numbers computed of the images"),
         ({"report": tuple(ReportField)}, PolicySection(), DeclineReason.REPORT_NOT_ALLOWED, "label_counts"),
         ({}, PolicySection(allow_report=frozenset()), DeclineReason.REPORT_NOT_ALLOWED, "examples"),
         ({"method": "telepathy"}, PolicySection(), DeclineReason.UNKNOWN_METHOD, "telepathy"),
         ({"upload": (Part.DISCRIMINATOR,)}, EVERYTHING, DeclineReason.SPEC_REFUSED, "tensors"),
+        ({}, PolicySection(methods=frozenset({"fedavg"})), DeclineReason.NEEDS_APPROVAL, "does not list fedcg"),
+        ({}, PolicySection(federations=frozenset({"other"})), DeclineReason.NEEDS_APPROVAL, "does not list shapes"),
+        ({"params": {"epochs": 200}}, PolicySection(), None, ""),
+        (
+            {"params": {"epochs": 201}},
+            PolicySection(),
+            DeclineReason.NEEDS_APPROVAL,
+            "max_epochs of this device is 200",
+        ),
+        ({"params": {"epochs": 1e9}}, PolicySection(), DeclineReason.NEEDS_APPROVAL, "epochs = 1000000000.0; policy."),
+        ({"params": {"epochs": 20}}, PolicySection(max_epochs=20), None, ""),
+        ({"params": {"epochs": 20}}, PolicySection(max_epochs=19), DeclineReason.NEEDS_APPROVAL, "policy.max_epochs"),
+        ({"params": {"steps": 100_000}}, PolicySection(), None, ""),
+        ({"params": {"steps": 20, "epochs": 10**9}}, PolicySection(), None, ""),
+        ({"params": {"steps": 10**9, "epochs": 1}}, PolicySection(), DeclineReason.NEEDS_APPROVAL, "policy.max_steps"),
+        ({"params": {"batch_size": 10**9}}, PolicySection(), DeclineReason.NEEDS_APPROVAL, "policy.max_batch"),
     ],
 )
 def test_a_spec_is_judged_by_the_owners_policy_with_a_reason_to_tell(
@@ -318,14 +334,6 @@ def test_numbers_beyond_the_bounds_of_their_layout_do_not_leave_and_are_rejected
             assert_within(shared, spec.layouts)
 
 
-def test_a_device_that_does_not_list_statistics_declines_and_says_what_they_are() -> None:
-    layout = TensorLayout(name="held", dtype="int64", shape=(2,))
-    refused = check_spec(toy_spec(upload=(Part.STATISTICS,), layouts={Part.STATISTICS: (layout,)}), PolicySection())
-    assert refused is not None
-    assert refused[0] is DeclineReason.UPLOAD_NOT_ALLOWED
-    assert "statistics (numbers computed of the images" in refused[1]
-
-
 def test_numbers_of_a_masked_sum_leave_behind_masks_and_without_masks_stay_here() -> None:
     layouts = (
         TensorLayout(name="outputs", dtype="int64", shape=(2, 2), low=0.0, high=float(2**32 - 1)),
@@ -354,3 +362,27 @@ def test_numbers_of_a_masked_sum_leave_behind_masks_and_without_masks_stay_here(
         in refused[1]
     )
     assert "mean features of each class" not in refused[1]
+
+
+def test_an_aggregate_above_the_bound_is_declined_and_no_byte_of_it_is_asked_for(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.connect()
+    coordinator = world.coordinator
+    coordinator.publish(
+        coordinator.topics.offer,
+        Offer(
+            **coordinator.address(EVERYONE, 1, 1),
+            spec=coordinator.serve(world.spec.canonical()),
+            aggregate=ArtifactRef(id="a" * 64, size=512 * 1024 * 1024, chunk_bytes=120 * 1024),
+            rounds=2,
+            deadline_at=0.0,
+        ),
+        retain=True,
+    )
+    coordinator.invite(1)
+    assert coordinator.wait(Decline).reason is DeclineReason.SPEC_REFUSED
+    wait_until(lambda: bool(world.events("declined")), "the decline is recorded")
+    assert "policy.max_download_mb of this device is 128" in str(world.events("refused")[0]["detail"])
+    assert not any(isinstance(message, Accept | Need) for message in coordinator.heard)

@@ -1,15 +1,20 @@
-"""Agent, state machine and store together, over the in-process broker, against a coordinator scripted step by step."""
+"""Agent, state machine and store together, over the in-process broker, against a coordinator scripted step by step; and what the log and the status say."""
 
-import subprocess
-import sys
+import errno
+import logging
+from pathlib import Path
 
 import pytest
 
+from edge_client.agent import reports
 from edge_client.agent.owner import StatusRequest, ask_agent
+from edge_client.agent.reports import LinkProblems
+from edge_client.cli.status import Status, read_status
 from edge_client.config import PolicySection
-from edge_client.session.signals import Noted, RoundFailed, TrainRound
+from edge_client.session.signals import ChooseModel, Noted, RoundFailed, TrainerCommand, TrainRound
 from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.errors import NOT_CONNECTED
+from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import (
     COORDINATOR,
@@ -22,7 +27,6 @@ from fedcg.wire.messages.schemas import (
     Manifest,
     Need,
     Outcome,
-    Receipt,
     Revoked,
     RoundAttempt,
 )
@@ -33,6 +37,7 @@ from tests.support.edge.world import (
     DEVICE,
     FakeTrainer,
     MakeWorld,
+    World,
     in_round,
     in_training,
     make_config,
@@ -109,14 +114,6 @@ def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: 
     assert {event["artifact"] for event in world.events("artifact_stored")} == {spec_id, aggregate_id}
 
 
-def test_chunks_that_the_broadcast_lost_are_asked_for(make_world: MakeWorld) -> None:
-    world = in_round(make_world)  # nothing is broadcast at all
-    needs: list[str] = []
-    while world.coordinator.serve(world.aggregate()).id not in needs:
-        needs.append(world.coordinator.wait(Need).artifact)
-    world.coordinator.wait(Manifest)
-
-
 def test_a_device_that_is_not_invited_trains_nothing_and_asks_for_nothing(make_world: MakeWorld) -> None:
     world = make_world()
     world.connect()
@@ -129,23 +126,6 @@ def test_a_device_that_is_not_invited_trains_nothing_and_asks_for_nothing(make_w
     assert world.trainer.rounds() == []
     world.coordinator.invite(1)
     world.coordinator.wait(Manifest)
-
-
-def test_an_agent_told_to_upload_its_extractor_refuses_says_why_and_stays_up(make_world: MakeWorld) -> None:
-    greedy = toy_spec(upload=(Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR))
-    world = in_round(make_world, spec=greedy)
-    decline = world.coordinator.wait(Decline)
-    assert decline.reason is DeclineReason.UPLOAD_NOT_ALLOWED
-    assert "extractor" in str(world.events("refused")[0]["detail"])
-    assert world.trainer.rounds() == []
-    world.coordinator.invite(1)
-    assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
-
-
-def test_the_extractor_goes_only_where_the_owner_of_the_device_allows_it(make_world: MakeWorld) -> None:
-    greedy = toy_spec(upload=(Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR))
-    world = in_round(make_world, spec=greedy, policy=PolicySection(allow_upload=frozenset(Part)))
-    world.coordinator.wait(Accept)
 
 
 def test_a_manifest_is_repeated_until_a_receipt_comes_and_then_never_again(make_world: MakeWorld) -> None:
@@ -246,34 +226,6 @@ def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_w
     assert world.trainer.rounds() == [RoundAttempt(1, 1)]
 
 
-def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: MakeWorld) -> None:
-    world = in_training(make_world)
-    world.trainer.deliver(Exited(1001, -9))
-    wait_until(lambda: world.trainer.rounds() == [RoundAttempt(1, 1)] * 2, "the same round is trained again")
-    world.trainer.work(world.trainer.commands[-1])
-    world.coordinator.wait(Manifest)
-
-
-def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> None:
-    world = in_training(make_world)
-    world.coordinator.invite(1)
-    assert world.coordinator.wait(Accept).round == 1
-    world.coordinator.restart()
-    assert world.coordinator.wait(Hello).epoch == 2
-    world.coordinator.invite(1)
-    assert world.coordinator.wait(Accept).epoch == 2
-    assert world.trainer.rounds() == [RoundAttempt(1, 1)]
-
-
-def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_world: MakeWorld) -> None:
-    world = in_training(make_world)
-    world.trainer.deliver(RoundFailed(RoundAttempt(1, 1), DeclineReason.DIVERGED, "mean loss nan"))
-    assert world.coordinator.wait(Decline).reason is DeclineReason.DIVERGED
-    world.open_round(1, attempt=2)
-    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "it is trained again")
-    assert world.trainer.rounds()[-1] == RoundAttempt(1, 2)
-
-
 def test_an_agent_that_is_stopped_while_it_trains_declines_before_it_goes_offline(make_world: MakeWorld) -> None:
     world = in_training(make_world)
     world.agent.stop()
@@ -312,45 +264,6 @@ def test_a_device_whose_owner_allows_no_health_report_says_nothing_of_its_traini
     assert all(message.phase is None for message in world.coordinator.heard if isinstance(message, Heartbeat))
 
 
-def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_told_of_it(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.connect()
-    first = world.coordinator.session
-    world.broker.drop(DEVICE)
-    while True:
-        status = world.coordinator.wait(DeviceStatus)
-        if not status.online:
-            break
-    world.broker.restore(DEVICE)
-    world.coordinator.wait(Hello)
-    assert world.coordinator.session is not None
-    assert world.coordinator.session != first
-    world.open_round()
-    world.coordinator.wait(Manifest)
-
-
-def test_a_session_that_the_coordinator_forgot_is_opened_anew_after_silence(make_world: MakeWorld) -> None:
-    world = in_round(make_world, clock_speed=8.0)
-    world.coordinator.wait(Manifest)
-    world.coordinator.session = None  # it forgets without a new epoch
-    world.coordinator.wait(Hello, "after 6 s of silence")
-    assert world.coordinator.wait(Manifest).artifact.size > 0
-
-
-def test_what_the_coordinators_key_did_not_sign_changes_nothing(make_world: MakeWorld) -> None:
-    world, forger = in_round(make_world), SigningKey.generate()
-    coordinator = world.coordinator
-    assert coordinator.session is not None
-    manifest = coordinator.wait(Manifest)
-    address = coordinator.address(DEVICE, 1, 1)
-    forged = Receipt(**address, artifact=manifest.artifact.id, outcome=Outcome.ACCEPTED)
-    coordinator.publish(coordinator.topics.down_control(DEVICE), coordinator.session.stamp(forged), key=forger)
-    wait_until(lambda: len(world.events("refused")) == 1, "the forgery is refused")
-    assert "not signed" in str(world.events("refused")[0]["detail"])
-    assert coordinator.wait(Manifest).artifact == manifest.artifact
-    assert world.events("receipt") == []
-
-
 def test_an_older_offer_and_a_repeated_receipt_are_refused(make_world: MakeWorld) -> None:
     world = make_world()
     world.connect()
@@ -381,16 +294,7 @@ def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
     assert world.store.artifacts.get(command.aggregate) == world.aggregate()
 
 
-@pytest.mark.parametrize(
-    ("stricter", "told"),
-    [
-        (PolicySection(allow_upload=frozenset({Part.CLASSIFIER})), "generator"),
-        (PolicySection(allow_report=frozenset({ReportField.EXAMPLES})), "accuracy"),
-    ],
-)
-def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(
-    make_world: MakeWorld, stricter: PolicySection, told: str
-) -> None:
+def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(make_world: MakeWorld) -> None:
     world = in_round(make_world)
     world.coordinator.wait(Manifest)
     world.stop_agent()
@@ -398,33 +302,22 @@ def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(
     while world.coordinator.step() is not None:
         pass  # what the first agent said
     world.coordinator.heard.clear()
-    world.config = make_config(world.root, policy=stricter)
+    world.config = make_config(world.root, policy=PolicySection(allow_upload=frozenset({Part.CLASSIFIER})))
     world.start_agent()
     world.coordinator.wait(Hello)
     world.coordinator.invite(1)
     assert world.coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
     assert not any(isinstance(message, Manifest) for message in world.coordinator.heard)
-    assert told in str(world.events("refused")[-1]["detail"])
+    assert "generator" in str(world.events("refused")[-1]["detail"])
     assert world.store.deliveries()[-1].outcome == "withheld"
-
-
-def test_a_disk_that_is_full_when_the_receipt_comes_does_not_lose_the_next_round(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = in_training(make_world)
-    world.trainer.work(world.trainer.commands[-1])
-    manifest = world.coordinator.wait(Manifest)
-    world.open_round(2)
-    world.coordinator.wait(Accept)
-    monkeypatch.setattr(PrivateStore, "save_delivery", full_disk)
-    world.coordinator.receipt(manifest)
-    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "round 2 is trained")
-    assert "No space left" in str(world.events("agent_error")[0]["detail"])
 
 
 def test_a_disk_that_is_full_when_the_offer_comes_does_not_lose_the_round(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     world = make_world()
     world.connect()
     monkeypatch.setattr(PrivateStore, "save_seen", full_disk)
@@ -432,43 +325,189 @@ def test_a_disk_that_is_full_when_the_offer_comes_does_not_lose_the_round(
     assert world.coordinator.wait(Accept).round == 1
 
 
-def test_a_training_process_that_cannot_be_started_is_tried_again(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+NO_DOG = "/srv/images/dog: the spec has no class 'dog'; its classes are bar, dot"
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """All that the agent logs."""
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def status(world: World) -> Status:
+    return read_status(world.config)
+
+
+def test_why_a_round_is_declined_is_in_the_log_and_in_the_status_and_the_next_attempt_is_trained(
+    make_world: MakeWorld, log: pytest.LogCaptureFixture
 ) -> None:
-    start, failures = FakeTrainer.start, iter([OSError(11, "Resource temporarily unavailable")] * 2)
+    world = in_training(make_world)
+    world.trainer.deliver(RoundFailed(RoundAttempt(1, 1), DeclineReason.NO_DATA, NO_DOG))
+    assert world.coordinator.wait(Decline).reason is DeclineReason.NO_DATA
+    world.coordinator.work_until(lambda: "declined (no_data)" in log.text, "the decline is logged")
+    assert f"round 1 of 2: declined (no_data): {NO_DOG}. What to do: put images where [data] root" in log.text
+    world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")
+    assert status(world)["last_declined"] == f"round 1, attempt 1: no_data: {NO_DOG}"
+    world.open_round(1, attempt=2)
+    world.coordinator.work_until(lambda: world.trainer.rounds()[-1] == RoundAttempt(1, 2), "it is trained again")
 
-    def scarce(trainer: FakeTrainer) -> int:
-        for failure in failures:
-            raise failure
-        return start(trainer)
 
-    monkeypatch.setattr(FakeTrainer, "start", scarce)
-    world = in_round(make_world, clock_speed=8.0)
+def test_a_training_process_that_dies_before_its_commit_is_reported_and_repeats_the_round(
+    make_world: MakeWorld, log: pytest.LogCaptureFixture
+) -> None:
+    world = in_training(make_world)
+    world.trainer.deliver(Exited(1001, -9))
+    world.coordinator.work_until(lambda: "last_trainer_death" in status(world), "the death is written down")
+    assert "the training process ended with code -9 (code -9 is mostly a lack of memory)" in log.text
+    assert status(world)["last_trainer_death"] == "exit code -9"
+    wait_until(lambda: world.trainer.rounds() == [RoundAttempt(1, 1)] * 2, "the same round is trained again")
+
+
+def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_and_the_log_report_it(
+    make_world: MakeWorld, log: pytest.LogCaptureFixture
+) -> None:
+    world = make_world()
+    world.connect()
+    first = world.coordinator.session
+    world.broker.drop(DEVICE)
+    while world.coordinator.wait(DeviceStatus).online:
+        pass
+    world.broker.restore(DEVICE)
+    world.coordinator.wait(Hello)
+    assert world.coordinator.session not in (None, first)
+    world.open_round()
     world.coordinator.wait(Manifest)
+    lines = [record.getMessage() for record in log.records if "broker" in record.getMessage()]
+    assert [line.partition(" after")[0].partition(";")[0] for line in lines] == [
+        "connected to the broker",
+        "the link to the broker is lost",
+        "the link to the broker is back",
+    ]
 
 
-def full_disk(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def test_the_agent_and_everything_it_needs_import_no_torch() -> None:
-    code = (
-        "import sys; import edge_client.cli.agent_commands, edge_client.agent.run, edge_client.cli.doctor.checks, edge_client.cli.status; "
-        "sys.exit(3 if 'torch' in sys.modules else 0)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-
-
-def test_a_file_that_is_damaged_while_the_agent_runs_is_named_with_its_cure_and_without_a_traceback(
-    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
+    make_world: MakeWorld, log: pytest.LogCaptureFixture
 ) -> None:
+    world = make_world(clock_speed=20.0)
+    world.coordinator.answers_hello = False
+    world.coordinator.come_online()
+    world.start_agent()
+    for _ in range(reports.UNANSWERED_HELLOS + 2):
+        world.coordinator.wait(Hello)
+    assert log.text.count("the coordinator does not answer: it does not run, this federation is not started") == 1
+    assert "fedcg doctor" in str(status(world)["link_problem"])
+    world.coordinator.answers_hello = True
+    world.coordinator.work_until(lambda: status(world)["link_problem"] is None, "the answer ends the problem")
+
+
+def test_what_the_transport_warns_of_is_in_the_status_until_the_link_is_back(tmp_path: Path) -> None:
+    events = EventLog(tmp_path / "events.jsonl", lambda: 0.0)
+    handler, log = LinkProblems(events), logging.getLogger("fedcg.wire.test")
+    log.addHandler(handler)
+    try:
+        for seconds in (0.2, 0.4):
+            log.warning("%s; trying again in %.1f s", "certificate revoked", seconds)
+        log.info("nothing")
+    finally:
+        log.removeHandler(handler)
+    told = [event["detail"] for event in read_events(tmp_path / "events.jsonl")]
+    assert told == ["certificate revoked; trying again in 0.2 s"]
+
+
+def test_what_became_of_an_accepted_update_is_in_the_log_and_in_the_status(
+    make_world: MakeWorld, log: pytest.LogCaptureFixture
+) -> None:
+    why = "not merged (quarantine): its step is 4 times as long as the median (at most 3)"
+    world = in_round(make_world)
+    manifest = world.coordinator.wait(Manifest)
+    world.coordinator.receipt(manifest)
+    world.coordinator.work_until(lambda: bool(world.events("receipt")), "the receipt is recorded")
+    assert status(world)["odd_updates"] is None
+    for _ in range(2):  # the coordinator sends it again with each session
+        world.coordinator.receipt(manifest, reason=why)
+    world.coordinator.invite(1)
+    world.coordinator.wait(Decline)  # of an update that was delivered: the receipts before it are handled
+    assert status(world)["odd_updates"] == f"1 of the last 1; round 1.1: {why}"
+    assert status(world)["last_receipt"] == f"round 1.1: accepted {why}"
+    assert [event["reason"] for event in world.events("receipt")] == ["", why]
+    assert f"round 1: the update is {why}" in log.text
+
+
+class _Chooser(FakeTrainer):
+    outcome: dict[str, object]
+
+    def work(self, command: TrainerCommand) -> None:
+        super().work(command)
+        if isinstance(command, ChooseModel):
+            self.store.save_finalised({"aggregate": command.aggregate, **self.outcome})
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        (
+            {"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": 0.912},  # the gate kept 0003
+            "finished; model 0003, accuracy 91.2%",
+        ),
+        ({"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": None}, "finished; model 0003"),
+        ({"accuracy_personal": 0.5}, "finished; no exported model, accuracy 50.0%"),
+    ],
+)
+def test_the_end_is_told_with_the_model_and_its_accuracy(
+    make_world: MakeWorld,
+    log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: dict[str, object],
+    told: str,
+) -> None:
+    monkeypatch.setattr(_Chooser, "outcome", outcome, raising=False)
+    monkeypatch.setattr("tests.support.edge.world.FakeTrainer", _Chooser)
+    world = in_round(make_world)
+    world.coordinator.wait(Accept)
+    manifest = world.coordinator.wait(Manifest)
+    world.coordinator.collect(manifest)
+    world.coordinator.receipt(manifest)
+    world.coordinator.finish(world.spec, world.aggregate(1), 1)
+    world.coordinator.work_until(lambda: bool(world.events("finished")), "the end")
+    assert told in log.text
+    assert "round 1: the update is being sent (" in log.text
+    assert "round 1: the update is accepted" in log.text
+    assert status(world)["finished"] == told
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (OSError(errno.ENOSPC, "No space left", "/srv/store/x"), "Free space on, or repair, "),
+        (PermissionError(errno.EACCES, "refused", "/srv/store/x"), "read and write /srv/store/x (chown, chmod)"),
+        (None, "delivered.json is damaged. It holds the receipts of updates and nothing else: delete it"),
+    ],
+    ids=["full disk", "another user's file", "damaged file"],
+)
+def test_a_receipt_that_cannot_be_stored_is_reported_with_its_cure_and_the_next_round_is_trained(
+    make_world: MakeWorld,
+    log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: OSError | None,
+    advice: str,
+) -> None:
+    def refuse(*_: object) -> None:
+        assert error is not None
+        raise error
+
     world = in_training(make_world)
     world.trainer.work(world.trainer.commands[-1])
     manifest = world.coordinator.wait(Manifest)
-    (world.config.store / "delivered.json").write_text("{")
+    world.open_round(2)
+    world.coordinator.wait(Accept)
+    if error is None:
+        (world.config.store / "delivered.json").write_text("{")
+    else:
+        monkeypatch.setattr(PrivateStore, "save_delivery", refuse)
     world.coordinator.receipt(manifest)
-    wait_until(lambda: bool(world.events("agent_error")), "the damage is reported")
-    assert "delivered.json is damaged. It holds the receipts of updates and nothing else: delete it" in str(
-        world.events("agent_error")[0]["detail"]
-    )
-    assert [record for record in caplog.records if record.exc_info] == []
+    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "round 2 is trained")
+    assert advice in str(world.events("agent_error")[0]["detail"])
+    assert advice in log.text
+    assert "Traceback" not in log.text
+    assert [record for record in log.records if record.exc_info] == []

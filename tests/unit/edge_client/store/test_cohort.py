@@ -106,30 +106,13 @@ def test_a_lost_code_is_replaced_by_the_file_of_another_box(tmp_path: Path) -> N
     assert second.cohort_secret() == secret_of(code)
 
 
-@pytest.mark.parametrize(
-    ("others", "verdict"),
-    [
-        ([], CohortVerdict.ALONE),
-        (["m"], CohortVerdict.SAME),
-        (["m", "m"], CohortVerdict.SAME),
-        (["m", "n"], CohortVerdict.DIFFERENT),
-        ([None], CohortVerdict.DIFFERENT),
-    ],
-)
-def test_a_device_is_compared_with_all_others(others: list[str | None], verdict: CohortVerdict) -> None:
-    cohorts = Cohorts()
-    for number, mark in enumerate(others):
-        cohorts.note(f"site-{number}", mark)
-    unlike = tuple(f"site-{number}" for number, mark in enumerate(others) if mark != "m")
-    assert cohorts.note("mine", "m") == unlike
-    assert cohorts.verdict("mine") is verdict
-
-
-def test_devices_without_a_secret_are_alike() -> None:
+def test_devices_without_a_secret_are_alike_and_unlike_one_that_has_it() -> None:
     cohorts = Cohorts()
     cohorts.note("site-1", None)
     assert cohorts.note("site-2", None) == ()
     assert cohorts.verdict("site-1") is CohortVerdict.SAME
+    assert cohorts.note("mine", "m") == ("site-1", "site-2")
+    assert cohorts.verdict("mine") is CohortVerdict.DIFFERENT
 
 
 def run(*arguments: str) -> int:

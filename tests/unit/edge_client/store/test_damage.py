@@ -1,7 +1,9 @@
-"""Each file of a private store truncated and altered at random: the last committed round counts, or it is said what is lost and what to do."""
+"""A private store on a disk that fails: the last committed round counts, or the loss is reported with its remedy; nothing is trusted or trained twice."""
 
+import errno
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,16 +15,176 @@ from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from edge_client.errors import DamagedFileError, StoreError
 from edge_client.store.checked_files import read_json, write_json
-from edge_client.store.private_store import PrivateStore
+from edge_client.store.generations import Generations
+from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from fedcg.files import file_sha256
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
-from fedcg.wire.messages.schemas import RoundAttempt
+from fedcg.wire.messages.schemas import Manifest, RoundAttempt
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.homes import add_federation, bundle
 from tests.support.edge.filled_store import SPEC, contents, files_of, fill
 from tests.support.edge.flipped_bytes import undocumented, unnamed
-from tests.support.edge.world import DEVICE, FEDERATION, write_device
+from tests.support.edge.world import (
+    DEVICE,
+    FEDERATION,
+    MakeWorld,
+    toy_generation,
+    toy_snapshot,
+    write_device,
+)
+from tests.support.waiting import wait_until
 
 ENROLLED = SigningKey.generate().public
+WRITES: dict[str, Callable[[PrivateStore, int], object]] = {
+    "seen.json": lambda store, number: store.save_seen((1, number, 1)),
+    "sums.json": lambda store, number: store.save_sum_record({"round": number}),
+    "privacy.json": lambda store, number: store.save_privacy({"spent": number}),
+    "coordinator.json": lambda store, number: store.save_pinned_key(ENROLLED, PinnedKey(ENROLLED, number)),
+    "delivered.json": lambda store, number: store.save_delivery(DeliveryRecord("f" * 64, number, 1, "accepted", "")),
+    "finalised.json": lambda store, number: store.save_finalised({"aggregate": f"{number:064x}"}),
+    "accepted.json": lambda store, _: store.accept_snapshot(SPEC.digest, 1, toy_snapshot),
+}
+READS: dict[str, Callable[[PrivateStore], object]] = {
+    "seen.json": lambda store: store.seen(),
+    "sums.json": lambda store: store.sum_record(),
+    "privacy.json": lambda store: store.privacy(),
+    "coordinator.json": lambda store: store.pinned_key(ENROLLED),
+    "delivered.json": lambda store: store.deliveries(),
+    "finalised.json": lambda store: store.finalised(),
+    "accepted.json": lambda store: store.accept_snapshot(SPEC.digest, 1, toy_snapshot),
+}
+COUNTED = ("seen.json", "sums.json", "privacy.json", "coordinator.json")
+"""Files of which an older copy is told by the counter."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PrivateStore:
+    return PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+
+
+def unreadable(path: Path) -> None:
+    """A directory in a file's place can't be read by anybody, root included."""
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_state_file_that_can_not_be_read_is_an_error_that_names_it(store: PrivateStore, name: str) -> None:
+    WRITES[name](store, 1)
+    READS[name](store)
+    unreadable(store.root / name)
+    with pytest.raises(StoreError, match=rf"{name}.*can't be read.*start the agent again"):
+        READS[name](store)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b'{"highest": [1, 2]}'])
+@pytest.mark.parametrize("name", [name for name in WRITES if name != "accepted.json"])
+def test_a_damaged_state_file_is_an_error_and_never_an_empty_one(
+    store: PrivateStore, name: str, content: bytes
+) -> None:
+    WRITES[name](store, 1)
+    (store.root / name).write_bytes(content)
+    with pytest.raises(StoreError, match=rf"{name} is damaged. .*(estore|delete it)"):
+        READS[name](store)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
+def test_a_damaged_snapshot_of_a_round_that_was_not_committed_is_taken_anew(
+    store: PrivateStore, content: bytes
+) -> None:
+    WRITES["accepted.json"](store, 1)
+    (store.root / "accepted.json").write_bytes(content)
+    assert store.accept_snapshot(SPEC.digest, 1, lambda: toy_snapshot(2)) == toy_snapshot(2)
+    assert store.accept_snapshot(SPEC.digest, 1, toy_snapshot) == toy_snapshot(2)
+
+
+def test_only_absent_state_files_are_empty(store: PrivateStore) -> None:
+    assert store.seen() == (0, 0, 0)
+    assert store.pinned_key(ENROLLED) == PinnedKey(ENROLLED)
+    assert (store.deliveries(), store.finalised()) == ((), {})
+
+
+@pytest.mark.parametrize("name", ["device.key", "cohort.key"])
+def test_a_secret_that_can_not_be_read_is_not_made_anew(store: PrivateStore, name: str) -> None:
+    (store.root / "secrets" / name).mkdir()
+    with pytest.raises(StoreError, match=rf"{name} can't be read"):
+        store.device_secret() if name == "device.key" else store.cohort_secret()
+
+
+@pytest.fixture
+def bad_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Reading a generation's files gives EIO until the patch is undone."""
+
+    def fails(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("edge_client.store.generations.file_sha256", fails)
+        yield patch
+
+
+def test_one_failing_read_of_the_newest_generation_does_not_bring_back_the_one_before(
+    store: PrivateStore, bad_disk: pytest.MonkeyPatch
+) -> None:
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
+    fresh = PrivateStore(store.root).generations
+    for look in (fresh.current, fresh.load):
+        with pytest.raises(StoreError, match=r"generations/2/\S+ can't be read: Input/output error"):
+            look()
+    bad_disk.undo()
+    generation, problems = fresh.current()
+    assert generation is not None
+    assert (generation.round_attempt, problems) == (RoundAttempt(2, 1), ())
+
+
+@pytest.mark.parametrize("look", ["current", "newest"])
+def test_a_pointer_that_can_not_be_read_makes_no_uncommitted_generation_count(store: PrivateStore, look: str) -> None:
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
+    unreadable(store.root / "CURRENT")
+    with pytest.raises(StoreError, match="CURRENT can't be read"):
+        getattr(PrivateStore(store.root).generations, look)()
+
+
+def test_the_newest_generation_is_that_of_another_process_and_falls_back_like_the_current_one(
+    store: PrivateStore,
+) -> None:
+    trainer, agent = Generations(store.root), Generations(store.root)
+    assert agent.newest() is None
+    for number in (1, 2):
+        committed = trainer.commit(toy_generation(SPEC, RoundAttempt(number, 1)))
+        assert agent.newest() == committed
+    (store.root / "generations" / "2" / "state.safetensors").write_bytes(b"torn")
+    restarted = Generations(store.root)
+    fallback, problems = restarted.current()
+    assert fallback is not None
+    assert (fallback.round_attempt, len(problems)) == (RoundAttempt(1, 1), 1)
+    assert restarted.newest() == fallback, "what was found damaged at the start does not count later on"
+    (store.root / "generations" / "2" / "state.json").write_bytes(b"torn")
+    assert Generations(store.root).newest() == fallback
+
+
+def test_no_state_file_is_hashed_on_the_loop_of_an_agent_at_work(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    world.connect()
+    coordinator = world.coordinator
+    hashed: list[str] = []
+
+    def counted(path: Path) -> str:
+        hashed.append(f"{path.name} on {threading.current_thread().name}")
+        return file_sha256(path)
+
+    monkeypatch.setattr("edge_client.store.generations.file_sha256", counted)
+    world.open_round()
+    manifest = coordinator.wait(Manifest)
+    coordinator.collect(manifest)
+    coordinator.receipt(manifest)
+    wait_until(lambda: bool(world.events("receipt")), "the receipt is recorded")
+    assert hashed == []
+
+
 REMEDIES = ("estore", "delete it", "move it away", "enrol")
 
 
@@ -137,16 +299,6 @@ def test_a_file_whose_check_is_missing_or_has_a_damaged_name_is_damaged(tmp_path
         read_json(path)
 
 
-def test_a_spec_that_was_damaged_is_replaced_by_the_next_download(tmp_path: Path) -> None:
-    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
-    fill(store)
-    path = store.root / "specs" / f"{SPEC.digest}.json"
-    path.write_bytes(b"{")
-    assert store.spec(SPEC.digest) is None
-    store.save_spec(SPEC.canonical())
-    assert store.spec(SPEC.digest) == SPEC
-
-
 def test_a_lost_pointer_beside_later_generations_is_no_new_store(tmp_path: Path) -> None:
     store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
     fill(store)
@@ -157,20 +309,6 @@ def test_a_lost_pointer_beside_later_generations_is_no_new_store(tmp_path: Path)
     assert "CURRENT is damaged" in problems[0]
 
 
-WRITES: dict[str, Callable[[PrivateStore, int], None]] = {
-    "seen.json": lambda store, number: store.save_seen((1, number, 1)),
-    "sums.json": lambda store, number: store.save_sum_record({"round": number}),
-    "privacy.json": lambda store, number: store.save_privacy({"spent": number}),
-    "coordinator.json": lambda store, number: store.save_pinned_key(ENROLLED, PinnedKey(ENROLLED, number)),
-}
-READS: dict[str, Callable[[PrivateStore], object]] = {
-    "seen.json": lambda store: store.seen(),
-    "sums.json": lambda store: store.sum_record(),
-    "privacy.json": lambda store: store.privacy(),
-    "coordinator.json": lambda store: store.pinned_key(ENROLLED),
-}
-
-
 @pytest.fixture
 def lived(tmp_path: Path) -> tuple[PrivateStore, Path]:
     """A store in which each file was written three times, in turns, and a copy of it from before the last ones."""
@@ -178,12 +316,12 @@ def lived(tmp_path: Path) -> tuple[PrivateStore, Path]:
     for number in (1, 2, 3):
         if number == 3:
             shutil.copytree(store.root, tmp_path / "earlier")
-        for write in WRITES.values():
-            write(store, number)
+        for name in COUNTED:
+            WRITES[name](store, number)
     return store, tmp_path / "earlier"
 
 
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", COUNTED)
 def test_an_older_copy_of_one_file_is_refused_by_name_and_the_others_are_read(
     lived: tuple[PrivateStore, Path], name: str
 ) -> None:
@@ -191,7 +329,7 @@ def test_an_older_copy_of_one_file_is_refused_by_name_and_the_others_are_read(
     shutil.copyfile(earlier / name, store.root / name)
     with pytest.raises(DamagedFileError, match=rf"{name} is an older copy.*(fedcg agent restore|delete it)"):
         READS[name](store)
-    for other in set(READS) - {name}:
+    for other in set(COUNTED) - {name}:
         READS[other](store)
     shutil.copytree(earlier, store.root.parent / "whole")
     READS[name](PrivateStore.open(store.root.parent / "whole", FEDERATION, DEVICE))  # a whole store is a backup's

@@ -277,7 +277,7 @@ def holder(store: PrivateStore) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_process_cannot_work_in_the_store_until_the_first_is_dead(
     store: PrivateStore, holder: subprocess.Popen[str]
 ) -> None:
-    with pytest.raises(StoreLockedError), store.locked():
+    with pytest.raises(StoreLockedError, match=f"is held by process {holder.pid},"), store.locked():
         pass
     holder.kill()
     with store.locked(wait_s=10.0):
@@ -303,13 +303,17 @@ def test_a_snapshot_survives_its_encoding_and_its_digest_tells_any_difference() 
         Snapshot.decode(b'[{"path": "a"}]')
 
 
-def test_a_kept_spec_that_was_tampered_with_counts_as_absent(store: PrivateStore) -> None:
+def test_a_kept_spec_that_was_tampered_with_counts_as_absent_and_is_replaced_by_the_next_download(
+    store: PrivateStore,
+) -> None:
     store.save_spec(SPEC.canonical())
     assert reopened(store).spec(SPEC.digest) == SPEC
     path = store.root / "specs" / f"{SPEC.digest}.json"
     path.write_bytes(path.read_bytes().replace(b'"rounds":2', b'"rounds":9'))
     assert store.spec(SPEC.digest) is None
     assert store.spec_digests() == frozenset()
+    store.save_spec(SPEC.canonical())
+    assert store.spec(SPEC.digest) == SPEC
 
 
 def test_only_downloads_that_something_refers_to_are_kept(store: PrivateStore) -> None:

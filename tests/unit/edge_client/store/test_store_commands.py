@@ -1,17 +1,18 @@
-"""Backup and restore of a device: one encrypted file, for a box that replaces this one."""
+"""Backup and restore of a device in one encrypted file, and `fedcg agent store migrate`, which checks a private store."""
 
-import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+from typer.testing import Result
 
 from edge_client.config import load_config
 from edge_client.store import backup
-from edge_client.store.private_store import PrivateStore, open_store
+from edge_client.store.checked_files import read_json, write_json
+from edge_client.store.private_store import STORE_FORMAT, PrivateStore, open_store
 from fedcg import sealing
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS
+from tests.support.box_install import AGENT_TOML, content, fill_store
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.filled_store import contents, files_of, fill
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
@@ -19,13 +20,10 @@ from tests.support.edge.world import DEVICE, FEDERATION, write_device
 PASSPHRASE = "correct horse battery"
 
 
-@pytest.fixture(autouse=True)
-def quick_scrypt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "SCRYPT_N", 1 << 10)
-
-
 @pytest.fixture
-def box(tmp_path: Path) -> Path:
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A device's configuration beside a filled store; its backups are sealed quickly."""
+    monkeypatch.setattr(sealing, "SCRYPT_N", 1 << 10)
     config = write_device(tmp_path / "box")
     (tmp_path / "passphrase").write_text(PASSPHRASE + "\n")
     fill(PrivateStore.open(tmp_path / "box" / "store", FEDERATION, DEVICE))
@@ -35,12 +33,6 @@ def box(tmp_path: Path) -> Path:
 def run(*words: object, root: Path) -> tuple[int, str]:
     result = run_fedcg("agent", *words, "--passphrase-file", root / "passphrase")
     return result.exit_code, " ".join((result.output + result.stderr).split())
-
-
-def failure_of(*words: object, root: Path) -> str:
-    """The next step that a failing command names."""
-    result = run_fedcg("agent", *words, "--passphrase-file", root / "passphrase", "--json")
-    return str(json.loads(result.stdout)["error"]["next"])
 
 
 def made(box: Path) -> Path:
@@ -95,11 +87,8 @@ def test_an_agent_toml_that_is_there_names_the_places(box: Path, tmp_path: Path)
     new = tmp_path / "new" / "agent.toml"
     new.parent.mkdir()
     new.write_text(f'store = "elsewhere/state"\n{box.read_text()}')
-    facts = data_of(
-        run_fedcg(
-            "agent", "restore", file, "--config", new, "--passphrase-file", tmp_path / "passphrase", "--json"
-        ).stdout
-    )
+    words = ("agent", "restore", file, "--config", new, "--passphrase-file", tmp_path / "passphrase", "--json")
+    facts = data_of(run_fedcg(*words).stdout)
     assert (facts["device"], facts["round"]) == (DEVICE, 2)
     assert facts["store"] == str(new.parent / "elsewhere" / "state")
     assert (new.parent / "elsewhere" / "state" / "CURRENT").exists()
@@ -111,19 +100,17 @@ def test_a_truncated_or_altered_file_and_a_wrong_passphrase_write_nothing(box: P
     file = made(box)
     whole, new = file.read_bytes(), tmp_path / "new" / "agent.toml"
     place = int(at * len(whole))
-    for content in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :], whole + b"x"):
-        file.write_bytes(content)
+    for changed in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :], whole + b"x"):
+        file.write_bytes(changed)
         code, output = run("restore", file, "--config", new, root=tmp_path)
         assert (code, new.parent.exists()) == (1, False), output
         assert str(file) in output
     file.write_bytes(whole)
     (tmp_path / "passphrase").write_text("another passphrase\n")
-    code, output = run("restore", file, "--config", new, root=tmp_path)
+    code, output = run("restore", file, "--config", new, "--json", root=tmp_path)
     assert (code, new.parent.exists()) == (1, False)
     assert "another passphrase was used" in output
-    assert "give the passphrase with which it was written" in failure_of(
-        "restore", file, "--config", new, root=tmp_path
-    )
+    assert "give the passphrase with which it was written" in output
 
 
 @pytest.mark.parametrize("name", ["signing.key", "store/secrets/device.key", "store/counter.json"])
@@ -149,18 +136,14 @@ def test_a_torn_line_of_a_record_hinders_no_backup(box: Path, tmp_path: Path) ->
     assert shown["problem"] is None
 
 
-def test_a_backup_without_a_key_of_the_box_is_refused(box: Path, tmp_path: Path) -> None:
-    box.with_name("signing.key").unlink()
-    code, output = run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path)
-    assert (code, "signing.key" in output) == (BAD_INPUT, True)
-    assert not (tmp_path / "backup").exists()
-
-
-def test_a_backup_is_refused_while_the_agent_runs(box: Path, tmp_path: Path) -> None:
+def test_a_backup_without_a_key_of_the_box_or_while_the_agent_runs_is_refused(box: Path, tmp_path: Path) -> None:
+    words = ("backup", "--config", box, "--out", tmp_path / "backup")
     with open_store(load_config(box, {})).locked():
-        code, output = run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path)
-    assert code == ALREADY_RUNNING
-    assert "stop it first" in output
+        code, output = run(*words, root=tmp_path)
+    assert (code, "stop it first" in output) == (ALREADY_RUNNING, True)
+    box.with_name("signing.key").unlink()
+    code, output = run(*words, root=tmp_path)
+    assert (code, "signing.key" in output) == (BAD_INPUT, True)
     assert not (tmp_path / "backup").exists()
 
 
@@ -177,23 +160,84 @@ def test_a_restore_that_was_cut_is_repeated(box: Path, tmp_path: Path, monkeypat
     assert run("restore", file, "--config", new, root=tmp_path)[0] == 0
 
 
-@pytest.mark.parametrize("words", [("backup", "--out", "OUT"), ("restore", "FILE")])
-def test_without_a_terminal_the_passphrase_file_is_asked_for(tmp_path: Path, words: tuple[str, ...]) -> None:
-    config = write_device(tmp_path / "box")
-    PrivateStore.open(tmp_path / "box" / "store", FEDERATION, DEVICE)
-    (tmp_path / "FILE").write_bytes(b"")
-    command = [sys.executable, "-m", "fedcg", "agent", *words, "--config", str(config)]
-    done = subprocess.run(
-        command,
-        input="a passphrase\n" * 2,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-        check=False,
-    )
-    said = " ".join(done.stderr.split())
-    assert done.returncode == 2, said
-    assert "there is no terminal to ask for the passphrase: give --passphrase-file FILE" in said
-    assert "GetPassWarning" not in said
-    assert not (tmp_path / "OUT").exists()
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a device's configuration and a store."""
+    (tmp_path / "agent.toml").write_text(AGENT_TOML)
+    fill_store(tmp_path / "store", STORE_FORMAT)
+    return tmp_path
+
+
+def migrate(place: Path) -> Result:
+    return run_fedcg("agent", "store", "migrate", "--config", place / "agent.toml")
+
+
+def test_a_sound_store_is_checked_and_nothing_changes(place: Path) -> None:
+    before = content(place)
+    facts = data_of(run_fedcg("agent", "store", "migrate", "--config", place / "agent.toml", "--json").stdout)
+    assert (facts["format"], facts["round"], facts["problems"]) == (STORE_FORMAT, 2, [])
+    assert f"has format {STORE_FORMAT}, trained up to round 2" in migrate(place).stdout
+    assert content(place) == before
+
+
+def test_a_damaged_newest_state_is_named_and_the_one_before_it_counts(place: Path) -> None:
+    (place / "store" / "generations" / "2" / "state.safetensors").write_bytes(b"torn")
+    done = migrate(place)
+    assert done.exit_code == 0
+    assert "generation 2 is damaged" in done.stdout
+
+
+def harm(store: Path, kind: str) -> None:
+    if kind == "damaged":
+        for state in store.glob("generations/*/state.safetensors"):
+            state.write_bytes(b"torn")
+    elif kind == "open":
+        (store / "secrets").chmod(0o755)
+    else:
+        write_json(store / "format.json", {**read_json(store / "format.json"), "format": STORE_FORMAT + 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("damaged", "Restore"),
+        ("open", "chmod go="),
+        ("newer", f"reads format {STORE_FORMAT} alone. Use the program that wrote it"),
+    ],
+)
+def test_a_store_that_an_agent_could_not_use_is_refused_with_the_next_step_and_left_as_it_was(
+    place: Path, kind: str, remedy: str
+) -> None:
+    harm(place / "store", kind)
+    before = content(place / "store")
+    refused = migrate(place)
+    assert (refused.exit_code, remedy in " ".join(refused.stderr.split())) == (BAD_INPUT, True), refused.stderr
+    assert content(place / "store") == before
+
+
+def test_a_store_of_a_running_agent_is_not_migrated(place: Path) -> None:
+    with PrivateStore(place / "store").locked():
+        refused = migrate(place)
+    assert (refused.exit_code, "stop it first" in refused.stderr) == (ALREADY_RUNNING, True)
+
+
+def test_another_user_changes_no_store(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = content(place)
+    monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
+    refused = migrate(place)
+    assert refused.exit_code == BAD_INPUT
+    assert "run this as that user" in " ".join(refused.stderr.split())
+    assert content(place) == before
+
+
+@pytest.mark.parametrize("name", ["generations/2/state.safetensors", "consent.json", "."])
+def test_the_agent_refuses_a_store_that_is_open_to_others_and_names_file_and_command(tmp_path: Path, name: str) -> None:
+    config = write_device(tmp_path)
+    fill(PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE))
+    opened = tmp_path / "store" / name
+    if not opened.exists():
+        opened.touch()
+    opened.chmod(0o755 if opened.is_dir() else 0o644)
+    refused = run_fedcg("agent", "run", "--config", config)
+    assert refused.exit_code == BAD_INPUT
+    assert f"chmod go= {opened}" in " ".join(refused.stderr.split())

@@ -1,0 +1,296 @@
+"""`fedcg enrol`, `fedcg agent renew` and `fedcg agent join` as a person at the box uses them: the token, the second federation, exit codes."""
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from coordinator.paths import Home
+from edge_client.config import AgentConfig, load_config
+from edge_client.identity.credentials import Renewer, load_keys
+from edge_client.identity.enrol import enrol
+from edge_client.store.private_store import PrivateStore
+from fedcg.config_file import set_values
+from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
+from fedcg.event_log import EventLog
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
+from fedcg.wire.parts import Part
+from tests.support.commands import data_of, run_fedcg
+from tests.support.coordinator.enrolments import FEDERATION, Desk, open_home, running_desk
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return open_home(tmp_path / "home")
+
+
+@pytest.fixture
+def first(home: Home, tmp_path: Path) -> Path:
+    """The agent.toml of an enrolled device that may upload its classifier only."""
+    with running_desk(home) as desk:
+        enrol(desk.token("line-4"), tmp_path / "box")
+    (tmp_path / "images").mkdir()
+    path = tmp_path / "box" / "agent.toml"
+    settings: dict[tuple[str, str], str | bool | float | list[str]] = {("policy", "allow_upload"): ["classifier"]}
+    settings |= {("eligibility", "stop_file"): "stop", ("", "metrics_folder"): "prom"}
+    settings |= {("audit", "before_publish"): "quick", ("audit", "auxiliary"): "aux", ("privacy", "prune"): 0.5}
+    path.write_text(set_values(path.read_text(), settings))
+    return path
+
+
+def join(first: Path, *words: object, federation: str = "second") -> tuple[int, str]:
+    images = first.parent.parent / "images"
+    named = ("--config", first, "--federation", federation, "--data", images)
+    done = run_fedcg("agent", "join", *named, "--out", first.parent.parent / "second", *words)
+    return done.exit_code, done.output
+
+
+def second_of(first: Path) -> AgentConfig:
+    return load_config(first.parent.parent / "second" / "agent.toml", {})
+
+
+def test_the_second_federation_has_a_store_of_its_own_and_the_identity_and_policy_of_the_first(first: Path) -> None:
+    assert join(first)[0] == 0
+    one, two = load_config(first, {}), second_of(first)
+    assert (two.federation, two.device) == ("second", one.device)
+    assert (two.tls, two.keys, two.policy, two.broker) == (one.tls, one.keys, one.policy, one.broker)
+    assert two.policy.allow_upload == frozenset({Part.CLASSIFIER})
+    assert (two.audit, two.privacy) == (one.audit, one.privacy)
+    assert (two.audit.is_on, two.privacy.prune) == (True, 0.5)
+    assert (two.eligibility, two.metrics_folder) == (one.eligibility, one.metrics_folder)
+    assert two.eligibility.stop_file is not None
+    assert two.training_lock == one.training_lock
+    assert two.store != one.store
+    assert two.data.root == first.parent.parent / "images"
+    assert load_keys(two).signing.public == load_keys(one).signing.public
+    assert not list((first.parent.parent / "second").rglob("*.key"))
+    PrivateStore.open(two.store, "second", one.device)
+
+
+def test_a_key_of_the_coordinator_that_was_replaced_is_not_trusted_again_in_the_second_federation(first: Path) -> None:
+    one = load_config(first, {})
+    enrolled, followed = load_keys(one).coordinator, PinnedKey(SigningKey.generate().public, 1)
+    PrivateStore.open(one.store, one.federation, one.device).save_pinned_key(enrolled, followed)
+    assert join(first)[0] == 0
+    assert PrivateStore(second_of(first).store).pinned_key(enrolled) == followed
+
+
+@pytest.mark.parametrize(
+    ("change", "ends", "why"),
+    [
+        ({"federation": "Second!"}, BAD_INPUT, "small letters, digits and dashes"),
+        ({"federation": FEDERATION}, BAD_INPUT, "is in it already"),
+        ({"out": "box"}, EXISTS, "is not empty"),
+        ({"data": "nowhere"}, NOT_FOUND, "there is no such file or folder"),
+    ],
+)
+def test_a_second_federation_that_can_not_be_is_refused_and_nothing_is_written(
+    first: Path, change: dict[str, str], ends: int, why: str
+) -> None:
+    root = first.parent.parent
+    words = ["--config", str(first), "--federation", change.get("federation", "second")]
+    words += ["--out", str(root / change.get("out", "second")), "--data", str(root / change.get("data", "images"))]
+    command = [sys.executable, "-m", "fedcg", "agent", "join", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == ends
+    assert why in done.stderr
+    assert not (root / "second").exists()
+
+
+def days_ahead(days: float) -> datetime:
+    return datetime.now(timezone.utc) + timedelta(days=days)
+
+
+def renewer(config: AgentConfig, clock: Callable[[], datetime], renewed: threading.Event) -> Renewer:
+    config.store.mkdir(parents=True, exist_ok=True)
+    events = EventLog(config.store / "events.jsonl", lambda: 0.0)
+    return Renewer(config, load_keys(config).signing, events, renewed.set, clock=clock)
+
+
+def test_of_two_agents_with_one_identity_one_renews_and_both_connect_anew(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.identity.credentials.LOOK_AGAIN", timedelta(seconds=0.2))
+    with running_desk(home) as desk:
+        enrol(desk.token("line-4"), tmp_path / "box")
+        (tmp_path / "images").mkdir()
+        path = tmp_path / "box" / "agent.toml"
+        assert join(path)[0] == 0
+        due = threading.Event()
+        pasts = {True: 25.0, False: 1.0}  # a due certificate is renewed once; the new one is as old as the clock says
+
+        def clock() -> datetime:
+            return days_ahead(pasts[due.is_set() and _certificates(desk) == 1])
+
+        told = threading.Event(), threading.Event()
+        configs = load_config(path, {}), second_of(path)
+        with renewer(configs[0], clock, told[0]).running(), renewer(configs[1], clock, told[1]).running():
+            due.set()
+            for one in told:
+                wait_until(one.is_set, "it connects anew")
+        assert _certificates(desk) == 2
+
+
+def _certificates(desk: Desk) -> int:
+    return len(desk.store.register.certificates("line-4"))
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with running_desk(open_home(tmp_path / "home")) as running:
+        yield running
+
+
+def run_enrol(*arguments: object, typed: str = "", environment: dict[str, str] | None = None) -> Result:
+    return run_fedcg("enrol", *arguments, typed=typed, environment=environment)
+
+
+def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token("line-4").text
+    (tmp_path / "images").mkdir()
+    done = run_enrol("--token", "-", "--out", tmp_path / "box", "--data", tmp_path / "images", typed=f"{token}\n")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.index("fedcg cohort join --config") < done.stdout.index("fedcg agent run --config")
+    assert "fedcg doctor --config" in done.stdout
+    assert token not in done.output
+    config = tmp_path / "box" / "agent.toml"
+    sent = run_fedcg("agent", "sent", "--config", config).stdout
+    assert sent.startswith("No update and no report has left this device.\nNot listed: enrolment and renewals (token, ")
+    assert "enrolment" in data_of(run_fedcg("agent", "sent", "--config", config, "--json").stdout)["not_listed"]
+    assert token.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "box").rglob("*") if path.is_file())
+
+
+def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk, tmp_path: Path) -> None:
+    done = run_enrol(
+        "--out",
+        tmp_path / "box",
+        "--device",
+        "line-5",
+        "--data",
+        "dataset:parts",
+        "--json",
+        environment={"FEDCG_TOKEN": desk.token().text},
+    )
+    assert done.exit_code == 0, done.output
+    told = data_of(done.stdout)
+    assert (told["device"], told["config"]) == ("line-5", str(tmp_path / "box" / "agent.toml"))
+    assert told["certificate_expires"].startswith("20")
+    assert load_config(tmp_path / "box" / "agent.toml", {}).data.root.name == "dataset:parts"
+
+
+def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token("a").text
+    refused = run_enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "imgaes")
+    assert refused.exit_code == NOT_FOUND
+    assert "imgaes: there is no such file or folder. The token was not used" in refused.stderr
+    assert refused.exit_code == NOT_FOUND
+    for words in (("enrol",), ("agent", "join")):
+        told = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run_fedcg(*words, "--help").stdout).split())
+        assert re.search(rf"Exit codes: .*; {NOT_FOUND} --data (or agent.toml )?is not there", told), told
+    assert not (tmp_path / "box").exists()
+    (tmp_path / "images").mkdir()
+    assert run_enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "images").exit_code == 0
+
+
+SHIFTED = "import time; now = time.time; time.time = lambda: now() + {}; from fedcg.cli import main; main()"
+
+
+@pytest.mark.parametrize(("days", "how"), [(400, "(399|400) days.* ahead of"), (-400, "(399|400) days.* behind")])
+def test_a_box_whose_clock_is_wrong_is_told_by_how_much_and_keeps_its_token(
+    desk: Desk, tmp_path: Path, days: int, how: str
+) -> None:
+    token, out = desk.token("line-4").text, tmp_path / "box"
+    command = [sys.executable, "-c", SHIFTED.format(days * 86_400), "enrol", "--token", token, "--out", str(out)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert re.search(f"this box's clock is {how} the coordinator's", refused.stderr)
+    assert refused.stderr.count(" UTC") == 2
+    assert "(timedatectl set-ntp true), then enrol again" in refused.stderr
+    assert not out.exists()
+    assert run_enrol("--token", token, "--out", out).exit_code == 0
+
+
+def test_images_named_from_here_are_found_from_anywhere(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    assert run_enrol("--token", desk.token("a").text, "--out", "box", "--data", "pictures").exit_code == 0
+    assert load_config(tmp_path / "box" / "agent.toml", {}).data.root == tmp_path / "pictures"
+    done = run_enrol("--token", desk.token("b").text, "--out", "other")
+    assert "Set [data] root" in done.stdout
+    assert load_config(tmp_path / "other" / "agent.toml", {}).data.root == tmp_path / "other" / "data"
+
+
+def test_a_damaged_token_is_bad_input_and_a_refusal_has_its_own_exit_code(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token("line-4")
+    damaged = run_enrol("--token", token.text[:-3], "--out", tmp_path / "box")
+    assert damaged.exit_code == 2
+    assert "cut off or mistyped" in damaged.stderr
+    assert not (tmp_path / "box").exists()
+    assert run_enrol("--token", token.text, "--out", tmp_path / "box").exit_code == 0
+    refused = run_enrol("--token", token.text, "--out", tmp_path / "other")
+    assert refused.exit_code == 4
+    assert "used already" in refused.stderr
+    assert token.secret.hex() not in refused.output
+    unnamed = run_enrol("--token", desk.token().text, "--out", tmp_path / "third")
+    assert unnamed.exit_code == 2
+    assert "--device ID" in unnamed.stderr
+    bound = desk.token("line-5").text
+    for wrong, named in (
+        (("--device", "line-6"), "--device line-6: the token is for device 'line-5' only"),
+        (("--device", "Line 5"), "--device"),
+        (("--url", "https://127.0.0.1:99999"), "--url https://127.0.0.1:99999"),
+        (("--url", "http://127.0.0.1"), "--url http://127.0.0.1: write https://HOST:PORT"),
+    ):
+        refused = run_enrol("--token", bound, "--out", tmp_path / "fourth", *wrong)
+        assert (refused.exit_code, named in refused.stderr) == (2, True), refused.stderr
+    foreign = run_enrol("--token", bound, "--out", tmp_path)
+    assert (foreign.exit_code, "holds other things" in foreign.stderr) == (6, True)
+
+
+def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:
+    run_enrol("--token", desk.token("line-4").text, "--out", tmp_path / "box")
+    config = str(tmp_path / "box" / "agent.toml")
+    done = run_fedcg("agent", "renew", "--config", config, "--json")
+    assert done.exit_code == 0, done.output
+    assert data_of(done.stdout)["device"] == "line-4"
+    assert "is valid until" in run_fedcg("agent", "renew", "--config", config).stdout
+    (tmp_path / "box" / "tls" / "device.key").unlink()
+    broken = run_fedcg("agent", "renew", "--config", config)
+    assert broken.exit_code == 2
+    assert "device.key" in broken.stderr
+    assert run_fedcg("agent", "renew", "--config", tmp_path / "nothing.toml").exit_code == NOT_FOUND
+
+
+def clock_line(config: Path) -> tuple[str, str, str]:
+    (found,) = (
+        one
+        for one in data_of(run_fedcg("doctor", "--config", config, "--json").stdout)["findings"]
+        if one["check"] == "clock"
+    )
+    return found["state"], found["detail"], found["advice"]
+
+
+def test_the_doctor_compares_the_clock_with_the_coordinators_as_enrol_does(tmp_path: Path) -> None:
+    config = tmp_path / "box" / "agent.toml"
+    with running_desk(open_home(tmp_path / "home")) as desk:
+        assert run_enrol("--token", desk.token("line-4").text, "--out", config.parent).exit_code == 0
+        assert clock_line(config)[0] == "ok"
+        assert clock_line(config)[1].endswith(", as the coordinator's")
+        for ahead_s, state, how in ((-7200, "failed", "2:00:0. ahead of"), (300, "warning", "0:0[45]:.. behind")):
+            desk.ahead_s = ahead_s
+            found = clock_line(config)
+            assert found[0] == state
+            assert re.search(f"this box's clock is {how} the coordinator's: it shows .* UTC", found[1])
+            assert "timedatectl" in found[2]
+    state, detail, _ = clock_line(config)
+    assert state == "warning"
+    assert "not compared with the coordinator's: no answer from https://" in detail
