@@ -24,7 +24,7 @@ from fedcg.wire.messages.enrolment_messages import URL_PATTERN, PresetName
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
-from fedcg.wire.transport.mqtt_config import is_loopback
+from fedcg.wire.transport.mqtt_config import TlsFiles, is_loopback
 from fedcg.worker_process import STALL_S
 
 ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
@@ -67,6 +67,11 @@ class TlsSection(Settings):
     ca: Path
     cert: Path
     key: Path
+
+    @property
+    def files(self) -> TlsFiles:
+        """The same for a connection."""
+        return TlsFiles(self.ca, self.cert, self.key)
 
 
 class KeysSection(Settings):

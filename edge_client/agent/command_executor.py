@@ -132,7 +132,7 @@ class CommandExecutor:
                 self._sent, at = command.update.id, state.delivery.round_attempt
                 where = {"round": at.round, "attempt": at.attempt}
                 self._events.write("sending", **where, artifact=command.update.id, bytes=command.update.size)
-            self._transfer.send(self._update, command.ranges)
+            self._transfer.carrier.send(self._update, command.ranges)
 
     def _record_sending(self) -> None:
         """Make durable what is about to leave, before its first byte does; a failure keeps it here."""
@@ -144,7 +144,7 @@ class CommandExecutor:
 
     def _want(self, command: signals.Want, state: SessionState) -> Event | None:
         try:
-            self._transfer.want(command.downloads, self._clock())
+            self._transfer.downloads.want(command.downloads, self._clock())
         except WireError as error:
             self._events.write("refused", what="offer", detail=str(error))
             self.why[DeclineReason.SPEC_REFUSED] = str(error)
@@ -250,20 +250,12 @@ class CommandExecutor:
         round_attempt, outcome = command.round_attempt, command.outcome.value
         record = DeliveryRecord(command.artifact, round_attempt.round, round_attempt.attempt, outcome, command.reason)
         self._store.save_delivery(record)
-        chunks_sent = self._transfer.end_update(command.artifact)
+        chunks_sent = self._transfer.carrier.end(command.artifact)
         if self._update is not None and (repeated := chunks_sent - self._update.ref.chunks) > 0:
             self._owner.traffic.sent(repeated * self._update.ref.chunk_bytes)
         self._update = None
         self._owner.sent.receipt(command.artifact, outcome)
-        self._events.write(
-            "receipt",
-            chunks_sent=chunks_sent,
-            round=round_attempt.round,
-            attempt=round_attempt.attempt,
-            artifact=command.artifact,
-            outcome=outcome,
-            reason=command.reason,
-        )
+        self._events.write("receipt", chunks_sent=chunks_sent, **asdict(record))
 
     def _record_reason(self, command: signals.RecordReason, state: SessionState) -> None:
         ended = self._store.save_reason(command.artifact, command.reason)

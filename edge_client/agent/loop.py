@@ -26,7 +26,7 @@ from edge_client.agent.owner import (
     RevokeRequest,
     describe,
 )
-from edge_client.agent.reports import EventReporter, Heartbeats, SelfReporter, ServiceManager
+from edge_client.agent.reports import EventReporter, SelfReporter, ServiceManager
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.identity.credentials import AgentKeys
@@ -34,7 +34,7 @@ from edge_client.link.artifact_transfer import ArtifactCarrier, ArtifactTransfer
 from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust, Handshake
 from edge_client.link.https_client import https_carrier
 from edge_client.session import signals
-from edge_client.session.signals import Command, Event, LinkChanged, SendHello, given_up
+from edge_client.session.signals import Command, Input, LinkChanged, SendHello, given_up
 from edge_client.session.state import REVOKED_RETRY_S, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
@@ -150,8 +150,12 @@ class Agent:
         )
         self._reporter = EventReporter(store.root, events, clock)
         self.hardware = HardwareWatch(config)
-        self.self_reporter = SelfReporter(config.policy, store.root / "models", lambda: self.hardware.last_read)
-        self._heartbeats = Heartbeats(config, self._link, self._reporter, self.self_reporter, self._owner.sent)
+        self.self_reporter = SelfReporter(
+            config.policy,
+            store.root / "models",
+            lambda: self.hardware.last_read,
+            keepalive_s=config.broker.keepalive_s,
+        )
         https = https_carrier(config, self._put, events)
         mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)
         carrier: ArtifactCarrier = mqtt if https is None else https
@@ -173,7 +177,7 @@ class Agent:
             events,
             clock,
         )
-        self._events_due: deque[Event] = deque()
+        self._events_due: deque[Input] = deque()
         self._owners_reason: DeclineReason | None = None
         self._key = keys.signing.public.hex
         self._is_revoked = store.is_revoked(self._key)
@@ -235,10 +239,10 @@ class Agent:
             self._handle(signals.Stopping())
         finally:
             self._requests.close()
-            self._transfer.stop_sending()
+            self._transfer.carrier.close()
             self._link.status(online=False)
             self._transport.close()
-            self._transfer.close()
+            self._transfer.downloads.close()
             self._trainer.stop()
             self._owner.close()
             self._events.write(
@@ -285,10 +289,12 @@ class Agent:
                 self._link.end_session()
                 self._handle(signals.SessionLost(refused=True))
             self._handle(self._transfer.keep_completed(self._state, self._clock()))
-            self._handle(signals.Sending() if self._transfer.is_sending else signals.Tick())
+            self._handle(signals.Sending() if self._transfer.carrier.is_sending else signals.Tick())
             if self._link.has_session:
                 self._handle(self._transfer.ask(self._clock()))
-            self._heartbeats.send_due(self._state, self._clock())
+            self.self_reporter.send_due(
+                self._state, self._link, self._reporter.progress, self._owner.sent, self._clock()
+            )
         except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
             self._fail(type(item).__name__, error)
 
@@ -304,7 +310,7 @@ class Agent:
 
     def _patience(self) -> float:
         due = next_deadline(self._state)
-        longest = DOWNLOADING_S if self._transfer.is_fetching else IDLE_S
+        longest = DOWNLOADING_S if self._transfer.downloads.are_pending else IDLE_S
         return longest if due is None else max(0.0, min(longest, due - self._clock()))
 
     def _take(self, item: Item) -> None:
@@ -336,11 +342,11 @@ class Agent:
         elif reply["ok"] and isinstance(request, ApproveRequest | RevokeRequest):
             delivery, is_withheld = self._state.delivery, not self._owner.outbox_may_leave(self._reporter)
             if is_withheld and delivery is not None and delivery.update is not None:
-                self._transfer.end_update(delivery.update.id)
+                self._transfer.carrier.end(delivery.update.id)
             self._handle(signals.ConsentChanged(is_withheld=is_withheld))
         return reply
 
-    def _handle(self, event: Event | None) -> None:
+    def _handle(self, event: Input | None) -> None:
         if event is None:
             return
         if isinstance(event, signals.Invited):  # what keeps this device from it: its owner, or the box
@@ -394,7 +400,7 @@ class Agent:
 
     def _take_chunk(self, chunk: Chunk) -> None:
         with self._reporter.recording_errors("download"):
-            self._transfer.take(chunk, self._clock())
+            self._transfer.downloads.feed(chunk, self._clock())
             self._owner.traffic.received(len(chunk.data))
 
     def _receive(self, delivery: Delivery) -> None:

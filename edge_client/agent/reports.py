@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import get_args
 
 from devices.telemetry import Telemetry
-from edge_client.config import AgentConfig, PolicySection
+from edge_client.config import PolicySection
 from edge_client.errors import EdgeError
 from edge_client.link.coordinator_link import CoordinatorLink
-from edge_client.session.signals import Event, HelloRefused, Invited, Noted, Offered, RoundFailed, Welcomed
+from edge_client.session.signals import HelloRefused, Input, Invited, Noted, Offered, RoundFailed, Welcomed
 from edge_client.session.state import SessionState
 from edge_client.store.checked_files import SentRecord
 from export.errors import ExportError
@@ -122,7 +122,7 @@ class EventReporter:
         self._hellos = 0
         self._invited: RoundAttempt | None = None
 
-    def report(self, event: Event) -> None:
+    def report(self, event: Input) -> None:
         """Record the next event of the state machine."""
         if isinstance(event, Welcomed | Invited):
             self._report_cohort(event.cohort)
@@ -217,13 +217,14 @@ _log = logging.getLogger(__name__)
 
 
 class SelfReporter:
-    """Makes the reports of one agent process.
+    """Makes and sends what one agent process reports regularly in a session: heartbeats, and its state.
 
     Args:
         policy: what the device's owner allows.
         models: folder of the versions of the exported model.
         read: the last readings of the sensors; None before the first.
         wall: the device's clock, in unix seconds.
+        keepalive_s: between two heartbeats.
 
     Attributes:
         findings: of the last examination; None before it. Set from any thread.
@@ -236,12 +237,16 @@ class SelfReporter:
         models: Path,
         read: Callable[[], Telemetry | None] = lambda: None,
         wall: Callable[[], float] = time.time,
+        keepalive_s: float = 30.0,
     ) -> None:
         self._has_health = ReportField.HEALTH in policy.allow_report
         self._has_model = ReportField.MODEL in policy.allow_report
         self._read = read if ReportField.TELEMETRY in policy.allow_report else lambda: None
         self._models = models
         self._wall = wall
+        self._keepalive_s = keepalive_s
+        self._beat_at = float("-inf")
+        self._beat_phase: tuple[RoundAttempt, str] | None = None
         self._boot = secrets.token_hex(16)
         self._sent: DeviceCondition | None = None
         self._sent_at = float("-inf")
@@ -278,6 +283,37 @@ class SelfReporter:
         clock, read = self._wall() if self._has_health else None, self._read()
         own = {"boot": self._boot, "clock": clock, "telemetry": None if read is None else readings(read)}
         return SelfReport.model_validate({**about, **own, "condition": condition})
+
+    def send_due(
+        self, state: SessionState, link: CoordinatorLink, progress: Progress | None, sent: SentRecord, now: float
+    ) -> None:
+        """Send a heartbeat at its interval, since a will is lost when a broker dies with this device; the progress of training; a due report.
+
+        Args:
+            state: of the session.
+            link: to the coordinator.
+            progress: of training, as far as it is known.
+            sent: the record of what leaves.
+            now: monotonic seconds.
+
+        Raises:
+            OSError: the record of what leaves could not be written; the report stays here.
+        """
+        if not link.has_session:
+            return
+        done = progress if self._has_health else None
+        phase = None if done is None else (done.at, done.phase)
+        every_s = self._keepalive_s if done is None else min(PROGRESS_S, self._keepalive_s)
+        if now - self._beat_at >= every_s or phase != self._beat_phase:
+            self._beat_at, self._beat_phase = now, phase
+            about = state.addressed() if done is None else state.addressed(done.at)
+            if done is not None:
+                about |= {"phase": done.phase, "step": done.step, "steps": done.steps}
+            link.send(Heartbeat(**about))
+        if (report := self.due(state.addressed(), now)) is not None:
+            read = None if report.telemetry is None else sorted(report.telemetry.model_dump(exclude_none=True))
+            sent.self_report({**report.condition.model_dump(mode="json"), "telemetry": read})
+            link.send(report)
 
     def examining(self, examine: Examine) -> AbstractContextManager[None]:
         """Examine the device now and then, on a thread of its own: a folder of images takes seconds."""
@@ -344,57 +380,6 @@ def _evidence(manifest: Manifest) -> Iterator[FormEvidence]:
 
 
 PROGRESS_S = 5.0
-
-
-class Heartbeats:
-    """Sends what a session is to hear regularly.
-
-    Args:
-        config: of the device.
-        link: to the coordinator.
-        reporter: knows how far training is.
-        self_reporter: makes the reports of the device about itself.
-        sent: the record of what leaves.
-    """
-
-    def __init__(
-        self,
-        config: AgentConfig,
-        link: CoordinatorLink,
-        reporter: EventReporter,
-        self_reporter: SelfReporter,
-        sent: SentRecord,
-    ) -> None:
-        self._keepalive_s = config.broker.keepalive_s
-        self._has_health = ReportField.HEALTH in config.policy.allow_report
-        self._link = link
-        self._reporter = reporter
-        self._self_reporter = self_reporter
-        self._sent = sent
-        self._beat_at = float("-inf")
-        self._beat_phase: tuple[RoundAttempt, str] | None = None
-
-    def send_due(self, state: SessionState, now: float) -> None:
-        """Send a heartbeat at its interval, since a will is lost when a broker dies with this device; the progress of training; a due self-report.
-
-        Raises:
-            OSError: the record of what leaves could not be written; the report stays here.
-        """
-        if not self._link.has_session:
-            return
-        done = self._reporter.progress if self._has_health else None
-        phase = None if done is None else (done.at, done.phase)
-        every_s = self._keepalive_s if done is None else min(PROGRESS_S, self._keepalive_s)
-        if now - self._beat_at >= every_s or phase != self._beat_phase:
-            self._beat_at, self._beat_phase = now, phase
-            about = state.addressed() if done is None else state.addressed(done.at)
-            if done is not None:
-                about |= {"phase": done.phase, "step": done.step, "steps": done.steps}
-            self._link.send(Heartbeat(**about))
-        if (report := self._self_reporter.due(state.addressed(), now)) is not None:
-            read = None if report.telemetry is None else sorted(report.telemetry.model_dump(exclude_none=True))
-            self._sent.self_report({**report.condition.model_dump(mode="json"), "telemetry": read})
-            self._link.send(report)
 
 
 class ServiceManager:

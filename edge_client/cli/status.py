@@ -16,17 +16,16 @@ from edge_client.errors import (
     NotRunningError,
     OwnerRequestError,
     StoreDamagedError,
-    StoreFormatError,
 )
 from edge_client.identity.credentials import load_keys, mqtt_config, read_certificate
 from edge_client.store.generations import Generation
 from edge_client.store.own_backbone import private_start
 from edge_client.store.owner_record import Consent, PauseFile, TrafficCounter
-from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, is_locked, open_store
+from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, existing_store, is_locked, open_store
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
-from fedcg.errors import NOT_FOUND, in_words
+from fedcg.errors import in_words
 from fedcg.event_log import EventValue, log_text, read_events
 from fedcg.sentences import REVOKED_ADVICE
 from fedcg.text_output import moment, table
@@ -57,11 +56,7 @@ def read_status(config: AgentConfig) -> Status:
     Raises:
         StoreFormatError: there is no private store at the configured place, or it is another device's.
     """
-    if not (config.store / "format.json").exists():
-        raise StoreFormatError(
-            f"{config.store} holds no private store yet; `fedcg agent run` makes one", exit_code=NOT_FOUND
-        )
-    root, store = config.store, PrivateStore(config.store)
+    root, store = config.store, existing_store(config)
     status: Status = {
         "device": config.device,
         "federation": config.federation,

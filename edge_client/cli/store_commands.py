@@ -114,15 +114,11 @@ def restore_command(
 @contextmanager
 def _alone(settings: AgentConfig) -> Iterator[PrivateStore]:
     """The store, while no agent and no training process uses it."""
-    from edge_client.errors import StoreFormatError
-    from edge_client.store.private_store import open_store
+    from edge_client.store.private_store import existing_store, open_store
 
-    if not (settings.store / "format.json").exists():
-        raise StoreFormatError(
-            f"{settings.store} holds no private store yet; `fedcg agent run` makes one", exit_code=NOT_FOUND
-        )
+    existing_store(settings)
     store = open_store(settings)
-    with store.locked("lock"), store.locked("trainer.lock"):
+    with store.alone():
         yield store
 
 

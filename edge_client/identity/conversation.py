@@ -19,8 +19,8 @@ from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust,
 from edge_client.session.signals import (
     CoordinatorSeen,
     Done,
-    Event,
     HelloRefused,
+    Input,
     LinkChanged,
     Revoked,
     Send,
@@ -113,7 +113,7 @@ def converse(
     return ahead_s
 
 
-def _next_event(items: queue.Queue[Delivery | LinkChanged], link: CoordinatorLink) -> Event:
+def _next_event(items: queue.Queue[Delivery | LinkChanged], link: CoordinatorLink) -> Input:
     """The event of a delivery; a delivery that is refused, or of no use here, counts as a tick."""
     try:
         item = items.get(timeout=TICK_S)
@@ -165,7 +165,7 @@ def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -
         _check_images_are_elsewhere(config)
     with TemporaryDirectory() as empty:
         used = store if store.is_made else PrivateStore(Path(empty))  # none is made only to leave
-        with used.locked("lock"), used.locked("trainer.lock"):
+        with used.alone():
             if notify:
                 _leave_coordinator(config, used, timeout_s)
             return Departure(notify, *(_erase(config, store) if erase else ()))

@@ -41,7 +41,7 @@ from fedcg.wire.messages.enrolment_messages import (
 )
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.tls import SET_CLOCK
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
+from fedcg.wire.transport.mqtt_config import MqttConfig, connection_name
 from fedcg.worker_process import repeating
 
 RENEW_AT = 1 / 3
@@ -216,7 +216,7 @@ def mqtt_config(config: AgentConfig, keys: AgentKeys | None = None) -> MqttConfi
     Raises:
         EnrolError: names a TLS file that is damaged.
     """
-    tls = None if config.tls is None else TlsFiles(config.tls.ca, config.tls.cert, config.tls.key)
+    tls = None if config.tls is None else config.tls.files
     for path in (tls.ca, tls.cert, tls.key) if tls is not None else ():
         if path.exists():  # the connection names one that is missing
             read_checked(path)

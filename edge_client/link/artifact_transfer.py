@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from edge_client.link.https_client import HttpsCarrier
 from edge_client.session.signals import ArtifactStored, Event, SessionLost, Wanted
 from edge_client.session.state import SILENCE_S, SessionState
 from edge_client.store.private_store import PrivateStore
@@ -227,6 +228,7 @@ class MqttCarrier:
     """
 
     is_answered_in_session = True
+    """Whether silence may mean that the coordinator has forgotten the session."""
 
     def __init__(self, transport: Transport, topic: str, ask: Callable[[ArtifactRef, Ranges], None]) -> None:
         self._topic = topic
@@ -273,30 +275,8 @@ class Reporter(Protocol):
         ...
 
 
-class ArtifactCarrier(Protocol):
-    """How chunks travel: `MqttCarrier` or `HttpsCarrier`."""
-
-    is_answered_in_session: bool
-    """Whether silence may mean that the coordinator has forgotten the session."""
-
-    def start(self) -> None:
-        """Begin to carry."""
-
-    def close(self) -> None:
-        """Stop."""
-
-    def send(self, update: ChunkFile, ranges: Ranges) -> None:
-        """Send chunks of the update."""
-
-    def fetch(self, ref: ArtifactRef, ranges: Ranges) -> None:
-        """Ask for chunks of an artifact."""
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether chunks of the update have not left yet."""
-
-    def end(self, artifact: str) -> int:
-        """Send nothing more of an update; returns how many chunks of it were sent."""
+ArtifactCarrier = MqttCarrier | HttpsCarrier
+"""How chunks travel."""
 
 
 class ArtifactTransfer:
@@ -309,6 +289,10 @@ class ArtifactTransfer:
         max_bytes: of the largest artifact that is fetched.
         reporter: records failures.
         events: the event log.
+
+    Attributes:
+        carrier: moves the chunks of the update, and asks for those of downloads.
+        downloads: what is being fetched.
     """
 
     def __init__(
@@ -321,77 +305,30 @@ class ArtifactTransfer:
         events: EventLog,
     ) -> None:
         self._store = store
-        self._carrier = carrier
-        self._downloads = Downloads(store.partials, window, max_bytes)
+        self.carrier = carrier
+        self.downloads = Downloads(store.partials, window, max_bytes)
         self._reporter = reporter
         self._events = events
 
     def start(self) -> None:
         """Begin to carry; files of expired transfers are deleted."""
         self._store.partials.collect()
-        self._carrier.start()
-
-    def stop_sending(self) -> None:
-        """Carry nothing more."""
-        self._carrier.close()
-
-    def close(self) -> None:
-        """Close all files; received chunks stay on disk."""
-        self._downloads.close()
-
-    # Up
-
-    def send(self, update: ChunkFile, ranges: Ranges) -> None:
-        """Send chunks of the update that the coordinator needs."""
-        self._carrier.send(update, ranges)
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether chunks of the update have not left yet."""
-        return self._carrier.is_sending
-
-    def end_update(self, artifact: str) -> int:
-        """Send nothing more of an update; returns how many chunks of it were sent."""
-        return self._carrier.end(artifact)
-
-    # Down
-
-    @property
-    def is_fetching(self) -> bool:
-        """Whether anything is wanted."""
-        return self._downloads.are_pending
-
-    def want(self, downloads: tuple[Wanted, ...], now: float) -> None:
-        """Replace the wanted downloads by these.
-
-        Raises:
-            TooLargeError: one is over its bound; nothing is fetched.
-        """
-        self._downloads.want(downloads, now)
-
-    def take(self, chunk: Chunk, now: float) -> None:
-        """Take a chunk.
-
-        Raises:
-            MalformedError: one that its artifact can't have.
-            OSError: the disk does not take it; the download pauses.
-        """
-        self._downloads.feed(chunk, now)
+        self.carrier.start()
 
     def keep_completed(self, state: SessionState, now: float) -> Event | None:
         """Take over a download that has become complete."""
         download = None
         with self._reporter.recording_errors("download"):
-            download = self._downloads.completed(now)
+            download = self.downloads.completed(now)
         return None if download is None else self._keep(download, state, now)
 
     def ask(self, now: float) -> Event | None:
         """Ask for missing chunks; returns an event when none of them comes."""
         is_silent = False
         with self._reporter.recording_errors("download"):
-            for ref, ranges in list(self._downloads.needs(now)):
-                self._carrier.fetch(ref, ranges)
-            is_silent = self._carrier.is_answered_in_session and self._downloads.is_silent(now)
+            for ref, ranges in list(self.downloads.needs(now)):
+                self.carrier.fetch(ref, ranges)
+            is_silent = self.carrier.is_answered_in_session and self.downloads.is_silent(now)
         return SessionLost() if is_silent else None
 
     def _keep(self, download: Downloaded, state: SessionState, now: float) -> Event | None:
@@ -403,10 +340,10 @@ class ArtifactTransfer:
         except ValueError as error:  # not a spec: the check that follows refuses it
             self._reporter.refuse("spec", error)
         except OSError as error:
-            self._downloads.failed(download.artifact, now)  # a full disk: tried again when there is room
+            self.downloads.failed(download.artifact, now)  # a full disk: tried again when there is room
             self._reporter.disk_failed("a download", error)
             return None
-        self._downloads.kept(download.artifact)
+        self.downloads.kept(download.artifact)
         self._events.write(
             "artifact_stored",
             artifact=download.artifact,

@@ -337,7 +337,7 @@ class CoordinatorLink:
         is_ours = self._topics.may_read(self._device, delivery.topic)
         return delivery.topic if is_ours else "a topic that this device does not read"
 
-    def open(self, delivery: Delivery) -> signals.Event | PinnedKey | Chunk | None:
+    def open(self, delivery: Delivery) -> signals.Input | PinnedKey | Chunk | None:
         """Check a delivery: an event, another key of the coordinator, or a chunk; None for what is known or is no news.
 
         Raises:
@@ -372,7 +372,7 @@ class CoordinatorLink:
         if message.recipient != (EVERYONE if is_broadcast else self._device):
             raise OtherDeviceError(f"a {message.kind} message for {message.recipient!r}")
 
-    def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> signals.Event:
+    def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> signals.Input:
         if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
             raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
         self._order.admit(message)
@@ -381,10 +381,10 @@ class CoordinatorLink:
         if isinstance(message, Offer):
             return signals.Offered(message, live)
         if isinstance(message, Finished):
-            return signals.Ended(message)
+            return message
         raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
-    def _direct(self, message: AnyMessage) -> signals.Event | None:
+    def _direct(self, message: AnyMessage) -> signals.Input | None:
         if isinstance(message, Revoked):  # of the device that had this one's name, where the key is another one
             return signals.Revoked() if message.key == self._key.public.hex else None
         if isinstance(message, Welcome | Refusal):
@@ -397,10 +397,8 @@ class CoordinatorLink:
         self._handshake.admit(message)
         if isinstance(message, Invite):
             return signals.Invited(message.at, message.cohort, message.share)
-        if isinstance(message, Need):
-            return signals.Granted(message)
-        if isinstance(message, Receipt):
-            return signals.Receipted(message)
+        if isinstance(message, Need | Receipt):
+            return message
         if isinstance(message, SumDown):
             return signals.SumStepped(message.at, message.body)
         if isinstance(message, Left):

@@ -189,13 +189,7 @@ def https_carrier(config: AgentConfig, deliver: Callable[[Chunk], None], events:
     """The carrier that the configuration names; None when artifacts travel over MQTT."""
     if config.carrier is not Carrier.HTTPS or config.carrier_url is None or config.tls is None:
         return None
-    return HttpsCarrier(config.carrier_url, tls_of(config), deliver, events)
-
-
-def tls_of(config: AgentConfig) -> TlsFiles:
-    """The files of this device's mutual TLS."""
-    assert config.tls is not None
-    return TlsFiles(config.tls.ca, config.tls.cert, config.tls.key)
+    return HttpsCarrier(config.carrier_url, config.tls.files, deliver, events)
 
 
 def check_ready(url: str, tls: TlsFiles) -> None:

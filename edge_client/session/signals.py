@@ -18,25 +18,37 @@ from fedcg.wire.messages.schemas import (
 )
 
 
+class Event:
+    """Something that happens to the agent, for its state machine."""
+
+
+Input = Event | Need | Receipt | Finished
+"""What the state machine takes: events, and the coordinator's messages that are events as they are."""
+
+
+class Command:
+    """Something that the state machine has the agent do."""
+
+
 @dataclass(frozen=True)
-class Tick:
+class Tick(Event):
     """Time went on."""
 
 
 @dataclass(frozen=True)
-class Sending:
+class Sending(Event):
     """Time went on, and chunks of the update still wait for the link: the coordinator can't have answered them yet."""
 
 
 @dataclass(frozen=True)
-class LinkChanged:
+class LinkChanged(Event):
     """The connection to the broker came up (subscriptions stand) or was lost."""
 
     up: bool
 
 
 @dataclass(frozen=True)
-class CoordinatorSeen:
+class CoordinatorSeen(Event):
     """The coordinator's retained status."""
 
     epoch: int
@@ -44,7 +56,7 @@ class CoordinatorSeen:
 
 
 @dataclass(frozen=True)
-class Welcomed:
+class Welcomed(Event):
     """The coordinator answered the hello; a new session is open."""
 
     epoch: int
@@ -54,14 +66,14 @@ class Welcomed:
 
 
 @dataclass(frozen=True)
-class HelloRefused:
+class HelloRefused(Event):
     """The coordinator supports none of this device's protocol versions; `reason` names the side to update."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Offered:
+class Offered(Event):
     """A round is open. `live` is False for a retained message: its broadcast of chunks is over."""
 
     offer: Offer
@@ -69,14 +81,7 @@ class Offered:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The federation is over; the final aggregate is not broadcast, every device asks for it."""
-
-    finished: Finished
-
-
-@dataclass(frozen=True)
-class Invited:
+class Invited(Event):
     """The coordinator asks this device to take part.
 
     Attributes:
@@ -91,42 +96,28 @@ class Invited:
 
 
 @dataclass(frozen=True)
-class Granted:
-    """The coordinator asks for chunks of the update."""
-
-    need: Need
-
-
-@dataclass(frozen=True)
-class Receipted:
-    """The coordinator ends an update."""
-
-    receipt: Receipt
-
-
-@dataclass(frozen=True)
-class ArtifactStored:
+class ArtifactStored(Event):
     """A download is complete, verified and durable."""
 
     artifact: str
 
 
 @dataclass(frozen=True)
-class ArtifactLost:
+class ArtifactLost(Event):
     """The aggregate of the job that was just commanded turned out to be damaged and was deleted; the job did not start."""
 
     artifact: str
 
 
 @dataclass(frozen=True)
-class SessionLost:
+class SessionLost(Event):
     """The session seems to be over: requested chunks have not come for a while, or the broker refuses what this device publishes (`refused`)."""
 
     refused: bool = False
 
 
 @dataclass(frozen=True)
-class SpecChecked:
+class SpecChecked(Event):
     """The firewall checked a spec; `is_summed`: what it asks for leaves behind masks in part."""
 
     digest: str
@@ -135,7 +126,7 @@ class SpecChecked:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class Weighed(Event):
     """The images of a round are fixed and counted; comes from the training process as it is."""
 
     round_attempt: RoundAttempt
@@ -143,7 +134,7 @@ class Weighed:
 
 
 @dataclass(frozen=True)
-class SumStepped:
+class SumStepped(Event):
     """The coordinator takes a step of the masked sum of a round attempt."""
 
     round_attempt: RoundAttempt
@@ -151,24 +142,24 @@ class SumStepped:
 
 
 @dataclass(frozen=True)
-class SumReady:
+class SumReady(Event):
     """The masks of a round attempt are agreed on, or it has no sum on this device: it can be trained."""
 
     round_attempt: RoundAttempt
 
 
 @dataclass(frozen=True)
-class TrainerReady:
+class TrainerReady(Event):
     """The training process has loaded torch and waits for work; comes from it as it is."""
 
 
 @dataclass(frozen=True)
-class TrainerDied:
+class TrainerDied(Event):
     """The training process is gone; its commits were reported before this."""
 
 
 @dataclass(frozen=True)
-class RoundCommitted:
+class RoundCommitted(Event):
     """A round is trained and durable; comes from the training process as it is.
 
     Attributes:
@@ -182,7 +173,7 @@ class RoundCommitted:
 
 
 @dataclass(frozen=True)
-class OutboxFound:
+class OutboxFound(Event):
     """An update waits in the outbox; `update` is None while it has to be read, or cut anew for a new link."""
 
     round_attempt: RoundAttempt
@@ -190,7 +181,7 @@ class OutboxFound:
 
 
 @dataclass(frozen=True)
-class RoundFailed:
+class RoundFailed(Event):
     """A round can't be trained here; the state before it still stands. Comes from the training process as it is.
 
     Attributes:
@@ -203,7 +194,7 @@ class RoundFailed:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Chosen(Event):
     """The personal model is chosen and exported, or `succeeded` is False; comes from the training process as it is."""
 
     aggregate: str
@@ -211,19 +202,19 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class ObstacleChanged:
+class ObstacleChanged(Event):
     """No new round is trained, for a reason of the box or of its owner; or again, when it is None."""
 
     reason: DeclineReason | None
 
 
 @dataclass(frozen=True)
-class TrainingAbandoned:
+class TrainingAbandoned(Event):
     """The training process was ended on the owner's request; its commits were reported before this."""
 
 
 @dataclass(frozen=True)
-class ConsentChanged:
+class ConsentChanged(Event):
     """The owner approved a spec, or revoked an approval: specs are checked again.
 
     Attributes:
@@ -234,52 +225,18 @@ class ConsentChanged:
 
 
 @dataclass(frozen=True)
-class Stopping:
+class Stopping(Event):
     """The agent is about to end: its owner stops it."""
 
 
 @dataclass(frozen=True)
-class Left:
+class Left(Event):
     """The coordinator confirms that this device is no member any more."""
 
 
 @dataclass(frozen=True)
-class Revoked:
+class Revoked(Event):
     """The coordinator states that it has revoked this device."""
-
-
-Event = (
-    Tick
-    | Sending
-    | LinkChanged
-    | CoordinatorSeen
-    | Welcomed
-    | HelloRefused
-    | ObstacleChanged
-    | TrainingAbandoned
-    | ConsentChanged
-    | Stopping
-    | Left
-    | Revoked
-    | Offered
-    | Ended
-    | Invited
-    | Granted
-    | Receipted
-    | ArtifactStored
-    | ArtifactLost
-    | SessionLost
-    | SpecChecked
-    | Weighed
-    | SumStepped
-    | SumReady
-    | TrainerReady
-    | TrainerDied
-    | RoundCommitted
-    | OutboxFound
-    | RoundFailed
-    | Chosen
-)
 
 
 WorkReport = RoundCommitted | RoundFailed | Weighed | Chosen
@@ -302,19 +259,19 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class SendHello:
+class SendHello(Command):
     """Open a session; the caller chooses the nonce."""
 
 
 @dataclass(frozen=True)
-class Send:
+class Send(Command):
     """Send a control message inside the session; session and counter are still to be stamped."""
 
     message: AnyMessage
 
 
 @dataclass(frozen=True)
-class SendChunks:
+class SendChunks(Command):
     """Publish these chunks of the update in the outbox."""
 
     update: ArtifactRef
@@ -336,38 +293,38 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Want:
+class Want(Command):
     """Replace the list of wanted downloads by this one."""
 
     downloads: tuple[Wanted, ...]
 
 
 @dataclass(frozen=True)
-class LoadUpdate:
+class LoadUpdate(Command):
     """Read the update in the outbox and cut it for the link; repeated until that works."""
 
 
 @dataclass(frozen=True)
-class CheckSpec:
+class CheckSpec(Command):
     """Check a stored spec with the firewall."""
 
     digest: str
 
 
 @dataclass(frozen=True)
-class StartTrainer:
+class StartTrainer(Command):
     """Start the training process."""
 
 
 @dataclass(frozen=True)
-class ReleaseTrainer:
+class ReleaseTrainer(Command):
     """End the training process after what it still does, e.g. an export: its memory is freed; goes to the process as it is."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class WeighRound:
+class WeighRound(Command):
     """Fix the images of this round attempt and count them; goes to the training process as it is."""
 
     round_attempt: RoundAttempt
@@ -375,7 +332,7 @@ class WeighRound:
 
 
 @dataclass(frozen=True)
-class AnnounceSum:
+class AnnounceSum(Command):
     """Announce this device's keys for the masked sum of a round attempt, with the images that its numbers count for."""
 
     round_attempt: RoundAttempt
@@ -384,7 +341,7 @@ class AnnounceSum:
 
 
 @dataclass(frozen=True)
-class AnswerSum:
+class AnswerSum(Command):
     """Answer a step of the coordinator's in the masked sum of a round attempt."""
 
     round_attempt: RoundAttempt
@@ -392,7 +349,7 @@ class AnswerSum:
 
 
 @dataclass(frozen=True)
-class TrainRound:
+class TrainRound(Command):
     """Train this round attempt and commit it; goes to the training process as it is. `share`: of the spec's local steps."""
 
     round_attempt: RoundAttempt
@@ -402,7 +359,7 @@ class TrainRound:
 
 
 @dataclass(frozen=True)
-class ChooseModel:
+class ChooseModel(Command):
     """The federation is over: choose and export the personal model; goes to the training process as it is."""
 
     spec: str
@@ -410,7 +367,7 @@ class ChooseModel:
 
 
 @dataclass(frozen=True)
-class RecordDelivery:
+class RecordDelivery(Command):
     """Store durably that an update got its receipt."""
 
     round_attempt: RoundAttempt
@@ -420,7 +377,7 @@ class RecordDelivery:
 
 
 @dataclass(frozen=True)
-class RecordReason:
+class RecordReason(Command):
     """Store durably what became of an update that was accepted before."""
 
     artifact: str
@@ -428,7 +385,7 @@ class RecordReason:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Command):
     """Write one line of the event log, for the operator."""
 
     event: str
@@ -437,31 +394,11 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Done:
+class Done(Command):
     """The purpose of this session is fulfilled, or can't be."""
 
     succeeded: bool
 
-
-Command = (
-    SendHello
-    | Send
-    | SendChunks
-    | Want
-    | LoadUpdate
-    | CheckSpec
-    | StartTrainer
-    | ReleaseTrainer
-    | WeighRound
-    | AnnounceSum
-    | AnswerSum
-    | TrainRound
-    | ChooseModel
-    | RecordDelivery
-    | RecordReason
-    | Note
-    | Done
-)
 
 Work = WeighRound | TrainRound | ChooseModel
 TrainerCommand = Work | ReleaseTrainer

@@ -54,7 +54,17 @@ from edge_client.session.state import (
     SessionState,
     Trainer,
 )
-from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, Leave, Manifest, RoundAttempt
+from fedcg.wire.messages.schemas import (
+    Accept,
+    Decline,
+    DeclineReason,
+    Finished,
+    Leave,
+    Manifest,
+    Need,
+    Receipt,
+    RoundAttempt,
+)
 
 Step = tuple[SessionState, tuple[Command, ...]]
 
@@ -229,7 +239,7 @@ def decline(state: SessionState, round_attempt: RoundAttempt, reason: DeclineRea
     return state, commands
 
 
-def step(state: SessionState, event: signals.Event, now: float) -> Step:
+def step(state: SessionState, event: signals.Input, now: float) -> Step:
     """The state and the commands after an event.
 
     Args:
@@ -303,9 +313,9 @@ def _offered(state: SessionState, event: signals.Offered, now: float) -> Step:
     return replace(state, offer=event.offer, finished=None, done=False, live=live, epoch=epoch), ()
 
 
-def _ended(state: SessionState, event: signals.Ended, now: float) -> Step:
-    epoch = max(state.epoch, event.finished.epoch)
-    return replace(state, finished=event.finished, offer=None, live=False, epoch=epoch), ()
+def _ended(state: SessionState, finished: Finished, now: float) -> Step:
+    epoch = max(state.epoch, finished.epoch)
+    return replace(state, finished=finished, offer=None, live=False, epoch=epoch), ()
 
 
 def _invited(state: SessionState, event: signals.Invited, now: float) -> Step:
@@ -324,16 +334,16 @@ def _invited(state: SessionState, event: signals.Invited, now: float) -> Step:
     return decline(state, round_attempt, DeclineReason.NOT_ELIGIBLE)
 
 
-def _granted(state: SessionState, event: signals.Granted, now: float) -> Step:
+def _granted(state: SessionState, need: Need, now: float) -> Step:
     delivery = state.delivery
-    if delivery is None or delivery.update is None or delivery.update.id != event.need.artifact:
+    if delivery is None or delivery.update is None or delivery.update.id != need.artifact:
         return state, ()
     answered = replace(delivery, manifest_at=now + GRANT_PATIENCE_S, delay_s=MANIFEST_FIRST_S, silent_since=None)
-    return replace(state, delivery=answered), (SendChunks(delivery.update, event.need.ranges),)
+    return replace(state, delivery=answered), (SendChunks(delivery.update, need.ranges),)
 
 
-def _receipted(state: SessionState, event: signals.Receipted, now: float) -> Step:
-    delivery, receipt = state.delivery, event.receipt
+def _receipted(state: SessionState, receipt: Receipt, now: float) -> Step:
+    delivery = state.delivery
     if delivery is None or delivery.update is None or delivery.update.id != receipt.artifact:
         return state, (RecordReason(receipt.artifact, receipt.reason),) if receipt.reason else ()
     record = RecordDelivery(delivery.round_attempt, receipt.artifact, receipt.outcome, receipt.reason)
@@ -452,10 +462,10 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     signals.Left: _left,
     signals.Revoked: _revoked,
     signals.Offered: _offered,
-    signals.Ended: _ended,
+    Finished: _ended,
     signals.Invited: _invited,
-    signals.Granted: _granted,
-    signals.Receipted: _receipted,
+    Need: _granted,
+    Receipt: _receipted,
     signals.ArtifactStored: _artifact_stored,
     signals.ArtifactLost: _artifact_lost,
     signals.SessionLost: _session_lost,

@@ -48,6 +48,7 @@ from edge_client.store.generations import (
     OutboxEntry,
     Snapshot,
 )
+from fedcg.errors import NOT_FOUND
 from fedcg.files import SECRET_BYTES, advice_for, checked_secret, file_sha256, replace_durably, secret_in
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -227,6 +228,12 @@ class PrivateStore:
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the locks of the agent and of its training process; raises as `locked`."""
+        with self.locked("lock"), self.locked("trainer.lock"):
             yield
 
     def device_secret(self) -> bytes:
@@ -431,6 +438,20 @@ def open_store(config: AgentConfig, *, make: bool = False) -> PrivateStore:
     """The private store of a device; as `PrivateStore.open`, but made only on demand."""
     with _writing_to(config.store):
         return PrivateStore.open(config.store, config.federation, config.device, make=make)
+
+
+def existing_store(config: AgentConfig) -> PrivateStore:
+    """The private store of a device, unread.
+
+    Raises:
+        StoreFormatError: there is none at the configured place.
+    """
+    store = PrivateStore(config.store)
+    if not store.is_made:
+        raise StoreFormatError(
+            f"{config.store} holds no private store yet; `fedcg agent run` makes one", exit_code=NOT_FOUND
+        )
+    return store
 
 
 def is_locked(path: Path) -> bool:

@@ -29,7 +29,7 @@ from edge_client.firewall import check_spec
 from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import life_of, load_keys, mqtt_config, read_certificate
 from edge_client.identity.enrolment_client import fetch_authority
-from edge_client.link.https_client import check_ready, tls_of
+from edge_client.link.https_client import check_ready
 from edge_client.session.state import Purpose
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, is_locked, open_store
@@ -274,7 +274,7 @@ def _coordinator(config: AgentConfig, now: datetime) -> tuple[Result, float | No
             return ("failed", "it has revoked this device", REVOKED_ADVICE), None
         if _broker(config, now)[0] == "failed":
             return ("warning", "not checked: the broker is not reached", ""), None
-        is_made = (config.store / "format.json").exists()
+        is_made = PrivateStore(config.store).is_made
         if is_made and is_locked(config.store / "lock"):
             return _running(config), None
         # A store that no agent has made yet is not made here: it would belong to the user that runs this command.
@@ -302,10 +302,10 @@ def _running(config: AgentConfig) -> Result:
 
 
 def _carrier(config: AgentConfig, now: datetime) -> Result:
-    if config.carrier is not Carrier.HTTPS or config.carrier_url is None:
+    if config.carrier is not Carrier.HTTPS or config.carrier_url is None or config.tls is None:
         return "ok", "artifacts travel over the broker", ""
     try:
-        check_ready(config.carrier_url, tls_of(config))
+        check_ready(config.carrier_url, config.tls.files)
     except ssl.SSLError as error:
         detail = f"{config.carrier_url}: TLS failed ({error})"
         return "failed", detail, "check carrier_url and the certificate; the port must be the carrier's"

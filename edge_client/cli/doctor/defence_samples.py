@@ -15,6 +15,7 @@ from devices.profile import NotTrainableError
 from edge_client.cli.doctor.findings import Finding, Result, finding_of
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
+from edge_client.store.own_backbone import known_spec
 from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.training.local_data import defence_place
 from edge_client.training.trainer_child import plan_here
@@ -26,7 +27,7 @@ from fedcg.learning.defences.sample_pictures import SHOWN
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
-from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.spec import ImageForm
 
 _PER_CLASS = 2  # of a class with one image alone, antigan could learn nothing
 _TIMED_STEPS = 3
@@ -70,8 +71,8 @@ def _made(config: AgentConfig, scratch: Path, path: Path) -> Result:
     section = config.data
     if section.defence is None:
         return "ok", "none: models are trained on the real images", ""
-    store = open_store(config) if (config.store / "format.json").exists() else PrivateStore(scratch)
-    spec = _latest_spec(store)
+    store = open_store(config) if PrivateStore(config.store).is_made else PrivateStore(scratch)
+    spec = known_spec(store)
     classes, form = (_classes(section.root), _ASSUMED) if spec is None else (spec.classes, spec.image)
     size = f"images of {form.height}x{form.width} pixels"
     if spec is None:
@@ -104,11 +105,6 @@ def _place(config: AgentConfig, store: PrivateStore, scratch: Path) -> DefencePl
 
 def _in_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _latest_spec(store: PrivateStore) -> FederationSpec | None:
-    files = sorted((store.root / "specs").glob("*.json"), key=lambda file: file.stat().st_mtime)
-    return store.spec(files[-1].stem) if files else None
 
 
 def _classes(root: Path) -> tuple[str, ...]:

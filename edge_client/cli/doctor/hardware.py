@@ -40,8 +40,7 @@ def examine_hardware(
         root: the file system to read, "/" or a recorded tree.
         wait: waits some seconds.
     """
-    while not store.exists():
-        store = store.parent
+    store = existing_place(store)
     profile, sensors = detect(root), Sensors(store, root, asks_services=True)
     read, load = sensors.read(), InferenceLoad(settings.inference_url)
     load()

@@ -18,9 +18,7 @@ from edge_client.session.signals import (
     ConsentChanged,
     CoordinatorSeen,
     Done,
-    Ended,
-    Event,
-    Granted,
+    Input,
     Invited,
     LinkChanged,
     LoadUpdate,
@@ -28,7 +26,6 @@ from edge_client.session.signals import (
     ObstacleChanged,
     Offered,
     OutboxFound,
-    Receipted,
     RecordDelivery,
     RecordReason,
     ReleaseTrainer,
@@ -90,19 +87,19 @@ def offer(round_number: int, attempt: int = 1, *, spec: ArtifactRef = SPEC) -> O
     return Offered(message, live=False)
 
 
-def ended() -> Ended:
-    return Ended(Finished(**BROADCAST, epoch=1, round=3, attempt=1, spec=SPEC, aggregate=aggregate(9)))
+def ended() -> Finished:
+    return Finished(**BROADCAST, epoch=1, round=3, attempt=1, spec=SPEC, aggregate=aggregate(9))
 
 
-def receipt(artifact: str, outcome: Outcome = Outcome.ACCEPTED, reason: str = "") -> Receipted:
-    return Receipted(Receipt(**DIRECT, artifact=artifact, outcome=outcome, reason=reason))
+def receipt(artifact: str, outcome: Outcome = Outcome.ACCEPTED, reason: str = "") -> Receipt:
+    return Receipt(**DIRECT, artifact=artifact, outcome=outcome, reason=reason)
 
 
-def need(artifact: str) -> Granted:
-    return Granted(Need(**DIRECT, artifact=artifact, ranges=((0, 4),)))
+def need(artifact: str) -> Need:
+    return Need(**DIRECT, artifact=artifact, ranges=((0, 4),))
 
 
-def drive(state: SessionState, *events: Event, now: float = 0.0) -> tuple[SessionState, list[Command]]:
+def drive(state: SessionState, *events: Input, now: float = 0.0) -> tuple[SessionState, list[Command]]:
     """Feed events; returns the last state and all commands."""
     commands: list[Command] = []
     for event in events:
@@ -384,7 +381,7 @@ def test_a_training_process_that_dies_while_it_counts_counts_again(ready: Sessio
 
 ATTEMPTS = [RoundAttempt(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]
 attempts = st.sampled_from(ATTEMPTS)
-network_events: st.SearchStrategy[Event] = st.one_of(
+network_events: st.SearchStrategy[Input] = st.one_of(
     st.just(Tick()),
     st.builds(LinkChanged, st.booleans()),
     st.builds(CoordinatorSeen, st.integers(1, 3), st.booleans()),
@@ -415,7 +412,7 @@ trainer_events = st.sampled_from(["commit", "fail", "die", "die after commit", "
 class Shell:
     """Carries out commands against a model of store and training process, and checks the laws at every step."""
 
-    def __init__(self, events: list[Event | str]) -> None:
+    def __init__(self, events: list[Input | str]) -> None:
         self.state = SessionState(federation="shapes", device="site-1")
         self.running: RoundAttempt | str | None = None
         self.committed: list[RoundAttempt] = []
@@ -425,7 +422,7 @@ class Shell:
         for event in events:
             self.trainer(event) if isinstance(event, str) else self.feed(event)
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: Input) -> None:
         self.now += 0.7
         self.state, commands = step(self.state, event, self.now)
         for command in commands:
@@ -457,7 +454,7 @@ class Shell:
             if what == "die after commit":
                 self.feed(TrainerDied())
 
-    def _obey(self, command: Command, event: Event) -> None:
+    def _obey(self, command: Command, event: Input) -> None:
         if isinstance(command, TrainRound):
             assert (self.running, self.outbox) == (None, None)
             assert not self.committed or command.round_attempt > self.committed[-1], "trained twice"
@@ -471,8 +468,8 @@ class Shell:
             assert self.running is None, "its work would be lost"
         elif isinstance(command, RecordDelivery):
             assert self.outbox is not None
-            assert isinstance(event, Receipted)
-            assert event.receipt.artifact == self.outbox.id == command.artifact
+            assert isinstance(event, Receipt)
+            assert event.artifact == self.outbox.id == command.artifact
             self.outbox = None
         elif isinstance(command, Send):
             assert self.state.up
@@ -486,7 +483,7 @@ class Shell:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(network_events, trainer_events), max_size=80))
-def test_the_laws_hold_under_every_order_of_events(events: list[Event | str]) -> None:
+def test_the_laws_hold_under_every_order_of_events(events: list[Input | str]) -> None:
     shell = Shell(events)
     assert (shell.state.delivery is not None) == (shell.outbox is not None)
     assert len(set(shell.committed)) == len(shell.committed)
@@ -494,7 +491,7 @@ def test_the_laws_hold_under_every_order_of_events(events: list[Event | str]) ->
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(network_events, trainer_events), max_size=40))
-def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_end(events: list[Event | str]) -> None:
+def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_end(events: list[Input | str]) -> None:
     shell = Shell(
         [*events, ObstacleChanged(None), LinkChanged(up=True), Welcomed(epoch=9), ended(), ArtifactStored(SPEC.id)]
     )
