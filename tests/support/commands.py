@@ -21,6 +21,13 @@ def run_fedcg(*words: object, typed: str | None = None, environment: Mapping[str
         root.setLevel(level)
 
 
+def fails(code: int, *words: object, typed: str | None = None) -> str:
+    """What a command that ends with this exit code writes to stderr, on one line."""
+    ended = run_fedcg(*words, typed=typed)
+    assert ended.exit_code == code, ended.output
+    return " ".join(ended.stderr.split())
+
+
 def data_of(output: str | bytes) -> Any:
     """The data in the one envelope that a command printed with `--json`; a failure of the command fails the test."""
     envelope = json.loads(output.splitlines()[0])

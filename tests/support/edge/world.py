@@ -24,7 +24,7 @@ from edge_client.session.signals import (
     Weighed,
     WeighRound,
 )
-from edge_client.store.generations import NewGeneration, Snapshot, SnapshotFile
+from edge_client.store.generations import Generation, Generations, NewGeneration, Snapshot, SnapshotFile
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
@@ -32,11 +32,12 @@ from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, Parame
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
 from fedcg.wire.artifacts.payload import Array
 from fedcg.wire.messages.envelopes import SigningKey
-from fedcg.wire.messages.schemas import COORDINATOR, Hello, RoundAttempt
+from fedcg.wire.messages.schemas import COORDINATOR, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
 from fedcg.worker_process import Exited
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.scripted_coordinator import ScriptedCoordinator
+from tests.support.waiting import wait_until
 
 FEDERATION = "shapes"
 DEVICE = "site-1"
@@ -108,6 +109,13 @@ def toy_generation(
     """What a round of the toy spec commits."""
     slots = {"personal": toy_parts(seed), "best": toy_parts(seed, (Part.EXTRACTOR, Part.CLASSIFIER))}
     return NewGeneration(attempt, spec.digest, slots, toy_snapshot(), {"best.val": 0.5, "best.round": 1.0}, update)
+
+
+def newest(generations: Generations) -> tuple[Generation, tuple[str, ...]]:
+    """The generation that counts, which must be there, and the problems that were found on the way to it."""
+    generation, problems = generations.current()
+    assert generation is not None
+    return generation, problems
 
 
 def aggregate_of(parts: Mapping[Part, Mapping[str, Array]], spec: FederationSpec, round_number: int) -> bytes:
@@ -296,6 +304,14 @@ class World:
         self.coordinator.offer(self.spec, self.aggregate(number - 1), number, attempt)
         self.coordinator.invite(number, attempt)
 
+    def deliver(self) -> bytes:
+        """Fetch the update that the device announces next; it gets its receipt, and records it."""
+        known, manifest = len(self.events("receipt")), self.coordinator.wait(Manifest)
+        update = self.coordinator.collect(manifest)
+        self.coordinator.receipt(manifest)
+        wait_until(lambda: len(self.events("receipt")) > known, "the receipt is recorded")
+        return update
+
     def start_training(self) -> None:
         """Open round 1, until its training has begun; the training process works once the test lets it go on."""
         self.open_round()
@@ -318,17 +334,22 @@ class World:
         return [event for event in read_events(self.config.store / "events.jsonl") if event["event"] == name]
 
 
-def in_round(make_world: MakeWorld, **changes: object) -> World:
-    """A connected device that is invited to round 1."""
+def connected(make_world: MakeWorld, **changes: object) -> World:
+    """A device whose hello has come."""
     world = make_world(**changes)
     world.connect()
+    return world
+
+
+def in_round(make_world: MakeWorld, **changes: object) -> World:
+    """A connected device that is invited to round 1."""
+    world = connected(make_world, **changes)
     world.open_round()
     return world
 
 
 def in_training(make_world: MakeWorld, **changes: object) -> World:
     """A device in round 1 whose training process works until the test lets it go on."""
-    world = make_world(is_automatic=False, **changes)
-    world.connect()
+    world = connected(make_world, is_automatic=False, **changes)
     world.start_training()
     return world

@@ -30,7 +30,7 @@ from fedcg.wire.parts import (
     RoundCost,
     TensorLayout,
 )
-from tests.support.edge.world import DEVICE, LAYOUTS, MakeWorld, toy_parts, toy_spec
+from tests.support.edge.world import DEVICE, LAYOUTS, MakeWorld, connected, toy_parts, toy_spec
 from tests.support.waiting import wait_until
 
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
@@ -367,8 +367,7 @@ def test_numbers_of_a_masked_sum_leave_behind_masks_and_without_masks_stay_here(
 def test_an_aggregate_above_the_bound_is_declined_and_no_byte_of_it_is_asked_for(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world()
-    world.connect()
+    world = connected(make_world)
     coordinator = world.coordinator
     coordinator.publish(
         coordinator.topics.offer,

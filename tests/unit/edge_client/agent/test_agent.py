@@ -11,7 +11,7 @@ from edge_client.agent.owner import StatusRequest, ask_agent
 from edge_client.agent.reports import LinkProblems
 from edge_client.cli.status import Status, read_status
 from edge_client.config import PolicySection
-from edge_client.session.signals import ChooseModel, Noted, RoundFailed, TrainerCommand, TrainRound
+from edge_client.session.signals import Noted, RoundFailed, TrainRound
 from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.errors import NOT_CONNECTED
 from fedcg.event_log import EventLog, read_events
@@ -35,9 +35,9 @@ from fedcg.worker_process import Exited
 from tests.support.broker.memory import MemoryBroker
 from tests.support.edge.world import (
     DEVICE,
-    FakeTrainer,
     MakeWorld,
     World,
+    connected,
     in_round,
     in_training,
     make_config,
@@ -47,7 +47,9 @@ from tests.support.edge.world import (
 from tests.support.waiting import wait_until
 
 
-def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: MakeWorld) -> None:
+def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(
+    make_world: MakeWorld, log: pytest.LogCaptureFixture
+) -> None:
     world = make_world()
     coordinator = world.coordinator
     coordinator.come_online()
@@ -57,16 +59,16 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: M
         world.open_round(round_number)
         accept = coordinator.wait(Accept)
         assert (accept.round, accept.attempt) == (round_number, 1)
-        manifest = coordinator.wait(Manifest)
-        assert coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(round_number, 1))
-        coordinator.receipt(manifest)
-        wait_until(lambda: len(world.events("receipt")) == round_number, "the receipt is recorded")  # noqa: B023
+        assert world.deliver() == update_of(world.spec, RoundAttempt(round_number, 1))
     coordinator.finish(world.spec, world.aggregate(2), 2)
     while world.exit_code is None:
         coordinator.step()
     assert world.exit_code == 0
     assert world.trainer.rounds() == [RoundAttempt(1, 1), RoundAttempt(2, 1)]
     assert world.store.finalised()["aggregate"] == coordinator.serve(world.aggregate(2)).id
+    for told in ("1: the update is being sent (", "1: the update is accepted", "2: the update is accepted"):
+        assert f"round {told}" in log.text
+    assert status(world)["finished"] == "finished; no exported model"
 
 
 def test_a_revoked_device_believes_the_coordinator_alone_says_so_once_and_ends_when_it_runs_until_the_end(
@@ -115,8 +117,7 @@ def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: 
 
 
 def test_a_device_that_is_not_invited_trains_nothing_and_asks_for_nothing(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.connect()
+    world = connected(make_world)
     world.coordinator.offer(world.spec, world.aggregate(), 1)
     wait_until(lambda: len(world.events("offer")) == 1, "the offer arrives")
     world.coordinator.invite(7)  # of another round than the open one
@@ -150,28 +151,21 @@ def test_a_device_follows_a_coordinator_that_went_back_and_names_the_round_that_
     make_world: MakeWorld, *, is_restarted: bool
 ) -> None:
     """As after a restore: the rounds since the backup are trained again, each of them once."""
-    world = make_world()
-    world.connect()
+    world = connected(make_world)
     coordinator = world.coordinator
     for number in (1, 2):
         world.open_round(number)
-        manifest = coordinator.wait(Manifest)
-        coordinator.receipt(manifest)
-        wait_until(lambda: len(world.events("receipt")) == number, "the receipt is recorded")  # noqa: B023
+        world.deliver()
     coordinator.epoch += 1_000_000
     coordinator.session = None
     if is_restarted:
         world.stop_agent()
-        coordinator.come_online()
+    coordinator.come_online()
+    if is_restarted:
         world.start_agent()
-    else:
-        coordinator.come_online()
     assert coordinator.wait(Hello).at == RoundAttempt(2, 1)
     world.open_round(1)
-    again = coordinator.wait(Manifest)
-    assert again.at == RoundAttempt(1, 1)
-    coordinator.receipt(again)
-    wait_until(lambda: len(world.events("receipt")) == 3, "the receipt is recorded")
+    assert world.deliver() == update_of(world.spec, RoundAttempt(1, 1))
     coordinator.invite(1)  # trained and receipted: not a second time
     assert coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
     world.open_round(2)
@@ -184,8 +178,7 @@ def test_a_device_that_the_broker_lets_publish_nothing_more_is_in_no_session_unt
 ) -> None:
     listed = {DEVICE, COORDINATOR}
     broker = MemoryBroker(lambda identity, _action, _topic: identity in listed)
-    world = make_world(broker=broker, clock_speed=20.0)  # a heartbeat is due after 1.5 s
-    world.connect()
+    world = connected(make_world, broker=broker, clock_speed=20.0)  # a heartbeat is due after 1.5 s
     world.coordinator.work_until(lambda: bool(world.events("welcomed")), "a session")
 
     def is_in_session() -> object:
@@ -205,12 +198,9 @@ def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_wor
     world.stop_agent()
     world.coordinator.session = None
     world.start_agent()
-    again = world.coordinator.wait(Manifest)
-    assert again.artifact == before.artifact
+    assert world.coordinator.wait(Manifest).artifact == before.artifact
     world.coordinator.invite(1)  # the real one invites whoever has not delivered
-    assert world.coordinator.collect(world.coordinator.wait(Manifest)) == update_of(world.spec, RoundAttempt(1, 1))
-    world.coordinator.receipt(again)
-    wait_until(lambda: len(world.events("receipt")) == 1, "the receipt is recorded")
+    assert world.deliver() == update_of(world.spec, RoundAttempt(1, 1))
     assert world.trainer.rounds() == []
 
 
@@ -220,8 +210,7 @@ def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_w
     assert isinstance(command, TrainRound)
     world.trainer.commit(command)
     world.trainer.deliver(Exited(1001, -9))
-    manifest = world.coordinator.wait(Manifest)
-    assert world.coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(1, 1))
+    assert world.deliver() == update_of(world.spec, RoundAttempt(1, 1))
     wait_until(lambda: world.trainer.starts == 2, "the training process is replaced")
     assert world.trainer.rounds() == [RoundAttempt(1, 1)]
 
@@ -265,8 +254,7 @@ def test_a_device_whose_owner_allows_no_health_report_says_nothing_of_its_traini
 
 
 def test_an_older_offer_and_a_repeated_receipt_are_refused(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.connect()
+    world = connected(make_world)
     coordinator = world.coordinator
     world.open_round(2)
     manifest = coordinator.wait(Manifest)
@@ -318,8 +306,7 @@ def test_a_disk_that_is_full_when_the_offer_comes_does_not_lose_the_round(
     def full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    world = make_world()
-    world.connect()
+    world = connected(make_world)
     monkeypatch.setattr(PrivateStore, "save_seen", full_disk)
     world.open_round()
     assert world.coordinator.wait(Accept).round == 1
@@ -367,8 +354,7 @@ def test_a_training_process_that_dies_before_its_commit_is_reported_and_repeats_
 def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_and_the_log_report_it(
     make_world: MakeWorld, log: pytest.LogCaptureFixture
 ) -> None:
-    world = make_world()
-    world.connect()
+    world = connected(make_world)
     first = world.coordinator.session
     world.broker.drop(DEVICE)
     while world.coordinator.wait(DeviceStatus).online:
@@ -432,48 +418,6 @@ def test_what_became_of_an_accepted_update_is_in_the_log_and_in_the_status(
     assert status(world)["last_receipt"] == f"round 1.1: accepted {why}"
     assert [event["reason"] for event in world.events("receipt")] == ["", why]
     assert f"round 1: the update is {why}" in log.text
-
-
-class _Chooser(FakeTrainer):
-    outcome: dict[str, object]
-
-    def work(self, command: TrainerCommand) -> None:
-        super().work(command)
-        if isinstance(command, ChooseModel):
-            self.store.save_finalised({"aggregate": command.aggregate, **self.outcome})
-
-
-@pytest.mark.parametrize(
-    ("outcome", "told"),
-    [
-        (
-            {"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": 0.912},  # the gate kept 0003
-            "finished; model 0003, accuracy 91.2%",
-        ),
-        ({"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": None}, "finished; model 0003"),
-        ({"accuracy_personal": 0.5}, "finished; no exported model, accuracy 50.0%"),
-    ],
-)
-def test_the_end_is_told_with_the_model_and_its_accuracy(
-    make_world: MakeWorld,
-    log: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    outcome: dict[str, object],
-    told: str,
-) -> None:
-    monkeypatch.setattr(_Chooser, "outcome", outcome, raising=False)
-    monkeypatch.setattr("tests.support.edge.world.FakeTrainer", _Chooser)
-    world = in_round(make_world)
-    world.coordinator.wait(Accept)
-    manifest = world.coordinator.wait(Manifest)
-    world.coordinator.collect(manifest)
-    world.coordinator.receipt(manifest)
-    world.coordinator.finish(world.spec, world.aggregate(1), 1)
-    world.coordinator.work_until(lambda: bool(world.events("finished")), "the end")
-    assert told in log.text
-    assert "round 1: the update is being sent (" in log.text
-    assert "round 1: the update is accepted" in log.text
-    assert status(world)["finished"] == told
 
 
 @pytest.mark.parametrize(

@@ -33,16 +33,10 @@ from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt, SelfReport
 from fedcg.wire.parts import Part
 from tests.support.edge.answering_agent import answering_agent
-from tests.support.edge.world import SHARED, MakeWorld, World, in_training, toy_spec, update_of
+from tests.support.edge.world import SHARED, MakeWorld, World, connected, in_training, toy_spec, update_of
 from tests.support.waiting import wait_until
 
 CLASSIFIER_ONLY = PolicySection(allow_upload=frozenset({Part.CLASSIFIER}))
-
-
-def connected(make_world: MakeWorld, **changes: object) -> World:
-    world = make_world(**changes)
-    world.connect()
-    return world
 
 
 def status(world: World) -> dict[str, object]:
@@ -70,9 +64,7 @@ def test_a_round_under_way_is_finished_and_delivered_before_the_pause(make_world
     assert world.trainer.starts == 1
     (command,) = world.trainer.commands
     world.trainer.work(command)
-    manifest = world.coordinator.wait(Manifest)
-    world.coordinator.collect(manifest)
-    world.coordinator.receipt(manifest)
+    world.deliver()
     wait_until(lambda: world.trainer.commands[-1] == ReleaseTrainer("paused"), "then the training process is to end")
     world.trainer.work(world.trainer.commands[-1])
     wait_until(lambda: bool(world.events("trainer_released")), "it has ended")
@@ -151,8 +143,7 @@ def test_a_spec_beyond_the_policy_waits_and_is_accepted_once_exactly_it_is_appro
     assert world.events("approval_needed")[0]["spec"] == world.spec.digest
     ask_agent(world.config.store, ApproveRequest(spec=world.spec.digest))
     world.open_round(1, attempt=2)
-    manifest = world.coordinator.wait(Manifest)
-    assert world.coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(1, 2))
+    assert world.deliver() == update_of(world.spec, RoundAttempt(1, 2))
     other = toy_spec(params={"epochs": 3})
     assert consent.policy_for(CLASSIFIER_ONLY, world.spec).allow_upload == frozenset(SHARED)
     assert consent.policy_for(CLASSIFIER_ONLY, other) == CLASSIFIER_ONLY
@@ -251,10 +242,7 @@ def test_what_leaves_is_recorded_before_its_first_byte_and_gets_its_receipt(make
     payload = world.coordinator.collect(manifest)
     item = sent_items(path)[-1]
     assert (item["kind"], item["artifact"], item["bytes"]) == ("update", artifact_id(payload), len(payload))
-    assert item["parts"] == {
-        "classifier": 60,
-        "generator": 40,
-    }  # 4 bytes for each of 3 + 12; 8 + 4 for each of 8 numbers
+    assert item["parts"] == {"classifier": 4 * (3 + 12), "generator": 8 + 4 * 8}  # bytes of its numbers
     assert item["report"] == {"examples": 3, "accuracy": 0.5}
     assert item["receipt"] is None
     world.coordinator.receipt(manifest)

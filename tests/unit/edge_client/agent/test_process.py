@@ -17,7 +17,7 @@ from fedcg.errors import ALREADY_RUNNING, BAD_INPUT
 from fedcg.event_log import read_events
 from fedcg.files import write_durably
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, write_device
+from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, connected, write_device
 from tests.support.traps import imported_in, lay_traps
 from tests.support.waiting import free_port, wait_until
 
@@ -163,8 +163,7 @@ def test_an_agent_reports_from_its_start_to_its_end(
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     monkeypatch.setenv("WATCHDOG_USEC", "300000")
     monkeypatch.delenv("WATCHDOG_PID", raising=False)
-    world = make_world()
-    world.connect()
+    world = connected(make_world)
     assert received(manager) == "READY=1"
     seen = [received(manager) for _ in range(3)]
     assert "STATUS=waits for a round" in seen[0]

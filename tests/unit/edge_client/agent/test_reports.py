@@ -10,7 +10,7 @@ from devices.eligibility import EligibilitySettings, Obstacle
 from devices.power import Rail, Supply
 from devices.telemetry import Causes, Sensors, Telemetry, Zone
 from edge_client.agent.hardware import HardwareWatch, metrics_text
-from edge_client.agent.reports import REPORT_EVERY_S, SelfReporter, readings, served_model
+from edge_client.agent.reports import REPORT_EVERY_S, SelfReporter, describe_end, readings, served_model
 from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
 from edge_client.session.signals import Chosen, Invited
@@ -30,7 +30,7 @@ from fedcg.wire.messages.schemas import (
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.conversations import box_config
 from tests.support.edge.training_site import Site, real_spec
-from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, make_config
+from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, connected, make_config
 from tests.support.waiting import wait_until
 
 ORIN = Path(__file__).parents[3] / "golden" / "devices" / "jetson-orin-nano-8gb"
@@ -137,9 +137,15 @@ ABOUT = {"federation": "shapes", "sender": "site-1", "recipient": "coordinator"}
 NO_DATA = DoctorFinding(check="data", state="failed")
 
 
+def due(reporter: SelfReporter, now: float = 0.0) -> SelfReport:
+    """The report that must be due."""
+    report = reporter.due(ABOUT, now)
+    assert report is not None
+    return report
+
+
 def test_a_report_comes_with_each_session_and_with_each_change(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.connect()
+    world = connected(make_world)
     first = world.coordinator.wait(SelfReport)
     assert (first.condition.findings, first.condition.model) == (None, None)
     world.agent.self_reporter.findings = (NO_DATA,)
@@ -163,8 +169,7 @@ def test_health_covers_clock_and_findings_and_without_it_none_of_them_leaves(
     with reporter.examining(lambda: (NO_DATA,)):
         if allowed:
             wait_until(lambda: reporter.findings is not None, "the device is examined")
-        report = reporter.due(ABOUT, 0.0)
-    assert report is not None
+        report = due(reporter)
     assert (report.clock, report.condition.findings) == ((7.5, (NO_DATA,)) if allowed else (None, None))
 
 
@@ -198,22 +203,18 @@ def test_readings_leave_as_numbers_and_codes_where_the_owner_allows_them(tmp_pat
     last: list[Telemetry | None] = [None]
     allowed = PolicySection(allow_report=frozenset({ReportField.TELEMETRY}))
     reporter = SelfReporter(allowed, tmp_path, lambda: last[0])
-    at_first = reporter.due(ABOUT, 0.0)
+    at_first = due(reporter)
     last[0] = read
     assert reporter.due(ABOUT, 1.0) is None, "readings change all the time"
-    later = reporter.due(ABOUT, REPORT_EVERY_S)
-    assert at_first is not None
-    assert later is not None
+    later = due(reporter, REPORT_EVERY_S)
     assert (at_first.telemetry, later.telemetry, later.clock) == (None, readings(read), None)
-    unasked = SelfReporter(PolicySection(), tmp_path, lambda: read).due(ABOUT, 0.0)
-    assert unasked is not None
+    unasked = due(SelfReporter(PolicySection(), tmp_path, lambda: read))
     assert unasked.telemetry is None
     assert "telemetry" not in unasked.model_dump()
 
 
 def test_an_agent_reports_what_its_sensors_read_and_its_record_says_which(make_world: MakeWorld) -> None:
-    world = make_world(policy=PolicySection(allow_report=frozenset({ReportField.TELEMETRY})))
-    world.connect()
+    world = connected(make_world, policy=PolicySection(allow_report=frozenset({ReportField.TELEMETRY})))
     assert world.coordinator.wait(SelfReport).telemetry is None
     world.agent.hardware.reason()  # looks, as the agent does every 15 s
     world.agent.self_reporter.repeat()
@@ -222,6 +223,22 @@ def test_an_agent_reports_what_its_sensors_read_and_its_record_says_which(make_w
     assert (told.free_disk or 0) > 0
     (line,) = [one for one in read_lines(world.store.root / SENT_FILE) if one["kind"] == "self_report"]
     assert "free_disk" in line["report"]["telemetry"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        (
+            {"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": 0.912},
+            "model 0003, accuracy 91.2%",
+        ),
+        ({"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": None}, "model 0003"),
+        ({"accuracy_personal": 0.5}, "no exported model, accuracy 50.0%"),
+    ],
+    ids=["that the gate kept", "not measured", "not exported"],
+)
+def test_the_end_is_told_with_the_model_and_its_accuracy(outcome: dict[str, object], told: str) -> None:
+    assert describe_end(outcome, succeeded=True) == f"finished; {told}"
 
 
 def test_an_examination_that_fails_leaves_the_agent_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,9 +269,7 @@ def test_the_model_in_use_is_reported_with_what_its_export_measured(tmp_path: Pa
     assert [form.name for form in first.forms] == ["fp32"]
     assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
     allowed = PolicySection(allow_report=frozenset({ReportField.MODEL}))
-    report = SelfReporter(allowed, models).due(ABOUT, 0.0)
-    assert report is not None
-    model = report.condition.model
+    model = due(SelfReporter(allowed, models)).condition.model
     assert model is not None
     assert (model.version, model.before) == ("0002", first.accuracy)
     forms = {form.name: form for form in model.forms}
@@ -264,6 +279,4 @@ def test_the_model_in_use_is_reported_with_what_its_export_measured(tmp_path: Pa
         assert forms[name].latency_ms is not None
         assert forms[name].accuracy is not None
         assert forms[name].images > 0
-    unasked = SelfReporter(PolicySection(), models).due(ABOUT, 0.0)
-    assert unasked is not None
-    assert unasked.condition.model is None
+    assert due(SelfReporter(PolicySection(), models)).condition.model is None

@@ -55,23 +55,19 @@ def test_a_member_is_answered_and_neither_joins_nor_leaves(service_world: World,
     assert service_world.events("attempt_opened") == []
 
 
-def test_a_device_that_the_coordinator_does_not_know_gets_no_answer_and_the_likely_causes(
-    service_world: World, tmp_path: Path
-) -> None:
+def test_a_device_that_gets_no_answer_learns_the_likely_causes(service_world: World, tmp_path: Path) -> None:
+    own = service_world.devices["a"].key
+    causes = "federation is not started .*federation start.*coordinator run.*missing in the broker's access list .*device show"
+    with pytest.raises(NoAnswerError, match=causes):
+        talk(service_world, tmp_path, own, Purpose.GREET, 0.5)
     with RunningService(service_world), pytest.raises(NoAnswerError, match="revoked or enrolled anew"):
         talk(service_world, tmp_path, SigningKey.generate(), Purpose.GREET, 1.0)
     with pytest.raises(NoAnswerError, match="the coordinator does not run"):
-        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.GREET, 0.5)
-
-
-def test_a_broker_that_delivers_nothing_to_a_device_is_told_apart(service_world: World, tmp_path: Path) -> None:
-    causes = "federation is not started .*federation start.*coordinator run.*missing in the broker's access list .*device show"
-    with pytest.raises(NoAnswerError, match=causes):
-        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.GREET, 0.5)
+        talk(service_world, tmp_path, own, Purpose.GREET, 0.5)
 
 
 def data_finding(config: AgentConfig) -> Finding:
-    return {finding.check: finding for finding in examine(config, datetime.now(timezone.utc))}["data"]
+    return examine(config, datetime.now(timezone.utc), ("data",))[0]
 
 
 def draw(root: Path) -> None:
@@ -81,14 +77,32 @@ def draw(root: Path) -> None:
             Image.fromarray(np.full((8, 8), 40 * number, dtype=np.uint8)).save(root / name / f"{number}.png")
 
 
-def test_every_image_is_opened_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+NO_IMAGE = b"\x89PNG\r\n\x1a\n"
+CRACKS, GOOD = (tuple(f"{name}/{number}.png" for number in range(3)) for name in ("crack", "good"))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "gone", "state", "detail", "advice"),
+    [
+        ((), (), "ok", "6 images in {root} (crack 3, good 3), 6 of them opened", ""),
+        (GOOD[1:2], (), "warning", "1 can't be used: {root}/good/1.png", "repair or remove them; training leaves them"),
+        (CRACKS + GOOD, (), "failed", ", 0 of them opened; 6 can't be used: ", "`root` under [data]"),
+        ((), CRACKS[1:], "warning", "crack with one image: training, validation or test has none", ""),
+        ((), CRACKS, "warning", "all of them are of one class, 'good'", "add images of the other classes"),
+    ],
+)
+def test_every_image_is_opened_and_what_training_will_miss_is_named(
+    tmp_path: Path, damaged: tuple[str, ...], gone: tuple[str, ...], state: str, detail: str, advice: str
+) -> None:
     config = box_config(tmp_path)
     draw(config.data.root)
-    assert data_finding(config).detail == f"6 images in {config.data.root} (crack 3, good 3), 6 of them opened"
-    (config.data.root / "good" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    for name in damaged:
+        (config.data.root / name).write_bytes(NO_IMAGE)
+    for name in gone:
+        (config.data.root / name).unlink()
     found = data_finding(config)
-    assert (found.state, found.advice) == ("warning", "repair or remove them; training leaves them out")
-    assert f"1 can't be used: {config.data.root / 'good' / '1.png'}" in found.detail
+    named = detail.format(root=config.data.root) in found.detail
+    assert (found.state, named, advice in found.advice) == (state, True, True), found
 
 
 def test_a_data_set_that_is_not_installed_is_a_failure_with_the_names_of_those_that_are(
@@ -116,17 +130,6 @@ def test_a_name_that_would_steer_the_terminal_is_escaped_by_doctor_and_status(tm
         told = run_fedcg(*words, "--config", config).stdout
         assert r"\x1b[31m\nfailed \u202e\u2066.png: not an image" in told
         assert all(line.isprintable() for line in told.split("\n"))
-
-
-def test_images_of_which_none_can_be_decoded_are_a_failure(tmp_path: Path) -> None:
-    config = write_device(tmp_path)
-    draw(tmp_path / "data")
-    for path in (tmp_path / "data").rglob("*.png"):
-        path.write_bytes(b"\x89PNG\r\n\x1a\n")
-    found = doctor(config)["data"]
-    assert (found["state"], "`root` under [data]" in found["advice"]) == ("failed", True)
-    assert "6 images in" in found["detail"]
-    assert ", 0 of them opened; 6 can't be used: " in found["detail"]
 
 
 def doctor(config: Path) -> dict[str, dict[str, str]]:
@@ -176,26 +179,6 @@ def test_the_next_step_of_a_sound_device_is_the_agent_unless_it_runs(
     with PrivateStore.open(tmp_path / "store", FEDERATION, "a").locked():
         told = run_fedcg("doctor", "--config", config).stdout
     assert told.endswith(f"Next: the agent runs already: fedcg agent status --config {config}\n")
-
-
-def test_a_class_with_one_image_is_named_with_what_will_miss_it(tmp_path: Path) -> None:
-    config = box_config(tmp_path)
-    draw(config.data.root)
-    for number in (1, 2):
-        (config.data.root / "crack" / f"{number}.png").unlink()
-    found = data_finding(config)
-    assert found.state == "warning"
-    assert "crack with one image: training, validation or test has none" in found.detail
-
-
-def test_images_of_one_class_alone_are_a_finding(tmp_path: Path) -> None:
-    config = box_config(tmp_path)
-    draw(config.data.root)
-    shutil.rmtree(config.data.root / "crack")
-    found = data_finding(config)
-    assert found.state == "warning"
-    assert "all of them are of one class, 'good'" in found.detail
-    assert found.advice.startswith("add images of the other classes")
 
 
 @pytest.mark.parametrize("place", [".", "train"])

@@ -3,9 +3,7 @@
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +11,15 @@ from typer.testing import Result
 
 from coordinator.paths import Home
 from edge_client.config import AgentConfig, load_config
-from edge_client.identity.credentials import Renewer, load_keys
+from edge_client.identity.credentials import load_keys
 from edge_client.identity.enrol import enrol
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
-from fedcg.event_log import EventLog
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
 from fedcg.wire.parts import Part
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, fails, run_fedcg
 from tests.support.coordinator.enrolments import FEDERATION, Desk, open_home, running_desk
-from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -45,20 +41,16 @@ def first(home: Home, tmp_path: Path) -> Path:
     return path
 
 
-def join(first: Path, *words: object, federation: str = "second") -> tuple[int, str]:
-    images = first.parent.parent / "images"
-    named = ("--config", first, "--federation", federation, "--data", images)
-    done = run_fedcg("agent", "join", *named, "--out", first.parent.parent / "second", *words)
-    return done.exit_code, done.output
-
-
-def second_of(first: Path) -> AgentConfig:
-    return load_config(first.parent.parent / "second" / "agent.toml", {})
+def joined(first: Path) -> AgentConfig:
+    """The configuration of the second federation, once the device has joined it."""
+    root = first.parent.parent
+    named = ("--config", first, "--federation", "second", "--data", root / "images")
+    assert run_fedcg("agent", "join", *named, "--out", root / "second").exit_code == 0
+    return load_config(root / "second" / "agent.toml", {})
 
 
 def test_the_second_federation_has_a_store_of_its_own_and_the_identity_and_policy_of_the_first(first: Path) -> None:
-    assert join(first)[0] == 0
-    one, two = load_config(first, {}), second_of(first)
+    one, two = load_config(first, {}), joined(first)
     assert (two.federation, two.device) == ("second", one.device)
     assert (two.tls, two.keys, two.policy, two.broker) == (one.tls, one.keys, one.policy, one.broker)
     assert two.policy.allow_upload == frozenset({Part.CLASSIFIER})
@@ -78,8 +70,7 @@ def test_a_key_of_the_coordinator_that_was_replaced_is_not_trusted_again_in_the_
     one = load_config(first, {})
     enrolled, followed = load_keys(one).coordinator, PinnedKey(SigningKey.generate().public, 1)
     PrivateStore.open(one.store, one.federation, one.device).save_pinned_key(enrolled, followed)
-    assert join(first)[0] == 0
-    assert PrivateStore(second_of(first).store).pinned_key(enrolled) == followed
+    assert PrivateStore(joined(first).store).pinned_key(enrolled) == followed
 
 
 @pytest.mark.parametrize(
@@ -95,51 +86,10 @@ def test_a_second_federation_that_can_not_be_is_refused_and_nothing_is_written(
     first: Path, change: dict[str, str], ends: int, why: str
 ) -> None:
     root = first.parent.parent
-    words = ["--config", str(first), "--federation", change.get("federation", "second")]
-    words += ["--out", str(root / change.get("out", "second")), "--data", str(root / change.get("data", "images"))]
-    command = [sys.executable, "-m", "fedcg", "agent", "join", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == ends
-    assert why in done.stderr
+    words = ["--config", first, "--federation", change.get("federation", "second")]
+    words += ["--out", root / change.get("out", "second"), "--data", root / change.get("data", "images")]
+    assert why in fails(ends, "agent", "join", *words)
     assert not (root / "second").exists()
-
-
-def days_ahead(days: float) -> datetime:
-    return datetime.now(timezone.utc) + timedelta(days=days)
-
-
-def renewer(config: AgentConfig, clock: Callable[[], datetime], renewed: threading.Event) -> Renewer:
-    config.store.mkdir(parents=True, exist_ok=True)
-    events = EventLog(config.store / "events.jsonl", lambda: 0.0)
-    return Renewer(config, load_keys(config).signing, events, renewed.set, clock=clock)
-
-
-def test_of_two_agents_with_one_identity_one_renews_and_both_connect_anew(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edge_client.identity.credentials.LOOK_AGAIN", timedelta(seconds=0.2))
-    with running_desk(home) as desk:
-        enrol(desk.token("line-4"), tmp_path / "box")
-        (tmp_path / "images").mkdir()
-        path = tmp_path / "box" / "agent.toml"
-        assert join(path)[0] == 0
-        due = threading.Event()
-        pasts = {True: 25.0, False: 1.0}  # a due certificate is renewed once; the new one is as old as the clock says
-
-        def clock() -> datetime:
-            return days_ahead(pasts[due.is_set() and _certificates(desk) == 1])
-
-        told = threading.Event(), threading.Event()
-        configs = load_config(path, {}), second_of(path)
-        with renewer(configs[0], clock, told[0]).running(), renewer(configs[1], clock, told[1]).running():
-            due.set()
-            for one in told:
-                wait_until(one.is_set, "it connects anew")
-        assert _certificates(desk) == 2
-
-
-def _certificates(desk: Desk) -> int:
-    return len(desk.store.register.certificates("line-4"))
 
 
 @pytest.fixture
@@ -168,16 +118,8 @@ def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk
 
 
 def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk, tmp_path: Path) -> None:
-    done = run_enrol(
-        "--out",
-        tmp_path / "box",
-        "--device",
-        "line-5",
-        "--data",
-        "dataset:parts",
-        "--json",
-        environment={"FEDCG_TOKEN": desk.token().text},
-    )
+    words = ("--out", tmp_path / "box", "--device", "line-5", "--data", "dataset:parts", "--json")
+    done = run_enrol(*words, environment={"FEDCG_TOKEN": desk.token().text})
     assert done.exit_code == 0, done.output
     told = data_of(done.stdout)
     assert (told["device"], told["config"]) == ("line-5", str(tmp_path / "box" / "agent.toml"))
@@ -187,10 +129,8 @@ def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk,
 
 def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(desk: Desk, tmp_path: Path) -> None:
     token = desk.token("a").text
-    refused = run_enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "imgaes")
-    assert refused.exit_code == NOT_FOUND
-    assert "imgaes: there is no such file or folder. The token was not used" in refused.stderr
-    assert refused.exit_code == NOT_FOUND
+    refused = fails(NOT_FOUND, "enrol", "--token", token, "--out", tmp_path / "box", "--data", tmp_path / "imgaes")
+    assert "imgaes: there is no such file or folder. The token was not used" in refused
     for words in (("enrol",), ("agent", "join")):
         told = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run_fedcg(*words, "--help").stdout).split())
         assert re.search(rf"Exit codes: .*; {NOT_FOUND} --data (or agent.toml )?is not there", told), told
@@ -229,20 +169,19 @@ def test_images_named_from_here_are_found_from_anywhere(
     assert load_config(tmp_path / "other" / "agent.toml", {}).data.root == tmp_path / "other" / "data"
 
 
+def refusal(code: int, out: Path, token: str, *words: str) -> str:
+    return fails(code, "enrol", "--token", token, "--out", out, *words)
+
+
 def test_a_damaged_token_is_bad_input_and_a_refusal_has_its_own_exit_code(desk: Desk, tmp_path: Path) -> None:
     token = desk.token("line-4")
-    damaged = run_enrol("--token", token.text[:-3], "--out", tmp_path / "box")
-    assert damaged.exit_code == 2
-    assert "cut off or mistyped" in damaged.stderr
+    assert "cut off or mistyped" in refusal(2, tmp_path / "box", token.text[:-3])
     assert not (tmp_path / "box").exists()
     assert run_enrol("--token", token.text, "--out", tmp_path / "box").exit_code == 0
-    refused = run_enrol("--token", token.text, "--out", tmp_path / "other")
-    assert refused.exit_code == 4
-    assert "used already" in refused.stderr
-    assert token.secret.hex() not in refused.output
-    unnamed = run_enrol("--token", desk.token().text, "--out", tmp_path / "third")
-    assert unnamed.exit_code == 2
-    assert "--device ID" in unnamed.stderr
+    used = refusal(4, tmp_path / "other", token.text)
+    assert "used already" in used
+    assert token.secret.hex() not in used
+    assert "--device ID" in refusal(2, tmp_path / "third", desk.token().text)
     bound = desk.token("line-5").text
     for wrong, named in (
         (("--device", "line-6"), "--device line-6: the token is for device 'line-5' only"),
@@ -250,24 +189,18 @@ def test_a_damaged_token_is_bad_input_and_a_refusal_has_its_own_exit_code(desk: 
         (("--url", "https://127.0.0.1:99999"), "--url https://127.0.0.1:99999"),
         (("--url", "http://127.0.0.1"), "--url http://127.0.0.1: write https://HOST:PORT"),
     ):
-        refused = run_enrol("--token", bound, "--out", tmp_path / "fourth", *wrong)
-        assert (refused.exit_code, named in refused.stderr) == (2, True), refused.stderr
-    foreign = run_enrol("--token", bound, "--out", tmp_path)
-    assert (foreign.exit_code, "holds other things" in foreign.stderr) == (6, True)
+        assert named in refusal(2, tmp_path / "fourth", bound, *wrong)
+    assert "holds other things" in refusal(6, tmp_path, bound)
 
 
 def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:
     run_enrol("--token", desk.token("line-4").text, "--out", tmp_path / "box")
     config = str(tmp_path / "box" / "agent.toml")
-    done = run_fedcg("agent", "renew", "--config", config, "--json")
-    assert done.exit_code == 0, done.output
-    assert data_of(done.stdout)["device"] == "line-4"
+    assert data_of(run_fedcg("agent", "renew", "--config", config, "--json").stdout)["device"] == "line-4"
     assert "is valid until" in run_fedcg("agent", "renew", "--config", config).stdout
     (tmp_path / "box" / "tls" / "device.key").unlink()
-    broken = run_fedcg("agent", "renew", "--config", config)
-    assert broken.exit_code == 2
-    assert "device.key" in broken.stderr
-    assert run_fedcg("agent", "renew", "--config", tmp_path / "nothing.toml").exit_code == NOT_FOUND
+    assert "device.key" in fails(2, "agent", "renew", "--config", config)
+    fails(NOT_FOUND, "agent", "renew", "--config", tmp_path / "nothing.toml")
 
 
 def clock_line(config: Path) -> tuple[str, str, str]:

@@ -2,7 +2,6 @@
 
 import shutil
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
 from fedcg.errors import BAD_INPUT, NOT_FOUND
-from fedcg.wire.messages.envelopes import OVERHEAD_BYTES, SigningKey, seal
-from fedcg.wire.messages.schemas import Leave, Left, decode
+from fedcg.wire.messages.envelopes import SigningKey, seal
+from fedcg.wire.messages.schemas import Left
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.transport import Delivery
 from tests.support.broker.memory import MemoryTransport
@@ -26,7 +25,6 @@ from tests.support.coordinator.enrolments import open_home, running_desk
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.conversations import talk
-from tests.support.waiting import wait_until
 
 TOPICS = Topics(FEDERATION)
 
@@ -39,48 +37,6 @@ def test_a_goodbye_is_confirmed_and_ends_the_membership(service_world: World, tm
         assert known.state is DeviceState.LEFT
         assert service_world.wait_event("left")["client"] == "a"
         assert service_world.wait_event("departed")["client"] == "a"
-
-
-def test_a_goodbye_that_the_device_did_not_sign_ends_nothing(service_world: World, tmp_path: Path) -> None:
-    with RunningService(service_world) as running:
-        with pytest.raises(NoAnswerError, match="does not accept this device"):
-            talk(service_world, tmp_path, SigningKey.generate(), Purpose.LEAVE, 1.5)
-        assert running.service.refusals["forged"] > 0
-    assert [device.state for device in service_world.store.devices()] == [DeviceState.ENROLLED] * 2
-
-
-@pytest.mark.slow
-def test_a_recorded_goodbye_of_another_session_ends_nothing(service_world: World, tmp_path: Path) -> None:
-    """The device leaves, is enrolled again with the same key, and somebody repeats what was said the first time."""
-    heard: list[Delivery] = []
-    spy = MemoryTransport(service_world.broker, "coordinator-spy")
-    service_world.broker._rules = lambda *_: True
-    spy.subscribe(TOPICS.up_control("a"))
-    spy.start(heard.append, lambda _up: None)
-    with RunningService(service_world) as running:
-        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.LEAVE, 20.0)
-        service_world.wait_event("departed")
-        recorded = [delivery.payload for delivery in heard]
-        assert any(isinstance(decode(payload[OVERHEAD_BYTES:]), Leave) for payload in recorded)
-        admit_again(service_world, "a")
-        wait_until(lambda: running.service._message_checks.knows("a"), "it is a member again")
-        service_world.devices["a"].silent = True
-        service_world.devices["a"].start()
-        wait_until(lambda: "a" in running.service.state.online, "it is back")
-        refused = running.service.refusals.get("other_session", 0)
-        for payload in recorded:
-            if isinstance(decode(payload[OVERHEAD_BYTES:]), Leave):
-                spy.publish(TOPICS.up_control("a"), payload)
-        wait_until(lambda: running.service.refusals.get("other_session", 0) > refused, "the repetition is refused")
-    spy.close()
-    known = service_world.store.device("a")
-    assert known is not None
-    assert known.state is DeviceState.ENROLLED
-
-
-def admit_again(world: World, device: str) -> None:
-    with world.store._engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE devices SET state = 'enrolled' WHERE id = ?", (device,))
 
 
 def test_a_coordinators_confirmation_that_is_forged_is_not_believed(service_world: World, tmp_path: Path) -> None:
@@ -165,16 +121,13 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
     config = str(tmp_path / "box" / "agent.toml")
     arguments = ["leave", "--config", config, "--erase", "--without-coordinator"]
     before = files_of(tmp_path / "box")
-    refused = run_fedcg("agent", *arguments, typed="n\n")
-    assert refused.exit_code == 2
-    assert "personal models" in refused.output
-    assert run_fedcg("agent", *arguments, typed="").exit_code == 2
+    for typed in ("n\n", ""):
+        refused = run_fedcg("agent", *arguments, typed=typed)
+        assert (refused.exit_code, "personal models" in refused.output) == (2, True)
     assert files_of(tmp_path / "box") == before
-    waited = time.monotonic()
     unheard = run_fedcg("agent", "leave", "--config", config, "--erase", "--yes", "--timeout", "1s")
     assert unheard.exit_code == 3
     assert "--without-coordinator" in unheard.output
-    assert time.monotonic() - waited < 30
     done = run_fedcg("agent", *arguments, "--yes", "--json")
     assert done.exit_code == 0
     told = data_of(done.stdout)

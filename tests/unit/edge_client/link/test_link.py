@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -30,13 +30,11 @@ from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, make_link, seal
 from fedcg.wire.messages.schemas import (
     COORDINATOR,
     EVERYONE,
-    Accept,
     ArtifactRef,
     Carrier,
     Hello,
     KeyChain,
     KeyLink,
-    Manifest,
 )
 from fedcg.wire.transport.mqtt_config import TlsFiles
 from tests.support.broker.brokers import HOST, Pki
@@ -77,18 +75,19 @@ def refusals(world: World) -> list[str]:
     return [str(event["detail"]) for event in world.events("refused")]
 
 
+def following(world: World, number: int) -> None:
+    """The agent is connected, and has followed the coordinator to a later key."""
+    world.connect()
+    rotate(world, number)
+    wait_until(lambda: bool(world.events("coordinator_key")), "the key is followed")
+
+
 def test_a_device_follows_in_the_middle_of_a_round_and_the_session_goes_on(world: World) -> None:
     coordinator = world.coordinator
-    coordinator.come_online()
-    world.start_agent()
-    coordinator.wait(Hello)
+    world.connect()
     rotate(world, 1)
-    coordinator.offer(world.spec, world.aggregate(), 1)
-    coordinator.invite(1)
-    coordinator.wait(Accept)
-    manifest = coordinator.wait(Manifest)
-    coordinator.receipt(manifest)
-    coordinator.work_until(lambda: len(world.events("receipt")) == 1, "the receipt is recorded")
+    world.open_round()
+    world.deliver()
     assert world.events("coordinator_key")[0]["serial"] == 1
     assert pinned(world) == PinnedKey(KEYS[1].public, 1)
     assert sum(isinstance(message, Hello) for message in coordinator.heard) == 1
@@ -123,11 +122,7 @@ def test_a_device_that_was_off_for_two_rotations_hears_what_it_refused_at_first(
 
 def test_after_a_rotation_the_old_key_is_refused_also_by_a_restarted_agent(world: World) -> None:
     coordinator = world.coordinator
-    coordinator.come_online()
-    world.start_agent()
-    coordinator.wait(Hello)
-    rotate(world, 1)
-    wait_until(lambda: bool(world.events("coordinator_key")), "the key is followed")
+    following(world, 1)
     for _ in range(2):
         known = len(refusals(world))
         coordinator.key = KEYS[0]
@@ -144,38 +139,24 @@ def test_after_a_rotation_the_old_key_is_refused_also_by_a_restarted_agent(world
 
 
 @pytest.mark.parametrize(
-    ("attack", "why"),
+    ("number", "attack", "signed_by", "why"),
     [
-        (chain((make_link(FEDERATION, 2, 1, KEYS[3], KEYS[2].public),)), "without the key that is pinned"),
-        (chain((LINKS[1].model_copy(update={"epoch": 7}),)), "not signed by the key that it replaces"),
-        (chain((make_link("other", 2, 1, KEYS[1], KEYS[2].public),)), "not signed by the key that it replaces"),
-        (chain(LINKS[:1]).model_copy(update={"federation": "other"}), "of federation 'other'"),
+        (1, chain((make_link(FEDERATION, 2, 1, KEYS[3], KEYS[2].public),)), 2, "without the key that is pinned"),
+        (1, chain((LINKS[1].model_copy(update={"epoch": 7}),)), 2, "not signed by the key that it replaces"),
+        (1, chain((make_link("other", 2, 1, KEYS[1], KEYS[2].public),)), 2, "not signed by the key that it replaces"),
+        (1, chain(LINKS[:1]).model_copy(update={"federation": "other"}), 2, "of federation 'other'"),
+        (2, chain(LINKS[:1]), 1, "a replay"),
     ],
-    ids=["another key's", "altered", "another federation's link", "another federation's chain"],
+    ids=["another key's", "altered", "another federation's link", "another federation's chain", "an earlier one"],
 )
-def test_a_forged_chain_is_refused_counted_and_told_with_its_reason(world: World, attack: KeyChain, why: str) -> None:
-    coordinator = world.coordinator
-    coordinator.come_online()
-    world.start_agent()
-    coordinator.wait(Hello)
-    rotate(world, 1)
-    wait_until(lambda: bool(world.events("coordinator_key")), "the key is followed")
-    coordinator.publish(coordinator.topics.keys, attack, key=KEYS[2])
+def test_a_forged_or_replayed_chain_is_refused_counted_and_told_with_its_reason(
+    world: World, number: int, attack: KeyChain, signed_by: int, why: str
+) -> None:
+    following(world, number)
+    world.coordinator.publish(world.coordinator.topics.keys, attack, key=KEYS[signed_by])
     wait_until(lambda: any(why in refusal for refusal in refusals(world)), why)
     assert 0 not in [event["count"] for event in world.events("refused")]
-    assert pinned(world) == PinnedKey(KEYS[1].public, 1)
-
-
-def test_a_replayed_earlier_chain_is_refused(world: World) -> None:
-    coordinator = world.coordinator
-    coordinator.come_online()
-    world.start_agent()
-    coordinator.wait(Hello)
-    rotate(world, 2)
-    wait_until(lambda: bool(world.events("coordinator_key")), "the key is followed")
-    coordinator.publish(coordinator.topics.keys, chain(LINKS[:1]), key=KEYS[1])
-    wait_until(lambda: any("a replay" in refusal for refusal in refusals(world)), "the replay is refused")
-    assert pinned(world) == PinnedKey(KEYS[2].public, 2)
+    assert pinned(world) == PinnedKey(KEYS[number].public, number)
 
 
 def remembered(root: Path, enrolled: SigningKey = KEYS[0]) -> CoordinatorTrust:
@@ -354,23 +335,19 @@ def carrier_config(pki: Pki, root: Path, url: str) -> edge_config.AgentConfig:
     return make_config(root).model_copy(update=update)
 
 
-def test_https_needs_an_address_and_the_two_names_are_all_there_are(tmp_path: Path) -> None:
-    text = render_agent_config(FEDERATION, DEVICE, host=HOST, port=1, preset="mosquitto", carrier_url=None)
-    path = tmp_path / "agent.toml"
-    path.write_text(text)
+def test_https_is_switched_on_with_one_word_and_needs_an_address(tmp_path: Path) -> None:
+    path, url = tmp_path / "agent.toml", "https://coordinator.example:8445"
+    place: dict[str, Any] = {"host": HOST, "port": 1, "preset": "mosquitto"}
+    path.write_text(render_agent_config(FEDERATION, DEVICE, **place, carrier_url=None))
     assert edge_config.load_config(path, {}).carrier is Carrier.MQTT
-    with pytest.raises(ConfigError, match="carrier_url"):
-        edge_config.load_config(path, {"FEDCG_AGENT_CARRIER": "https"})
-    with pytest.raises(ConfigError, match="carrier"):
-        edge_config.load_config(path, {"FEDCG_AGENT_CARRIER": "pigeon"})
-    with pytest.raises(ConfigError, match="carrier_url"):
-        edge_config.load_config(path, {"FEDCG_AGENT_CARRIER_URL": "http://plain:1"})
-
-
-def test_an_address_of_the_coordinator_is_written_for_the_box_and_switched_on_with_one_word(tmp_path: Path) -> None:
-    url = "https://coordinator.example:8445"
-    text = render_agent_config(FEDERATION, DEVICE, host=HOST, port=1, preset="mosquitto", carrier_url=url)
-    path = tmp_path / "agent.toml"
+    for name, value, why in (
+        ("CARRIER", "https", "carrier_url"),
+        ("CARRIER", "pigeon", "carrier"),
+        ("CARRIER_URL", "http://plain:1", "carrier_url"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            edge_config.load_config(path, {f"FEDCG_AGENT_{name}": value})
+    text = render_agent_config(FEDERATION, DEVICE, **place, carrier_url=url)
     path.write_text(text.replace('carrier = "mqtt"', 'carrier = "https"'))
     config = edge_config.load_config(path, {})
     assert (config.carrier, config.carrier_url) == (Carrier.HTTPS, url)

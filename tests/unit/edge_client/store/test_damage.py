@@ -19,7 +19,7 @@ from edge_client.store.generations import Generations
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.files import file_sha256
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
-from fedcg.wire.messages.schemas import Manifest, RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.homes import add_federation, bundle
 from tests.support.edge.filled_store import SPEC, contents, files_of, fill
@@ -28,11 +28,12 @@ from tests.support.edge.world import (
     DEVICE,
     FEDERATION,
     MakeWorld,
+    connected,
+    newest,
     toy_generation,
     toy_snapshot,
     write_device,
 )
-from tests.support.waiting import wait_until
 
 ENROLLED = SigningKey.generate().public
 WRITES: dict[str, Callable[[PrivateStore, int], object]] = {
@@ -133,8 +134,7 @@ def test_one_failing_read_of_the_newest_generation_does_not_bring_back_the_one_b
         with pytest.raises(StoreError, match=r"generations/2/\S+ can't be read: Input/output error"):
             look()
     bad_disk.undo()
-    generation, problems = fresh.current()
-    assert generation is not None
+    generation, problems = newest(fresh)
     assert (generation.round_attempt, problems) == (RoundAttempt(2, 1), ())
 
 
@@ -156,8 +156,7 @@ def test_the_newest_generation_is_that_of_another_process_and_falls_back_like_th
         assert agent.newest() == committed
     (store.root / "generations" / "2" / "state.safetensors").write_bytes(b"torn")
     restarted = Generations(store.root)
-    fallback, problems = restarted.current()
-    assert fallback is not None
+    fallback, problems = newest(restarted)
     assert (fallback.round_attempt, len(problems)) == (RoundAttempt(1, 1), 1)
     assert restarted.newest() == fallback, "what was found damaged at the start does not count later on"
     (store.root / "generations" / "2" / "state.json").write_bytes(b"torn")
@@ -167,9 +166,7 @@ def test_the_newest_generation_is_that_of_another_process_and_falls_back_like_th
 def test_no_state_file_is_hashed_on_the_loop_of_an_agent_at_work(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = make_world()
-    world.connect()
-    coordinator = world.coordinator
+    world = connected(make_world)
     hashed: list[str] = []
 
     def counted(path: Path) -> str:
@@ -178,10 +175,7 @@ def test_no_state_file_is_hashed_on_the_loop_of_an_agent_at_work(
 
     monkeypatch.setattr("edge_client.store.generations.file_sha256", counted)
     world.open_round()
-    manifest = coordinator.wait(Manifest)
-    coordinator.collect(manifest)
-    coordinator.receipt(manifest)
-    wait_until(lambda: bool(world.events("receipt")), "the receipt is recorded")
+    world.deliver()
     assert hashed == []
 
 
@@ -303,8 +297,7 @@ def test_a_lost_pointer_beside_later_generations_is_no_new_store(tmp_path: Path)
     store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
     fill(store)
     (store.root / "CURRENT").unlink()
-    generation, problems = PrivateStore.open(store.root, FEDERATION, DEVICE).generations.current()
-    assert generation is not None
+    generation, problems = newest(PrivateStore.open(store.root, FEDERATION, DEVICE).generations)
     assert generation.round_attempt == RoundAttempt(2, 1)
     assert "CURRENT is damaged" in problems[0]
 

@@ -22,7 +22,7 @@ from fedcg import files
 from fedcg.files import checked_secret
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
-from tests.support.edge.world import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
+from tests.support.edge.world import DEVICE, FEDERATION, newest, toy_generation, toy_snapshot, toy_spec
 
 SPEC = toy_spec()
 
@@ -76,19 +76,16 @@ def test_a_damaged_newest_generation_falls_back_to_the_one_before_and_says_so(
     store: PrivateStore, damaged: str
 ) -> None:
     store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
-    newest = store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
-    path = store.root / "generations" / str(newest.number) / damaged
+    second = store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
+    path = store.root / "generations" / str(second.number) / damaged
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    generation, problems = reopened(store).generations.current()
-    assert generation is not None
-    assert generation.round_attempt == RoundAttempt(1, 1)
-    assert len(problems) == 1
-    assert str(newest.number) in problems[0]
+    generation, problems = newest(reopened(store).generations)
+    assert (generation.round_attempt, len(problems)) == (RoundAttempt(1, 1), 1)
+    assert str(second.number) in problems[0]
     store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
-    generation, problems = store.generations.current()
-    assert generation is not None
+    generation, problems = newest(store.generations)
     assert (generation.round_attempt, problems) == (RoundAttempt(2, 1), ())
 
 
@@ -130,14 +127,12 @@ def test_a_power_cut_at_any_step_of_a_commit_leaves_the_old_or_the_new_state_who
     store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
     cuts = 0
     while not sabotaged_commit(monkeypatch, store, cuts, RoundAttempt(2, 1)):
-        generation, problems = reopened(store).generations.current()
-        assert generation is not None
+        generation, problems = newest(reopened(store).generations)
         assert (generation.round_attempt, problems) == (RoundAttempt(1, 1), ()), f"before step {cuts}"
         assert store.generations.update_bytes(generation) == b"update"
         cuts += 1
     assert cuts >= 7  # four files, two folders, the pointer
-    generation, _ = reopened(store).generations.current()
-    assert generation is not None
+    generation, _ = newest(reopened(store).generations)
     assert generation.round_attempt == RoundAttempt(2, 1)
 
 
@@ -147,8 +142,7 @@ def test_what_a_cut_commit_left_behind_never_counts(monkeypatch: pytest.MonkeyPa
     )  # the folder is there, CURRENT was never written
     assert reopened(store).generations.current() == (None, ())
     store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1), update=b"whole"))
-    generation, _ = store.generations.current()
-    assert generation is not None
+    generation, _ = newest(store.generations)
     assert store.generations.update_bytes(generation) == b"whole"
 
 
@@ -160,11 +154,10 @@ def test_the_last_commit_always_counts(
     generations = Generations(tmp_path_factory.mktemp("store"))
     for round_number, attempt, update in commits:
         generations.commit(toy_generation(SPEC, RoundAttempt(round_number, attempt), update))
-    generation, _ = generations.current()
     if not commits:
-        assert generation is None
+        assert generations.current() == (None, ())
         return
-    assert generation is not None
+    generation, _ = newest(generations)
     assert generation.outbox is not None
     round_number, attempt, update = commits[-1]
     assert (generation.round_attempt, generation.outbox.round_attempt) == (RoundAttempt(round_number, attempt),) * 2
@@ -204,16 +197,6 @@ def test_the_device_secret_is_made_once_and_differs_between_devices(store: Priva
     assert len(secret) == 32
     assert reopened(store).device_secret() == secret
     assert PrivateStore.open(tmp_path / "other", FEDERATION, "site-2").device_secret() != secret
-
-
-def test_a_given_cohort_secret_is_used_and_a_short_one_refused(store: PrivateStore) -> None:
-    assert store.cohort_secret() is None
-    path = store.root / "secrets" / "cohort.key"
-    path.write_bytes(checked_secret(b"c" * 32))
-    assert store.cohort_secret() == b"c" * 32
-    path.write_bytes(b"short")
-    with pytest.raises(StoreError, match=r"cohort\.key"):
-        store.cohort_secret()
 
 
 def test_secrets_that_were_put_there_before_the_first_start_are_kept(tmp_path: Path) -> None:
