@@ -248,18 +248,6 @@ def test_the_agent_renews_in_time_and_connects_anew(desk: Desk, device: AgentCon
     assert len(reported(device, "certificate_renewed")) == 1
 
 
-def test_a_young_certificate_is_left_alone(desk: Desk, device: AgentConfig) -> None:
-    looked = threading.Event()
-
-    def clock() -> datetime:
-        looked.set()
-        return days_ahead(1)
-
-    with renewer(device, clock, threading.Event()).running():
-        assert looked.wait(20)
-    assert len(desk.store.register.certificates("line-4")) == 1
-
-
 def test_a_renewal_that_fails_is_written_down_and_tried_again(home: Home, tmp_path: Path) -> None:
     with running_desk(home) as desk:
         enrol(desk.token("line-4"), tmp_path / "box")

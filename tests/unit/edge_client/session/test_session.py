@@ -186,8 +186,8 @@ def test_a_coordinators_status_opens_a_new_session_unless_a_hello_is_on_its_way(
     assert SendHello() in drive(state, CoordinatorSeen(epoch=5, online=True), now=0.3)[1]
 
 
-def test_a_manifest_that_nobody_answers_for_six_seconds_opens_a_new_session(training: SessionState) -> None:
-    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
+def test_a_manifest_that_nobody_answers_for_six_seconds_opens_a_new_session(delivering: SessionState) -> None:
+    state = delivering
     for tenth in range(1, 60):
         state, commands = drive(state, Tick(), now=tenth / 10)
         assert SendHello() not in commands
@@ -202,16 +202,14 @@ def test_silence_while_downloading_opens_a_new_session(ready: SessionState) -> N
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
-def test_every_outcome_of_a_receipt_ends_the_outbox_entry(training: SessionState, outcome: Outcome) -> None:
-    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
-    state, commands = drive(state, receipt(update(1).id, outcome))
+def test_every_outcome_of_a_receipt_ends_the_outbox_entry(delivering: SessionState, outcome: Outcome) -> None:
+    state, commands = drive(delivering, receipt(update(1).id, outcome))
     assert commands == [RecordDelivery(RoundAttempt(1, 1), update(1).id, outcome, "")]
     assert state.delivery is None
 
 
-def test_a_later_receipt_only_says_what_became_of_the_update(training: SessionState) -> None:
-    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
-    state, commands = drive(state, receipt(update(1).id, reason="late"), receipt(update(1).id))
+def test_a_later_receipt_only_says_what_became_of_the_update(delivering: SessionState) -> None:
+    state, commands = drive(delivering, receipt(update(1).id, reason="late"), receipt(update(1).id))
     assert [command for command in commands if isinstance(command, RecordReason)] == []
     after, commands = drive(state, receipt(update(1).id, reason="not merged (quarantine): too long"))
     assert commands == [RecordReason(update(1).id, "not merged (quarantine): too long")]
@@ -244,15 +242,10 @@ def test_a_training_process_that_never_comes_up_is_reported_as_a_failed_training
     assert reasons(commands) == [DeclineReason.TRAINING_FAILED]
 
 
-def test_an_agent_that_is_stopped_declines_the_round_that_it_has_promised(training: SessionState) -> None:
-    _, commands = drive(training, Stopping())
-    assert reasons(commands) == [DeclineReason.INTERRUPTED]
-
-
-def test_an_agent_that_is_stopped_declines_nothing_that_it_has_trained_or_never_accepted(
-    ready: SessionState, training: SessionState
+def test_an_agent_that_is_stopped_declines_the_round_that_it_has_promised_and_has_not_trained(
+    ready: SessionState, training: SessionState, delivering: SessionState
 ) -> None:
-    delivering, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
+    assert reasons(drive(training, Stopping())[1]) == [DeclineReason.INTERRUPTED]
     for state in (ready, delivering):
         assert sent(drive(state, Stopping())[1]) == []
 
@@ -534,3 +527,9 @@ def training(ready: SessionState) -> SessionState:
     )
     assert TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
     return state
+
+
+@pytest.fixture
+def delivering(training: SessionState) -> SessionState:
+    """Round 1 is trained, and its update waits for a receipt."""
+    return drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))[0]
