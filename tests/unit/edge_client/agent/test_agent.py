@@ -35,6 +35,7 @@ from fedcg.worker_process import Exited
 from tests.support.broker.memory import MemoryBroker
 from tests.support.edge.world import (
     DEVICE,
+    FakeTrainer,
     MakeWorld,
     World,
     connected,
@@ -310,6 +311,22 @@ def test_a_disk_that_is_full_when_the_offer_comes_does_not_lose_the_round(
     monkeypatch.setattr(PrivateStore, "save_seen", full_disk)
     world.open_round()
     assert world.coordinator.wait(Accept).round == 1
+
+
+def test_a_training_process_that_cannot_be_started_is_tried_again(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = FakeTrainer.start, iter([OSError(errno.EAGAIN, "Resource temporarily unavailable")] * 2)
+
+    def scarce(trainer: FakeTrainer) -> int:
+        for failure in failures:
+            raise failure
+        return start(trainer)
+
+    monkeypatch.setattr(FakeTrainer, "start", scarce)
+    world = in_round(make_world, clock_speed=8.0)
+    world.coordinator.wait(Manifest)
+    assert "the training process can't be started" in str(world.events("agent_error")[0]["detail"])
 
 
 NO_DOG = "/srv/images/dog: the spec has no class 'dog'; its classes are bar, dot"

@@ -226,6 +226,8 @@ def test_a_certificate_is_due_in_the_last_third_of_its_life(device: AgentConfig)
     certificate = certificate_of(device)
     assert not is_due(certificate, days_ahead(19.5))
     assert is_due(certificate, days_ahead(20.5))
+    key = load_keys(device).signing
+    assert renew(device, key, lambda: days_ahead(19.5)) == certificate, "another federation's agent has renewed it"
 
 
 def renewer(config: AgentConfig, clock: Callable[[], datetime], renewed: threading.Event) -> Renewer:

@@ -21,8 +21,10 @@ from edge_client.cli.doctor.checks import examine
 from edge_client.config import TlsSection
 from edge_client.errors import ConfigError
 from edge_client.link import https_client
+from edge_client.link.artifact_transfer import Downloads
 from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust, Handshake
 from edge_client.link.https_client import Direction, Line
+from edge_client.session.signals import Wanted
 from edge_client.store.private_store import PrivateStore
 from fedcg.agent_config import render_agent_config
 from fedcg.wire.errors import WireError
@@ -361,6 +363,16 @@ def test_the_coordinators_section_is_read_as_it_is_written(tmp_path: Path) -> No
         assert load_config(path) == config
     assert config.carrier_url == "https://fl.example:8445"
     assert CoordinatorConfig().carrier_url is None
+
+
+def test_a_download_that_is_wanted_no_more_leaves_no_file(tmp_path: Path) -> None:
+    downloads = Downloads(PrivateStore.open(tmp_path, FEDERATION, DEVICE).partials)
+    downloads.want((Wanted("aggregate", REF, 0.0),), 0.0)
+    assert [ref for ref, _ in downloads.needs(0.0)] == [REF]
+    assert any(REF.id in path.name for path in tmp_path.rglob("*"))
+    downloads.want((), 1.0)
+    assert not downloads.are_pending
+    assert not any(REF.id in path.name for path in tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize("reads_chunks", [True, False])
