@@ -462,6 +462,7 @@ def test_a_receipt_that_cannot_be_stored_is_reported_with_its_cure_and_the_next_
     manifest = world.coordinator.wait(Manifest)
     world.open_round(2)
     world.coordinator.wait(Accept)
+    world.coordinator.work_until(lambda: len(world.events("artifact_stored")) == 3, "round 2 waits for the receipt")
     if error is None:
         (world.config.store / "delivered.json").write_text("{")
     else:
