@@ -16,8 +16,17 @@ from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import acl_for
 from tests.support.broker.throttle import Weather
 from tests.support.waiting import free_port
-from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan, run_agent, run_coordinator
-from tests.support.wire.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
+from tests.support.wire.transfer_parties import (
+    FEDERATION,
+    SOME,
+    MakeWorld,
+    Parties,
+    Plan,
+    chunks_of,
+    run_agent,
+    run_coordinator,
+    worlds,
+)
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
 

@@ -10,7 +10,7 @@ from fedcg.wire.messages.schemas import COORDINATOR, Carrier
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
 from tests.support.broker.throttle import Weather
-from tests.support.wire.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
+from tests.support.wire.transfer_parties import SOME, MakeWorld, chunks_of, worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.broker, pytest.mark.timeout(200)]
 PERSISTENCE = ("persistence true", "autosave_interval 1")

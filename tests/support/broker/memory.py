@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from paho.mqtt.client import topic_matches_sub
+
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.transport import Backlog, Delivery, OnDelivery, OnLink, Publication, Will, call_out
 
@@ -19,17 +21,6 @@ Action = Literal["publish", "read"]
 Rules = Callable[[str, Action, str], bool]
 QUEUE_MAX = 65_536
 Record = Callable[[str, str, bytes], None]
-
-
-def topic_matches(topic_filter: str, topic: str) -> bool:
-    """Whether an MQTT topic filter (`+` one level, `#` the rest) covers a topic."""
-    wanted, levels = topic_filter.split("/"), topic.split("/")
-    for position, level in enumerate(wanted):
-        if level == "#":
-            return True
-        if position >= len(levels) or level not in ("+", levels[position]):
-            return False
-    return len(wanted) == len(levels)
 
 
 def allow_all(_identity: str, _action: Action, _topic: str) -> bool:
@@ -106,7 +97,7 @@ class MemoryBroker:
             elif retain:
                 self._retained.pop(topic, None)
             for transport in list(self._sessions.values()):
-                wanted = any(topic_matches(topic_filter, topic) for topic_filter in transport.filters)
+                wanted = any(topic_matches_sub(topic_filter, topic) for topic_filter in transport.filters)
                 if wanted and self._rules(transport.identity, "read", topic):
                     transport.enqueue(Delivery(topic, payload, retained=False))
         return True
@@ -115,7 +106,7 @@ class MemoryBroker:
         """Give a client the retained messages under a filter."""
         with self._lock:
             for topic, payload in sorted(self._retained.items()):
-                if topic_matches(topic_filter, topic) and self._rules(transport.identity, "read", topic):
+                if topic_matches_sub(topic_filter, topic) and self._rules(transport.identity, "read", topic):
                     transport.enqueue(Delivery(topic, payload, retained=True))
 
     def _publish_will(self, transport: MemoryTransport) -> None:

@@ -1,6 +1,6 @@
-"""Writes the golden files of this version: `python -m tests.support.wire.golden_files`. Writes what is missing, and never over what is there.
+"""Writes the golden frames of this version: `python -m tests.support.wire.golden_files`. Writes what is missing, and never over what is there.
 
-A frame, artifact or store that a version wrote is what later versions must read: existing files are history.
+A frame that a version wrote is what later versions must read: existing files are history.
 """
 
 import json
@@ -9,10 +9,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
-from fedcg.files import checked_secret
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
-from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, make_link, seal
+from fedcg.wire.messages.envelopes import SigningKey, make_link, seal
 from fedcg.wire.messages.schemas import (
     COORDINATOR,
     EVERYONE,
@@ -42,7 +39,6 @@ from fedcg.wire.messages.schemas import (
     Receipt,
     Refusal,
     Revoked,
-    RoundAttempt,
     SelfReport,
     ServedModel,
     SumDown,
@@ -51,13 +47,10 @@ from fedcg.wire.messages.schemas import (
     SumUp,
     Welcome,
 )
-from fedcg.wire.parts import Part, Report
-from tests.support.edge.world import toy_generation, toy_parts, toy_spec
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 FEDERATION, DEVICE = "shapes", "site-1"
-SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 
 
 CONDITION = DeviceCondition(
@@ -132,42 +125,6 @@ def messages() -> tuple[AnyMessage, ...]:
     )
 
 
-def artifacts() -> dict[str, bytes]:
-    """An aggregate and an update of the default codecs, and their spec."""
-    spec = toy_spec().model_copy(update={"codec": "i8-delta", "aggregate_codec": "f16"})
-    common: dict[str, Any] = {"method": spec.method, "federation": spec.federation, "attempt": 1}
-    header = ArtifactHeader(kind="aggregate", round=1, client=COORDINATOR, **common)
-    aggregate = pack(header, toy_parts(1, SHARED), spec.aggregate_codec)
-    layouts = {part: spec.layouts[part] for part in spec.upload}
-    base = Base(artifact_id(aggregate), unpack(aggregate, layouts).parts)
-    about: dict[str, Any] = {"base": base.id, "report": Report(examples=3, accuracy=0.5)}
-    update = pack(
-        ArtifactHeader(kind="update", round=2, client=DEVICE, **common, **about),
-        toy_parts(2, SHARED),
-        "i8-delta",
-        base,
-    )
-    return {"spec": spec.canonical(), "aggregate": aggregate, "update": update}
-
-
-def fill_store(root: Path) -> None:
-    """A private store with everything in it that an agent keeps."""
-    spec = toy_spec()
-    store = PrivateStore.open(root, FEDERATION, DEVICE)
-    store.keep_cohort_secret(b"c" * 32)
-    (root / "secrets" / "device.key").write_bytes(checked_secret(b"d" * 32))
-    store.save_spec(spec.canonical())
-    store.artifacts.put(artifacts()["aggregate"])
-    for number in (1, 2):
-        new = toy_generation(spec, RoundAttempt(number, 1), artifacts()["update"], seed=number)
-        store.generations.commit(new)
-    store.accept_snapshot(spec.digest, 2, lambda: new.snapshot)
-    store.save_seen((3, 2, 1))
-    store.save_delivery(DeliveryRecord("a" * 64, 1, 1, Outcome.ACCEPTED.value, ""))
-    store.save_pinned_key(COORDINATOR_KEY.public, PinnedKey(NEW_KEY.public, 1))
-    store.save_finalised({"aggregate": "b" * 64})
-
-
 def write_missing() -> None:
     """Write the golden files that are not there yet."""
     frames = GOLDEN / "frames" / f"protocol-{PROTOCOL_VERSION}.json"
@@ -176,14 +133,6 @@ def write_missing() -> None:
     made = {message.kind: seal(message, key_of(message)).hex() for message in messages()}
     frames.parent.mkdir(exist_ok=True)
     frames.write_text(json.dumps({"chunk": chunk.hex(), **made, **known}, indent=1) + "\n")
-    for name, data in artifacts().items():
-        path = GOLDEN / "artifacts" / f"{name}-codecs.{'json' if name == 'spec' else 'bin'}"
-        if not path.exists():
-            path.write_bytes(data)
-    store = GOLDEN / "stores" / f"format-{STORE_FORMAT}"
-    if not store.exists():
-        store.parent.mkdir(exist_ok=True)
-        fill_store(store)
 
 
 if __name__ == "__main__":

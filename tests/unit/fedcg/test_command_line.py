@@ -1,16 +1,34 @@
-"""The command `fedcg`: what it mounts, how it ends, and what it says of what is not installed."""
+"""The command `fedcg`: what it mounts and how it ends; and all commands alike: output for scripts, exit codes, completion, mistyped names."""
 
+import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
+from coordinator.facts.devices import FINDINGS
+from coordinator.facts.problems import HEALTH, REMEDIES, SUM_REMEDIES
+from coordinator.paths import Home
 from fedcg import cli
-from fedcg.errors import BadInputError
+from fedcg.cli import app, main
+from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_CONNECTED, NOT_FOUND, BadInputError
+from fedcg.learning.spec import RoundPolicy
+from fedcg.sentences import DECLINE_ADVICE
+from tests.support.commands import data_of, run_fedcg
+from tests.support.learning.export_models import picture
+from tests.support.serving import install_versions
 
 GROUP = typer.Typer(help="A group of things.")
+Run = Callable[..., object]
 
 
 @GROUP.command("one")
@@ -28,64 +46,52 @@ def plain_command(word: str) -> None:
     typer.echo(word)
 
 
-def failing_command() -> None:
-    """Fail."""
-    raise ValueError("the disk is full [bold]")
-
-
-def steering_command() -> None:
-    raise BadInputError("a\x1b[31m\u202e.toml:\n  line 1")
-
-
-def refusing_command() -> None:
-    """Refuse its input."""
-    raise BadInputError("there is no such folder")
-
-
-def stopping_command() -> None:
-    """Stop with a code of its own."""
-    raise typer.Exit(3)
-
-
-def interrupted_command() -> None:
-    """Be interrupted."""
-    raise KeyboardInterrupt
-
-
 def lacking_command() -> None:
     """Need what is not there."""
     import a_package_nobody_has  # type: ignore[import-not-found]  # noqa: F401
 
 
+def raising(error: BaseException) -> Callable[[], None]:
+    """A command that ends in this way."""
+
+    def command() -> None:
+        raise error
+
+    return command
+
+
+COMMANDS: dict[str, Callable[..., object] | typer.Typer] = {
+    "group": GROUP,
+    "plain": plain_command,
+    "lacking": lacking_command,
+    "failing": raising(ValueError("the disk is full [bold]")),
+    "refusing": raising(BadInputError("there is no such folder")),
+    "steering": raising(BadInputError("a\x1b[31m\u202e.toml:\n  line 1")),
+    "stopping": raising(typer.Exit(3)),
+    "interrupted": raising(KeyboardInterrupt()),
+}
+
+
 class _Entry(EntryPoint):
     def load(self) -> object:
-        targets: dict[str, Callable[..., object] | typer.Typer] = {
-            "group": GROUP,
-            "plain": plain_command,
-            "failing": failing_command,
-            "refusing": refusing_command,
-            "steering": steering_command,
-            "stopping": stopping_command,
-            "interrupted": interrupted_command,
-            "lacking": lacking_command,
-        }
         if self.name == "absent":
             raise ModuleNotFoundError("No module named 'sqlalchemy'", name="sqlalchemy")
-        return targets[self.name]
+        return COMMANDS[self.name]
 
 
-@pytest.fixture(autouse=True)
-def _commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("group", "plain", "failing", "refusing", "steering", "stopping", "interrupted", "lacking", "absent")
-    entries = [_Entry(name, "somewhere:command", "fedcg.commands") for name in names]
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run(*arguments)`: what `fedcg` exits with where these commands are installed."""
+    entries = [_Entry(name, "somewhere:command", "fedcg.commands") for name in (*COMMANDS, "absent")]
     monkeypatch.setattr(cli, "entry_points", lambda **_: entries)
 
+    def run(*arguments: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["fedcg", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0
 
-def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
-    monkeypatch.setattr(sys, "argv", ["fedcg", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return stop.value.code or 0
+    return run
 
 
 @pytest.mark.parametrize(
@@ -98,69 +104,265 @@ def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     ],
 )
 def test_a_command_runs_and_its_exit_code_is_the_process_own(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    code: int,
-    printed: str,
+    run: Run, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, printed: str
 ) -> None:
-    assert _run(monkeypatch, *arguments) == code
+    assert run(*arguments) == code
     assert printed in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [("nope",), ("plain",), ("group", "three"), ("plain", "x", "--wrong")])
-def test_bad_usage_ends_with_2_and_goes_to_stderr(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("nope",), 2, "Error"),
+        (("plain",), 2, "Error"),
+        (("group", "three"), 2, "Error"),
+        (("plain", "x", "--wrong"), 2, "Error"),
+        (("failing",), 1, "Error: the disk is full [bold]\n"),
+        (("refusing",), 2, "Error: there is no such folder\n"),
+        (("steering",), 2, "Error: a\\x1b[31m\\u202e.toml:\n  line 1\n"),  # an error can't steer the terminal
+        (("interrupted",), 130, "Interrupted"),
+        (("lacking",), 2, "`fedcg lacking` needs the Python package 'a_package_nobody_has'"),
+        (("lacking",), 2, "pip install 'fedcg-edge[edge]'"),
+        (("absent", "run", "--dir", "x"), 2, "`fedcg absent` needs the Python package 'sqlalchemy'"),
+    ],
+)
+def test_what_goes_wrong_has_an_exit_code_and_goes_to_stderr_without_a_traceback(
+    run: Run, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, told: str
 ) -> None:
-    assert _run(monkeypatch, *arguments) == 2
+    assert run(*arguments) == code
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "Error" in shown.err
+    assert shown.err == told if told.endswith("\n") else told in shown.err
 
 
-def test_an_error_is_one_line_on_stderr_and_a_traceback_with_debug(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "failing") == 1
-    assert capsys.readouterr().err == "Error: the disk is full [bold]\n"
-    assert _run(monkeypatch, "refusing") == 2
-    assert capsys.readouterr().err == "Error: there is no such folder\n"
+def test_an_error_has_its_traceback_with_debug(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fedcg", "--debug", "failing"])
     with pytest.raises(ValueError, match="the disk is full"):
         cli.main()
 
 
-def test_an_error_cannot_steer_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "steering") == 2
-    assert capsys.readouterr().err == "Error: a\\x1b[31m\\u202e.toml:\n  line 1\n"
-
-
-def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(monkeypatch, "interrupted") == 130
-    assert "Interrupted" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "package"), [(("absent", "run", "--dir", "x"), "sqlalchemy"), (("lacking",), "a_package_nobody_has")]
-)
-def test_a_command_whose_packages_are_not_installed_says_which_and_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], package: str
-) -> None:
-    assert _run(monkeypatch, *arguments) == 2
-    told = capsys.readouterr().err
-    assert f"`fedcg {arguments[0]}` needs the Python package '{package}'" in told
-    assert "pip install 'fedcg-edge[edge]'" in told
-
-
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_the_help_names_every_command_with_its_purpose(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+    run: Run, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
-    assert _run(monkeypatch, option) == 0
+    assert run(option) == 0
     rows = [line.strip("│ ").split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     told = {row[0]: row[1].strip() for row in rows if len(row) == 2}
     assert told["group"] == "A group of things."
     assert told["plain"] == "Say a word."
     assert told["absent"] == "(not installed here: sqlalchemy)"
+
+
+SPANS = {"--for", "--since", "--timeout", "--max-wait", "--shadow-for"}
+UNITS = re.compile(r"-(ms|s|seconds|minutes|hours|days)$")
+
+
+
+def _commands(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "list_commands"):
+        yield name, command
+        return
+    for inner in command.list_commands(None):
+        yield from _commands(command.get_command(None, inner), (*name, inner))
+
+
+def _options(command: Any) -> set[str]:
+    return {option for parameter in command.params for option in getattr(parameter, "opts", ())}
+
+
+def test_every_command_that_a_remedy_names_exists_and_takes_what_it_is_given() -> None:
+    tables = (DECLINE_ADVICE, REMEDIES, FINDINGS, SUM_REMEDIES, HEALTH)
+    texts = [str(values) for table in tables for values in table.values()]
+    named = [found.split()[1:] for text in texts for found in re.findall(r"`(fedcg [^`]+)`", text)]
+    there = {name for name, _ in _commands(app)}
+    assert len(named) > 20
+    for words in named:
+        assert any(tuple(words[:length]) in there for length in (1, 2, 3)), words
+        assert {word.partition("=")[0] for word in words if "=" in word} <= RoundPolicy.model_fields.keys(), words
+    assert ["federation", "set", "{federation}", "deadline_s=SECONDS"] in named
+    assert not any("of the federation's plan" in text for text in texts), "a plan can't be changed"
+
+
+def test_every_command_takes_json() -> None:
+    assert [name for name, command in _commands(app) if "--json" not in _options(command)] == []
+
+
+def test_every_command_shows_an_example_of_itself_that_it_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDCG_HOME", "/var/lib/fedcg")
+    wrong: dict[tuple[str, ...], object] = {}
+    for name, command in _commands(app):
+        found = re.findall(r"Example: fedcg (.+)", command.help or "")
+        called = tuple(word for word in name if word != "IMAGE...")
+        words = re.split(r" >>? ", found[0])[0] if len(found) == 1 else ""
+        given = shlex.split(words)
+        if tuple(given[: len(called)]) != called:
+            wrong[name] = found or command.help
+            continue
+        try:
+            command.make_context("fedcg", given[len(called) :])
+        except Exception as error:  # noqa: BLE001 - a usage error of typer's own copy of click
+            wrong[name] = error
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("begin", ["simulate", pytest.param("", marks=pytest.mark.slow)], ids=["one", "every"])
+def test_no_name_of_an_option_and_no_word_is_cut_in_the_help_of_any_command_at_80_columns(begin: str) -> None:
+    cut, lost = {}, {}
+    for name, command in _commands(app):
+        if not name[0].startswith(begin):
+            continue
+        words = [word for word in name if word != "IMAGE..."]
+        shown = run_fedcg(*words, "--help", environment={"COLUMNS": "80"}).stdout
+        if found := re.findall(r"\S*[^\s\"]…\S*", shown):
+            cut[name] = found
+        missing = [option for option in _options(command) if option.startswith("--") and option not in shown]
+        if missing and name[-1] != "IMAGE...":
+            lost[name] = missing
+    assert (cut, lost) == ({}, {})
+
+
+def test_time_spans_and_the_end_of_a_federation_have_one_name_in_every_command() -> None:
+    spans, named, ends = set(), [], set()
+    for name, command in _commands(app):
+        for parameter in command.params:
+            if getattr(parameter, "metavar", None) == "SPAN":
+                spans |= set(parameter.opts)
+            named += [(*name, option) for option in getattr(parameter, "opts", ()) if UNITS.search(option)]
+            ends |= {option for option in getattr(parameter, "opts", ()) if "finished" in option}
+    assert (spans, named, ends) == (SPANS, [], {"--until-finished"})
+
+
+def test_the_help_has_a_panel_for_each_kind_of_reader_and_every_command_is_in_one() -> None:
+    whole: Any = app
+    panels = {name: whole.get_command(None, name).rich_help_panel for name in whole.list_commands(None)}
+    assert list(dict.fromkeys(panels.values())) == ["For the operator", "On a box", "Models", "Research"]
+    assert (panels["federation"], panels["doctor"], panels["infer"]) == ("For the operator", "On a box", "Models")
+
+
+def test_an_environment_variable_stands_for_the_coordinator_s_directory_and_one_for_the_device_s_configuration(
+    tmp_path: Path,
+) -> None:
+    home, nowhere = str(tmp_path / "home"), str(tmp_path / "agent.toml")
+    assert run_fedcg("coordinator", "init", environment={"FEDCG_HOME": home}).exit_code == 0
+    shown = run_fedcg("federation", "list", "--json", environment={"FEDCG_HOME": home})
+    assert data_of(shown.stdout) == []
+    asked = run_fedcg("agent", "status", environment={"FEDCG_CONFIG": nowhere})
+    assert (asked.exit_code, nowhere in asked.stderr.replace("\n", "")) == (NOT_FOUND, True)
+    sent = run_fedcg("federation", "list", "--url", "http://127.0.0.1:1", environment={"FEDCG_HOME": home})
+    assert (sent.exit_code, "FEDCG_API_TOKEN" in sent.stderr) == (NOT_CONNECTED, True)  # never the home's own token
+
+
+def test_running_already_existing_and_missing_things_have_exit_codes_of_their_own(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    codes = [run_fedcg("coordinator", "init", "--dir", home).exit_code for _ in range(2)]
+    with Home(home).locked():
+        codes.append(run_fedcg("coordinator", "run", "--dir", home).exit_code)
+    passphrase = ("--passphrase-file", home / "coordinator.toml")
+    missing = (
+        ("federation", "show", "nobody", "--dir", home),
+        ("device", "show", "nobody", "--dir", home),
+        ("token", "revoke", "nobody", "--dir", home),
+        ("federation", "list", "--dir", tmp_path / "nowhere"),
+        ("federation", "create", tmp_path / "plan.toml", "--dir", home),
+        ("coordinator", "restore", tmp_path / "backup", "--dir", tmp_path / "new", *passphrase),
+        ("agent", "run", "--config", tmp_path / "agent.toml"),
+        ("cohort", "roster", tmp_path / "roster.txt"),
+        ("model", "use", tmp_path / "nowhere", "0001"),
+        ("method", "show", "nobody"),
+        ("audit", "run", "--updates", tmp_path / "nowhere", "--data", home, "--out", tmp_path / "report"),
+        ("demo", "--resume", tmp_path),
+    )
+    assert codes == [0, EXISTS, ALREADY_RUNNING]
+    assert {words: run_fedcg(*words).exit_code for words in missing} == dict.fromkeys(missing, NOT_FOUND)
+    assert "7 what was named does not exist" in " ".join(run_fedcg("--help").stdout.split())
+
+
+def test_what_a_schema_refuses_is_said_in_words_and_not_in_those_of_the_library(tmp_path: Path) -> None:
+    options = (
+        ("coordinator", "init", "--dir", tmp_path / "home", "--host", ""),
+        ("simulate", "--clients", "0", "--out", tmp_path / "runs"),
+        ("demo", "--rounds", "-1", "--out", tmp_path / "demo"),
+        ("federation", "extend", "--rounds", "0", "--dir", tmp_path),
+        ("simulate", "--mechanism", "update_clip=-1", "--out", tmp_path / "runs"),
+        ("coordinator", "token", "create", "--name", "", "--role", "viewer", "--dir", tmp_path / "sound"),
+    )
+    assert run_fedcg("coordinator", "init", "--dir", tmp_path / "sound").exit_code == 0
+    for words in options:
+        refused = run_fedcg(*words)
+        assert refused.exit_code == BAD_INPUT
+        assert ": must " in " ".join(refused.stderr.split())
+        for raw in ("validation error", " should ", "pydantic", "type="):
+            assert raw not in refused.stderr
+
+
+def test_only_the_whole_command_offers_to_install_completion() -> None:
+    assert "--install-completion" in _options(app)
+    whole: Any = app
+    groups = [whole.get_command(None, name) for name in whole.list_commands(None)]
+    assert [group.name for group in groups if "--install-completion" in _options(group)] == []
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    """The script as `--show-completion bash` prints it, in a bash that knows `fedcg` as an installed program."""
+    program = tmp_path / "fedcg"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedcg "$@"\n')
+    program.chmod(0o755)
+    script = """
+        eval "$(fedcg --show-completion bash)"
+        COMP_WORDS=(fedcg fed) COMP_CWORD=1; _fedcg_completion fedcg; echo "${COMPREPLY[*]}"
+        COMP_WORDS=(fedcg federation '') COMP_CWORD=2; _fedcg_completion fedcg; echo "${COMPREPLY[*]}"
+        COMP_WORDS=(fedcg federation resume --) COMP_CWORD=3; _fedcg_completion fedcg; echo "${COMPREPLY[*]}"
+    """
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    no_terminal = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    environment = {**os.environ, "PATH": path, **no_terminal}
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    offered = [set(line.split()) for line in done.stdout.splitlines()]
+    verbs = {name[1] for name, _ in _commands(app) if name[0] == "federation"}
+    assert offered == [{"federation"}, verbs, {"--dir", "--url", "--json", "--help"}], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [(("federaton", "show"), "federation"), (("federation", "creat"), "create"), (("infer", "srve"), "serve")],
+)
+def test_a_mistyped_command_is_refused_with_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: tuple[str, ...], meant: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fedcg", *typed])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert f"Did you mean '{meant}'?" in capsys.readouterr().err
+
+
+def test_a_model_is_found_in_a_device_s_private_store_or_folder(tmp_path: Path) -> None:
+    (box := tmp_path / "box").mkdir()
+    install_versions(box / "store" / "models", 2)
+    (box / "store" / "CURRENT").write_text("the store's own pointer, to its generations")
+    picture(1).save(tmp_path / "image.png")
+    for place in (box, box / "store", box / "store" / "models"):
+        told = run_fedcg("infer", str(tmp_path / "image.png"), "--model", str(place), "--json")
+        assert data_of(told.stdout)["model"] == str(box / "store" / "models" / "0002"), told.output
+    listed = run_fedcg("model", "list", str(box / "store"), "--json")
+    assert [row["version"] for row in data_of(listed.stdout)] == ["0001", "0002"]
+    checked = data_of(run_fedcg("model", "verify", str(box), "--json").stdout)
+    unsigned = {"error": None, "signature": "no signature: not checked"}
+    assert checked == [{"version": "0001", **unsigned}, {"version": "0002", **unsigned}]
+    back = run_fedcg("model", "rollback", str(box), "--json")
+    assert data_of(back.stdout) == {"model": str(box / "store" / "models" / "0001")}
+    used = run_fedcg("model", "use", str(box), "0002", "--json")
+    assert data_of(used.stdout) == {"model": str(box / "store" / "models" / "0002")}
+
+
+def test_the_operator_s_commands_tell_scripts_what_they_did(tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", Path(tempfile.mkdtemp(prefix="fedcg-deploy-test-"))
+    folder.chmod(0o755)  # the broker's user may enter it, unlike pytest's own
+    try:
+        assert run_fedcg("coordinator", "init", "--dir", str(home)).exit_code == 0
+        wrote = run_fedcg("deploy", "mosquitto", "--dir", str(home), "--out", str(folder / "m"), "--json")
+        assert data_of(wrote.stdout)["dir"] == str(folder / "m"), wrote.output
+    finally:
+        shutil.rmtree(folder)

@@ -1,18 +1,22 @@
-"""A link against a broker that does what the test says, in plain text on loopback; its bounds fail visibly if paho reads otherwise."""
+"""A link against a broker that does what the test says, in plain text on loopback; its queue, and what a configuration allows."""
 
+import random
 import socket
 import ssl
 import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from fedcg.wire.errors import MalformedError
+from fedcg.wire.errors import MalformedError, TransportError
 from fedcg.wire.tls import ServerRole, expect_role
 from fedcg.wire.transport import mqtt_link
-from fedcg.wire.transport.mqtt_link import MqttLink
+from fedcg.wire.transport.mqtt import BACKOFF_CAP_S, MqttTransport, backoff_s, probe
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, explain_failure
+from fedcg.wire.transport.mqtt_link import MAX_SENDS, MqttLink, Outgoing, OutgoingQueue
 from tests.support.broker.broker_packets import (
     CONNECT,
     PINGREQ,
@@ -25,7 +29,8 @@ from tests.support.broker.broker_packets import (
     scripted_broker,
     text,
 )
-from tests.support.broker.brokers import DEADLINE_S
+from tests.support.broker.brokers import DEADLINE_S, HOST, Pki
+from tests.support.waiting import free_port
 
 
 @pytest.fixture
@@ -161,3 +166,157 @@ def test_a_handshake_that_nobody_answers_ends(broker: ScriptedBroker) -> None:
     with pytest.raises(TimeoutError):
         link.open()
     assert broker.accept().sock.recv(1) == b"\x16"  # a TLS handshake was begun
+
+
+def outgoing(payload: bytes, qos: int = 1) -> Outgoing:
+    return Outgoing("t", payload, qos, retain=False)
+
+
+def take(queue: OutgoingQueue, in_flight: int = 20) -> bytes | None:
+    taken = queue.take(in_flight)
+    return None if taken is None else taken.payload
+
+
+def test_messages_leave_in_the_order_they_came() -> None:
+    queue = OutgoingQueue(10, 1000)
+    for payload in (b"1", b"2", b"3"):
+        queue.put(outgoing(payload, qos=0))
+    assert [take(queue), take(queue), take(queue), take(queue)] == [b"1", b"2", b"3", None]
+
+
+def test_the_queue_is_bounded_in_messages_and_counts_what_is_not_acknowledged() -> None:
+    queue = OutgoingQueue(2, 1000)
+    queue.put(first := outgoing(b"1"))
+    queue.put(outgoing(b"2"))
+    assert queue.take(20) is first
+    with pytest.raises(TransportError, match="full"):
+        queue.put(outgoing(b"3"))
+    queue.acknowledged(first)
+    queue.put(outgoing(b"3"))
+    assert len(queue) == 2
+
+
+def test_the_queue_is_bounded_in_bytes_and_gives_them_back() -> None:
+    queue = OutgoingQueue(100, 10)
+    queue.put(outgoing(b"12345678", qos=0))
+    with pytest.raises(TransportError, match="full"):
+        queue.put(outgoing(b"123"))
+    queue.take(20)
+    queue.put(again := outgoing(b"1234567890"))
+    queue.take(20)
+    with pytest.raises(TransportError):
+        queue.put(outgoing(b"1"))
+    queue.acknowledged(again)
+    queue.put(outgoing(b"1"))
+
+
+def test_a_qos_1_message_waits_for_room_in_flight() -> None:
+    queue = OutgoingQueue(10, 1000)
+    for payload in (b"1", b"2"):
+        queue.put(outgoing(payload))
+    first = queue.take(1)
+    assert first is not None
+    assert queue.take(1) is None
+    queue.acknowledged(first)
+    assert take(queue, 1) == b"2"
+
+
+def test_after_a_lost_link_qos_1_is_sent_again_in_order_and_qos_0_is_gone() -> None:
+    queue = OutgoingQueue(10, 1000)
+    for payload, qos in ((b"1", 1), (b"2", 0), (b"3", 1), (b"4", 0), (b"5", 1)):
+        queue.put(outgoing(payload, qos))
+    for _ in range(3):
+        assert queue.take(20) is not None
+    queue.link_lost()
+    assert [take(queue), take(queue), take(queue), take(queue)] == [b"1", b"3", b"5", None]
+
+
+def test_a_message_that_breaks_every_link_is_given_up() -> None:
+    queue = OutgoingQueue(10, 1000)
+    queue.put(outgoing(b"poison"))
+    for _ in range(MAX_SENDS):
+        assert queue.take(20) is not None
+        queue.link_lost()
+    assert queue.take(20) is None
+    assert len(queue) == 0
+
+
+def test_the_time_without_an_acknowledgement_counts_from_the_last_one_while_some_are_owed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("fedcg.wire.transport.mqtt_link.time.monotonic", lambda: now[0])
+    queue = OutgoingQueue(10, 1000)
+    for name in ("a", "b"):
+        queue.put(Outgoing(name, b"x", 1, retain=False))
+    assert queue.owed_s() == 0.0  # nothing was sent
+    first, second = queue.take(2), queue.take(2)
+    assert first is not None
+    assert second is not None
+    now[0] = 130.0
+    assert queue.owed_s() == 30.0
+    queue.acknowledged(first)
+    now[0] = 140.0
+    assert queue.owed_s() == 10.0
+    queue.acknowledged(second)
+    assert queue.owed_s() == 0.0
+
+
+@pytest.mark.parametrize("host", ["broker.example.org", "192.168.1.5", "0.0.0.0"])  # noqa: S104 - refused here
+def test_plain_text_never_leaves_the_machine(host: str) -> None:
+    with pytest.raises(ValueError, match="loopback"):
+        MqttConfig(host, 1883, "a", insecure=True)
+
+
+def test_plain_text_must_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="insecure"):
+        MqttConfig(HOST, 1883, "a")
+    for here in (HOST, "127.0.0.2", "::1", "localhost"):
+        assert MqttConfig(here, 1883, "a", insecure=True).tls is None
+
+
+def test_insecure_and_tls_contradict_each_other(pki: Pki) -> None:
+    with pytest.raises(ValueError, match="contradicts"):
+        MqttConfig(HOST, 1883, "a", tls=pki.tls("a"), insecure=True)
+
+
+def test_the_tls_context_asks_for_1_3_and_checks_the_broker(pki: Pki) -> None:
+    context = pki.tls("a").context()
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname
+
+
+def test_a_missing_tls_file_is_named_at_start(pki: Pki, tmp_path: Path) -> None:
+    files = TlsFiles(pki.ca, tmp_path / "gone.pem", pki.tls("a").key)
+    transport = MqttTransport(MqttConfig(HOST, 1, "a", tls=files))
+    with pytest.raises(TransportError, match=r"gone\.pem"):
+        transport.start(print, print)
+    transport.close()
+
+
+def test_a_key_of_another_certificate_is_refused_at_start(pki: Pki) -> None:
+    mixed = TlsFiles(pki.ca, pki.tls("a").cert, pki.tls("b").key)
+    with pytest.raises(TransportError, match=r"a\.pem or .*b\.key is damaged, or the key is not the certificate's\."):
+        mixed.context()
+
+
+def test_nobody_listening_is_said_so(pki: Pki) -> None:
+    with pytest.raises(TransportError, match="is the broker running"):
+        probe(MqttConfig(HOST, free_port(), "a", tls=pki.tls("a"), protocol="5"), timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [(TimeoutError(), "firewall"), (OSError("odd"), "odd"), (ssl.SSLError(1, "handshake"), "TLS")],
+)
+def test_every_failure_has_an_explanation(error: OSError, hint: str) -> None:
+    assert hint in explain_failure(MqttConfig(HOST, 1, "a", insecure=True), error)
+
+
+def test_the_backoff_doubles_from_a_fifth_of_a_second_to_half_a_minute_with_jitter() -> None:
+    rng = random.Random(0)
+    for failures, ceiling in ((1, 0.2), (2, 0.4), (3, 0.8), (8, 25.6), (9, BACKOFF_CAP_S), (10_000, BACKOFF_CAP_S)):
+        drawn = [backoff_s(failures, rng) for _ in range(200)]
+        assert ceiling / 2 <= min(drawn) < max(drawn) <= ceiling
+        assert max(drawn) - min(drawn) > ceiling / 4

@@ -1,25 +1,31 @@
-"""The transport against a broker that does what the test says, in plain text on loopback."""
+"""The transport against a broker that does what the test says: it breaks links, and keeps back what a client lives on."""
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fedcg.wire.errors import TransportError
+from fedcg.wire.messages.envelopes import MAX_ENVELOPE_BYTES
+from fedcg.wire.messages.schemas import MAX_MESSAGE_BYTES
+from fedcg.wire.transfer.chunks import chunk_bytes_for
 from fedcg.wire.transport import mqtt, mqtt_link
-from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import Protocol
+from fedcg.wire.transport.mqtt import HEADER_BYTES, MqttTransport
+from fedcg.wire.transport.mqtt_config import MIN_PACKET_BYTES, Protocol
 from fedcg.wire.transport.mqtt_link import MqttLink
 from fedcg.wire.transport.transport import Will
 from tests.support.broker.broker_packets import (
     CONNECT,
     DISCONNECT,
     PINGREQ,
+    PONG,
     PUBACK,
     PUBLISH,
     SUBSCRIBE,
+    Peer,
     ScriptedBroker,
     connack,
     hang_up,
@@ -44,13 +50,14 @@ def broker() -> Iterator[ScriptedBroker]:
 
 @pytest.fixture
 def connect(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
-    """`connect(protocol=…, will=…)`: a transport that connects to the broker, and again without waiting."""
+    """`connect(*topics, protocol=…, will=…, keepalive_s=…)`: a client that connects to the broker, and again without waiting."""
     monkeypatch.setattr(mqtt, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(mqtt, "TICK_S", 0.02)
     monkeypatch.setattr(mqtt, "DRAIN_S", 0.2)
     opened: list[Client] = []
 
-    def start(protocol: Protocol = "5", will: Will | None = None, *topics: str) -> Client:
-        client = Client(MqttTransport(broker.config(protocol), will))
+    def start(*topics: str, protocol: Protocol = "5", will: Will | None = None, keepalive_s: int = 30) -> Client:
+        client = Client(MqttTransport(replace(broker.config(protocol), keepalive_s=keepalive_s), will))
         for topic in topics:
             client.transport.subscribe(topic)
         opened.append(client.start())
@@ -125,7 +132,7 @@ def test_a_broker_that_does_not_answer_a_subscription_is_tried_again(
 ) -> None:
     monkeypatch.setattr(mqtt, "ANSWER_FACTOR", 0.02)
     monkeypatch.setattr(mqtt, "TICK_S", 0.02)
-    client = connect("5", None, "t")
+    client = connect("t")
     for _ in range(2):
         peer = broker.accept()
         peer.expect(CONNECT)
@@ -148,7 +155,7 @@ def test_messages_are_acknowledged_in_order_and_delivered(broker: ScriptedBroker
 def test_the_answer_to_another_subscription_does_not_bring_the_link_up(
     broker: ScriptedBroker, connect: Connect, protocol: Protocol
 ) -> None:
-    client = connect(protocol, None, "mine", "others")
+    client = connect("mine", "others", protocol=protocol)
     peer = broker.welcome(protocol)
     number = int.from_bytes(peer.expect(SUBSCRIBE)[:2], "big")
     peer.send(suback(protocol, number ^ 1, b"\x01\x01"), message(protocol, "mine", b"x"))
@@ -162,7 +169,7 @@ def test_the_answer_to_another_subscription_does_not_bring_the_link_up(
 def test_nothing_is_taken_from_a_broker_before_it_answered(
     broker: ScriptedBroker, connect: Connect, early: bytes
 ) -> None:
-    client = connect("5", None, "t")
+    client = connect("t")
     peer = broker.accept()
     peer.expect(CONNECT)
     peer.send(early)
@@ -190,7 +197,7 @@ WILL = Will("status", b"vanished")
 def test_who_leaves_before_the_broker_has_answered_says_good_bye_so_that_there_is_no_will(
     broker: ScriptedBroker, connect: Connect, leave: Callable[[MqttTransport], None]
 ) -> None:
-    client = connect("auto", WILL)
+    client = connect(protocol="auto", will=WILL)
     peer = broker.accept()
     peer.expect(CONNECT)
     leaving = threading.Thread(target=leave, args=(client.transport,), daemon=True)
@@ -216,7 +223,7 @@ def test_who_connects_anew_ends_the_packet_that_is_on_its_way_and_says_good_bye(
 
     monkeypatch.setattr(mqtt, "MqttLink", NotedLink)
     monkeypatch.setattr(mqtt_link, "HANG_UP_S", DEADLINE_S)
-    client = connect("5", WILL)
+    client = connect(will=WILL)
     peer = broker.welcome()
     client.await_link()
     for _ in range(500):  # more than the buffers of both sockets hold
@@ -276,3 +283,121 @@ def test_many_messages_leave_without_waiting_for_the_next_tick(
         peer.expect(PUBLISH)
     peer.close()
     transport.close()
+
+
+OFFERED, GRANTED = "fedcg/1/laws/offer", b"\x01"
+SMALL, LARGE = (b"\x27" + size.to_bytes(4, "big") for size in (600, 200_000))
+
+
+def await_words(caplog: pytest.LogCaptureFixture, *words: str) -> None:
+    """The log of the machine, where an operator looks, has a line with all of these."""
+    wait_until(
+        lambda: any(all(word in line for word in words) for line in caplog.text.splitlines()), f"{words}: {caplog.text}"
+    )
+
+
+def grant(peer: Peer, protocol: str = "5", reasons: bytes = GRANTED) -> None:
+    peer.send(suback(protocol, int.from_bytes(peer.expect(SUBSCRIBE)[:2], "big"), reasons))
+
+
+@pytest.mark.parametrize("protocol", ["5", "auto"])
+def test_a_link_with_too_small_packets_is_refused_by_name_and_tried_again(
+    broker: ScriptedBroker, connect: Connect, caplog: pytest.LogCaptureFixture, protocol: Protocol
+) -> None:
+    client = connect(OFFERED, protocol=protocol)
+    assert broker.welcome(properties=SMALL).next() is None  # no subscription: there is no link
+    await_words(caplog, "at most 600 bytes", "max_packet_size", "trying again")
+    peer = broker.welcome(properties=LARGE)
+    grant(peer)
+    client.await_link()
+    assert client.links == [True]
+    assert client.transport.max_payload == 200_000 - HEADER_BYTES
+
+
+def test_the_smallest_link_takes_every_control_message_and_chunks() -> None:
+    assert MIN_PACKET_BYTES >= MAX_ENVELOPE_BYTES + HEADER_BYTES > MAX_MESSAGE_BYTES
+    assert chunk_bytes_for(MIN_PACKET_BYTES - HEADER_BYTES) > 0
+
+
+@pytest.mark.parametrize("reasons", [b"\x87", b"", b"\x01\x01"])
+def test_a_subscription_that_is_not_granted_ends_the_link_which_is_tried_again(
+    broker: ScriptedBroker, connect: Connect, caplog: pytest.LogCaptureFixture, reasons: bytes
+) -> None:
+    client = connect(OFFERED)
+    peer = broker.welcome()
+    grant(peer, reasons=reasons)
+    assert PUBLISH not in peer.rest()
+    await_words(
+        caplog, "a subscription", "trying again", f"{OFFERED}: Not authorized" if reasons == b"\x87" else " of 1 "
+    )
+    assert client.links == []
+    grant(broker.welcome())
+    client.await_link()
+
+
+@pytest.mark.parametrize("reasons", [b"\x80", None])
+def test_a_later_subscription_that_is_refused_or_not_answered_ends_the_link_too(
+    broker: ScriptedBroker, connect: Connect, monkeypatch: pytest.MonkeyPatch, reasons: bytes | None
+) -> None:
+    monkeypatch.setattr(mqtt, "ACK_S", 0.1)
+    client = connect()
+    peer = broker.welcome()
+    client.await_link()
+    client.transport.subscribe(OFFERED)
+    if reasons is None:
+        peer.expect(SUBSCRIBE)
+    else:
+        grant(peer, reasons=reasons)
+    assert peer.rest() == []
+    again = broker.welcome()
+    grant(again)
+    client.await_link(2)
+    assert client.links == [True, False, True]
+    again.send(message("5", OFFERED, b"news"))
+    client.await_payload(OFFERED, b"news")
+
+
+def test_a_broker_that_answers_pings_and_acknowledges_nothing_is_left_and_gets_all_of_it_again(
+    broker: ScriptedBroker, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mqtt, "ACK_S", 1.5)
+    client = connect(keepalive_s=1)
+    peer = broker.welcome()
+    client.await_link()
+    sent = [b"%d" % number for number in range(30)]  # more than may be in flight
+    for payload in sent:
+        client.transport.publish("t", payload)
+    pings = answer_pings(peer)
+    wait_until(lambda: client.links == [True, False], "the link is given up")
+    assert pings
+    await_words(caplog, "has acknowledged no publish", "trying again")
+    again, arrived = broker.welcome(), []
+    for _ in sent:
+        number, payload = again.expect_message()
+        arrived.append(payload)
+        again.send(puback(number))
+    assert arrived == sent
+    wait_until(lambda: client.transport.backlog.messages == 0, "all are acknowledged")
+    assert client.links == [True, False, True]
+
+
+def test_a_keepalive_longer_than_asked_for_does_not_hide_a_dead_link(broker: ScriptedBroker, connect: Connect) -> None:
+    client = connect(keepalive_s=1)
+    peer = broker.welcome(properties=b"\x13\xff\xff")
+    client.await_link()
+    peer.expect(PINGREQ)
+    wait_until(lambda: client.links == [True, False], "the silence after the ping ends the link")
+
+
+def answer_pings(peer: Peer) -> list[int]:
+    """Answer every ping from now on, and nothing else; returns the list that grows with each."""
+    pings: list[int] = []
+
+    def answer() -> None:
+        while (found := peer.next()) is not None:
+            if found[0] == PINGREQ:
+                pings.append(PINGREQ)
+                peer.send(PONG)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return pings
