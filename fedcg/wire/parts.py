@@ -132,11 +132,12 @@ def is_delta(codec: TensorCodec) -> bool:
     return codec.endswith("-delta")
 
 
-def _is_absent(value: object) -> bool:
+def is_absent(value: object) -> bool:
+    """For `exclude_if`: an optional field without a value is left out of the JSON."""
     return value is None
 
 
-_Bound = Annotated[Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)] | None, Field(exclude_if=_is_absent)]
+_Bound = Annotated[Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)] | None, Field(exclude_if=is_absent)]
 
 
 class TensorLayout(BaseModel):
@@ -242,12 +243,12 @@ class Report(BaseModel):
         None
     )
     # Later than the others: left out where they are absent, so that artifacts of before them keep their bytes.
-    shadow: Annotated[Share | None, Field(exclude_if=_is_absent)] = None
-    downloaded: Annotated[Share | None, Field(exclude_if=_is_absent)] = None
-    per_class: Annotated[ClassAccuracies | None, Field(exclude_if=_is_absent)] = None
-    audit: Annotated[dict[AuditFigure, Gain] | None, Field(max_length=16, exclude_if=_is_absent)] = None
-    epsilon: Annotated[PrivacySpent | None, Field(exclude_if=_is_absent)] = None
-    cost: Annotated[RoundCost | None, Field(exclude_if=_is_absent)] = None
+    shadow: Annotated[Share | None, Field(exclude_if=is_absent)] = None
+    downloaded: Annotated[Share | None, Field(exclude_if=is_absent)] = None
+    per_class: Annotated[ClassAccuracies | None, Field(exclude_if=is_absent)] = None
+    audit: Annotated[dict[AuditFigure, Gain] | None, Field(max_length=16, exclude_if=is_absent)] = None
+    epsilon: Annotated[PrivacySpent | None, Field(exclude_if=is_absent)] = None
+    cost: Annotated[RoundCost | None, Field(exclude_if=is_absent)] = None
 
     def fields(self) -> frozenset[ReportField]:
         """The fields that this report actually carries."""

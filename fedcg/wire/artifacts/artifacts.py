@@ -26,7 +26,7 @@ from fedcg.wire.artifacts.payload import (
     tensor_key,
 )
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, UnknownBaseError, problem_in
-from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, Identifier, Sha256
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, Count, Identifier, Sha256
 from fedcg.wire.parts import Part, PartLayouts, Report, TensorCodec, UpdateCodec, is_delta
 
 MAGIC = b"FCGA"
@@ -124,8 +124,8 @@ class ArtifactHeader(BaseModel):
     kind: Literal["update", "aggregate"]
     method: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
     federation: Identifier
-    round: Annotated[int, Field(ge=0, le=1 << 53)]
-    attempt: Annotated[int, Field(ge=0, le=1 << 53)]
+    round: Count
+    attempt: Count
     client: Identifier
     base: Sha256 | None = None
     report: Report | None = None

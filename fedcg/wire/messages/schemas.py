@@ -13,12 +13,18 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
+from fedcg.wire.parts import Share, is_absent
 
 DoctorCheck = Literal["clock", "disk", "keys", "certificate", "data", "cohort secret", "training"]
 """The checks of `fedcg doctor` that concern the device itself; a closed set, so that a path or a file name can never leave it."""
 FormName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
-Number = Annotated[int, Field(ge=0, le=1 << 53)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Versions = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(min_length=1, max_length=8)]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Time = Annotated[float, Field(ge=0.0, le=1e11)]
 Celsius = Annotated[float, Field(ge=-273.15, le=1000.0)]
 
 
@@ -91,11 +97,11 @@ class FormEvidence(_Strict):
     """
 
     name: FormName
-    size: Number | None = None
+    size: Count | None = None
     latency_ms: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
     accuracy: Share | None = None
     agreement: Share | None = None
-    images: Number = 0
+    images: Count = 0
 
 
 class ServedModel(_Strict):
@@ -111,7 +117,7 @@ class ServedModel(_Strict):
     """
 
     version: Annotated[str, Field(pattern=r"^\d{1,9}$")]
-    round: Number
+    round: Count
     serves: FormName
     accuracy: Share | None = None
     before: Share | None = None
@@ -136,8 +142,8 @@ class Readings(_Strict):
     battery: Share | None = None
     on_mains: bool | None = None
     slowed_by: Annotated[tuple[Literal["software", "hardware"], ...], Field(max_length=2)] = ()
-    free_memory: Number | None = None
-    free_disk: Number | None = None
+    free_memory: Count | None = None
+    free_disk: Count | None = None
 
 
 class DeviceCondition(_Strict):
@@ -151,14 +157,11 @@ class DeviceCondition(_Strict):
 
     findings: Annotated[tuple[DoctorFinding, ...], Field(max_length=16)] | None = None
     model: ServedModel | None = None
-    paused: Annotated[Literal[True] | None, Field(exclude_if=lambda paused: paused is None)] = None
+    paused: Annotated[Literal[True] | None, Field(exclude_if=is_absent)] = None
 
 
 MAX_SUM_DEVICES = 32
-_Device = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
-_Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
-_Share = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_SumShare = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Sealed = Annotated[str, Field(pattern=r"^[0-9a-f]{96}$")]
 _Few = Field(max_length=MAX_SUM_DEVICES)
 
@@ -167,61 +170,61 @@ class SumKeys(_Strict):
     """A device announces its keys for the sum of a round attempt, and the weight of its numbers; in hex."""
 
     step: Literal["keys"] = "keys"
-    cipher: _Key
-    mask: _Key
-    mark: _Key
+    cipher: Sha256
+    mask: Sha256
+    mark: Sha256
     weight: Annotated[int, Field(ge=1, le=1 << 24)]
-    signature: _Signature
+    signature: Signature
 
 
 class SumShares(_Strict):
     """A device deals out its shares, sealed for each member."""
 
     step: Literal["shares"] = "shares"
-    sealed: Annotated[dict[_Device, _Sealed], _Few]
+    sealed: Annotated[dict[Identifier, _Sealed], _Few]
 
 
 class SumSigned(_Strict):
     """A device signs the list of survivors."""
 
     step: Literal["signed"] = "signed"
-    signature: _Signature
+    signature: Signature
 
 
 class SumRevealed(_Strict):
     """A device gives its shares that open the sum: for a survivor of its own mask, for a lost device of its pair masks."""
 
     step: Literal["revealed"] = "revealed"
-    shares: Annotated[dict[_Device, _Share], _Few]
+    shares: Annotated[dict[Identifier, _SumShare], _Few]
 
 
 class SumMembers(_Strict):
     """Who takes part in the sum, and what each announced."""
 
     step: Literal["members"] = "members"
-    announced: Annotated[dict[_Device, SumKeys], _Few]
+    announced: Annotated[dict[Identifier, SumKeys], _Few]
 
 
 class SumDealt(_Strict):
     """The shares that were dealt out to the recipient, by the device that dealt them: these are the peers that it masks with."""
 
     step: Literal["dealt"] = "dealt"
-    sealed: Annotated[dict[_Device, _Sealed], _Few]
+    sealed: Annotated[dict[Identifier, _Sealed], _Few]
 
 
 class SumSurvivors(_Strict):
     """Whose masked numbers came; asks for a signature."""
 
     step: Literal["survivors"] = "survivors"
-    names: Annotated[tuple[_Device, ...], _Few]
+    names: Annotated[tuple[Identifier, ...], _Few]
 
 
 class SumOpening(_Strict):
     """The signatures over the list of survivors; asks for shares."""
 
     step: Literal["opening"] = "opening"
-    names: Annotated[tuple[_Device, ...], _Few]
-    signatures: Annotated[dict[_Device, _Signature], _Few]
+    names: Annotated[tuple[Identifier, ...], _Few]
+    signatures: Annotated[dict[Identifier, Signature], _Few]
 
 
 class SumOff(_Strict):
@@ -264,14 +267,6 @@ MAX_CHUNK_BYTES = 120 * 1024
 MAX_KEY_LINKS = 32
 COORDINATOR = "coordinator"
 EVERYONE = "*"
-
-Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
-Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Versions = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(min_length=1, max_length=8)]
-Count = Annotated[int, Field(ge=0, le=1 << 53)]
-Time = Annotated[float, Field(ge=0.0, le=1e11)]
 
 
 @dataclass(frozen=True, order=True)
@@ -438,7 +433,7 @@ class Hello(_Message):
     heartbeat_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
     carrier: Carrier = Carrier.MQTT
     check: Annotated[bool, Field(exclude_if=lambda check: not check)] = False
-    key: Annotated[Sha256 | None, Field(exclude_if=lambda key: key is None)] = None
+    key: Annotated[Sha256 | None, Field(exclude_if=is_absent)] = None
 
     @model_validator(mode="after")
     def _unknown_fields_are_a_later_versions(self) -> Hello:
@@ -479,7 +474,7 @@ class SelfReport(_Message):
     boot: Nonce
     clock: Time | None = None
     condition: DeviceCondition = DeviceCondition()
-    telemetry: Annotated[Readings | None, Field(exclude_if=lambda readings: readings is None)] = None
+    telemetry: Annotated[Readings | None, Field(exclude_if=is_absent)] = None
 
 
 class Welcome(_Message):
@@ -509,9 +504,6 @@ class Refusal(_Message):
     update: Side
 
 
-_WorkShare = Annotated[float, Field(gt=0.0, le=1.0)]
-
-
 class Invite(_Message):
     """Asks one device to take part in (round, attempt).
 
@@ -522,7 +514,7 @@ class Invite(_Message):
 
     kind: Literal["invite"] = "invite"
     cohort: CohortVerdict = CohortVerdict.ALONE
-    share: Annotated[_WorkShare, Field(exclude_if=lambda share: share == 1.0)] = 1.0
+    share: Annotated[float, Field(gt=0.0, le=1.0, exclude_if=lambda share: share == 1.0)] = 1.0
 
 
 class Accept(_Message):
@@ -533,9 +525,7 @@ class Accept(_Message):
     """
 
     kind: Literal["accept"] = "accept"
-    predicted_s: Annotated[
-        Annotated[float, Field(ge=0.0, le=1e9)] | None, Field(exclude_if=lambda seconds: seconds is None)
-    ] = None
+    predicted_s: Annotated[Annotated[float, Field(ge=0.0, le=1e9)] | None, Field(exclude_if=is_absent)] = None
 
 
 class Decline(_Message):
