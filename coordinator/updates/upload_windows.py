@@ -103,7 +103,7 @@ class Uploads:
             upload = None
         if upload is None:
             window = self._window if is_queued else None
-            receiver = DurableReceiver(self._partials.open(manifest.artifact, device), window)
+            receiver = self._partials.open(manifest.artifact, window, device)
             upload = self._active[device] = _Upload(manifest, manifest_at, receiver, is_queued)
         return self._next(device, upload, now)
 

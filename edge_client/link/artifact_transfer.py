@@ -204,11 +204,10 @@ class Downloads:
             return None
         if download.receiver is None:
             try:
-                file = self._partials.open(download.wanted.ref)
+                download.receiver = self._partials.open(download.wanted.ref, self._window)
             except OSError:
                 download.not_before = now + DISK_PATIENCE_S
                 raise
-            download.receiver = DurableReceiver(file, self._window)
         return download.receiver
 
     def _close(self, download: _Download) -> None:

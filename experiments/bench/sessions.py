@@ -165,7 +165,7 @@ class BenchDevice:
         elif isinstance(message, Offer):
             self._offer = message
             if not self._store.has(message.aggregate.id):
-                self._download = DurableReceiver(self._partials.open(message.aggregate), self._party.limits.window)
+                self._download = self._partials.open(message.aggregate, self._party.limits.window)
         elif isinstance(message, Need) and self._update is not None:
             self._sender.serve(self._topics.up_chunk(self.name), self._update, message.ranges)
         elif isinstance(message, Invite):

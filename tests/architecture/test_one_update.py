@@ -65,7 +65,7 @@ STEPS = (  # in the order in which the update first comes to them; the last one 
     "fedcg/wire/transfer/chunk_sender.py: serve",
     "coordinator/updates/receiver.py: frame",
     "coordinator/updates/upload_windows.py: feed",
-    "fedcg/wire/transfer/partial_files.py: write",
+    "fedcg/wire/transfer/partial_files.py: feed",
     "coordinator/updates/update_checks.py: check",
     "fedcg/wire/artifacts/artifact_store.py: adopt",
     "coordinator/storage/store.py: end_update",

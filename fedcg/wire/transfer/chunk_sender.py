@@ -4,7 +4,6 @@ One thread per sender, fair between receivers. It keeps no state that a restart 
 sent is granted again by its receiver. A chunk that still waits for the link is not sent twice, however often it is granted.
 """
 
-import hashlib
 import logging
 import os
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedcg.files import file_sha256
 from fedcg.wire.errors import IntegrityError, TransportError
 from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import chunk_check, chunk_frame, chunk_length
@@ -27,7 +27,6 @@ REFUSED_S = 0.05
 MAX_GRANTED = 256  # chunks of one receiver; a receiver that wants more asks again
 SPARE_PUBLICATIONS = 16  # finished ones that may be held beside twice as many as were under way at the last look
 BURST_CHUNKS = 16
-HASHED_BYTES = 1 << 16
 _LOG = logging.getLogger(__name__)
 
 
@@ -37,14 +36,7 @@ def file_ref(path: Path, chunk_bytes: int) -> ArtifactRef:
     Raises:
         OSError: it can't be read.
     """
-    digest = hashlib.sha256()
-    size = 0
-    room = memoryview(bytearray(HASHED_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(room):
-            digest.update(room[:count])
-            size += count
-    return ArtifactRef(id=digest.hexdigest(), size=size, chunk_bytes=chunk_bytes)
+    return ArtifactRef(id=file_sha256(path), size=path.stat().st_size, chunk_bytes=chunk_bytes)
 
 
 class ChunkFile:

@@ -27,148 +27,41 @@ _CRC = struct.Struct(">I")
 HEAD_BYTES = _HEAD.size + _CRC.size
 _RECORD = struct.Struct(f">I{CHECK_BYTES}s")
 RECORD_BYTES = _RECORD.size + _CRC.size
-EXPIRE_S = 7 * 24 * 3600.0
+EXPIRE_S = 7 * 24 * 3600.0  # since a transfer was opened last; then `collect` deletes it
 _NAME = re.compile(r"(?:[a-z0-9][a-z0-9-]{0,62}@)?[0-9a-f]{64}")
 
 
-class PartialFile:
-    """The file of one transfer. Opening it finds the chunks that are there already (`present`).
+class DurableReceiver:
+    """Puts one artifact together in a file and names the chunks to ask for. Opening it finds the chunks that are there already.
 
     Args:
         path: of the file; made when it is missing, one of another transfer is replaced.
         ref: the announced artifact; the caller has checked that its size is acceptable.
+        window: how much is asked for at once; all of it when None.
 
     Attributes:
-        present: chunks that an earlier process left and whose hashes fit.
-        damaged: recorded chunks whose hashes do not fit any more.
-    """
-
-    def __init__(self, path: Path, ref: ArtifactRef) -> None:
-        self.ref = ref
-        self._path = path
-        self._head = _sealed(_HEAD.pack(MAGIC, bytes.fromhex(ref.id), ref.size, ref.chunk_bytes))
-        self._end = ref.size  # of the journal
-        self.present: list[int] = []
-        self.damaged = 0
-        self._digest = hashlib.sha256()
-        self._hashed = 0  # chunks, from the first one on, that are in the digest
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            self._recover()
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, chunk: Chunk) -> None:
-        """Keep a chunk that belongs to the artifact and is not here yet."""
-        _write_all(self._file, chunk.data, chunk.index * self.ref.chunk_bytes)
-        check = chunk.check or chunk_check(chunk.artifact, chunk.index, chunk.data)
-        _write_all(self._file, _sealed(_RECORD.pack(chunk.index, check)), self._end)
-        self._end += RECORD_BYTES
-        if chunk.index == self._hashed:
-            self._digest.update(chunk.data)
-            self._hashed += 1
-
-    def finish(self) -> Path:
-        """Check the whole and return its path; the file is closed. The caller that takes it over makes it durable.
-
-        Raises:
-            IntegrityError: it does not have the announced sha256. The chunks still `present` then are those whose own hashes
-                fit, when others do not; when all of them fit, none is kept.
-        """
-        while self._hashed < self.ref.chunks:
-            self._digest.update(self._read(self._hashed))
-            self._hashed += 1
-        if self._digest.hexdigest() != self.ref.id:
-            self._forget()
-            self._recover()
-            if not self.damaged:
-                self._start_again()
-            missing = self.ref.chunks - len(self.present)
-            raise IntegrityError(
-                f"the chunks of artifact {self.ref.id} don't have its sha256; {missing} of {self.ref.chunks} are fetched again"
-            )
-        os.ftruncate(self._file, self.ref.size)
-        self.close()
-        return self._path
-
-    def close(self) -> None:
-        """Close the file; it stays."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-
-    def _recover(self) -> None:
-        size = os.fstat(self._file).st_size
-        if size == self.ref.size and self._is_whole():
-            return
-        if os.pread(self._file, HEAD_BYTES, self.ref.size) != self._head:
-            self._start_again()
-            return
-        begin = self.ref.size + HEAD_BYTES
-        records = (size - begin) // RECORD_BYTES  # a torn last record is written over
-        checks: dict[int, bytes] = {}
-        for start in range(0, records, 4096):
-            wanted = min(4096, records - start) * RECORD_BYTES
-            checks.update(_records(os.pread(self._file, wanted, begin + start * RECORD_BYTES), self.ref.chunks))
-        self._end = begin + records * RECORD_BYTES
-        for index in sorted(checks):
-            data = self._read(index)
-            if chunk_check(self.ref.id, index, data) != checks[index]:
-                self.damaged += 1
-                continue
-            self.present.append(index)
-            if index == self._hashed:
-                self._digest.update(data)
-                self._hashed += 1
-        os.utime(self._file)  # a file in use does not expire
-
-    def _is_whole(self) -> bool:
-        """Whether the file was finished and not taken over."""
-        for index in range(self.ref.chunks):
-            self._digest.update(self._read(index))
-        if self._digest.hexdigest() != self.ref.id:
-            return False
-        self._hashed = self.ref.chunks
-        self.present = list(range(self.ref.chunks))
-        return True
-
-    def _forget(self) -> None:
-        self.present = []
-        self.damaged = 0
-        self._digest = hashlib.sha256()
-        self._hashed = 0
-
-    def _start_again(self) -> None:
-        self._forget()
-        os.ftruncate(self._file, 0)
-        _write_all(self._file, self._head, self.ref.size)  # sparse: the part in front takes no room yet
-        self._end = self.ref.size + HEAD_BYTES
-
-    def _read(self, index: int) -> bytes:
-        return os.pread(self._file, chunk_length(self.ref, index), index * self.ref.chunk_bytes)
-
-
-class DurableReceiver:
-    """Puts one artifact together on disk and names the chunks to ask for, within a window or all at once.
-
-    Attributes:
-        resumed: chunks that were on disk when it was opened.
+        resumed: chunks that an earlier process left and whose hashes fit.
         fresh: chunks that came since.
         repeated: chunks that came and were here already.
     """
 
-    def __init__(self, file: PartialFile, window: Window | None = None, stall_s: float = 2.0) -> None:
-        self._file = file
-        self._grants = Grants(file.ref, window, stall_s)
-        self._grants.restore(file.present)
-        self.resumed = len(file.present)
+    def __init__(self, path: Path, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
+        self.ref = ref
+        self._path = path
+        self._head = _sealed(_HEAD.pack(MAGIC, bytes.fromhex(ref.id), ref.size, ref.chunk_bytes))
+        self._grants = Grants(ref, window, stall_s)
+        self._end = ref.size  # of the journal
+        self._digest = hashlib.sha256()
+        self._hashed = 0  # chunks, from the first one on, that are in the digest
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            present, _ = self._recover()
+        except BaseException:
+            self.close()
+            raise
+        self._grants.restore(present)
+        self.resumed = len(present)
         self.fresh = self.repeated = 0
-
-    @property
-    def ref(self) -> ArtifactRef:
-        """The artifact being received."""
-        return self._file.ref
 
     @property
     def complete(self) -> bool:
@@ -193,7 +86,11 @@ class DurableReceiver:
             self.repeated += 1
             self._grants.received(chunk.index, now)
             return False
-        self._file.write(chunk)
+        _write_all(self._file, chunk.data, chunk.index * self.ref.chunk_bytes)
+        check = chunk.check or chunk_check(chunk.artifact, chunk.index, chunk.data)
+        _write_all(self._file, _sealed(_RECORD.pack(chunk.index, check)), self._end)
+        self._end += RECORD_BYTES
+        self._hash(chunk.index, chunk.data)
         self.fresh += 1
         return self._grants.received(chunk.index, now)
 
@@ -202,25 +99,83 @@ class DurableReceiver:
         return self._grants.next_need(now, room)
 
     def finish(self) -> Path:
-        """The file with the whole artifact: verified and closed; adopt it, or leave it to be discarded.
+        """The file with the whole artifact, verified and closed: adopt it, and make it durable, or leave it to be discarded.
 
         Raises:
             MalformedError: not complete yet.
-            IntegrityError: the chunks don't add up to the announced sha256; the receiver goes on with those that are sound, or
-                from nothing when no chunk's hash is wrong.
+            IntegrityError: it does not have the announced sha256. The receiver goes on with the chunks whose own hashes fit, or
+                from nothing when all of them fit.
         """
         if not self.complete:
             raise MalformedError("an artifact was read before all its chunks were there")
-        try:
-            return self._file.finish()
-        except IntegrityError:
+        while self._hashed < self.ref.chunks:
+            self._hash(self._hashed, self._read(self._hashed))
+        if self._digest.hexdigest() != self.ref.id:
+            present, damaged = self._recover()
+            if not damaged:
+                present = []
+                self._start_again()
             self._grants.start_again()
-            self._grants.restore(self._file.present)
-            raise
+            self._grants.restore(present)
+            raise IntegrityError(
+                f"the chunks of artifact {self.ref.id} don't have its sha256; "
+                f"{self.ref.chunks - len(present)} of {self.ref.chunks} are fetched again"
+            )
+        os.ftruncate(self._file, self.ref.size)
+        self.close()
+        return self._path
 
     def close(self) -> None:
         """Close the file; received chunks stay on disk."""
-        self._file.close()
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _recover(self) -> tuple[list[int], int]:
+        """The chunks on disk whose hashes fit, and the number of those whose hashes don't; the digest begins anew."""
+        self._digest, self._hashed = hashlib.sha256(), 0
+        size = os.fstat(self._file).st_size
+        if size == self.ref.size and self._is_whole():
+            return list(range(self.ref.chunks)), 0
+        if os.pread(self._file, HEAD_BYTES, self.ref.size) != self._head:
+            self._start_again()
+            return [], 0
+        begin = self.ref.size + HEAD_BYTES
+        records = (size - begin) // RECORD_BYTES  # a torn last record is written over
+        checks: dict[int, bytes] = {}
+        for start in range(0, records, 4096):
+            wanted = min(4096, records - start) * RECORD_BYTES
+            checks.update(_records(os.pread(self._file, wanted, begin + start * RECORD_BYTES), self.ref.chunks))
+        self._end = begin + records * RECORD_BYTES
+        present = []
+        for index in sorted(checks):
+            data = self._read(index)
+            if chunk_check(self.ref.id, index, data) == checks[index]:
+                present.append(index)
+                self._hash(index, data)
+        os.utime(self._file)  # a file in use does not expire
+        return present, len(checks) - len(present)
+
+    def _is_whole(self) -> bool:
+        """Whether the file was finished and not taken over."""
+        for index in range(self.ref.chunks):
+            self._hash(index, self._read(index))
+        return self._digest.hexdigest() == self.ref.id
+
+    def _hash(self, index: int, data: bytes | memoryview) -> None:
+        """Bring the digest on by a chunk, if it is the next one."""
+        if index == self._hashed:
+            self._digest.update(data)
+            self._hashed += 1
+
+    def _start_again(self) -> None:
+        self._digest, self._hashed = hashlib.sha256(), 0
+        os.ftruncate(self._file, 0)
+        _write_all(self._file, self._head, self.ref.size)  # sparse: the part in front takes no room yet
+        self._end = self.ref.size + HEAD_BYTES
+
+    def _read(self, index: int) -> bytes:
+        return os.pread(self._file, chunk_length(self.ref, index), index * self.ref.chunk_bytes)
 
 
 class Partials:
@@ -230,31 +185,23 @@ class Partials:
         root: the folder, on the file system where the artifacts end up; made when the first transfer begins.
         max_files: transfers kept at most.
         max_bytes: the sum of their announced sizes at most.
-        expire_s: transfers that were not opened for so long are deleted by `collect`.
         clock: unix time, that of the files.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        max_files: int,
-        max_bytes: int,
-        expire_s: float = EXPIRE_S,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, root: Path, max_files: int, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self._root = root
         self._max_files = max_files
         self._max_bytes = max_bytes
-        self._expire_s = expire_s
         self._clock = clock
         self._open: set[str] = set()
         self._kept: dict[str, int] | None = None  # size by name, the oldest first; read from the folder once
 
-    def open(self, ref: ArtifactRef, owner: str = "") -> PartialFile:
-        """The file of a transfer, the one that an earlier process left if there is one.
+    def open(self, ref: ArtifactRef, window: Window | None = None, owner: str = "") -> DurableReceiver:
+        """The receiver of a transfer, on the file that an earlier process left if there is one.
 
         Args:
             ref: the announced artifact.
+            window: how much is asked for at once; all of it when None.
             owner: its sender; transfers of different owners never share a file.
 
         Raises:
@@ -263,12 +210,12 @@ class Partials:
         """
         name = _name(ref.id, owner)
         self._make_room(name, ref.size)
-        file = PartialFile(self._part(name), ref)
+        receiver = DurableReceiver(self._part(name), ref, window)
         self._open.add(name)
         kept = self._known()
         kept.pop(name, None)
         kept[name] = ref.size
-        return file
+        return receiver
 
     def release(self, artifact: str, owner: str = "") -> None:
         """End the work on a transfer; its file stays for later."""
@@ -288,7 +235,7 @@ class Partials:
         """Delete expired files and files that belong to no transfer."""
         if not self._root.is_dir():
             return
-        oldest = self._clock() - self._expire_s
+        oldest = self._clock() - EXPIRE_S
         for path in list(self._root.iterdir()):
             if path.stem in self._open:
                 continue

@@ -3,6 +3,7 @@
 import os
 import random
 import tempfile
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError
 from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import Chunk, parse_chunk, read_frame
-from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES, DurableReceiver, Partials
+from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES, Partials
 from fedcg.wire.transfer.windows import Window
 from tests.support.wire.artifact_chunks import cut, frames_for, make_ref
 
@@ -28,10 +29,10 @@ def partials(root: Path, max_files: int = 4, max_bytes: int = MANY, now: float =
     return Partials(root, max_files, max_bytes, clock=lambda: now)
 
 
-def begun(root: Path, indices: tuple[int, ...]) -> None:
+def begun(root: Path, indices: Iterable[int]) -> None:
     """What a process leaves that was killed after these chunks."""
-    receiver = DurableReceiver(partials(root).open(REF))
-    for index in indices:
+    receiver = partials(root).open(REF)
+    for index in sorted(indices):
         receiver.feed(CHUNKS[index], 0.0)
     receiver.close()
 
@@ -46,7 +47,7 @@ def journal_bytes(root: Path) -> int:
 
 def completed(root: Path, expected_missing: set[int]) -> None:
     """A later process asks for exactly these chunks and ends with the whole."""
-    receiver = DurableReceiver(partials(root).open(REF), Window(chunks=4))
+    receiver = partials(root).open(REF, Window(chunks=4))
     asked: list[int] = []
     while not receiver.complete:
         need = receiver.next_need(0.0)
@@ -60,23 +61,44 @@ def completed(root: Path, expected_missing: set[int]) -> None:
     assert receiver.finish().read_bytes() == DATA
 
 
-def test_what_an_earlier_process_received_is_not_asked_for_again(tmp_path: Path) -> None:
-    begun(tmp_path, (0, 1, 5, 9))
-    completed(tmp_path, {2, 3, 4, 6, 7, 8})
+def unharmed(whole: bytes) -> bytes:
+    return whole
 
 
-def test_a_process_killed_between_the_last_chunk_and_the_end_needs_nothing_more(tmp_path: Path) -> None:
-    begun(tmp_path, tuple(range(10)))
-    completed(tmp_path, set())
+def altered(position: int) -> Callable[[bytes], bytes]:
+    """The file with another bit at this place."""
+    return lambda whole: whole[:position] + bytes((whole[position] ^ 1,)) + whole[position + 1 :]
 
 
-@pytest.mark.parametrize(("position", "lost"), [(0, 0), (255, 0), (256, 1), (256 * 5, 5), (len(DATA) - 1, 9)])
-def test_an_altered_byte_costs_its_chunk_and_no_other(tmp_path: Path, position: int, lost: int) -> None:
-    begun(tmp_path, (0, 1, 5, 9))
-    altered = bytearray(part(tmp_path).read_bytes())
-    altered[position] ^= 1
-    part(tmp_path).write_bytes(altered)
-    completed(tmp_path, {2, 3, 4, 6, 7, 8, lost})
+ALL = set(range(10))
+FOREIGN = random.Random(2).randbytes(500)
+SECOND_RECORD = len(DATA) + HEAD_BYTES + RECORD_BYTES
+
+
+@pytest.mark.parametrize(
+    ("left", "harm", "missing"),
+    [
+        ({0, 1, 5, 9}, unharmed, ALL - {0, 1, 5, 9}),
+        (ALL, unharmed, set()),
+        ({0, 1, 5, 9}, altered(0), ALL - {1, 5, 9}),
+        ({0, 1, 5, 9}, altered(255), ALL - {1, 5, 9}),
+        ({0, 1, 5, 9}, altered(256), ALL - {0, 5, 9}),
+        ({0, 1, 5, 9}, altered(256 * 5), ALL - {0, 1, 9}),
+        ({0, 1, 5, 9}, altered(len(DATA) - 1), ALL - {0, 1, 5}),
+        ({0, 1, 5}, altered(SECOND_RECORD + 6), ALL - {0, 5}),
+        ({0, 1, 5}, lambda whole: whole[: len(DATA)], ALL),  # no journal
+        ({0, 1, 5}, lambda whole: whole[: len(DATA) + 20], ALL),  # the journal's head is torn
+        ({0, 1, 5}, lambda whole: whole[: len(DATA)] + FOREIGN, ALL),  # of another transfer
+        ({0, 1, 5}, lambda whole: whole[:100], ALL),
+        ({0, 1, 5}, lambda _whole: b"", ALL),
+    ],
+)
+def test_the_next_process_asks_for_what_is_missing_or_harmed_and_for_no_other_chunk(
+    tmp_path: Path, left: set[int], harm: Callable[[bytes], bytes], missing: set[int]
+) -> None:
+    begun(tmp_path, left)
+    part(tmp_path).write_bytes(harm(part(tmp_path).read_bytes()))
+    completed(tmp_path, missing)
 
 
 @pytest.mark.parametrize("cut_off", range(RECORD_BYTES + 1))
@@ -88,40 +110,16 @@ def test_a_torn_last_record_costs_its_chunk_and_the_next_process_goes_on(tmp_pat
     completed(tmp_path, missing - {2})
 
 
-def test_an_altered_record_costs_its_chunk_and_no_other(tmp_path: Path) -> None:
-    begun(tmp_path, (0, 1, 5))
-    altered = bytearray(part(tmp_path).read_bytes())
-    altered[len(DATA) + HEAD_BYTES + RECORD_BYTES + 6] ^= 1
-    part(tmp_path).write_bytes(altered)
-    completed(tmp_path, {1, 2, 3, 4, 6, 7, 8, 9})
-
-
-@pytest.mark.parametrize("wreck", ["no journal", "empty", "short", "foreign journal", "torn head"])
-def test_a_file_without_a_journal_of_this_transfer_starts_again(tmp_path: Path, wreck: str) -> None:
-    begun(tmp_path, (0, 1, 5))
-    whole = part(tmp_path).read_bytes()
-    part(tmp_path).write_bytes(
-        {
-            "no journal": whole[: len(DATA)],
-            "empty": b"",
-            "short": whole[:100],
-            "foreign journal": whole[: len(DATA)] + random.Random(2).randbytes(500),
-            "torn head": whole[: len(DATA) + 20],
-        }[wreck]
-    )
-    completed(tmp_path, set(range(10)))
-
-
 def test_a_process_killed_after_the_journal_was_cut_off_needs_nothing_more(tmp_path: Path) -> None:
-    begun(tmp_path, tuple(range(10)))
-    assert DurableReceiver(partials(tmp_path).open(REF)).finish().read_bytes() == DATA
+    begun(tmp_path, range(10))
+    assert partials(tmp_path).open(REF).finish().read_bytes() == DATA
     completed(tmp_path, set())
 
 
 def test_another_chunk_size_starts_again(tmp_path: Path) -> None:
     begun(tmp_path, (0, 1, 5))
     other = make_ref(DATA, 300)
-    receiver = DurableReceiver(partials(tmp_path).open(other))
+    receiver = partials(tmp_path).open(other)
     assert receiver.resumed == 0
     for frame in frames_for(DATA, other):
         receiver.feed(parse_chunk(frame), 0.0)
@@ -129,27 +127,23 @@ def test_another_chunk_size_starts_again(tmp_path: Path) -> None:
 
 
 def test_chunks_that_do_not_add_up_are_forgotten_on_disk_too(tmp_path: Path) -> None:
-    file = partials(tmp_path).open(REF)
-    receiver = DurableReceiver(file)
+    receiver = partials(tmp_path).open(REF)
     for chunk in CHUNKS:
         receiver.feed(Chunk(chunk.artifact, chunk.index, bytes(len(chunk.data))), 0.0)
     with pytest.raises(IntegrityError):
         receiver.finish()
-    assert file.present == []
     receiver.close()
     completed(tmp_path, set(range(10)))
 
 
 @pytest.mark.parametrize("damaged", [(0,), (4, 7), (9,), tuple(range(10))])
 def test_chunks_damaged_on_their_way_cost_themselves_and_no_other(tmp_path: Path, damaged: tuple[int, ...]) -> None:
-    file = partials(tmp_path).open(REF)
-    receiver = DurableReceiver(file, Window(chunks=16))
+    receiver = partials(tmp_path).open(REF, Window(chunks=16))
     for index, frame in enumerate(frames_for(DATA, REF)):
         altered = frame[:-1] + bytes((frame[-1] ^ 1,)) if index in damaged else frame
         receiver.feed(read_frame(altered), 0.0)
     with pytest.raises(IntegrityError, match=f"{len(damaged)} of 10 are fetched again"):
         receiver.finish()
-    assert len(file.present) == 10 - len(damaged)
     asked: set[int] = set()
     while not receiver.complete:
         need = receiver.next_need(0.0)
@@ -162,16 +156,16 @@ def test_chunks_damaged_on_their_way_cost_themselves_and_no_other(tmp_path: Path
 
 
 def test_reading_too_early_is_an_error_and_keeps_what_came(tmp_path: Path) -> None:
-    receiver = DurableReceiver(partials(tmp_path).open(REF))
+    receiver = partials(tmp_path).open(REF)
     receiver.feed(CHUNKS[3], 0.0)
     with pytest.raises(MalformedError):
         receiver.finish()
     receiver.close()
-    assert DurableReceiver(partials(tmp_path).open(REF)).resumed == 1
+    assert partials(tmp_path).open(REF).resumed == 1
 
 
 def test_a_chunk_that_the_artifact_cannot_have_touches_no_file(tmp_path: Path) -> None:
-    receiver = DurableReceiver(partials(tmp_path).open(REF))
+    receiver = partials(tmp_path).open(REF)
     for chunk in (Chunk(REF.id, 10, bytes(256)), Chunk(REF.id, 9, bytes(256))):
         with pytest.raises(MalformedError):
             receiver.feed(chunk, 0.0)
@@ -180,7 +174,7 @@ def test_a_chunk_that_the_artifact_cannot_have_touches_no_file(tmp_path: Path) -
 
 
 def test_a_repeated_chunk_is_counted_and_written_once(tmp_path: Path) -> None:
-    receiver = DurableReceiver(partials(tmp_path).open(REF))
+    receiver = partials(tmp_path).open(REF)
     assert receiver.feed(CHUNKS[0], 0.0)
     assert not receiver.feed(CHUNKS[0], 0.0)
     assert (receiver.fresh, receiver.repeated) == (1, 1)
@@ -225,14 +219,14 @@ def test_the_sum_of_the_announced_sizes_is_bounded(tmp_path: Path) -> None:
 
 def test_transfers_of_different_owners_share_no_file(tmp_path: Path) -> None:
     folder = partials(tmp_path)
-    first, second = (DurableReceiver(folder.open(REF, owner)) for owner in ("a", "b"))
+    first, second = (folder.open(REF, owner=owner) for owner in ("a", "b"))
     first.feed(CHUNKS[0], 0.0)
     assert (first.fresh, second.fresh) == (1, 0)
     folder.discard(REF.id, "a")
     assert [path.name for path in tmp_path.glob("*.part")] == [f"b@{REF.id}.part"]
     for owner in ("../x", "A", "x@y"):
         with pytest.raises(MalformedError):
-            folder.open(REF, owner)
+            folder.open(REF, owner=owner)
 
 
 def test_what_expired_and_what_belongs_to_nothing_is_collected(tmp_path: Path) -> None:
@@ -262,7 +256,7 @@ def test_a_file_that_another_thread_takes_over_meanwhile_does_no_harm(tmp_path: 
 def test_a_finished_transfer_is_adopted_by_the_store_of_artifacts(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     folder = partials(tmp_path / ".partial")
-    receiver = DurableReceiver(folder.open(REF))
+    receiver = folder.open(REF)
     for chunk in CHUNKS:
         receiver.feed(chunk, 0.0)
     store.adopt(receiver.finish(), REF.id)
@@ -286,7 +280,7 @@ def test_any_order_loss_repetition_restart_and_damage_ends_with_the_same_bytes(
     ref = make_ref(data, 256)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        receiver = DurableReceiver(partials(root).open(ref), Window(chunks=window))
+        receiver = partials(root).open(ref, Window(chunks=window))
         now, under_way = 0.0, [frame for frame in frames_for(data, ref) if rng.random() < 0.3]
         held: set[int] = set()
         damages = 5
@@ -297,11 +291,10 @@ def test_any_order_loss_repetition_restart_and_damage_ends_with_the_same_bytes(
                 receiver.close()
                 lost = wreck(root / f"{ref.id}.part", ref, rng) if damages else None
                 damages -= lost is not None and damages > 0
-                file = partials(root).open(ref)
-                receiver = DurableReceiver(file, Window(chunks=window))
+                receiver = partials(root).open(ref, Window(chunks=window))
                 kept = held if lost is None else held - lost
                 assert receiver.resumed >= len(kept)  # nothing that was whole is fetched again
-                held = set(file.present)
+                held = kept
             for frame in frames_for(data, ref, receiver.next_need(now) or ()):
                 under_way += [frame] * rng.choice((1, 1, 2)) if rng.random() >= loss else []
             if under_way:
