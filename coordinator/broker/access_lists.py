@@ -63,22 +63,18 @@ class _Exchange:
 
     def __init__(self, config: MqttConfig, payload: bytes) -> None:
         self._transport = MqttTransport(config, retry_log_level=logging.DEBUG)  # whoever called has the reason
-        self._tries = 2 if config.protocol == "auto" else 1
         self._address = config.address
         self._payload = payload
         self._digest = hashlib.sha256(payload).hexdigest()
-        self._linked = threading.Event()
         self._answered = threading.Event()
         self._answer: Applied | None = None
 
     def run(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self._transport.subscribe(LISTS_APPLIED)
-        self._transport.start(self._delivered, lambda up: self._linked.set() if up else None)
+        self._transport.start(self._delivered, lambda _up: None)
         try:
-            while not self._linked.wait(0.01):
-                if time.monotonic() >= deadline or self._transport.attempts > self._tries or self._is_refused:
-                    raise TransportError(self._transport.last_error or f"no answer from the broker at {self._address}")
+            self._transport.wait_linked(timeout_s)
             self._transport.publish(LISTS, self._payload, retain=True)
             if not self._answered.wait(max(0.0, deadline - time.monotonic())):
                 raise BrokerError(
@@ -89,11 +85,6 @@ class _Exchange:
             self._transport.close()
         if self._answer is not None and self._answer.problem:
             raise BrokerError(f"the broker at {self._address} did not apply the lists: {self._answer.problem}")
-
-    @property
-    def _is_refused(self) -> bool:
-        """Whether every version of the protocol was tried: the transport would go on, after a pause."""
-        return self._transport.attempts == self._tries and self._transport.last_error is not None
 
     def _delivered(self, delivery: Delivery) -> None:
         try:

@@ -62,7 +62,7 @@ class MqttTransport:
 
     Attributes:
         last_error: the reason why there is no link now, for people; None while there is one.
-        attempts: connections tried so far.
+        attempts: connections that were tried and have ended.
         is_refused: whether the broker refused the last QoS 1 publish, as it can tell over MQTT 5; the first one in a row is logged.
     """
 
@@ -78,7 +78,7 @@ class MqttTransport:
         self._will = will
         self._rng = rng or random.Random()
         self._lock = threading.Lock()
-        self._outgoing = OutgoingQueue(config.queue_max, config.queue_max_bytes)
+        self._outgoing = OutgoingQueue()
         self._filters: dict[str, int] = {}
         self._new_filters: list[tuple[str, int]] = []
         self._closing = threading.Event()
@@ -115,6 +115,18 @@ class MqttTransport:
         self._on_delivery, self._on_link = on_delivery, on_link
         self._thread = threading.Thread(target=self._run, name=f"mqtt-{self._config.identity}", daemon=True)
         self._thread.start()
+
+    def wait_linked(self, timeout_s: float) -> None:
+        """Wait until the first connection stands.
+
+        Raises:
+            TransportError: every version of the protocol was tried, or the time is over; with the reason, and what to check.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._up:
+            if time.monotonic() >= deadline or self.attempts >= len(self._versions):
+                raise TransportError(self.last_error or f"no answer from the broker at {self._config.address}")
+            time.sleep(0.01)
 
     def subscribe(self, topic: str, qos: int = 1) -> None:
         """Subscribe to a topic filter, now and after every reconnect."""
@@ -224,7 +236,6 @@ class MqttTransport:
 
     def _connect_once(self) -> None:
         self._anew.clear()
-        self.attempts += 1
         self._accepted, reached, self._sent, self._unanswered = False, False, {}, {}
         link: MqttLink | None = None
         try:
@@ -246,6 +257,7 @@ class MqttTransport:
             self._link_down()
             if link is not None:
                 link.close()
+            self.attempts += 1
 
     def _make_link(self, context: ssl.SSLContext | None) -> MqttLink:
         link = MqttLink(self._config, context, self.protocol, self._will)
@@ -370,14 +382,9 @@ def probe(config: MqttConfig, timeout_s: float = 10.0) -> str:
         TransportError: with the reason, and what to check.
     """
     transport = MqttTransport(config)
-    linked = threading.Event()
-    transport.start(_ignore, lambda _up: linked.set())
-    tries = 2 if config.protocol == "auto" else 1
-    deadline = time.monotonic() + timeout_s
+    transport.start(_ignore, _ignore)
     try:
-        while not linked.wait(0.05):
-            if time.monotonic() >= deadline or (transport.attempts > tries):
-                raise TransportError(transport.last_error or f"no answer from the broker at {config.address}")
+        transport.wait_linked(timeout_s)
         return transport.protocol
     finally:
         transport.close()

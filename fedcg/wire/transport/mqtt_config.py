@@ -74,7 +74,6 @@ class MqttConfig:
         federation: sets the connections of one identity apart, one per federation; "" for its only one.
         tls: mutual TLS; None only with `insecure` and a loopback host.
         protocol: "auto" tries MQTT 5 first and falls back to 3.1.1 when the broker refuses it.
-        queue_max, queue_max_bytes: bound on the messages that wait to be sent or acknowledged.
         assumed_max_packet: largest packet in bytes for a broker that does not announce its own (any with 3.1.1); the
             smallest limit among the known brokers is 128 KB.
         max_packet: largest packet in bytes whatever the broker announces, for services that take less than they announce.
@@ -91,8 +90,6 @@ class MqttConfig:
     protocol: Protocol = "auto"
     keepalive_s: int = 30
     connect_timeout_s: float = 5.0
-    queue_max: int = 1000
-    queue_max_bytes: int = 64 * 1024 * 1024
     assumed_max_packet: int = 128 * 1024
     max_packet: int = PROTOCOL_MAX_PACKET
     max_inbound: int = MAX_INBOUND

@@ -191,7 +191,7 @@ class Outgoing:
 class OutgoingQueue:
     """Publishes that are queued, and QoS 1 publishes that are sent and not acknowledged."""
 
-    def __init__(self, max_messages: int, max_bytes: int) -> None:
+    def __init__(self, max_messages: int = 1000, max_bytes: int = 64 * 1024 * 1024) -> None:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
