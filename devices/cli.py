@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from devices.detect import LIVE_ROOT, detect, load_catalogue, runtime_providers
+from devices.detect import detect, load_catalogue, runtime_providers
+from devices.files import LIVE_ROOT
 from devices.nvidia import torch_obstacle
 from devices.profile import GIB, DeviceProfile, Gpu, NotTrainableError, TrainingPlan, plan_training
 from devices.telemetry import Telemetry, read_telemetry

@@ -16,6 +16,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from devices import files
+from devices.files import LIVE_ROOT
 from devices.nvidia import driver_files_gpu, nvml_gpu
 from devices.profile import (
     LEAST_TRAINING_BYTES,
@@ -163,9 +164,6 @@ def load_catalogue() -> Catalogue:
     return read_toml(Path(__file__).with_name("catalogue.toml"), Catalogue, FedcgError)
 
 
-LIVE_ROOT = Path("/")
-
-
 def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     """Describe the box.
 
@@ -181,7 +179,7 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     asked = nvml_gpu() if live else None
     catalogue, compatible = load_catalogue(), files.compatible(root)
     jetson, kind = catalogue.identify(compatible), catalogue.kind_of(compatible)
-    memory = _least(files.installed_memory(root), files.memory_limit(root))
+    memory = _least(files.meminfo(root, "MemTotal"), files.memory_limit(root))
     l4t = files.l4t_release(root)
     gpu = _jetson_gpu(jetson, asked, memory) if jetson else asked or driver_files_gpu(root)
     return DeviceProfile(

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from devices.profile import L4tRelease
 
+LIVE_ROOT = Path("/")
 _MAX_FILE_BYTES = 4 << 20
 
 
@@ -80,17 +81,8 @@ def machine_model(root: Path) -> str | None:
     return product if maker is None or product.startswith(maker) else f"{maker} {product}"
 
 
-def installed_memory(root: Path) -> int | None:
-    """MemTotal of /proc/meminfo in bytes."""
-    return _meminfo(root, "MemTotal")
-
-
-def available_memory(root: Path) -> int | None:
-    """MemAvailable of /proc/meminfo in bytes."""
-    return _meminfo(root, "MemAvailable")
-
-
-def _meminfo(root: Path, name: str) -> int | None:
+def meminfo(root: Path, name: str) -> int | None:
+    """A field of /proc/meminfo, such as MemTotal, in bytes."""
     match = re.search(rf"^{name}:\s*(\d+) kB", read_text(root, "proc/meminfo") or "", re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
@@ -152,7 +144,7 @@ def memory_left(root: Path) -> int | None:
 
 def free_memory(root: Path) -> int | None:
     """Bytes that this process could take without swapping: of the box, its control groups and its own limit (`ulimit -v`)."""
-    left = [available_memory(root), memory_left(root), _address_space_left(root)]
+    left = [meminfo(root, "MemAvailable"), memory_left(root), _address_space_left(root)]
     return min((size for size in left if size is not None), default=None)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from devices.files import free_memory, read_int, read_text
+from devices.files import LIVE_ROOT, free_memory, read_int, read_text
 from devices.nvidia import GpuReadings, nvml_readings
 from devices.power import Rail, Supply, board_power, jetson_stats, read_power_mode, read_rails, read_supply
 
@@ -127,7 +127,6 @@ HOT_WITHOUT_TRIP_C = 90.0
 LOW_BATTERY_PERCENT = 20
 LOW_DISK_BYTES = 512 * 1024 * 1024
 """A round of the largest shipped network keeps under 300 MB of generations and artifacts."""
-LIVE_ROOT = Path("/")
 
 
 class Condition(str, Enum):

@@ -51,6 +51,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,38 +84,35 @@ def log_event(event: Mapping[str, Any]) -> None:
         _log.log(sentence.level, "%s", sentence.text, extra={FIELDS: dict(event)})
 
 
+def _allow_all(_event: str, _client: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True, eq=False)
 class EventLog:
     """Appends events; several processes may write one file, since each line is a single O_APPEND write.
 
-    Args:
+    Attributes:
         path: of the file.
         clock: unix time.
-        about: fields of every line.
         allows: whether one more line of (event, client) is written; lines without a client always are.
+        common: fields of every line.
         watch: called with every event that is written; by default it goes to the log as well.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        clock: Callable[[], float],
-        allows: Callable[[str, str], bool] = lambda event, client: True,
-        about: Mapping[str, EventValue] | None = None,
-        watch: Callable[[dict[str, EventValue]], None] = log_event,
-    ) -> None:
-        self._path = path
-        self._clock = clock
-        self._allows = allows
-        self._about = about or {}
-        self._watch = watch
+    path: Path
+    clock: Callable[[], float]
+    allows: Callable[[str, str], bool] = _allow_all
+    common: Mapping[str, EventValue] = field(default_factory=dict)
+    watch: Callable[[dict[str, EventValue]], None] = log_event
 
     def about(self, **fields: EventValue) -> EventLog:
         """The same log, whose lines all have these fields."""
-        return EventLog(self._path, self._clock, self._allows, {**self._about, **fields}, self._watch)
+        return replace(self, common={**self.common, **fields})
 
     def unwatched(self) -> EventLog:
         """The same log, whose lines are in no other one."""
-        return EventLog(self._path, self._clock, self._allows, self._about, lambda event: None)
+        return replace(self, watch=lambda event: None)
 
     def write(self, event: str, **fields: EventValue) -> bool:
         """Append one event; a full disk never stops the program.
@@ -123,17 +121,17 @@ class EventLog:
             Whether a line was written.
         """
         client = fields.get("client")
-        if isinstance(client, str) and not self._allows(event, client):
+        if isinstance(client, str) and not self.allows(event, client):
             return False
-        written: dict[str, EventValue] = {"t": round(self._clock(), 3), "event": event, **self._about}
+        written: dict[str, EventValue] = {"t": round(self.clock(), 3), "event": event, **self.common}
         written |= {name: _bounded(value) for name, value in fields.items()}
         self._append(json.dumps(written) + "\n")
-        self._watch(written)
+        self.watch(written)
         return True
 
     def _append(self, line: str) -> None:
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError:
             return
         try:
@@ -149,8 +147,8 @@ class EventLog:
     def _rotate(self) -> None:
         """Keep one old file; another process that writes this log opens the new one with its next line."""
         with contextlib.suppress(OSError):
-            if self._path.stat().st_size > ROTATE_BYTES:  # else that other process was first
-                self._path.replace(self._path.with_suffix(".old.jsonl"))
+            if self.path.stat().st_size > ROTATE_BYTES:  # else that other process was first
+                self.path.replace(self.path.with_suffix(".old.jsonl"))
 
 
 def read_events(path: Path) -> Iterator[dict[str, EventValue]]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from devices.detect import LIVE_ROOT, detect
+from devices.detect import detect
+from devices.files import LIVE_ROOT
 from devices.files import free_memory as free_memory_of
 from devices.nvidia import nvml_readings, torch_obstacle
 from devices.power import EnergyMeter

@@ -1,8 +1,8 @@
-"""Runs the command `fedcg` inside a test's process."""
+"""Runs the command `fedcg` inside a test's process, and names all that it has."""
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from typer.testing import CliRunner, Result
@@ -33,3 +33,12 @@ def data_of(output: str | bytes) -> Any:
     envelope = json.loads(output.splitlines()[0])
     assert envelope["ok"] is True, envelope
     return envelope["data"]
+
+
+def commands_of(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command below a command line's whole or a group of it, with its words."""
+    if not hasattr(command, "list_commands"):
+        yield name, command
+        return
+    for inner in command.list_commands(None):
+        yield from commands_of(command.get_command(None, inner), (*name, inner))

@@ -16,8 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
-from devices.files import is_encrypted
-from devices.telemetry import LIVE_ROOT
+from devices.files import LIVE_ROOT, is_encrypted
 from edge_client.cli.doctor.data_check import check_data
 from edge_client.cli.doctor.findings import Finding as Finding
 from edge_client.cli.doctor.findings import Result, existing_place, finding_of, spec_of

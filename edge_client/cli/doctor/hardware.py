@@ -9,9 +9,10 @@ from pathlib import Path
 from devices.cli import UNAVAILABLE, describe_gpu, gib
 from devices.detect import detect, runtime_obstacle, runtime_providers
 from devices.eligibility import EligibilitySettings, Obstacle, eligibility, is_held, obstacles
+from devices.files import LIVE_ROOT
 from devices.nvidia import torch_obstacle
 from devices.profile import DeviceProfile, NotTrainableError, plan_training
-from devices.telemetry import LIVE_ROOT, Sensors, Telemetry, Zone, read_telemetry
+from devices.telemetry import Sensors, Telemetry, Zone, read_telemetry
 from edge_client.cli.doctor.findings import Finding, Result, existing_place, spec_of
 from edge_client.config import AUTO, AgentConfig
 from edge_client.errors import EdgeError

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fedcg.cli import app, main
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_CONNECTED, NOT_FOUND, BadInputError
 from fedcg.learning.spec import RoundPolicy
 from fedcg.sentences import DECLINE_ADVICE
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import commands_of, data_of, run_fedcg
 from tests.support.learning.export_models import picture
 from tests.support.serving import install_versions
 
@@ -157,15 +157,6 @@ SPANS = {"--for", "--since", "--timeout", "--max-wait", "--shadow-for"}
 UNITS = re.compile(r"-(ms|s|seconds|minutes|hours|days)$")
 
 
-
-def _commands(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not hasattr(command, "list_commands"):
-        yield name, command
-        return
-    for inner in command.list_commands(None):
-        yield from _commands(command.get_command(None, inner), (*name, inner))
-
-
 def _options(command: Any) -> set[str]:
     return {option for parameter in command.params for option in getattr(parameter, "opts", ())}
 
@@ -174,7 +165,7 @@ def test_every_command_that_a_remedy_names_exists_and_takes_what_it_is_given() -
     tables = (DECLINE_ADVICE, REMEDIES, FINDINGS, SUM_REMEDIES, HEALTH)
     texts = [str(values) for table in tables for values in table.values()]
     named = [found.split()[1:] for text in texts for found in re.findall(r"`(fedcg [^`]+)`", text)]
-    there = {name for name, _ in _commands(app)}
+    there = {name for name, _ in commands_of(app)}
     assert len(named) > 20
     for words in named:
         assert any(tuple(words[:length]) in there for length in (1, 2, 3)), words
@@ -184,13 +175,13 @@ def test_every_command_that_a_remedy_names_exists_and_takes_what_it_is_given() -
 
 
 def test_every_command_takes_json() -> None:
-    assert [name for name, command in _commands(app) if "--json" not in _options(command)] == []
+    assert [name for name, command in commands_of(app) if "--json" not in _options(command)] == []
 
 
 def test_every_command_shows_an_example_of_itself_that_it_understands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDCG_HOME", "/var/lib/fedcg")
     wrong: dict[tuple[str, ...], object] = {}
-    for name, command in _commands(app):
+    for name, command in commands_of(app):
         found = re.findall(r"Example: fedcg (.+)", command.help or "")
         called = tuple(word for word in name if word != "IMAGE...")
         words = re.split(r" >>? ", found[0])[0] if len(found) == 1 else ""
@@ -208,7 +199,7 @@ def test_every_command_shows_an_example_of_itself_that_it_understands(monkeypatc
 @pytest.mark.parametrize("begin", ["simulate", pytest.param("", marks=pytest.mark.slow)], ids=["one", "every"])
 def test_no_name_of_an_option_and_no_word_is_cut_in_the_help_of_any_command_at_80_columns(begin: str) -> None:
     cut, lost = {}, {}
-    for name, command in _commands(app):
+    for name, command in commands_of(app):
         if not name[0].startswith(begin):
             continue
         words = [word for word in name if word != "IMAGE..."]
@@ -223,7 +214,7 @@ def test_no_name_of_an_option_and_no_word_is_cut_in_the_help_of_any_command_at_8
 
 def test_time_spans_and_the_end_of_a_federation_have_one_name_in_every_command() -> None:
     spans, named, ends = set(), [], set()
-    for name, command in _commands(app):
+    for name, command in commands_of(app):
         for parameter in command.params:
             if getattr(parameter, "metavar", None) == "SPAN":
                 spans |= set(parameter.opts)
@@ -320,7 +311,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment
     )
     offered = [set(line.split()) for line in done.stdout.splitlines()]
-    verbs = {name[1] for name, _ in _commands(app) if name[0] == "federation"}
+    verbs = {name[1] for name, _ in commands_of(app) if name[0] == "federation"}
     assert offered == [{"federation"}, verbs, {"--dir", "--url", "--json", "--help"}], done.stderr
 
 
