@@ -1,16 +1,52 @@
-"""What left each device: the parts and fields that its updates held, how they were coded, their bytes, and all that it sends beside them."""
+"""What left each device: the parts and fields that its updates held, how they were coded, their bytes, and all that it sends beside them.
+
+Names of fields come from the schemas of all that a device sends, so lists made of them hold every field; tensors of parts come beside them.
+"""
 
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args, get_origin
+
+from pydantic import BaseModel
 
 from coordinator.facts.known import Known
 from coordinator.facts.models import served_models
 from coordinator.storage.view_store import Delivery
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.leaving import COMMON, SENT, own_fields
+from fedcg.wire.artifacts.artifacts import ArtifactHeader
+from fedcg.wire.messages.enrolment_messages import EnrolRequest, RenewRequest
+from fedcg.wire.messages.schemas import DeviceMessage, Leave
 from fedcg.wire.parts import ReportField
+
+SENT: tuple[type[BaseModel], ...] = (ArtifactHeader, *get_args(DeviceMessage), EnrolRequest, RenewRequest)
+"""What a device sends beside tensors; the first line of each one's docstring is what a person reads of it."""
+
+
+def field_names(model: type[BaseModel]) -> Iterator[str]:
+    """The names of all fields of a schema, those inside of fields too, such as `condition.model.accuracy`."""
+    for name, field in model.model_fields.items():
+        inner = [f"{name}.{one}" for part in _schemas(field.annotation) for one in field_names(part)]
+        yield from dict.fromkeys(inner or [name])
+
+
+def _schemas(annotation: object) -> Iterator[type[BaseModel]]:
+    if get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _schemas(inner)
+
+
+COMMON = tuple(Leave.model_fields)
+"""Fields of every message over MQTT."""
+
+
+def own_fields(model: type[BaseModel]) -> list[str]:
+    """The names of the fields of something in `SENT`, without those that every message has."""
+    common = COMMON if model.model_fields.keys() >= set(COMMON) else ()
+    return [name for name in field_names(model) if name not in common]
 
 
 @dataclass(frozen=True)

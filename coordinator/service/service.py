@@ -41,7 +41,7 @@ from fedcg.wire.messages.schemas import (
     SelfReport,
     SumUp,
 )
-from fedcg.wire.messages.topics import TopicKind, Topics
+from fedcg.wire.messages.topics import ANY_DEVICE, TopicKind, Topics
 from fedcg.wire.transport.transport import Delivery
 from fedcg.worker_process import Exited
 
@@ -177,8 +177,8 @@ class Service:
         self._members.refresh()
         self.round_driver.restart()
         self._members.drop_strangers()
-        for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
-            self._transport.subscribe(topic)
+        for topic_of in (self._topics.up_control, self._topics.up_chunk, self._topics.status):
+            self._transport.subscribe(topic_of(ANY_DEVICE))
         self.receiver.start()
         self._publisher.start()
         self._transport.start(self._on_delivery, lambda up: self._queue.put(LinkChanged(up)))

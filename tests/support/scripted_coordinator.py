@@ -64,7 +64,7 @@ class ScriptedCoordinator:
         self._inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self._nonces = 0
         self._transport = MemoryTransport(self.broker, COORDINATOR)
-        for topic in (self.topics.all_up_control(), self.topics.all_up_chunk(), self.topics.all_status()):
+        for topic in (self.topics.up_control("+"), self.topics.up_chunk("+"), self.topics.status("+")):
             self._transport.subscribe(topic)
         self._transport.start(self._inbox.put, lambda up: None)
 

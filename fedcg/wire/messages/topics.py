@@ -19,7 +19,8 @@ LISTS = "fedcg/lists/1/wanted"
 LISTS_APPLIED = "fedcg/lists/1/applied"
 """Which lists the program beside the broker has applied."""
 _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-_ANY = "+"
+ANY_DEVICE = "+"
+"""In place of a device's id: the filter over all devices."""
 
 
 class TopicKind(str, Enum):
@@ -164,18 +165,6 @@ class Topics:
         """Retained and will: whether a device's agent is connected."""
         return self._spell(TopicKind.STATUS, device)
 
-    def all_up_control(self) -> str:
-        """Filter: messages of every device."""
-        return self._spell(TopicKind.UP_CONTROL, _ANY)
-
-    def all_up_chunk(self) -> str:
-        """Filter: chunks of every device."""
-        return self._spell(TopicKind.UP_CHUNK, _ANY)
-
-    def all_status(self) -> str:
-        """Filter: status of every device."""
-        return self._spell(TopicKind.STATUS, _ANY)
-
     def everything(self) -> str:
         """Filter: the whole federation, for an observer."""
         return f"{self.prefix}#"
@@ -183,7 +172,7 @@ class Topics:
     def parse(self, topic: str) -> ParsedTopic | None:
         """A concrete topic taken apart, or None when it is not one of this federation's."""
         parsed = self._parse_filter(topic)
-        return None if parsed is None or parsed.device == _ANY else parsed
+        return None if parsed is None or parsed.device == ANY_DEVICE else parsed
 
     def may_publish(self, identity: str, topic: str) -> bool:
         """Whether an identity may publish on a concrete topic."""
@@ -208,7 +197,7 @@ class Topics:
         Raises:
             ValueError: a device id that is reserved, or an observer that is not named as one.
         """
-        sections = [self._section(COORDINATOR, _ANY)]
+        sections = [self._section(COORDINATOR, ANY_DEVICE)]
         for observer in sorted(set(observers)):
             if role_of(observer) is not Role.OBSERVER:
                 raise ValueError(f"observer {observer!r}: name it {OBSERVER!r} or {OBSERVER + '-...'!r}")
@@ -229,7 +218,7 @@ class Topics:
     def _spell(self, kind: TopicKind, device: str = "") -> str:
         if kind in BROADCASTS:
             return f"{self.prefix}{kind.value}"
-        if device != _ANY:
+        if device != ANY_DEVICE:
             _check_identifier("device id", device)
         return f"{self.prefix}devices/{device}/{kind.value}"
 
@@ -242,7 +231,7 @@ class Topics:
             return None if kind is None else ParsedTopic(kind, None)
         device, _, name = tail.partition("/")
         kind = _OF_DEVICES.get(name)
-        if kind is None or not (device == _ANY or _IDENTIFIER.fullmatch(device)):
+        if kind is None or not (device == ANY_DEVICE or _IDENTIFIER.fullmatch(device)):
             return None
         return ParsedTopic(kind, device)
 

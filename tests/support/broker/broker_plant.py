@@ -25,7 +25,7 @@ from tests.support.waiting import free_port, wait_until
 FEDERATION = "casting"
 TOPICS = Topics(FEDERATION)
 SUBSCRIBED = {
-    "coordinator": (TOPICS.all_up_control(), TOPICS.all_up_chunk(), TOPICS.all_status()),
+    "coordinator": (TOPICS.up_control("+"), TOPICS.up_chunk("+"), TOPICS.status("+")),
     "observer": (TOPICS.everything(),),
 }
 

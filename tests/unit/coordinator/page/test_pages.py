@@ -15,12 +15,12 @@ from sqlalchemy import insert, select, update
 
 from coordinator.aggregation.jobs import Progressed
 from coordinator.config import RoundSettings
+from coordinator.facts.sent import SENT, own_fields
 from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus, PresenceRecord
 from coordinator.service.service_context import MakeWorker
 from coordinator.storage import schema
-from fedcg.wire.leaving import SENT, own_fields
 from fedcg.wire.messages.schemas import DeclineReason, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, create_model
 
+from coordinator.facts.sent import COMMON, SENT, own_fields
 from edge_client.config import PolicySection
 from edge_client.errors import StoreError
 from edge_client.firewall import FACTS, check_spec, widened
@@ -22,7 +23,6 @@ from edge_client.store.checked_files import (
     totals,
 )
 from edge_client.store.owner_record import MOST_WAITING, Consent, Pause, PauseFile, TrafficCounter
-from fedcg.wire.leaving import COMMON, SENT, own_fields
 from fedcg.wire.messages.envelopes import read_envelope
 from fedcg.wire.messages.schemas import DeclineReason, Heartbeat, Manifest, RoundAttempt
 from fedcg.wire.messages.topics import TopicKind
