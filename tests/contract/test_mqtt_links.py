@@ -156,7 +156,7 @@ def test_who_leaves_while_much_comes_in_leaves_no_will(
     monkeypatch.setattr(mqtt, "BACKOFF_FIRST_S", 0.01)
     listener, coordinator = mqtt_client(broker.config("observer")), mqtt_client(broker.config("coordinator"))
     clients += [listener, coordinator]
-    listener.transport.subscribe(TOPICS.all_status())
+    listener.transport.subscribe(TOPICS.status("+"))
     listener.start().await_link()
     coordinator.start().await_link()
     is_over = threading.Event()

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
+CONSTRAINTS = ROOT / "constraints.txt"
+PINNED_TORCH = [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch==")]
 UV = Path(sys.executable).parent / "uv"
 
 
@@ -16,17 +19,7 @@ def resolve(
     requirements: Path, python: str, *more: str, platform: str = "aarch64-manylinux_2_28"
 ) -> subprocess.CompletedProcess[str]:
     """The versions that pip would install on a platform, by default 64-bit Arm with glibc 2.28, from wheels alone; pip itself can't leave its own machine's markers."""
-    command = [
-        str(UV),
-        "pip",
-        "compile",
-        str(requirements),
-        "--python-version",
-        python,
-        "--no-header",
-        "--no-annotate",
-        *more,
-    ]
+    command = [UV, "pip", "compile", requirements, "--python-version", python, "--no-header", "--no-annotate", *more]
     wheels = ["--python-platform", platform, "--only-binary", ":all:"]
     trusted = {"SSL_CERT_FILE": ssl.get_default_verify_paths().openssl_cafile, **os.environ}
     return subprocess.run([*command, *wheels], capture_output=True, text=True, env=trusted, check=False, timeout=250)
@@ -40,17 +33,23 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip(f"no package index can be reached: {found.stderr.strip()[:200]}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("python", ["3.10", "3.12"])
-@pytest.mark.parametrize(("extra", "some"), [("infer", "onnxruntime=="), ("edge", "torch==")])
-def test_the_requirements_of_a_box_are_wheels_on_64_bit_arm(python: str, extra: str, some: str) -> None:
-    found = resolve(ROOT / "pyproject.toml", python, "--extra", extra)
+@pytest.mark.parametrize(
+    ("python", "options", "some"),
+    [
+        *[(python, ("--extra", "infer"), ["onnxruntime=="]) for python in ("3.10", "3.12")],
+        *[(python, ("--extra", "edge"), ["torch=="]) for python in ("3.10", "3.12")],
+        ("3.11", ("--extra", "edge", "--constraint", str(CONSTRAINTS)), PINNED_TORCH),
+    ],
+)
+def test_the_requirements_of_a_box_are_wheels_on_64_bit_arm(
+    python: str, options: tuple[str, ...], some: list[str]
+) -> None:
+    found = resolve(ROOT / "pyproject.toml", python, *options)
     assert found.returncode == 0, found.stderr
-    assert some in found.stdout
-    assert ("onnxruntime" in found.stdout) == (extra == "infer")
+    assert all(one in found.stdout for one in some)
+    assert ("onnxruntime" in found.stdout) == ("infer" in options)
 
 
-@pytest.mark.slow
 def test_the_gpus_onnxruntime_comes_without_the_one_for_the_cpu() -> None:
     extras = ("--extra", "edge", "--extra", "infer-gpu")
     found = resolve(ROOT / "pyproject.toml", "3.12", *extras, platform="x86_64-manylinux_2_28")
@@ -59,15 +58,6 @@ def test_the_gpus_onnxruntime_comes_without_the_one_for_the_cpu() -> None:
     assert [name for name in names if name.startswith("onnxruntime")] == ["onnxruntime-gpu"]
 
 
-@pytest.mark.slow
-def test_the_pinned_versions_of_a_box_are_wheels_on_64_bit_arm() -> None:
-    found = resolve(ROOT / "pyproject.toml", "3.11", "--extra", "edge", "--constraint", str(ROOT / "constraints.txt"))
-    assert found.returncode == 0, found.stderr
-    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
-    assert set(pinned) <= set(found.stdout.splitlines())
-
-
-@pytest.mark.slow
 def test_a_package_without_a_wheel_is_found(tmp_path: Path) -> None:
     source_only = tmp_path / "requirements.in"
     source_only.write_text("antlr4-python3-runtime==4.9.3\n")

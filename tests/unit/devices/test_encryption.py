@@ -44,7 +44,6 @@ def tree(root: Path, *nodes: Node) -> Path:
     ("nodes", "expected"),
     [
         pytest.param([(f"{DM}0", LUKS, (f"{PCI}/nvme0n1p2",))], True, id="LUKS on a partition"),
-        pytest.param([(f"{DM}0", "CRYPT-PLAIN-swap", (PCI,))], True, id="plain dm-crypt on a disk"),
         pytest.param([(f"{DM}1", LVM, (f"{DM}0",)), (f"{DM}0", LUKS, (PCI,))], True, id="LVM on LUKS"),
         pytest.param([(f"{DM}1", LUKS, (f"{DM}0",)), (f"{DM}0", LVM, (PCI,))], True, id="LUKS on LVM"),
         pytest.param(

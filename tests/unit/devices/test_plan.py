@@ -41,6 +41,7 @@ def card(memory: int | None = 8 * GIB, capability: tuple[int, int] | None = (8, 
 def test_the_cpu_keeps_one_core_free_and_never_uses_more_threads_than_help(cpus: int | None, threads: int) -> None:
     plan = plan_training(box(cpus=cpus))
     assert (plan.device, plan.threads) == ("cpu", threads)
+    assert plan_training(box(cpus=cpus), threads=0).threads == threads  # 0 in the configuration: the profile decides
 
 
 @pytest.mark.parametrize(
@@ -141,10 +142,6 @@ def test_half_of_what_is_available_is_left_to_others(free: int | None, scale: fl
     assert batch_share(box(memory=MIB), "cpu", free) == 0.25
 
 
-def test_zero_threads_in_the_configuration_means_that_the_profile_decides() -> None:
-    assert plan_training(box(cpus=4), threads=0).threads == plan_training(box(cpus=4)).threads == 3
-
-
 @given(
     cpus=st.none() | st.integers(1, 512),
     memory=st.none() | st.integers(0, 1 << 45),
@@ -164,27 +161,17 @@ def test_every_plan_has_a_thread_and_a_share_of_the_batch(
     assert device in ("auto", plan.device)
 
 
-def run_profile(*arguments: str) -> str:
-    result = run_fedcg("profile", *arguments, environment={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    return result.stdout
+def test_the_profile_command_shows_the_plan_why_a_box_cannot_train_and_what_it_does_not_report(tmp_path: Path) -> None:
+    def shown(root: Path, *words: str) -> str:
+        result = run_fedcg("profile", *words, "--root", root, environment={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.stdout
 
-
-def test_the_profile_command_prints_json_with_the_plan() -> None:
-    told = data_of(run_profile("--json", "--root", str(TREES / "jetson-orin-nano-8gb")))
-    assert told["profile"]["kind"] == "jetson"
-    assert told["profile"]["gpu"]["compute_capability"] == [8, 7]
+    told = data_of(shown(TREES / "jetson-orin-nano-8gb", "--json"))
+    assert (told["profile"]["kind"], told["profile"]["gpu"]["compute_capability"]) == ("jetson", [8, 7])
     assert told["plan"]["device"] == "cuda"
-
-
-def test_the_profile_command_says_unavailable_for_what_the_box_does_not_tell(tmp_path: Path) -> None:
-    shown = run_profile("--root", str(tmp_path))
+    assert data_of(shown(TREES / "jetson-nano", "--json"))["plan"] is None
+    assert "no, Jetson Nano" in shown(TREES / "jetson-nano")
     # Model, processor, architecture, CPUs, memory, precisions, ONNX Runtime, temperature.
-    assert shown.count("unavailable") == 8
-    assert " 0 " not in shown
-
-
-def test_the_profile_command_says_why_a_box_cannot_train() -> None:
-    shown = run_profile("--root", str(TREES / "jetson-nano"))
-    assert "no, Jetson Nano" in shown
-    assert data_of(run_profile("--json", "--root", str(TREES / "jetson-nano")))["plan"] is None
+    assert shown(tmp_path).count("unavailable") == 8
+    assert " 0 " not in shown(tmp_path)

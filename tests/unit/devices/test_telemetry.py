@@ -13,21 +13,7 @@ import pytest
 from devices import telemetry
 from devices.nvidia import GpuReadings, nvml_readings
 from devices.power import EnergyMeter, Rail, Supply, jetson_stats, read_power_mode, read_rails, read_supply
-from devices.telemetry import (
-    LOW_DISK_BYTES,
-    Causes,
-    Condition,
-    EventRates,
-    Link,
-    Sensors,
-    Telemetry,
-    Zone,
-    read_causes,
-    read_counters,
-    read_cpu_mhz,
-    read_power,
-    read_telemetry,
-)
+from devices.telemetry import Causes, Condition, Telemetry, Zone, read_telemetry
 from fedcg.wire.parts import Health
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
@@ -41,14 +27,12 @@ def _write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def _zone(temperature: int, critical: int | None = None) -> dict[str, str]:
+def _zone(temperature: object, critical: int | None = None) -> dict[str, str]:
     zone = "sys/class/thermal/thermal_zone0"
-    trips = (
-        {}
-        if critical is None
-        else {f"{zone}/trip_point_0_type": "critical", f"{zone}/trip_point_0_temp": str(critical)}
-    )
-    return {f"{zone}/temp": str(temperature), **trips}
+    files = {f"{zone}/temp": str(temperature)}
+    if critical is not None:
+        files |= {f"{zone}/trip_point_0_type": "critical", f"{zone}/trip_point_0_temp": str(critical)}
+    return files
 
 
 def _battery(percent: int, status: str) -> dict[str, str]:
@@ -73,7 +57,7 @@ def test_a_machine_without_sensors_is_ok_and_says_that_nothing_could_be_read(tmp
         (_battery(19, "Discharging"), Condition.LOW_POWER),
         (_battery(19, "Charging"), Condition.OK),
         (_battery(20, "Discharging"), Condition.OK),
-        ({"sys/class/thermal/thermal_zone0/temp": "garbage"}, Condition.OK),
+        (_zone("garbage"), Condition.OK),
     ],
 )
 def test_the_condition_follows_the_sensors(tmp_path: Path, files: dict[str, str], condition: Condition) -> None:
@@ -81,7 +65,7 @@ def test_the_condition_follows_the_sensors(tmp_path: Path, files: dict[str, str]
 
 
 def test_a_full_disk_is_worse_than_heat() -> None:
-    readings = Telemetry(zones=(Zone("cpu", 95.0),), free_disk_bytes=LOW_DISK_BYTES - 1)
+    readings = Telemetry(zones=(Zone("cpu", 95.0),), free_disk_bytes=telemetry.LOW_DISK_BYTES - 1)
     assert readings.is_hot
     assert readings.condition is Condition.LOW_DISK
 
@@ -107,8 +91,8 @@ def test_zones_have_their_own_trip_points_and_trips_that_are_off_do_not_count(tm
 
 def test_links_have_state_speed_and_the_default_route_and_no_speed_is_unavailable(tmp_path: Path) -> None:
     assert read_telemetry(tmp_path, TREES / "x86-laptop").links == (
-        Link("enp0s31f6", "down", None, is_default=False),
-        Link("wwan0", "up", None, is_default=True),
+        telemetry.Link("enp0s31f6", "down", None, is_default=False),
+        telemetry.Link("wwan0", "up", None, is_default=True),
     )
 
 
@@ -134,6 +118,7 @@ def test_no_reading_of_a_damaged_tree_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "software", "hardware"),
     [
+        ("jetson-xavier-nx", ("CPU-therm is at its passive trip point",), ()),
         ("jetson-orin-nano-8gb", (), ()),  # its fan runs, which slows nothing down
         ("raspberrypi-3", ("soft temperature limit",), ()),  # 0x80008: bit 3, and bit 19 of the past
         ("raspberrypi-4", (), ("under-voltage", "throttled by the firmware")),  # 0x50005: bits 0 and 2
@@ -142,32 +127,24 @@ def test_no_reading_of_a_damaged_tree_is_an_error(tmp_path: Path) -> None:
         ("x86-cpu", (), ()),
     ],
 )
-def test_software_and_hardware_throttling_are_told_apart(
-    tree: str, software: tuple[str, ...], hardware: tuple[str, ...]
+def test_software_and_hardware_throttling_are_told_apart_and_hardware_alone_degrades_a_box(
+    tree: str, software: tuple[str, ...], hardware: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert read_causes(TREES / tree) == Causes(software, hardware)
-
-
-def test_software_throttling_leaves_the_condition_ok_and_hardware_throttling_does_not(tmp_path: Path) -> None:
-    assert read_telemetry(tmp_path, TREES / "raspberrypi-3").condition is Condition.OK
-    assert read_telemetry(tmp_path, TREES / "raspberrypi-4").condition is Condition.DEGRADED
-
-
-def test_a_zone_at_its_passive_trip_point_is_throttled_by_software(tmp_path: Path) -> None:
-    read = read_telemetry(tmp_path, TREES / "jetson-xavier-nx")
-    assert read.causes == Causes(("CPU-therm is at its passive trip point",), ())
+    read = read_telemetry(tmp_path, TREES / tree)
+    assert read.causes == Causes(software, hardware)
+    assert (read.condition is Condition.DEGRADED) == bool(hardware)
 
 
 def test_clocks_and_counters_are_read_where_the_box_reports_them() -> None:
     orin, laptop = TREES / "jetson-orin-nano-8gb", TREES / "x86-laptop"
-    assert read_cpu_mhz(orin) == (1344, 1728)
-    assert read_cpu_mhz(laptop) is None
-    assert read_counters(orin) == {"over-current oc1": 0, "over-current oc3": 41}
-    assert read_counters(laptop) == {"package throttle": 1207}
+    assert telemetry.read_cpu_mhz(orin) == (1344, 1728)
+    assert telemetry.read_cpu_mhz(laptop) is None
+    assert telemetry.read_counters(orin) == {"over-current oc1": 0, "over-current oc3": 41}
+    assert telemetry.read_counters(laptop) == {"package throttle": 1207}
 
 
 def test_a_cumulative_counter_becomes_events_per_minute_of_the_last_minute() -> None:
-    rates = EventRates()
+    rates = telemetry.EventRates()
     assert rates.per_minute({"oc1": 41}, 100.0) == {"oc1": None}
     assert rates.per_minute({"oc1": 44}, 110.0) == {"oc1": 18.0}  # 3 in 10 s
     assert rates.per_minute({"oc1": 44}, 130.0) == {"oc1": 6.0}  # 3 in 30 s
@@ -176,7 +153,7 @@ def test_a_cumulative_counter_becomes_events_per_minute_of_the_last_minute() -> 
 
 
 def test_a_counter_that_goes_backwards_is_unavailable_and_never_negative() -> None:
-    rates = EventRates()
+    rates = telemetry.EventRates()
     rates.per_minute({"oc1": 41}, 0.0)
     assert rates.per_minute({"oc1": 2}, 10.0) == {"oc1": None}
     assert rates.per_minute({"oc1": 3}, 20.0) == {"oc1": 6.0}
@@ -188,7 +165,7 @@ def test_new_over_current_events_count_as_hardware_throttling_and_old_ones_do_no
     counter.parent.mkdir(parents=True)
     counter.write_text("41\n")
     now = 0.0
-    sensors = Sensors(tmp_path, tmp_path, lambda: now)
+    sensors = telemetry.Sensors(tmp_path, tmp_path, lambda: now)
     sensors.read()
     now = 10.0
     assert sensors.read().hardware_throttling == ()
@@ -300,9 +277,7 @@ def test_mains_and_batteries(tmp_path: Path, supplies: dict[str, tuple[str, str,
         measured = "capacity" if status else "online"
         _write(tmp_path, {f"{folder}/type": kind, f"{folder}/{measured}": number, f"{folder}/status": status})
     assert read_supply(tmp_path) == expected
-
-
-def test_the_battery_of_a_mouse_is_not_that_of_the_box() -> None:
+    # The laptop's mouse has a battery of its own.
     assert read_supply(TREES / "x86-laptop") == Supply(on_mains=False, battery_percent=64, is_discharging=True)
 
 
@@ -357,7 +332,7 @@ BOARDS = {
 @pytest.mark.parametrize("tree", BOARDS)
 def test_what_a_board_draws_is_the_sum_that_the_catalogue_names_for_it(tree: str, tmp_path: Path) -> None:
     name, watts = BOARDS[tree]
-    whole = read_power(TREES / tree)
+    whole = telemetry.read_power(TREES / tree)
     assert whole is not None
     assert whole.name == name
     assert whole.watts == pytest.approx(watts)
@@ -373,12 +348,12 @@ def test_without_one_of_its_rails_and_on_an_unknown_board_the_total_is_unknown_a
     last = BOARDS[tree][0].split(" + ")[-1]
     label = next(path for path in root.rglob("*label") if path.read_text().strip() == last)
     label.write_text("VDD_OTHER\n")
-    assert read_power(root) is None
+    assert telemetry.read_power(root) is None
     label.write_text(f"{last}\n")
-    assert read_power(root) is not None
+    assert telemetry.read_power(root) is not None
     for compatible in root.rglob("compatible"):
         compatible.write_text("maker,board\0")
-    assert read_power(root) is None
+    assert telemetry.read_power(root) is None
 
 
 def test_where_nvml_reports_a_cards_power_that_stands_for_the_box_and_no_other_monitor(
@@ -388,9 +363,9 @@ def test_where_nvml_reports_a_cards_power_that_stands_for_the_box_and_no_other_m
     root = _write(tmp_path, {f"{monitor}/name": "ina226", f"{monitor}/power1_input": "4000000"})
     monkeypatch.setattr(telemetry, "LIVE_ROOT", root)
     monkeypatch.setattr(telemetry, "nvml_readings", lambda: GpuReadings(None, None, 60.0, (), ()))
-    assert read_power(root) == Rail("GPU", 60.0)
+    assert telemetry.read_power(root) == Rail("GPU", 60.0)
     monkeypatch.setattr(telemetry, "nvml_readings", lambda: None)
-    assert read_power(root) is None
+    assert telemetry.read_power(root) is None
 
 
 def test_energy_is_power_over_time_read_once_a_second() -> None:

@@ -21,11 +21,14 @@ def test_an_extracted_broker_is_found_with_its_libraries_here_or_where_the_envir
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FEDCG_BROKER_DIR", raising=False)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/x")
     monkeypatch.chdir(tmp_path)
     assert find_extracted() is None
     for folder in (tmp_path / ".broker", tmp_path / "elsewhere"):
         broker = Mosquitto(extracted(folder), folder / "usr" / "lib" / "x86_64-linux-gnu")
         assert find_extracted() == find_extracted(folder) == broker
+        libraries = broker.environment()["LD_LIBRARY_PATH"].split(":")
+        assert (libraries[0], libraries[-1]) == (str(broker.library_path), "/x")
         monkeypatch.setenv("FEDCG_BROKER_DIR", str(tmp_path / "elsewhere"))
 
 
@@ -38,12 +41,6 @@ def test_a_broker_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.Monkey
     on_path.chmod(0o755)
     monkeypatch.setenv("PATH", str(on_path.parent))
     assert find_installed() == find_mosquitto() == Mosquitto(on_path)
-
-
-def test_libraries_go_before_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broker = Mosquitto(tmp_path / "mosquitto", tmp_path / "lib")
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/x")
-    assert broker.environment()["LD_LIBRARY_PATH"] == f"{tmp_path / 'lib'}:/x"
-    monkeypatch.delenv("LD_LIBRARY_PATH")
-    assert broker.environment()["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
-    assert "LD_LIBRARY_PATH" not in Mosquitto(tmp_path / "mosquitto").environment()
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert "LD_LIBRARY_PATH" not in Mosquitto(on_path).environment()
+    assert Mosquitto(on_path, tmp_path).environment()["LD_LIBRARY_PATH"] == str(tmp_path)

@@ -23,6 +23,7 @@ from tests.support.waiting import wait_until
 HOST = "127.0.0.1"
 OTHER = "127.0.0.2"
 LARGE = bytes(32_000_000)
+LARGE_ASKED = b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def connect(port: int, source: str = HOST) -> socket.socket:
@@ -40,6 +41,14 @@ def is_ended(connection: socket.socket) -> bool:
         return True
     finally:
         connection.settimeout(20)
+
+
+def is_reset(connection: socket.socket) -> bool:
+    try:
+        connection.sendall(b"\r\n")
+    except ConnectionError:
+        return True
+    return False
 
 
 def ask(connection: socket.socket, path: str = "/") -> int:
@@ -134,48 +143,39 @@ def test_a_request_that_is_being_answered_is_not_ended_to_make_room(open_sockets
         assert ask(open_sockets.enter_context(connect(site.port))) == 200
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"GET"])
-def test_a_header_that_does_not_end_ends_its_connection(
-    sent: bytes, open_sockets: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listening, "HEADER_S", 0.2)
-    with serving(Caps(10, 10)) as site:
-        slow = open_sockets.enter_context(connect(site.port))
-        slow.sendall(sent[:-3] if sent.endswith(b"GET") else sent)
-        if sent.endswith(b"GET"):
-            http.client.HTTPResponse(slow).begin()
-            slow.sendall(b"GET")
-        with suppress(ConnectionError):
-            while slow.recv(100):
-                pass
-
-
 @pytest.mark.parametrize(
-    "sent",
+    ("limit", "first", "last"),
     [
-        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nhalf",
-        b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        ("HEADER_S", b"", b""),
+        ("HEADER_S", b"", b"GET / HT"),
+        ("HEADER_S", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET"),
+        ("STALL_S", b"", b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nhalf"),
+        ("STALL_S", b"", LARGE_ASKED),
     ],
 )
-def test_a_body_that_stops_and_an_answer_that_nobody_reads_end_their_connection(
-    sent: bytes, open_sockets: ExitStack, monkeypatch: pytest.MonkeyPatch
+def test_a_header_a_body_and_an_answer_that_stand_still_end_their_connection(
+    limit: str, first: bytes, last: bytes, open_sockets: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "STALL_S", 0.2)
-    with serving(Caps(total=10, per_address=1)) as site:
+    monkeypatch.setattr(listening, limit, 0.2)
+    with serving(Caps(10, 10)) as site:
         slow = open_sockets.enter_context(connect(site.port))
-        slow.sendall(sent)
-        wait_until(lambda: slow.fileno() < 0 or _is_reset(slow), "it is ended")
+        if first:
+            slow.sendall(first)
+            http.client.HTTPResponse(slow).begin()
+        slow.sendall(last)
+        is_over = is_reset if last == LARGE_ASKED else is_ended  # nobody reads the large answer
+        wait_until(lambda: is_over(slow), "it is ended")
 
 
-@pytest.mark.parametrize("is_reset", [True, False])
+@pytest.mark.parametrize("resets", [True, False])
 def test_requests_that_their_peers_end_are_one_line_without_a_traceback(
-    is_reset: bool, open_sockets: ExitStack, caplog: pytest.LogCaptureFixture
+    resets: bool, open_sockets: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(Caps(100, 100)) as site:
         for _ in range(20):
             with connect(site.port) as gone:
                 gone.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nhalf")
-                if is_reset:
+                if resets:
                     gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         wait_until(lambda: site.ended == 20, "all are ended")
         assert ask(open_sockets.enter_context(connect(site.port))) == 200
@@ -223,14 +223,6 @@ def test_a_peer_whose_requests_fail_writes_five_tracebacks_and_another_one_its_o
     peers = [record.getMessage().split(":")[0] for record in caplog.records if record.exc_info]
     assert peers == ["a request of 127.0.0.1 failed"] * 5 + ["a request of 127.0.0.2 failed"]
     assert caplog.text.count("requests of 127.0.0.1 fail") == 1
-
-
-def _is_reset(connection: socket.socket) -> bool:
-    try:
-        connection.sendall(b"\r\n")
-    except ConnectionError:
-        return True
-    return False
 
 
 def accepted(listener: Listener, clients: ExitStack, *sources: str) -> list[listening.Connection]:

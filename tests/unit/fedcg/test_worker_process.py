@@ -31,9 +31,11 @@ class Unreadable:
 
 
 def answer(connection: Connection) -> None:
-    """Send back what is asked."""
+    """Send back what is asked, as JSON."""
+    import json  # as torch and others are imported: when the child is at work
+
     for request in requests_of(connection):
-        connection.send(request)
+        connection.send(json.dumps(request))
 
 
 def answer_unreadably(connection: Connection) -> None:
@@ -77,11 +79,11 @@ def test_of_a_process_that_was_replaced_nothing_more_is_reported() -> None:
     with worker(answer) as (process, reports):
         first = process.start()
         process.send("one")
-        assert reports.get(timeout=60) == "one"
+        assert reports.get(timeout=60) == '"one"'
         second = process.start()
         assert has_ended(first)
         process.send("two")
-        assert reports.get(timeout=60) == "two"
+        assert reports.get(timeout=60) == '"two"'
         os.kill(second, 9)
         assert reports.get(timeout=60).pid == second
 
@@ -94,13 +96,6 @@ def test_a_pool_is_abandoned_while_a_large_task_is_on_its_way_to_a_worker_that_i
     abandon(pool)
     assert isinstance(large.exception(timeout=0), BrokenProcessPool)
     assert not multiprocessing.active_children()
-
-
-def answer_in_json(connection: Connection) -> None:
-    import json  # as torch and others are imported: when the child is at work
-
-    for request in requests_of(connection):
-        connection.send(json.dumps(request))
 
 
 @pytest.fixture
@@ -125,14 +120,10 @@ def test_a_command_starts_among_traps_in_every_python(
 
 
 def test_a_worker_and_a_pool_start_among_traps(traps: Path) -> None:
-    reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    process = WorkerProcess("child", answer_in_json, (), 60.0, reports.put)
-    process.start()
-    process.send("anything")
-    try:
+    with worker(answer) as (process, reports):
+        process.start()
+        process.send("anything")
         assert reports.get(timeout=60) == '"anything"'
-    finally:
-        process.stop()
     with ProcessPoolExecutor(1, spawning()) as pool:
         assert pool.submit(os.getppid).result(timeout=60) == os.getpid()
     assert imported_in(traps) == ""

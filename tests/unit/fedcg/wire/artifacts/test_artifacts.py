@@ -77,21 +77,31 @@ def test_an_update_without_tensors_is_an_artifact_too() -> None:
         unpack(data, LAYOUTS)
 
 
-def test_codecs_that_are_not_those_of_the_tensors_are_refused() -> None:
-    with pytest.raises(IntegrityError, match="generator/bias"):
-        unpack(with_header(codecs={"classifier/weight": "f32"}), LAYOUTS)
+PLANTED = pack(HEADER, {**PARTS, Part.EXTRACTOR: {"weight": np.ones(2, np.float32)}})
+HEAD = split_artifact(PACKED)[0]
 
 
-def test_a_part_that_was_not_agreed_on_is_refused_and_named() -> None:
-    planted = pack(HEADER, {**PARTS, Part.EXTRACTOR: {"weight": np.ones(2, np.float32)}})
-    with pytest.raises(IntegrityError, match="extractor/weight"):
-        unpack(planted, LAYOUTS)
+def streamed(payload: bytes) -> bytes:
+    """A frame that does not declare its size."""
+    stream = zstandard.ZstdCompressor().compressobj()
+    return stream.compress(payload) + stream.flush()
 
 
-def test_a_header_that_hides_a_part_does_not_get_it_through() -> None:
-    planted = inspect(pack(HEADER, {**PARTS, Part.EXTRACTOR: {"weight": np.ones(2, np.float32)}})).payload
-    with pytest.raises(WireError):
-        unpack(join_artifact(split_artifact(PACKED)[0], planted), LAYOUTS)
+@pytest.mark.parametrize(
+    ("artifact", "error", "why"),
+    [
+        (PLANTED, IntegrityError, "extractor/weight"),  # a part that was not agreed on
+        (join_artifact(HEAD, inspect(PLANTED).payload), WireError, None),  # which the header hides
+        (with_header(codecs={"classifier/weight": "f32"}), IntegrityError, "generator/bias"),
+        (raw(HEAD, streamed(inspect(PACKED).payload)), MalformedError, "declare"),
+        (PACKED + b"hidden", MalformedError, "unused data"),
+    ],
+)
+def test_an_artifact_with_other_content_than_was_agreed_on_is_refused(
+    artifact: bytes, error: type[WireError], why: str | None
+) -> None:
+    with pytest.raises(error, match=why):
+        unpack(artifact, LAYOUTS)
 
 
 @pytest.mark.parametrize(
@@ -143,18 +153,6 @@ def test_a_decompression_bomb_is_refused_by_what_it_declares() -> None:
         unpack(raw(split_artifact(PACKED)[0], bomb), LAYOUTS)
     with pytest.raises(TooLargeError):
         inspect(raw(b"{}", bomb), max_bytes=1_000_000)
-
-
-def test_a_frame_that_does_not_declare_its_size_is_refused() -> None:
-    stream = zstandard.ZstdCompressor().compressobj()
-    frame = stream.compress(inspect(PACKED).payload) + stream.flush()
-    with pytest.raises(MalformedError, match="declare"):
-        unpack(raw(split_artifact(PACKED)[0], frame), LAYOUTS)
-
-
-def test_bytes_behind_the_frame_are_refused() -> None:
-    with pytest.raises(MalformedError):
-        unpack(PACKED + b"hidden", LAYOUTS)
 
 
 @given(st.integers(min_value=0), st.integers(min_value=1, max_value=255))

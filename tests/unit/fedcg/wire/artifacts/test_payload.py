@@ -6,23 +6,13 @@ from typing import Any, cast, get_args
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from safetensors.numpy import load, save
 
-from fedcg.wire.artifacts.artifacts import (
-    ArtifactHeader,
-    Base,
-    codecs_for,
-    decompress_payload,
-    join_artifact,
-    pack,
-    parts_in,
-    read_header,
-    split_artifact,
-    unpack,
-)
+from fedcg.wire.artifacts import artifacts
+from fedcg.wire.artifacts.artifacts import Base, codecs_for, pack, unpack
 from fedcg.wire.artifacts.inspection import decode, inspect
 from fedcg.wire.artifacts.payload import (
     F16_LIMIT,
@@ -107,11 +97,6 @@ def test_only_float32_and_int64_cross_the_wire(dtype: str) -> None:
 def test_tensors_other_than_those_of_the_layouts_are_refused(parts: dict[Part, dict[str, Array]]) -> None:
     with pytest.raises((IntegrityError, MalformedError)):
         decoded(encoded(parts))
-
-
-def test_a_same_sized_tensor_of_another_name_is_named_in_the_error() -> None:
-    with pytest.raises(IntegrityError, match="classifier/weighs"):
-        decoded(encoded(classifier(weighs=WEIGHT, count=COUNT)))
 
 
 def test_a_hidden_message_in_the_metadata_is_refused() -> None:
@@ -203,7 +188,13 @@ def there_and_back(array: Floats, codec: TensorCodec, base: Floats) -> tuple[Flo
     return decoded, np.broadcast_to(scales.reshape(-1, *(1,) * (array.ndim - 1)), array.shape)
 
 
+LEAST_ROW, MOST_ROW = (np.array([[one, -one, 0, one]], np.float32) for one in (LEAST, np.finfo(np.float32).max))
+
+
 @given(arrays(ANY_FLOAT), st.sampled_from(["i8", "i8-delta"]))
+@example((3 * LEAST_ROW, LEAST_ROW), "i8")
+@example((MOST_ROW, LEAST_ROW), "i8")
+@example((MOST_ROW, -MOST_ROW), "i8-delta")
 def test_i8_is_off_by_half_a_scale_at_most(pair: tuple[Floats, Floats], codec: TensorCodec) -> None:
     array, base = pair
     start = base if is_delta(codec) else np.zeros_like(base)
@@ -224,13 +215,6 @@ def test_f16_is_off_by_half_a_unit_of_its_last_place_at_most(pair: tuple[Floats,
     off = np.abs(array.astype(np.float64) - decoded)
     steps = np.abs(array.astype(np.float64) - start)
     assert (off <= 2.0**-11 * steps + 2.0**-25 + EPSILON * np.abs(decoded)).all()
-
-
-@given(arrays(ANY_FLOAT))
-def test_f32_is_exact_and_its_decoded_tensor_has_memory_of_its_own(pair: tuple[Floats, Floats]) -> None:
-    decoded, _ = there_and_back(pair[0], "f32", pair[1])
-    assert decoded.tobytes() == pair[0].tobytes()
-    assert not np.shares_memory(decoded, pair[0])
 
 
 @given(arrays(WITHIN_F16), st.sampled_from(LOSSY))
@@ -258,17 +242,6 @@ def test_numbers_worked_out_by_hand() -> None:
     delta = encode_tensor("w", array + base, "i8-delta", base)
     assert delta[""].tolist() == pieces[""].tolist()
     assert decode_tensor("w", delta, "i8-delta", base).tolist() == [[227, 36, 100, 102, -27], [100] * 5]
-
-
-def test_the_smallest_and_the_largest_numbers_come_back() -> None:
-    least, most = np.float32(LEAST), np.finfo(np.float32).max
-    for row in ([least, -least, 0, 3 * least], [most, -most, 0, most], [1e-45, 1e-38, 0, 0]):
-        array = np.array([row], np.float32)
-        decoded, scales = there_and_back(array, "i8", np.zeros_like(array))
-        assert np.isfinite(decoded).all()
-        assert np.abs(array - decoded.astype(np.float64)).max() <= scales.max() / 2 + EPSILON * most + LEAST
-    wide, _ = there_and_back(np.full((1, 2), most), "i8-delta", np.full((1, 2), -most))
-    assert wide.tolist() == [[float(most)] * 2]
 
 
 @pytest.mark.parametrize("codec", ["f16", "f16-delta"])
@@ -333,7 +306,9 @@ BASE = Base(
     },
 )
 LAYOUTS = layouts_of(PARTS)
-HEADER = ArtifactHeader(kind="update", method="fedcg", federation="f", round=1, attempt=1, client="c", base="a" * 64)
+HEADER = artifacts.ArtifactHeader(
+    kind="update", method="fedcg", federation="f", round=1, attempt=1, client="c", base="a" * 64
+)
 
 
 def packed(codec: UpdateCodec = "i8-delta", base: Base | None = BASE) -> bytes:
@@ -342,16 +317,16 @@ def packed(codec: UpdateCodec = "i8-delta", base: Base | None = BASE) -> bytes:
 
 def with_pieces(data: bytes, **changes: npt.NDArray[Any]) -> bytes:
     """The artifact with stored tensors replaced, by full key."""
-    head, frame = split_artifact(data)
-    return join_artifact(head, save(load(decompress_payload(frame, 1 << 20)) | changes))
+    head, frame = artifacts.split_artifact(data)
+    return artifacts.join_artifact(head, save(load(artifacts.decompress_payload(frame, 1 << 20)) | changes))
 
 
 @pytest.mark.parametrize("codec", get_args(UpdateCodec))
 def test_an_artifact_of_any_codec_survives_the_wire_within_the_size_that_was_declared(codec: UpdateCodec) -> None:
     data, codecs = packed(codec), codecs_for(LAYOUTS, codec, frozenset(PARTS))
-    assert read_header(data).codecs == codecs
-    assert parts_in(read_header(data)) == set(PARTS)
-    assert decompress_payload(split_artifact(data)[1], max_payload_bytes(LAYOUTS, codecs))
+    assert artifacts.read_header(data).codecs == codecs
+    assert artifacts.parts_in(artifacts.read_header(data)) == set(PARTS)
+    assert artifacts.decompress_payload(artifacts.split_artifact(data)[1], max_payload_bytes(LAYOUTS, codecs))
     decoded = unpack(data, LAYOUTS, codecs=codecs, base=BASE).parts
     assert np.array_equal(decoded[Part.CLASSIFIER]["bias"], PARTS[Part.CLASSIFIER]["bias"])
     assert int(decoded[Part.GENERATOR]["batches"]) == 1 << 60
@@ -369,10 +344,10 @@ def test_coded_bytes_counted_by_hand() -> None:
 def test_a_part_without_a_base_goes_by_value() -> None:
     half = Base(BASE.id, {Part.CLASSIFIER: BASE.parts[Part.CLASSIFIER]})
     data = packed(base=half)
-    assert read_header(data).codecs["classifier/weight"] == "i8-delta"
-    assert read_header(data).codecs["generator/weight"] == "i8"
+    assert artifacts.read_header(data).codecs["classifier/weight"] == "i8-delta"
+    assert artifacts.read_header(data).codecs["generator/weight"] == "i8"
     unpack(data, LAYOUTS, base=half)
-    assert set(read_header(packed(base=None)).codecs.values()) == {"i8", "f32", "i64"}
+    assert set(artifacts.read_header(packed(base=None)).codecs.values()) == {"i8", "f32", "i64"}
 
 
 def test_an_unknown_base_is_refused_by_its_digest() -> None:
@@ -455,5 +430,7 @@ def test_an_observer_sees_pieces_as_they_came_where_the_header_lies() -> None:
     assert np.isnan(seen.tensors["classifier/weight:scale"]).all()
     short = decode(inspect(with_pieces(packed(), **{"classifier/weight:scale": nan[:3]})))
     assert short.tensors["classifier/weight:scale"].shape == (3,)
-    liar = join_artifact(b'{"codecs":{"odd":"i8","x":["f32"],"y":"zip"}}', save({"odd": np.array(3, np.int8)}))
+    liar = artifacts.join_artifact(
+        b'{"codecs":{"odd":"i8","x":["f32"],"y":"zip"}}', save({"odd": np.array(3, np.int8)})
+    )
     assert decode(inspect(liar)).tensors["odd"] == 3

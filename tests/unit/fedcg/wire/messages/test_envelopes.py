@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import MalformedError, OrderError, SignatureError, TooLargeError, WireError
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import (
     DOMAIN,
     MAGIC,
@@ -25,20 +26,7 @@ from fedcg.wire.messages.envelopes import (
     seal,
     session_id,
 )
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    EVERYONE,
-    MAX_KEY_LINKS,
-    MAX_MESSAGE_BYTES,
-    Accept,
-    ArtifactRef,
-    CoordinatorStatus,
-    Invite,
-    KeyChain,
-    KeyLink,
-    Offer,
-    encode,
-)
+from fedcg.wire.messages.schemas import Accept, KeyLink, encode
 
 KEY = SigningKey.generate()
 OTHER = SigningKey.generate()
@@ -56,22 +44,17 @@ def test_an_envelope_is_magic_signature_and_the_exact_json() -> None:
     assert KEY.public.verifies(data[4:68], b"fedcg/1 envelope\0" + encode(MESSAGE))
 
 
-def test_a_signature_for_another_purpose_does_not_open_an_envelope() -> None:
-    payload = encode(MESSAGE)
-    assert DOMAIN
-    with pytest.raises(SignatureError):
-        open_envelope(MAGIC + KEY.sign(payload) + payload, resolve)
-
-
-def test_a_message_in_anothers_name_is_refused() -> None:
-    with pytest.raises(SignatureError, match="not signed by it"):
-        open_envelope(seal(MESSAGE, OTHER), resolve)
-
-
-def test_a_sender_that_is_not_enrolled_is_refused() -> None:
-    stranger = MESSAGE.model_copy(update={"sender": "stranger"})
-    with pytest.raises(SignatureError, match="not enrolled"):
-        open_envelope(seal(stranger, KEY), resolve)
+@pytest.mark.parametrize(
+    ("envelope", "why"),
+    [
+        (seal(MESSAGE, OTHER), "not signed by it"),
+        (seal(MESSAGE.model_copy(update={"sender": "stranger"}), KEY), "not enrolled"),
+        (MAGIC + KEY.sign(encode(MESSAGE)) + encode(MESSAGE), "not signed by it"),  # a signature for another purpose
+    ],
+)
+def test_a_message_in_anothers_name_or_with_another_signature_is_refused(envelope: bytes, why: str) -> None:
+    with pytest.raises(SignatureError, match=why):
+        open_envelope(envelope, resolve)
 
 
 @given(st.integers(min_value=0), st.integers(min_value=1, max_value=255))
@@ -117,28 +100,21 @@ def test_a_refused_envelope_is_described_without_a_name_or_a_value_of_its_conten
 
 def test_an_envelope_over_the_bound_is_refused_unread() -> None:
     with pytest.raises(TooLargeError):
-        open_envelope(MAGIC + bytes(64) + b" " * MAX_MESSAGE_BYTES + b"{", resolve)
+        open_envelope(MAGIC + bytes(64) + b" " * schemas.MAX_MESSAGE_BYTES + b"{", resolve)
 
 
 def test_a_message_at_the_bound_is_not_refused_for_its_signature() -> None:
-    payload = encode(MESSAGE) + b" " * (MAX_MESSAGE_BYTES - len(encode(MESSAGE)))
+    payload = encode(MESSAGE) + b" " * (schemas.MAX_MESSAGE_BYTES - len(encode(MESSAGE)))
     assert open_envelope(MAGIC + KEY.sign(DOMAIN + payload) + payload, resolve) == MESSAGE
 
 
-def test_a_key_survives_its_file_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+def test_a_key_survives_its_file_which_only_its_owner_can_read_and_no_other_key_replaces(tmp_path: Path) -> None:
     path = tmp_path / "signing.key"
     KEY.save(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert open_envelope(seal(MESSAGE, SigningKey.load(path)), resolve) == MESSAGE
-
-
-def test_a_key_file_is_never_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "signing.key"
-    KEY.save(path)
-    before = path.read_bytes()
     with pytest.raises(FileExistsError):
         OTHER.save(path)
-    assert path.read_bytes() == before
+    assert open_envelope(seal(MESSAGE, SigningKey.load(path)), resolve) == MESSAGE
 
 
 def test_a_kept_key_with_any_flipped_bit_is_refused_and_one_of_another_program_is_taken(tmp_path: Path) -> None:
@@ -153,13 +129,6 @@ def test_a_kept_key_with_any_flipped_bit_is_refused_and_one_of_another_program_i
             SigningKey.load(path)
     path.write_bytes(whole.partition(b"\n")[2])
     assert SigningKey.load(path).public == KEY.public
-
-
-def test_a_damaged_key_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "signing.key"
-    path.write_text("nonsense")
-    with pytest.raises(MalformedError, match=r"signing\.key"):
-        SigningKey.load(path)
 
 
 def test_the_secret_is_not_in_the_repr() -> None:
@@ -180,12 +149,18 @@ LINKS = [make_link(FEDERATION, n + 1, 5 + n, KEYS[n], KEYS[n + 1].public) for n 
 THIEF = SigningKey.generate()
 
 
-def chain(links: Sequence[KeyLink] = LINKS, **changes: object) -> KeyChain:
-    values = {"federation": FEDERATION, "sender": COORDINATOR, "recipient": EVERYONE, "links": tuple(links), **changes}
-    return KeyChain.model_validate(values)
+def chain(links: Sequence[KeyLink] = LINKS, **changes: object) -> schemas.KeyChain:
+    values = {
+        "federation": FEDERATION,
+        "sender": schemas.COORDINATOR,
+        "recipient": schemas.EVERYONE,
+        "links": tuple(links),
+        **changes,
+    }
+    return schemas.KeyChain.model_validate(values)
 
 
-def opened(message: KeyChain, pinned: PinnedKey, key: SigningKey = KEYS[3]) -> PinnedKey:
+def opened(message: schemas.KeyChain, pinned: PinnedKey, key: SigningKey = KEYS[3]) -> PinnedKey:
     return open_key_chain(seal(message, key), FEDERATION, pinned)
 
 
@@ -263,7 +238,9 @@ def test_the_envelope_must_be_signed_by_the_last_key() -> None:
 
 
 def test_what_is_no_chain_of_the_coordinator_is_refused() -> None:
-    status = CoordinatorStatus(federation=FEDERATION, sender=COORDINATOR, recipient=EVERYONE, online=True)
+    status = schemas.CoordinatorStatus(
+        federation=FEDERATION, sender=schemas.COORDINATOR, recipient=schemas.EVERYONE, online=True
+    )
     with pytest.raises(MalformedError, match="coordinator_status"):
         open_key_chain(seal(status, KEYS[0]), FEDERATION, pin(0))
     for change in ("sender", "recipient"):
@@ -276,16 +253,16 @@ def test_what_is_no_chain_of_the_coordinator_is_refused() -> None:
 
 def test_the_longest_chain_fits_a_message() -> None:
     big = LINKS[0].model_copy(update={"serial": 1 << 53, "epoch": 1 << 53})
-    assert len(encode(chain([big] * MAX_KEY_LINKS))) < 16_000
+    assert len(encode(chain([big] * schemas.MAX_KEY_LINKS))) < 16_000
     with pytest.raises(TooLargeError):
         open_key_chain(b"FCG1" + bytes(20_000), FEDERATION, pin(0))
 
 
-REF = ArtifactRef(id="0" * 64, size=10, chunk_bytes=256)
+REF = schemas.ArtifactRef(id="0" * 64, size=10, chunk_bytes=256)
 
 
-def offer(epoch: int, round_number: int, attempt: int) -> Offer:
-    return Offer(
+def offer(epoch: int, round_number: int, attempt: int) -> schemas.Offer:
+    return schemas.Offer(
         federation="f",
         sender="coordinator",
         recipient="*",
@@ -299,18 +276,22 @@ def offer(epoch: int, round_number: int, attempt: int) -> Offer:
     )
 
 
-def status(epoch: int, *, online: bool) -> CoordinatorStatus:
-    return CoordinatorStatus(federation="f", sender="coordinator", recipient="*", epoch=epoch, online=online)
+def status(epoch: int, *, online: bool) -> schemas.CoordinatorStatus:
+    return schemas.CoordinatorStatus(federation="f", sender="coordinator", recipient="*", epoch=epoch, online=online)
 
 
 def accept() -> Accept:
     return Accept(federation="f", sender="a", recipient="coordinator")
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 3)] * 3)))
-def test_admitted_broadcasts_never_go_back(positions: list[tuple[int, int, int]]) -> None:
-    order = BroadcastOrder()
-    admitted = [(0, 0, 0)]
+POSITIONS = st.tuples(*[st.integers(0, 3)] * 3)
+
+
+@given(POSITIONS, st.lists(POSITIONS))
+def test_admitted_broadcasts_never_go_back_from_where_the_order_stood_before_a_restart(
+    first: tuple[int, int, int], positions: list[tuple[int, int, int]]
+) -> None:
+    order, admitted = BroadcastOrder(highest=first), [first]
     for position in positions:
         if position < admitted[-1]:
             with pytest.raises(OrderError):
@@ -319,15 +300,6 @@ def test_admitted_broadcasts_never_go_back(positions: list[tuple[int, int, int]]
             order.admit(offer(*position))
             admitted.append(position)
     assert order.highest == admitted[-1] == max(admitted)
-
-
-def test_the_order_survives_a_restart() -> None:
-    order = BroadcastOrder(highest=(2, 1, 1))
-    with pytest.raises(OrderError):
-        order.admit(offer(1, 9, 9))
-    with pytest.raises(OrderError):
-        order.admit(offer(2, 1, 0))
-    order.admit(offer(2, 1, 2))
 
 
 def test_a_coordinators_will_is_admitted_in_the_middle_of_its_epoch_and_sets_nothing_back() -> None:
@@ -369,7 +341,7 @@ def test_what_one_side_stamps_the_other_admits_once_and_in_order() -> None:
 def test_the_two_directions_count_for_themselves() -> None:
     device, coordinator = Session("5" * 64), Session("5" * 64)
     coordinator.admit(device.stamp(accept()))
-    device.admit(coordinator.stamp(Invite(federation="f", sender="coordinator", recipient="a")))
+    device.admit(coordinator.stamp(schemas.Invite(federation="f", sender="coordinator", recipient="a")))
     assert (device.next_out, device.last_in) == (2, 1)
 
 

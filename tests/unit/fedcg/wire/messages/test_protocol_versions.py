@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,13 +25,16 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-def say_hello(device: FakeDevice, spoken: tuple[int, ...]) -> None:
+def say_hello(device: FakeDevice, spoken: tuple[int, ...], answer: type[Welcome | Refusal]) -> Any:
+    """What the coordinator answers to a hello with these versions."""
     device.silent = True
     device.hello = lambda: None  # type: ignore[method-assign]
     device.start()
     device.nonce = "9" * 32
     hello = Hello(**device.addressed(), nonce=device.nonce, versions=spoken, agent="fake-2")
     device.transport.publish(device.topics.up_control(device.name), seal(hello, device.key))
+    wait_until(lambda: bool(device.of(answer)), "an answer")
+    return device.of(answer)[0]
 
 
 @pytest.mark.parametrize(("spoken", "picked"), [((1,), 1), ((1, 2), 2), ((2, 3), 2)])
@@ -40,9 +44,7 @@ def test_a_coordinator_of_version_two_serves_agents_of_version_one_and_two(
     monkeypatch.setattr(schemas, "SPOKEN", (1, 2))
     device = world.devices["a"]
     with RunningService(world):
-        say_hello(device, spoken)
-        wait_until(lambda: bool(device.of(Welcome)), "a welcome")
-    assert device.of(Welcome)[0].version == picked
+        assert say_hello(device, spoken, Welcome).version == picked
 
 
 @pytest.mark.parametrize(("ours", "spoken", "behind"), [((1,), (2, 3), "coordinator"), ((3, 4), (1, 2), "device")])
@@ -52,11 +54,9 @@ def test_an_agent_of_other_versions_is_refused_with_both_sides_versions_and_neve
     monkeypatch.setattr(schemas, "SPOKEN", ours)
     device = world.devices["a"]
     with RunningService(world) as running:
-        say_hello(device, spoken)
-        wait_until(lambda: bool(device.of(Refusal)), "a refusal")
+        refusal = say_hello(device, spoken, Refusal)
         assert running.service.refusals["version"] == 1
         assert running.service.state.online == frozenset()
-    refusal = device.of(Refusal)[0]
     assert (refusal.versions, refusal.device_versions, refusal.update) == (ours, spoken, behind)
     told = [event for event in world.events("refused") if event["reason"] == "version"]
     assert [event["what"] for event in told] == ["the hello of a"]

@@ -20,26 +20,9 @@ from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust,
 from edge_client.session.signals import Wanted
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.errors import IntegrityError, WireError
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import DOMAIN, MAGIC, SigningKey, seal
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    EVERYONE,
-    MAX_ARTIFACT_BYTES,
-    AnyMessage,
-    ArtifactRef,
-    CoordinatorStatus,
-    DeviceStatus,
-    Finished,
-    Hello,
-    Invite,
-    Manifest,
-    Need,
-    Offer,
-    Outcome,
-    Receipt,
-    RoundAttempt,
-    encode,
-)
+from fedcg.wire.messages.schemas import COORDINATOR, EVERYONE, AnyMessage
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import Chunk, chunk_frame
 from fedcg.wire.transfer.partial_files import Partials
@@ -64,17 +47,17 @@ UP = {"federation": FEDERATION, "sender": DEVICE, "recipient": COORDINATOR}
 DOWN = {"federation": FEDERATION, "sender": COORDINATOR, "recipient": DEVICE}
 BROADCAST = {**DOWN, "recipient": EVERYONE}
 FROM_DEVICE: tuple[AnyMessage, ...] = (
-    Hello(**UP, nonce=NONCE, versions=(1,), agent="x"),
-    DeviceStatus(**UP, online=False),
-    Manifest(**UP, artifact=REF, round=1, attempt=1),
-    Need(**UP, artifact=REF.id, ranges=((0, 1),)),
+    schemas.Hello(**UP, nonce=NONCE, versions=(1,), agent="x"),
+    schemas.DeviceStatus(**UP, online=False),
+    schemas.Manifest(**UP, artifact=REF, round=1, attempt=1),
+    schemas.Need(**UP, artifact=REF.id, ranges=((0, 1),)),
 )
 FROM_COORDINATOR: tuple[AnyMessage, ...] = (
-    Offer(**BROADCAST, spec=REF, aggregate=REF, rounds=2, deadline_at=1.0),
-    Finished(**BROADCAST, spec=REF, aggregate=REF),
-    CoordinatorStatus(**BROADCAST, online=True),
-    Invite(**DOWN),
-    Receipt(**DOWN, artifact=REF.id, outcome="accepted"),
+    schemas.Offer(**BROADCAST, spec=REF, aggregate=REF, rounds=2, deadline_at=1.0),
+    schemas.Finished(**BROADCAST, spec=REF, aggregate=REF),
+    schemas.CoordinatorStatus(**BROADCAST, online=True),
+    schemas.Invite(**DOWN),
+    schemas.Receipt(**DOWN, artifact=REF.id, outcome="accepted"),
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -101,7 +84,7 @@ def envelopes(draw: st.DrawFn, messages: tuple[AnyMessage, ...], key: SigningKey
     if way == "stranger":
         return seal(message, STRANGER)
     if way == "odd":
-        fields = json.loads(encode(message))
+        fields = json.loads(schemas.encode(message))
         name = draw(st.sampled_from([*fields, "more"]))
         return signed(json.dumps(fields | {name: draw(json_values)}).encode(), key)
     sealed = bytearray(seal(message, key))
@@ -147,13 +130,15 @@ class CoordinatorsDoor:
         sessions = Sessions()
         sessions.greet(DEVICE, NONCE)
         world = World(root / "home", tiny_spec(), aggregate_bytes(tiny_spec(), 0, 0, seed=1), clients=(DEVICE, "b"))
-        world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
+        world.store.open_attempt(
+            "tiny", schemas.RoundAttempt(1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0
+        )
         self.published = Published()
         self.receiver = receiver_of(world, self.published, lambda event: None)
         self.refusals = self.receiver._refusals
         self.checks = MessageChecks(TOPICS, sessions, self.refusals)
         self.checks.learn_keys([(DEVICE, KEY.public.hex)])
-        self.receiver._announced(DEVICE, Manifest(**UP, artifact=REF, round=1, attempt=1))
+        self.receiver._announced(DEVICE, schemas.Manifest(**UP, artifact=REF, round=1, attempt=1))
 
     @property
     def count(self) -> int:
@@ -242,7 +227,7 @@ def test_after_all_of_that_both_transfers_complete(doors: Doors) -> None:
             agent.refusal(Delivery(TOPICS.aggregate, frame, retained=False))
             with suppress(IntegrityError):
                 downloaded = agent.downloads.completed(0.0)
-    assert coordinator.published.receipts == [(REF.id, Outcome.REJECTED)]  # it is complete, and no update
+    assert coordinator.published.receipts == [(REF.id, schemas.Outcome.REJECTED)]  # it is complete, and no update
     assert downloaded is not None
     assert downloaded.file.read_bytes() == DATA
 
@@ -270,9 +255,9 @@ def test_what_is_too_large_takes_no_memory(doors: Doors, size: int) -> None:
         tracemalloc.stop()
 
 
-def odd_ref(rng: random.Random) -> ArtifactRef:
-    size = rng.choice([1, 255, 300_000, MAX_ARTIFACT_BYTES])
-    return ArtifactRef(id=rng.randbytes(32).hex(), size=size, chunk_bytes=rng.choice([256, 1000, 120 * 1024]))
+def odd_ref(rng: random.Random) -> schemas.ArtifactRef:
+    size = rng.choice([1, 255, 300_000, schemas.MAX_ARTIFACT_BYTES])
+    return schemas.ArtifactRef(id=rng.randbytes(32).hex(), size=size, chunk_bytes=rng.choice([256, 1000, 120 * 1024]))
 
 
 def odd_number(rng: random.Random) -> int:
@@ -298,8 +283,8 @@ def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordina
     for device in (*honest, evil):
         device.silent = True
     asks: tuple[Callable[[dict[str, Any]], AnyMessage], ...] = (
-        lambda where: Manifest(**where, artifact=odd_ref(rng)),
-        lambda where: Need(**where, artifact=rng.choice([world.base_id, "0" * 64]), ranges=odd_ranges(rng)),
+        lambda where: schemas.Manifest(**where, artifact=odd_ref(rng)),
+        lambda where: schemas.Need(**where, artifact=rng.choice([world.base_id, "0" * 64]), ranges=odd_ranges(rng)),
     )
     with RunningService(world) as running:
         for device in honest:
@@ -325,24 +310,24 @@ def test_a_coordinator_that_says_odd_things_does_not_stop_the_agent(tmp_path: Pa
     coordinator.come_online()
     world.start_agent()
     try:
-        coordinator.wait(Hello)
+        coordinator.wait(schemas.Hello)
         wait_until(lambda: bool(world.events("welcomed")), "a session")
         for round_number in range(1, 60):
             where = coordinator.address(AGENT, round_number, odd_number(rng))
             broadcast = coordinator.address(EVERYONE, round_number, 1)
-            coordinator.tell(Need(**where, artifact=rng.randbytes(32).hex(), ranges=odd_ranges(rng)))
-            coordinator.tell(Receipt(**where, artifact=rng.randbytes(32).hex(), outcome="late"))
-            coordinator.tell(Invite(**where))
+            coordinator.tell(schemas.Need(**where, artifact=rng.randbytes(32).hex(), ranges=odd_ranges(rng)))
+            coordinator.tell(schemas.Receipt(**where, artifact=rng.randbytes(32).hex(), outcome="late"))
+            coordinator.tell(schemas.Invite(**where))
             refs = {"spec": odd_ref(rng), "aggregate": odd_ref(rng)}
-            odd: AnyMessage = Offer(**broadcast, **refs, rounds=odd_number(rng), deadline_at=0.0)
+            odd: AnyMessage = schemas.Offer(**broadcast, **refs, rounds=odd_number(rng), deadline_at=0.0)
             if rng.random() < 0.3:
-                odd = Finished(**broadcast, **refs)
+                odd = schemas.Finished(**broadcast, **refs)
             coordinator.publish(coordinator.topics.offer, odd)
         wait_until(lambda: len(world.events("invited")) == 59, "all of it was heard")
         aggregate = aggregate_of(toy_parts(1), toy_spec(), 0)
         coordinator.offer(world.spec, aggregate, 90)
         coordinator.invite(90)
-        assert coordinator.wait(Manifest).round == 90
+        assert coordinator.wait(schemas.Manifest).round == 90
         assert world.events("agent_error") == []
         assert world.events("receipt") == []
     finally:

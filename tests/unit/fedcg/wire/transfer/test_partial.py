@@ -166,9 +166,9 @@ def test_reading_too_early_is_an_error_and_keeps_what_came(tmp_path: Path) -> No
 
 def test_a_chunk_that_the_artifact_cannot_have_touches_no_file(tmp_path: Path) -> None:
     receiver = partials(tmp_path).open(REF)
-    for chunk in (Chunk(REF.id, 10, bytes(256)), Chunk(REF.id, 9, bytes(256))):
+    for index, size in ((10, 256), (0, 255), (0, 257), (9, 256), (9, 0)):
         with pytest.raises(MalformedError):
-            receiver.feed(chunk, 0.0)
+            receiver.feed(Chunk(REF.id, index, bytes(size)), 0.0)
     assert not receiver.feed(Chunk("f" * 64, 0, bytes(256)), 0.0)
     assert journal_bytes(tmp_path) == HEAD_BYTES
 

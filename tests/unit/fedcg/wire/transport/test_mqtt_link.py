@@ -17,18 +17,8 @@ from fedcg.wire.transport import mqtt_link
 from fedcg.wire.transport.mqtt import BACKOFF_CAP_S, MqttTransport, backoff_s, probe
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, explain_failure
 from fedcg.wire.transport.mqtt_link import MAX_SENDS, MqttLink, Outgoing, OutgoingQueue
-from tests.support.broker.broker_packets import (
-    CONNECT,
-    PINGREQ,
-    PONG,
-    PUBACK,
-    Peer,
-    ScriptedBroker,
-    connack,
-    message,
-    scripted_broker,
-    text,
-)
+from tests.support.broker import broker_packets as packets
+from tests.support.broker.broker_packets import Peer, ScriptedBroker, scripted_broker
 from tests.support.broker.brokers import DEADLINE_S, HOST, Pki
 from tests.support.waiting import free_port
 
@@ -91,7 +81,7 @@ def test_a_packet_that_may_not_come_is_refused_by_its_header_before_there_is_roo
 def test_the_largest_packet_that_is_read_is_announced(broker: ScriptedBroker) -> None:
     link = MqttLink(broker.config(), None, "5", None)
     link.open()
-    assert b"\x27" + (50_000).to_bytes(4, "big") in broker.accept().expect(CONNECT)
+    assert b"\x27" + (50_000).to_bytes(4, "big") in broker.accept().expect(packets.CONNECT)
     link.close()
 
 
@@ -101,15 +91,15 @@ def test_a_packet_at_the_bound_is_read_in_whatever_pieces_it_comes(
     link, peer = linked
     found: list[bytes] = []
     link.on_message = lambda _link, _data, came: found.append(bytes(came.payload))
-    payload = bytes(50_000 - len(text("t")) - 3)
-    whole = message("5", "t", payload, 7)
+    payload = bytes(50_000 - len(packets.text("t")) - 3)
+    whole = packets.message("5", "t", payload, 7)
     for piece in (whole[:1], whole[1:2], whole[2:5], whole[5:20_000], whole[20_000:]):
         peer.send(piece)
         link.move(wake.fileno(), 0.05)
     while not found:
         link.move(wake.fileno(), DEADLINE_S)
     assert found == [payload]
-    assert peer.expect(PUBACK) == b"\x00\x07"
+    assert peer.expect(packets.PUBACK) == b"\x00\x07"
 
 
 def test_a_broker_that_reads_no_acknowledgement_does_not_fill_the_memory(
@@ -119,7 +109,7 @@ def test_a_broker_that_reads_no_acknowledgement_does_not_fill_the_memory(
     for _ in range(200):  # more than the buffers of both sockets hold
         link.publish("t", bytes(50_000))
     monkeypatch.setattr(mqtt_link, "MAX_UNSENT", len(link._out_packet) + 50)
-    peer.send(*(message("5", "t", b"x", number) for number in range(1, 100)))
+    peer.send(*(packets.message("5", "t", b"x", number) for number in range(1, 100)))
     with pytest.raises(ConnectionError, match="does not read"):
         move_on(link, wake)
 
@@ -136,7 +126,7 @@ def test_a_descriptor_that_can_be_read_ends_a_wait_which_says_so(
 ) -> None:
     link, peer = linked
     assert not link.move(wake.fileno(), 0.0)
-    peer.send(PONG)
+    peer.send(packets.PONG)
     assert not link.move(wake.fileno(), DEADLINE_S)
     near, far = socket.socketpair()
     with near, far:
@@ -151,12 +141,12 @@ def test_a_silent_link_is_pinged_after_our_own_keepalive_at_the_latest(
     link = MqttLink(replace(broker.config(), keepalive_s=1), None, "5", None)
     link.open()
     peer = broker.accept()
-    peer.expect(CONNECT)
-    peer.send(connack())
+    peer.expect(packets.CONNECT)
+    peer.send(packets.connack())
     link.on_connect = lambda *_: link.accept_keepalive(told)
     with pytest.raises(ConnectionError, match="a ping was not answered"):
         move_on(link, wake)
-    assert peer.expect(PINGREQ) == b""
+    assert peer.expect(packets.PINGREQ) == b""
 
 
 def test_a_handshake_that_nobody_answers_ends(broker: ScriptedBroker) -> None:
@@ -172,16 +162,16 @@ def outgoing(payload: bytes, qos: int = 1) -> Outgoing:
     return Outgoing("t", payload, qos, retain=False)
 
 
+def queued(*messages: Outgoing) -> OutgoingQueue:
+    queue = OutgoingQueue(10, 1000)
+    for one in messages:
+        queue.put(one)
+    return queue
+
+
 def take(queue: OutgoingQueue, in_flight: int = 20) -> bytes | None:
     taken = queue.take(in_flight)
     return None if taken is None else taken.payload
-
-
-def test_messages_leave_in_the_order_they_came() -> None:
-    queue = OutgoingQueue(10, 1000)
-    for payload in (b"1", b"2", b"3"):
-        queue.put(outgoing(payload, qos=0))
-    assert [take(queue), take(queue), take(queue), take(queue)] == [b"1", b"2", b"3", None]
 
 
 def test_the_queue_is_bounded_in_messages_and_counts_what_is_not_acknowledged() -> None:
@@ -211,9 +201,7 @@ def test_the_queue_is_bounded_in_bytes_and_gives_them_back() -> None:
 
 
 def test_a_qos_1_message_waits_for_room_in_flight() -> None:
-    queue = OutgoingQueue(10, 1000)
-    for payload in (b"1", b"2"):
-        queue.put(outgoing(payload))
+    queue = queued(outgoing(b"1"), outgoing(b"2"))
     first = queue.take(1)
     assert first is not None
     assert queue.take(1) is None
@@ -222,18 +210,14 @@ def test_a_qos_1_message_waits_for_room_in_flight() -> None:
 
 
 def test_after_a_lost_link_qos_1_is_sent_again_in_order_and_qos_0_is_gone() -> None:
-    queue = OutgoingQueue(10, 1000)
-    for payload, qos in ((b"1", 1), (b"2", 0), (b"3", 1), (b"4", 0), (b"5", 1)):
-        queue.put(outgoing(payload, qos))
-    for _ in range(3):
-        assert queue.take(20) is not None
+    queue = queued(*(outgoing(b"%d" % number, qos=number % 2) for number in (1, 2, 3, 4, 5)))
+    assert [take(queue), take(queue), take(queue)] == [b"1", b"2", b"3"]
     queue.link_lost()
     assert [take(queue), take(queue), take(queue), take(queue)] == [b"1", b"3", b"5", None]
 
 
 def test_a_message_that_breaks_every_link_is_given_up() -> None:
-    queue = OutgoingQueue(10, 1000)
-    queue.put(outgoing(b"poison"))
+    queue = queued(outgoing(b"poison"))
     for _ in range(MAX_SENDS):
         assert queue.take(20) is not None
         queue.link_lost()
@@ -246,9 +230,7 @@ def test_the_time_without_an_acknowledgement_counts_from_the_last_one_while_some
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("fedcg.wire.transport.mqtt_link.time.monotonic", lambda: now[0])
-    queue = OutgoingQueue(10, 1000)
-    for name in ("a", "b"):
-        queue.put(Outgoing(name, b"x", 1, retain=False))
+    queue = queued(outgoing(b"1"), outgoing(b"2"))
     assert queue.owed_s() == 0.0  # nothing was sent
     first, second = queue.take(2), queue.take(2)
     assert first is not None
@@ -262,22 +244,21 @@ def test_the_time_without_an_acknowledgement_counts_from_the_last_one_while_some
     assert queue.owed_s() == 0.0
 
 
-@pytest.mark.parametrize("host", ["broker.example.org", "192.168.1.5", "0.0.0.0"])  # noqa: S104 - refused here
-def test_plain_text_never_leaves_the_machine(host: str) -> None:
-    with pytest.raises(ValueError, match="loopback"):
-        MqttConfig(host, 1883, "a", insecure=True)
-
-
-def test_plain_text_must_be_asked_for() -> None:
-    with pytest.raises(ValueError, match="insecure"):
-        MqttConfig(HOST, 1883, "a")
+@pytest.mark.parametrize(
+    ("host", "insecure", "has_tls", "why"),
+    [
+        *[(host, True, False, "loopback") for host in ("broker.example.org", "192.168.1.5", "0.0.0.0")],  # noqa: S104
+        (HOST, False, False, "insecure"),
+        (HOST, True, True, "contradicts"),
+    ],
+)
+def test_plain_text_never_leaves_the_machine_and_must_be_asked_for(
+    pki: Pki, host: str, insecure: bool, has_tls: bool, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        MqttConfig(host, 1883, "a", tls=pki.tls("a") if has_tls else None, insecure=insecure)
     for here in (HOST, "127.0.0.2", "::1", "localhost"):
         assert MqttConfig(here, 1883, "a", insecure=True).tls is None
-
-
-def test_insecure_and_tls_contradict_each_other(pki: Pki) -> None:
-    with pytest.raises(ValueError, match="contradicts"):
-        MqttConfig(HOST, 1883, "a", tls=pki.tls("a"), insecure=True)
 
 
 def test_the_tls_context_asks_for_1_3_and_checks_the_broker(pki: Pki) -> None:
