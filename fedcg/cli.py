@@ -172,7 +172,7 @@ def _for_people(error: Exception, words: Sequence[str]) -> Exception:
         from fedcg.config_file import problems_in_words
 
         if isinstance(error, ValidationError):
-            return BadInputError(f"{error.title}: {problems_in_words(error)}")
+            return BadInputError(problems_in_words(error))
     return error
 
 
