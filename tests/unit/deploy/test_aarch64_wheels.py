@@ -19,8 +19,8 @@ def resolve(
     requirements: Path, python: str, *more: str, platform: str = "aarch64-manylinux_2_28"
 ) -> subprocess.CompletedProcess[str]:
     """The versions that pip would install on a platform, by default 64-bit Arm with glibc 2.28, from wheels alone; pip itself can't leave its own machine's markers."""
-    command = [UV, "pip", "compile", requirements, "--python-version", python, "--no-header", "--no-annotate", *more]
-    wheels = ["--python-platform", platform, "--only-binary", ":all:"]
+    command: list[str | Path] = [UV, "pip", "compile", requirements, "--python-version", python, *more]
+    wheels = ["--no-header", "--no-annotate", "--python-platform", platform, "--only-binary", ":all:"]
     trusted = {"SSL_CERT_FILE": ssl.get_default_verify_paths().openssl_cafile, **os.environ}
     return subprocess.run([*command, *wheels], capture_output=True, text=True, env=trusted, check=False, timeout=250)
 

@@ -11,24 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from safetensors.numpy import load, save
 
-from fedcg.wire.artifacts import artifacts
+from fedcg.wire.artifacts import artifacts, payload
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, pack, unpack
 from fedcg.wire.artifacts.inspection import decode, inspect
-from fedcg.wire.artifacts.payload import (
-    F16_LIMIT,
-    SCALE_SUFFIX,
-    Array,
-    assert_finite,
-    data_bytes,
-    decode_tensor,
-    decode_tensors,
-    encode_tensor,
-    encode_tensors,
-    layouts_of,
-    max_payload_bytes,
-    stored_tensors,
-    tensor_codec,
-)
+from fedcg.wire.artifacts.payload import Array, decode_tensor, encode_tensor, encode_tensors, layouts_of
 from fedcg.wire.errors import CodecError, IntegrityError, MalformedError, TooLargeError, UnknownBaseError, WireError
 from fedcg.wire.parts import Part, PartLayouts, TensorCodec, TensorLayout, UpdateCodec, is_delta
 
@@ -54,13 +40,13 @@ def encoded(parts: dict[Part, dict[str, Array]]) -> bytes:
 
 
 def decoded(data: bytes, layouts: PartLayouts = PAIR_LAYOUTS) -> dict[Part, dict[str, Array]]:
-    return decode_tensors(data, layouts, codecs_for(layouts))
+    return payload.decode_tensors(data, layouts, codecs_for(layouts))
 
 
 @given(ANY_PARTS)
 def test_tensors_survive_the_wire_bit_for_bit(parts: dict[Part, dict[str, Array]]) -> None:
     data, layouts = encoded(parts), layouts_of(parts)
-    assert len(data) <= max_payload_bytes(layouts, codecs_for(layouts))
+    assert len(data) <= payload.max_payload_bytes(layouts, codecs_for(layouts))
     found = decoded(data, layouts)
     assert found.keys() == parts.keys()
     for part, arrays in parts.items():
@@ -107,7 +93,7 @@ def test_a_hidden_message_in_the_metadata_is_refused() -> None:
 
 def test_a_payload_over_its_bound_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(TooLargeError):
-        decoded(b"{" * (max_payload_bytes(PAIR_LAYOUTS, codecs_for(PAIR_LAYOUTS)) + 1))
+        decoded(b"{" * (payload.max_payload_bytes(PAIR_LAYOUTS, codecs_for(PAIR_LAYOUTS)) + 1))
 
 
 def test_a_header_that_lies_about_its_length_is_refused() -> None:
@@ -150,11 +136,11 @@ def test_a_changed_byte_never_crashes_the_decoder(position: int, change: int) ->
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_tensor_that_is_not_finite_is_named(bad: float) -> None:
-    assert_finite(PAIR)
+    payload.assert_finite(PAIR)
     broken = WEIGHT.copy()
     broken[1, 2] = bad
     with pytest.raises(IntegrityError, match="classifier/weight"):
-        assert_finite(classifier(weight=broken, count=COUNT))
+        payload.assert_finite(classifier(weight=broken, count=COUNT))
 
 
 EPSILON = 2.0**-23
@@ -176,11 +162,11 @@ def arrays(elements: st.SearchStrategy[float]) -> st.SearchStrategy[tuple[Floats
 def there_and_back(array: Floats, codec: TensorCodec, base: Floats) -> tuple[Floats, npt.NDArray[np.float64]]:
     """The decoded tensor, and each element's scale (0 without one)."""
     pieces = encode_tensor("classifier/w", array, codec, base)
-    stored = stored_tensors(array.shape, codec)
+    stored = payload.stored_tensors(array.shape, codec)
     assert {suffix: (piece.shape, piece.nbytes) for suffix, piece in pieces.items()} == {
         suffix: (one.shape, one.data_bytes) for suffix, one in stored.items()
     }
-    scales = pieces.get(SCALE_SUFFIX, np.zeros(len(array), np.float32)).astype(np.float64)
+    scales = pieces.get(payload.SCALE_SUFFIX, np.zeros(len(array), np.float32)).astype(np.float64)
     decoded = decode_tensor("classifier/w", pieces, codec, base)
     assert decoded.dtype == np.float32
     assert decoded.shape == array.shape
@@ -236,7 +222,7 @@ def test_numbers_worked_out_by_hand() -> None:
     pieces = encode_tensor("w", array, "i8", None)
     # The scale is 1, and halves go to the even neighbour.
     assert pieces[""].tolist() == [[127, -64, 0, 2, -127], [0] * 5]
-    assert pieces[SCALE_SUFFIX].tolist() == [1.0, 0.0]
+    assert pieces[payload.SCALE_SUFFIX].tolist() == [1.0, 0.0]
     assert decode_tensor("w", pieces, "i8", None).tolist() == [[127, -64, 0, 2, -127], [0] * 5]
     base = np.full((2, 5), 100, np.float32)
     delta = encode_tensor("w", array + base, "i8-delta", base)
@@ -247,10 +233,10 @@ def test_numbers_worked_out_by_hand() -> None:
 @pytest.mark.parametrize("codec", ["f16", "f16-delta"])
 def test_what_float16_can_not_hold_is_refused_by_name(codec: TensorCodec) -> None:
     base = np.zeros((1, 9), np.float32)
-    for number in (F16_LIMIT, 1e9, -3e38):
+    for number in (payload.F16_LIMIT, 1e9, -3e38):
         with pytest.raises(CodecError, match=r"generator/w holds .*65504"):
             encode_tensor("generator/w", np.full((1, 9), number, np.float32), codec, base)
-    below = np.nextafter(np.float32(F16_LIMIT), np.float32(0))
+    below = np.nextafter(np.float32(payload.F16_LIMIT), np.float32(0))
     assert encode_tensor("w", np.full((1, 9), below), codec, base)[""].max() == 65504
 
 
@@ -278,8 +264,8 @@ def test_what_is_not_finite_is_refused_by_name(codec: TensorCodec, bad: float) -
 )
 def test_integers_and_small_tensors_stay_exact(dtype: Any, shape: tuple[int, ...], expected: str) -> None:
     layout = TensorLayout(name="w", dtype=dtype, shape=shape)
-    assert tensor_codec(layout, "i8-delta", has_base=True) == expected
-    assert tensor_codec(layout, "i8-delta", has_base=False) == expected.removesuffix("-delta")
+    assert payload.tensor_codec(layout, "i8-delta", has_base=True) == expected
+    assert payload.tensor_codec(layout, "i8-delta", has_base=False) == expected.removesuffix("-delta")
 
 
 # Whole artifacts
@@ -326,7 +312,7 @@ def test_an_artifact_of_any_codec_survives_the_wire_within_the_size_that_was_dec
     data, codecs = packed(codec), codecs_for(LAYOUTS, codec, frozenset(PARTS))
     assert artifacts.read_header(data).codecs == codecs
     assert artifacts.parts_in(artifacts.read_header(data)) == set(PARTS)
-    assert artifacts.decompress_payload(artifacts.split_artifact(data)[1], max_payload_bytes(LAYOUTS, codecs))
+    assert artifacts.decompress_payload(artifacts.split_artifact(data)[1], payload.max_payload_bytes(LAYOUTS, codecs))
     decoded = unpack(data, LAYOUTS, codecs=codecs, base=BASE).parts
     assert np.array_equal(decoded[Part.CLASSIFIER]["bias"], PARTS[Part.CLASSIFIER]["bias"])
     assert int(decoded[Part.GENERATOR]["batches"]) == 1 << 60
@@ -338,7 +324,10 @@ def test_an_artifact_of_any_codec_survives_the_wire_within_the_size_that_was_dec
 def test_coded_bytes_counted_by_hand() -> None:
     exact = 10 * 4 + 8
     for codec, weights in (("f32", 880 * 4), ("f16-delta", 880 * 2), ("i8", 880 + 50 * 4)):
-        assert data_bytes(LAYOUTS, codecs_for(LAYOUTS, cast(UpdateCodec, codec), frozenset(PARTS))) == weights + exact
+        assert (
+            payload.data_bytes(LAYOUTS, codecs_for(LAYOUTS, cast(UpdateCodec, codec), frozenset(PARTS)))
+            == weights + exact
+        )
 
 
 def test_a_part_without_a_base_goes_by_value() -> None:
@@ -398,10 +387,10 @@ def test_codecs_that_can_not_hold_their_tensor_are_refused() -> None:
         with pytest.raises(MalformedError, match=key):
             encode_tensors(PARTS, codecs)
         with pytest.raises(IntegrityError, match=key):
-            max_payload_bytes(LAYOUTS, codecs)
+            payload.max_payload_bytes(LAYOUTS, codecs)
     scalar = layouts_of({Part.CLASSIFIER: {"w": np.array(1, np.float32)}})
     with pytest.raises(IntegrityError, match="classifier/w"):
-        max_payload_bytes(scalar, {"classifier/w": "i8"})
+        payload.max_payload_bytes(scalar, {"classifier/w": "i8"})
 
 
 def test_an_observer_decodes_what_the_receiver_decodes() -> None:

@@ -129,6 +129,9 @@ def test_a_kept_key_with_any_flipped_bit_is_refused_and_one_of_another_program_i
             SigningKey.load(path)
     path.write_bytes(whole.partition(b"\n")[2])
     assert SigningKey.load(path).public == KEY.public
+    path.write_text("-----BEGIN nonsense")
+    with pytest.raises(MalformedError, match=f"{path} holds no private key"):
+        SigningKey.load(path)
 
 
 def test_the_secret_is_not_in_the_repr() -> None:
