@@ -80,7 +80,7 @@ def _relative(path: str, root: Path) -> str:
     return str(Path(path).relative_to(root))
 
 
-def write_record(summary: Mapping[str, Any], root: Path, out: Path) -> None:
-    """Write the record of a run to a file."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    replace_durably(out, json.dumps(record_of_summary(summary, root), indent=1) + "\n", READABLE)
+def write_record(record: Mapping[str, Any], path: Path) -> None:
+    """Write a record to a file, whose folder is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_durably(path, json.dumps(record, indent=1) + "\n", READABLE)

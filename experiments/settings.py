@@ -159,14 +159,6 @@ class Setting(BaseModel):
     def _found_from_anywhere(cls, weights: str | None) -> str | None:
         return str(Path(weights).resolve()) if weights not in {None, RANDOM} else weights
 
-    def checked_partition(self) -> Partition:
-        """The partition, parsed.
-
-        Raises:
-            SourceError: not a partition.
-        """
-        return Partition.parse(self.partition)
-
     def deal(self) -> DealOptions:
         """What decides who gets which images.
 
@@ -175,7 +167,7 @@ class Setting(BaseModel):
         """
         return DealOptions(
             self.clients,
-            self.checked_partition(),
+            Partition.parse(self.partition),
             self.seed,
             self.images_per_client,
             self.validation,
@@ -442,7 +434,7 @@ def check(setting: Setting) -> None:
         raise OptionError(f"no method {setting.method!r}; there are {', '.join(method_names())}")
     let_in(setting)
     check_name(setting.network)
-    setting.checked_partition()
+    setting.deal()
 
 
 def let_in(setting: Setting) -> None:

@@ -3,9 +3,8 @@
 Uses torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from statistics import fmean
 
 import torch
@@ -30,7 +29,7 @@ from fedcg.learning.probes import OUTPUTS
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Schedule, Updates, simulate
-from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, Runner, SerialRunner
+from fedcg.learning.simulation.tasks import Runner
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.payload import assert_finite
@@ -167,31 +166,6 @@ class AttackedRun:
 
     accuracy: float
     screened: tuple[Screened, ...]
-
-
-class RememberingRunner(SerialRunner):
-    """Trains what several runs have in common, such as the first round of all of them, once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: dict[str, LocalOutcome] = {}
-
-    def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
-        """Local rounds in the order given."""
-        for task in tasks:
-            key = _digest(f"{task.client} {task.number}", task.state.parts, aggregate.parts)
-            if key not in self._known:
-                (self._known[key],) = super().local([task], aggregate)
-            yield self._known[key]
-
-
-def _digest(what: str, *inputs: Mapping[Part, Weights]) -> str:
-    digest = sha256(what.encode())
-    for parts in inputs:
-        for part, arrays in sorted(to_arrays(parts).items()):
-            for name, array in sorted(arrays.items()):
-                digest.update(f"{part} {name}".encode() + array.tobytes())
-    return digest.hexdigest()
 
 
 class Defence:

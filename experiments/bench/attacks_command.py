@@ -48,7 +48,7 @@ def attacks_command(
 
     Beside each attack stand the same federation with all clients honest, and without the last client.
 
-    Example: fedcg bench attacks --rounds 5 --attack sign_flip
+    Example: fedcg bench attacks --rounds 5 --attack sign-flipped
     """
     import torch
 
@@ -93,9 +93,10 @@ def _run_cases(
 ) -> None:
     """Run what the record lacks, and write it after every case."""
     from coordinator.config import RobustnessSettings
-    from experiments.bench.attacked_run import ATTACKS, PROBE_ATTACKS, RememberingRunner, attacked_run
-    from fedcg.files import READABLE, replace_durably
+    from experiments.bench.attacked_run import ATTACKS, PROBE_ATTACKS, attacked_run
+    from experiments.record import write_record
     from fedcg.learning.registry import get_method
+    from fedcg.learning.simulation.tasks import SerialRunner
 
     attacks = {**ATTACKS, **(PROBE_ATTACKS if get_method(setting["method"]).payload.summed else {})}
     unknown = sorted(set(chosen or ()) - attacks.keys())
@@ -108,7 +109,7 @@ def _run_cases(
     wanted += [(name, defended) for name in chosen or attacks for defended in (True, False)]
     wanted = [case for case in wanted if only is None or case[1] is only or case[0] == ABSENT]
     done = {(case["attack"], case["defended"]) for case in record["cases"]}
-    runner, party = RememberingRunner(), None
+    runner, party = SerialRunner(), None
     for name, defended in wanted:
         if (name, defended) in done:
             continue
@@ -121,8 +122,7 @@ def _run_cases(
         )
         record["cases"].append({"attack": name, "defended": defended, **asdict(run)})
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_durably(path, json.dumps(record, indent=1) + "\n", READABLE)
+            write_record(record, path)
 
 
 def _party(setting: Mapping[str, Any]) -> Party:

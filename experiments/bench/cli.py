@@ -5,7 +5,6 @@ measurements in the entry-point group `fedcg.benches`.
 """
 
 import asyncio
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -184,8 +183,7 @@ def coordinator_command(
         run_rounds,
     )
     from experiments.bench.sessions import new_home
-    from experiments.record import bench_record
-    from fedcg.files import READABLE, replace_durably
+    from experiments.record import bench_record, write_record
 
     if watchers and rounds < 3:
         raise typer.BadParameter(
@@ -217,8 +215,7 @@ def coordinator_command(
     if watchers:
         record["watching"] = {"pages": run.pages, "events": run.events, **cost_of_watchers(found, rounds)}
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        replace_durably(out / "coordinator.json", json.dumps(record, indent=1) + "\n", READABLE)
+        write_record(record, out / "coordinator.json")
         draw_memory(found, out / "memory.png", f"{sessions} sessions: memory after each round")
     return record, "\n".join(_coordinator_lines(record))
 

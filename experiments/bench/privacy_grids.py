@@ -17,11 +17,10 @@ import tomllib
 import typer
 
 from experiments.errors import RunError
-from experiments.record import bench_record
+from experiments.record import bench_record, write_record
 from experiments.simulation.recorded_updates import REAL
 from fedcg.child_python import module_command
 from fedcg.errors import BadInputError
-from fedcg.files import READABLE, replace_durably
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ def run_grid(
                 failed += 1
                 typer.echo(f"failed: {error}", err=True)
                 continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_durably(path, json.dumps(record, indent=1) + "\n", READABLE)
+            write_record(record, path)
         if path.is_file():
             records.append(json.loads(path.read_text(encoding="utf-8")))
     return records, failed

@@ -79,7 +79,7 @@ def demo_command(values: Values, typed: frozenset[str]) -> None:
         run.save(frozenset())
     with loading():
         from experiments.demo.demo import Demo  # half a second of imports, behind the first line
-    from experiments.record import write_record
+    from experiments.record import record_of_summary, write_record
 
     finished = run.root / "summary.json"
     try:
@@ -93,7 +93,7 @@ def demo_command(values: Values, typed: frozenset[str]) -> None:
         console.print(f"Every process is stopped. Go on with: fedcg demo --resume {run.root}", soft_wrap=True)
         raise typer.Exit(130) from None
     if options.record is not None:
-        write_record(summary, run.root, options.record)
+        write_record(record_of_summary(summary, run.root), options.record)
     if options.as_json:
         print_data(summary)
     else:

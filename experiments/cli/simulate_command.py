@@ -17,7 +17,7 @@ from experiments.data.deal import deal_out
 from experiments.data.source import Source
 from experiments.errors import OptionError
 from experiments.papers.catalogue import find_presets
-from experiments.papers.plan import table_batch
+from experiments.papers.plan import plan_runs
 from experiments.parallel.ray_cluster import LOCAL, check_ray
 from experiments.settings import (
     Values,
@@ -170,7 +170,11 @@ def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> B
     seeds = () if text is None else parse_seeds(text)
     rows = sorted({row.method for preset in find_presets(options.paper) for row in preset.rows.values()})
     params, networks = parse_method_params(options.params, tuple(rows)), parse_networks(named, rows)
-    return table_batch(options.paper, fields, typed, options.method, seeds, params, networks)
+    setting = {name: value for name, value in fields.items() if name in typed}
+    runs = plan_runs(
+        options.paper, methods=options.method, seeds=seeds, setting=setting, params=params, networks=networks
+    )
+    return Batch(runs=tuple(run.planned() for run in runs))
 
 
 def _remember(batch: Batch, folder: Path, *, force: bool) -> None:

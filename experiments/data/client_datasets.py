@@ -81,7 +81,7 @@ class Decoder:
             source: the images.
             cache: folder of the copies; the user's cache folder when None. Where nothing can be written, nothing is kept.
         """
-        files = sorted({picture.where for picture in _pictures(source) if picture.file is not None})
+        files = sorted({picture.where for picture in _pictures(source) if isinstance(picture, FilePicture)})
         if len(files) < REMEMBERED_FROM:
             return
         folder = (cache or user_cache("images")) / _key(files, self._form)

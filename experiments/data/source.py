@@ -14,7 +14,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,28 +26,6 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 
 Pixels = NDArray[np.uint8]
-
-
-class Picture(Protocol):
-    """One image: a value that costs next to nothing until its bytes are asked for."""
-
-    @property
-    def name(self) -> str:
-        """The file name that it has, or gets when it is written; unique within its class."""
-
-    @property
-    def where(self) -> str:
-        """What to call it in a message: a path, or a file and a row."""
-
-    @property
-    def file(self) -> Path | None:
-        """The image file, where there is one that can be linked to."""
-
-    def content(self) -> bytes:
-        """The bytes of its image file."""
-
-
-PicturesPerClass = tuple[tuple[Picture, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -72,11 +49,6 @@ class FilePicture:
     def where(self) -> str:
         """The path."""
         return str(self.path)
-
-    @property
-    def file(self) -> Path | None:
-        """The path."""
-        return self.path
 
     def content(self) -> bytes:
         """The file's bytes.
@@ -116,16 +88,20 @@ class RowPicture:
         """File and row."""
         return f"{self.origin}#{self.row}"
 
-    @property
-    def file(self) -> Path | None:
-        """None: there is no file of this one image."""
-        return None
-
     def content(self) -> bytes:
         """The image as a PNG file, without loss."""
         buffer = io.BytesIO()
         Image.fromarray(self.images[self.row]).save(buffer, "PNG", compress_level=self.compression)
         return buffer.getvalue()
+
+
+Picture = FilePicture | RowPicture
+"""One image: a value that costs next to nothing until its `content`, the bytes of its image file, is asked for.
+
+Its `name` is unique within its class; `where` is what a message calls it.
+"""
+
+PicturesPerClass = tuple[tuple[Picture, ...], ...]
 
 
 def rows_per_class(
@@ -187,10 +163,10 @@ def _is_grey(picture: Picture | None) -> bool:
         return True
     if isinstance(picture, RowPicture):
         return picture.images.ndim == 3
-    if picture.file is None or not picture.file.is_file():  # whoever opens a FIFO waits for ever
+    if not picture.path.is_file():  # whoever opens a FIFO waits for ever
         return True
     try:
-        with Image.open(picture.file) as image:
+        with Image.open(picture.path) as image:
             return image.mode in _GREY_MODES
     except (OSError, SyntaxError, ValueError):
         return True

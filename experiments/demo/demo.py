@@ -25,7 +25,7 @@ from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from experiments.data.deal import client_names
-from experiments.data.partition_folders import Prepared, load_prepared, prepare
+from experiments.data.partition_folders import image_counts, prepare
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import POLL_S, Child, Children, children
@@ -282,12 +282,11 @@ class Demo:
 
     def _report(self) -> dict[str, Any]:
         run, agents = self._run, list(self._agents.values())
-        prepared: Prepared = load_prepared(run.data)
         summary = summarise(
             setting=run.setting.model_dump(mode="json"),
             broker=self._broker_named,
             times=seconds(agents, self._coordinator, process_began(), time.time()),
-            prepared=prepared,
+            images=image_counts(run.data),
             agents=agents,
             wire=self._wire(),
             versions=versions(),

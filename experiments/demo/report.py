@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from experiments.data.partition_folders import Prepared
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Event, number
 
 TABLE_WIDTH = 100
@@ -118,11 +117,10 @@ def crossed(wire: WireRecord, client: str) -> tuple[list[str], list[str]]:
     return parts, sorted({name for seen in updates for name in seen["report"]})
 
 
-def _client_record(agent: AgentHistory, prepared: Prepared, wire: WireRecord, rounds: int) -> dict[str, Any]:
-    folder = next(client for client in prepared.clients if client.id == agent.id)
+def _client_record(agent: AgentHistory, images: Mapping[str, int], wire: WireRecord, rounds: int) -> dict[str, Any]:
     final: Event = agent.finalised or {}
     parts, fields = crossed(wire, agent.id)
-    record: dict[str, Any] = {"id": agent.id, "train_images": sum(folder.train), "test_images": sum(folder.test)}
+    record: dict[str, Any] = {"id": agent.id, **images}
     record |= {name: number(final, name) for name in ACCURACIES}
     record |= {
         "onnx_model": final.get("onnx_model"),
@@ -151,13 +149,13 @@ def summarise(
     setting: Mapping[str, Any],
     broker: str,
     times: Seconds,
-    prepared: Prepared,
+    images: Mapping[str, Mapping[str, int]],
     agents: Sequence[AgentHistory],
     wire: WireRecord,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The content of `summary.json`."""
-    clients = [_client_record(agent, prepared, wire, setting["rounds"]) for agent in agents]
+    """The content of `summary.json`; `images` has each client's numbers of images, as `partition.json` does."""
+    clients = [_client_record(agent, images[agent.id], wire, setting["rounds"]) for agent in agents]
     return {
         "method": setting["method"],
         "rounds": setting["rounds"],

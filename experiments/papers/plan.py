@@ -14,7 +14,7 @@ from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, Row, find_presets, presets
 from experiments.papers.records import RunRecord
 from experiments.settings import of_method
-from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, planned_run
+from experiments.simulation.batch import PARAM_OPTIONS, PlannedRun, RunSetting, planned_run
 
 Values = Mapping[str, JsonValue]
 _OPTION_OF_PARAM = {param: option for option, param in PARAM_OPTIONS.items()}
@@ -43,6 +43,11 @@ class TableRun:
     given: Values
     given_params: Values
 
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What no two runs have in common."""
+        return self.paper, self.method, self.variant, self.seed
+
     def planned(self) -> PlannedRun:
         """The run as `fedcg simulate` does it, with what differs from the published setting.
 
@@ -60,35 +65,6 @@ class TableRun:
         return run.model_copy(update={"reduced": {**run.reduced, "data": (before, run.setting.data_name)}})
 
 
-def table_batch(
-    name: str,
-    options: Values,
-    given: frozenset[str],
-    methods: Sequence[str],
-    seeds: Sequence[int],
-    method_params: Mapping[str, Values],
-    networks: Mapping[str, Values] | None = None,
-) -> Batch:
-    """What `fedcg simulate --paper NAME` runs.
-
-    Args:
-        name: a preset or a group of presets.
-        options: fields of the run's setting by name, as the command line has them.
-        given: which of them were typed; the others are the table's.
-        methods: only these methods or rows; empty means all.
-        seeds: empty means the paper's.
-        method_params: parameters by method; those under "" are every method's.
-        networks: likewise the fields that name networks, as typed.
-
-    Raises:
-        OptionError: no such table or row, or data that the user has to bring and did not.
-        ValidationError: names every bad value.
-    """
-    typed = {key: value for key, value in options.items() if key in given and key != "paper"}
-    runs = plan_runs(name, methods=methods, seeds=seeds, setting=typed, params=method_params, networks=networks)
-    return Batch(runs=tuple(run.planned() for run in runs))
-
-
 def plan_runs(
     name: str,
     *,
@@ -98,7 +74,7 @@ def plan_runs(
     params: Mapping[str, Values] | None = None,
     networks: Mapping[str, Values] | None = None,
 ) -> tuple[TableRun, ...]:
-    """The runs of a published table, each once: all rows of a seed before the next seed.
+    """The runs of a published table, which `fedcg simulate --paper NAME` runs, each once: all rows of a seed before the next seed.
 
     Args:
         name: a preset or a group of presets.
@@ -128,7 +104,7 @@ def plan_runs(
                 if row.needs is None and (not methods or row.names & set(methods)):
                     typed = {**(setting or {}), **of_method(networks or {}, row.method)}
                     for run in _runs_of(preset, row, seed, typed, of_method(params or {}, row.method)):
-                        runs.setdefault((run.paper, run.method, run.variant, run.seed), run)
+                        runs.setdefault(run.key, run)
     return tuple(runs.values())
 
 
@@ -194,7 +170,7 @@ def printed_runs(chosen: Iterable[Preset]) -> list[TableRun]:
             if row.needs is None and (row.figures or row.key == preset.reference or preset.stand_in is not None)
         ]
         for run in plan_runs(preset.base, methods=printed, setting={"data": "brought"} if preset.needs else None):
-            runs.setdefault((run.paper, run.method, run.variant, run.seed), run)
+            runs.setdefault(run.key, run)
     return list(runs.values())
 
 
@@ -225,6 +201,6 @@ def missing_runs(runs: Iterable[RunRecord], chosen: Sequence[Preset] | None = No
     seeds: dict[tuple[str, str, str], list[int]] = {}
     published = (preset for preset in presets().values() if preset.stand_in is None)
     for plan in printed_runs(published if chosen is None else chosen):
-        if (plan.paper, plan.method, plan.variant, plan.seed) not in done:
-            seeds.setdefault((plan.paper, plan.method, plan.variant), []).append(plan.seed)
+        if plan.key not in done:
+            seeds.setdefault(plan.key[:3], []).append(plan.seed)
     return tuple(Missing(*key, tuple(numbers)) for key, numbers in seeds.items())

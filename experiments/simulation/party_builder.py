@@ -4,19 +4,22 @@ Updates and aggregates are packed and unpacked as those of a deployment.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from experiments.data.client_datasets import Cohort
 from experiments.errors import SourceError
-from experiments.settings import root_secret
+from experiments.settings import FEDERATION, root_secret
 from experiments.simulation.batch import RunSetting
+from fedcg.learning.defences.defence import DefencePlace, defence_of
+from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.networks.own_backbone import device_spec, with_features
 from fedcg.learning.registry import get_method
-from fedcg.learning.seeds import spec_root
+from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.simulation.party import ClientData, Party, Roots
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
@@ -53,6 +56,59 @@ def own_specs(spec: FederationSpec, cohort: Cohort) -> dict[str, FederationSpec]
         return {}
     names = itertools.cycle(spec.network.backbone_names)
     return {client: device_spec(spec, name) for client, name in zip(sorted(cohort.clients), names, strict=False)}
+
+
+Facts = dict[str, dict[str, str]]
+"""What a defence noted of each client."""
+
+
+def defended(
+    cohort: Cohort, run: RunSetting, roots: Roots, folder: Path, note: Callable[[str], None]
+) -> tuple[Cohort, Facts]:
+    """The cohort after the run's defence, with the streams that the devices have, and the defence's facts.
+
+    Training images are defended, the others as the defence's input layer leaves them.
+
+    Args:
+        cohort: the real images.
+        run: names the defence, which it has, and its parameters.
+        roots: the secrets of the clients, and that of the cohort.
+        folder: what was learned is kept below it; another run of the same images goes on from there.
+        note: gets a line for every tenth of a client's training that is done, and the warnings.
+
+    Raises:
+        DataError: a client lacks the images that the defence needs; names it.
+        DefenceError: images or secrets that the defence does not allow.
+        NetworkError: weights that the defence asks for can't be had.
+        DivergedError: its training diverged.
+    """
+    assert run.defence is not None
+    defence, params = defence_of(run.defence, run.defence_params)
+    scope = (FEDERATION, "defence")
+    together = None if run.start == "public" else Streams(roots.cohort).at(*scope)  # as without a cohort secret
+    clients, facts = {}, {}
+    for name, data in cohort.clients.items():
+
+        def tell(sentence: str, name: str = name) -> None:
+            note(f"{name}: {sentence}")
+
+        def progress(phase: str, step: int, steps: int, tell: Callable[[str], None] = tell) -> None:
+            if step * 10 // steps > (step - 1) * 10 // steps:
+                tell(f"{run.defence} {step}/{steps}")
+
+        streams = Streams(roots.devices[name]).at(*scope)
+        place = DefencePlace(streams, progress, folder / name, run.device, cohort=together, warn=tell)
+        try:
+            made = defence.apply(data.train, params, place)
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
+        made.keep_picture(folder / name)
+        channels, height, width = data.train.images.shape[1:]
+        make = defence.input_layer
+        given = replace(data, input_layer=make(params, place, (channels, height, width)) if make else None)
+        clients[name] = replace(given, train=made.images, val=given.seen(data.val), test=given.seen(data.test))
+        facts[name] = dict(made.facts)
+    return replace(cohort, clients=clients), facts
 
 
 def featured(cohort: Cohort, spec: FederationSpec, device: str) -> Cohort:

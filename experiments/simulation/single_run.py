@@ -2,14 +2,12 @@
 
 A finished run is not run again, an interrupted one goes on after its last finished round, a failed one does not end the batch.
 Knows nothing of options and terminals.
-
-Clients whose images went through a data defence, each with its own secret, as devices do it. Uses torch.
 """
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -20,90 +18,19 @@ from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.data.deal import DealOptions
 from experiments.data.source import Source
 from experiments.errors import RunError
-from experiments.settings import FEDERATION
 from experiments.simulation.batch import STATE_FOLDER, PlannedRun, RunSetting, record_path
 from experiments.simulation.checkpoints import Checkpoints
-from experiments.simulation.party_builder import featured, party_of, roots_of
+from experiments.simulation.party_builder import Facts, defended, featured, party_of, roots_of
 from experiments.simulation.recorded_updates import MAX_AUXILIARY, UPDATES_FOLDER, RecordedUpdates
 from experiments.simulation.simulation_record import record_of, write_json
-from fedcg.learning.defences.defence import DefencePlace, defence_of
-from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.own_backbone import keeps_features
 from fedcg.learning.networks.plans import complete_spec
-from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.simulation import NONE_TRAINED, Schedule, Simulation, beginning
-from fedcg.learning.spec import FederationSpec, ImageForm, ParameterValue, plan_from_mapping
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A defence, its parameters, and what it works with.
-
-    Attributes:
-        secrets: of the clients by id; each client's defence has the streams of a device with that secret.
-        cohort: the secret that all of them have, or None.
-        federation: its name.
-        folder: what was learned is kept below it; another run of the same images goes on from there.
-        device: torch device.
-        note: gets a line for every tenth of a client's training that is done, and the warnings.
-    """
-
-    name: str
-    params: Mapping[str, ParameterValue]
-    secrets: Mapping[str, bytes]
-    cohort: bytes | None
-    federation: str
-    folder: Path
-    device: str = "cpu"
-    note: Callable[[str], None] = lambda _: None
-
-
-def defend(cohort: Cohort, asked: Asked) -> tuple[Cohort, dict[str, dict[str, str]]]:
-    """The same cohort with defended training images, the others as the defence's input layer leaves them, and its facts by client.
-
-    Raises:
-        DataError: a client lacks the images that the defence needs; names it.
-        DefenceError: images or secrets that the defence does not allow.
-        NetworkError: weights that the defence asks for can't be had.
-        DivergedError: its training diverged.
-    """
-    defence, params = defence_of(asked.name, asked.params)
-    clients, facts, scope = dict(cohort.clients), {}, (asked.federation, "defence")
-    together = None if asked.cohort is None else Streams(asked.cohort).at(*scope)
-    for name, data in cohort.clients.items():
-        streams, folder = Streams(asked.secrets[name]).at(*scope), asked.folder / name
-        place = DefencePlace(
-            streams, _tenths(name, asked), folder, asked.device, cohort=together, warn=_named(name, asked)
-        )
-        try:
-            made = defence.apply(data.train, params, place)
-        except DataError as error:
-            raise DataError(f"{name}: {error}") from error
-        made.keep_picture(folder)
-        channels, height, width = data.train.images.shape[1:]
-        make = defence.input_layer
-        given = replace(data, input_layer=make(params, place, (channels, height, width)) if make else None)
-        clients[name] = replace(given, train=made.images, val=given.seen(data.val), test=given.seen(data.test))
-        facts[name] = dict(made.facts)
-    return replace(cohort, clients=clients), facts
-
-
-def _named(client: str, asked: Asked) -> Callable[[str], None]:
-    return lambda sentence: asked.note(f"{client}: {sentence}")
-
-
-def _tenths(client: str, asked: Asked) -> Callable[[str, int, int], None]:
-    def progress(phase: str, step: int, steps: int) -> None:
-        if step * 10 // steps > (step - 1) * 10 // steps:
-            asked.note(f"{client}: {asked.name} {step}/{steps}")
-
-    return progress
-
+from fedcg.learning.spec import FederationSpec, ImageForm, plan_from_mapping
 
 FAILURES_FILE = "failures.json"
 
-Facts = dict[str, dict[str, str]]
 OnRound = Callable[[PlannedRun, Simulation], None]
 Simulator = Callable[..., Simulation]
 """Runs a federation: takes (party, schedule, resume=, on_round=) as `fedcg.learning.simulation.simulation.simulate` does."""
@@ -227,19 +154,8 @@ class Runs:
         if self._defended is None or self._defended[0] != key:
             self._defended = None
             roots = roots_of(setting.seed, tuple(sorted(cohort.clients)))
-            secret = None if setting.start == "public" else roots.cohort  # as on devices without a cohort secret
             folder = self._folder / STATE_FOLDER / "defence" / f"seed{setting.seed}"
-            asked = Asked(
-                setting.defence,
-                setting.defence_params,
-                roots.devices,
-                secret,
-                FEDERATION,
-                folder,
-                setting.device,
-                self._note,
-            )
-            self._defended = key, *defend(cohort, asked)
+            self._defended = key, *defended(cohort, setting, roots, folder, self._note)
         return self._defended[1:]
 
     def _features_of(self, setting: RunSetting, spec: FederationSpec, cohort: Cohort) -> Cohort:

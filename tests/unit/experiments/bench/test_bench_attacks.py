@@ -1,20 +1,137 @@
-"""`fedcg bench attacks`: one hostile client, with and without the defence; what a record holds is not computed again."""
+"""`fedcg bench privacy`: grids, their tables, one real cell; `fedcg bench attacks`: one hostile client, with and without the defence."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments.bench.attacked_run import ATTACKS
-from experiments.bench.attacks_command import table
+from experiments.bench.attacks_command import table as table_of_attacks
+from experiments.bench.privacy_grids import degradation, draw_antigan, grids, parameter_of, strongest, summary, table
+from experiments.settings import parse_networks
 from tests.support.commands import data_of, run_fedcg
 
-QUICK = ("--rounds", 1, "--epochs", 1, "--images", 60, "--clients", 4, "--seed", 0, "--set", "server_iterations=5")
+
+def figure(setting: str, gain: float, *, given: bool = False, of_update: bool = True) -> dict[str, Any]:
+    interval = {"value": gain, "low": gain - 0.1, "high": gain + 0.1}
+    value = {"value": gain + 0.5, "low": 0.0, "high": 1.0}
+    named = {"name": "reid", "title": "Re-identification", "setting": setting, "unit": "share"}
+    bounds = {"floor": 0.5, "floor_is": "chance", "ceiling": 1.0}
+    return {**named, **bounds, "value": value, "gain": interval, "is_ceiling": given, "is_of_update": of_update}
+
+
+def record(seed: int, figures: list[dict[str, Any]], *, passed: bool = True) -> dict[str, Any]:
+    attack = {"name": "reidentification", "figures": figures, "controls": [{"passed": passed}]}
+    cell = {"grid": "methods", "row": "FedAvg", "column": "", "seed": seed}
+    accuracies = {"accuracy": 0.5 + 0.1 * seed, "accuracy_after": None}
+    return {**cell, **accuracies, "epsilon": None, "attacks": [attack]}
+
+
+def test_the_strongest_setting_is_on_the_update_and_no_ceiling() -> None:
+    batch, true = figure("batch", 0.4, of_update=False), figure("true", 0.5, given=True)
+    figures = [batch, figure("a", 0.1), figure("b", 0.2), true]
+    found = strongest(record(0, figures), "reid")
+    assert found is not None
+    assert found["setting"] == "b"
+    only_batch = strongest(record(0, [batch, true]), "reid")
+    assert only_batch is not None
+    assert only_batch["setting"] == "batch"
+    assert strongest(record(0, []), "reid") is None
+
+
+def test_the_summary_has_means_over_seeds_and_marks_what_proves_nothing() -> None:
+    records = [record(0, [figure("a", 0.1)]), record(1, [figure("a", 0.2)], passed=False)]
+    *_, row = summary(records)
+    # Accuracies 0.5 and 0.6: mean 55, standard deviation 7.07; values 0.6 and 0.7: 65; gains 0.1 and 0.2: 15.
+    assert row == "| FedAvg | 55 ± 7.1 | - | - | 65 ± 7.1 (15 ± 7.1) ? |"
+    *_, row = summary([record(0, [figure("batch", 0.1, of_update=False)])])
+    assert row == "| FedAvg | 50 | - | - | 60 (10) * |"
+
+
+def test_a_table_lists_every_setting_with_its_floor() -> None:
+    lines = list(table([record(0, [figure("a", 0.1), figure("true", 0.5, given=True)])]))
+    assert "| FedAvg | a | 60 % | 50 %, chance | +10 (+0 to +20) | 100 |" in lines
+    assert any("true (ceiling)" in line for line in lines)
+
+
+def test_anti_gans_curves_are_drawn_from_the_columns_of_both_parameters(tmp_path: Path) -> None:
+    columns = {"none": 0.5, "v_e 0.1": 0.45, "v_e 0.5": 0.4, "mu 0.9": 0.48, "ATS": 0.3}
+    records = [
+        {**record(seed, [{**figure("a", 0.1), "name": name} for name in ("class_ssim", "class_recognised")])}
+        | {"column": column, "accuracy_global": accuracy}
+        for seed in (0, 1)
+        for column, accuracy in columns.items()
+    ]
+    draw_antigan(records, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [parameter_of(name, "mu") for name in ("mu 0.9", "v_e 0.5", "v_e 0.1")] == [0.9, 0.5, None]
+    assert degradation({0: records[0]}, records[2]) == pytest.approx(20.0)
+
+
+def test_every_grid_has_runs_with_names_of_their_own_and_networks_that_a_simulation_takes() -> None:
+    for grid in grids().values():
+        cells = list(grid.cells())
+        assert len({(row, column) for row, column, _ in cells}) == len(cells) > 1
+        for _, _, options in cells:
+            pairs = list(pairwise(options))
+            named = {"network": [value for option, value in pairs if option == "--network"]}
+            assert parse_networks(named, [value for option, value in pairs if option == "--method"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("privacy grid", "no grid 'grid'; there are methods"),
+        ("privacy methods --row FedX", "has no row FedX; it has FedAvg"),
+        ("attacks --attack charm", f"no attack charm on fedcg; there are {', '.join(list(ATTACKS)[:2])}"),
+        ("attacks --attack probes-x10", "no attack probes-x10 on fedcg"),
+    ],
+)
+def test_what_there_is_not_is_named(words: str, said: str) -> None:
+    done = run_fedcg("bench", *words.split())
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.slow
+def test_a_cell_is_simulated_audited_recorded_and_not_done_again(tmp_path: Path) -> None:
+    words = [
+        "bench",
+        "privacy",
+        "ppidsg",
+        "--row",
+        "FedAvg",
+        "--seed",
+        "0",
+        "--images",
+        "60",
+        "--epochs",
+        "1",
+        "--clients",
+        "3",
+    ]
+    done = run_fedcg(*words, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    files = sorted((tmp_path / "ppidsg").iterdir())
+    assert [file.name for file in files] == ["digits-fedavg-relu-seed0.json", "digits-fedavg-sigmoid-seed0.json"]
+    written = json.loads(files[0].read_text())
+    assert {attack["name"] for attack in written["attacks"]} == {"labels", "membership"}
+    assert written["commands"][0].startswith("fedcg simulate --data digits")
+    assert str(tmp_path) not in files[0].read_text()
+    before = [file.stat().st_mtime_ns for file in files]
+    again = run_fedcg(*words, "--out", tmp_path)
+    assert again.stdout == done.stdout
+    assert [file.stat().st_mtime_ns for file in files] == before
+
+
+QUICK = "bench attacks --rounds 1 --epochs 1 --images 60 --clients 4 --seed 0"
 
 
 @pytest.mark.slow
 def test_an_update_of_a_hundred_steps_is_merged_without_the_defence_and_not_with_it(tmp_path: Path) -> None:
-    words = ("bench", "attacks", *QUICK, "--attack", "x100", "--out", tmp_path)
+    words = (*f"{QUICK} --set server_iterations=5 --attack x100 --out".split(), tmp_path)
     shown = run_fedcg(*words)
     assert shown.exit_code == 0, shown.output
     path = tmp_path / "digits-iid-fedcg-seed0.json"
@@ -33,18 +150,8 @@ def test_an_update_of_a_hundred_steps_is_merged_without_the_defence_and_not_with
     assert path.stat().st_mtime_ns == written_at
 
 
-def test_an_unknown_attack_is_refused_with_the_names_that_there_are() -> None:
-    refused = run_fedcg("bench", "attacks", *QUICK, "--attack", "charm")
-    assert refused.exit_code == 2
-    assert all(name in refused.output for name in ("charm", *list(ATTACKS)[:2]))
-
-
 def test_probes_can_be_attacked_where_there_are_any_and_no_defence_sees_it() -> None:
-    refused = run_fedcg("bench", "attacks", *QUICK, "--attack", "probes-x10")
-    assert refused.exit_code == 2
-    assert "on fedcg" in refused.output
-    words = (*QUICK[:-2], "--method", "fedprobe")
-    done = run_fedcg("bench", "attacks", *words, "--attack", "probes-highest", "--json")
+    done = run_fedcg(*f"{QUICK} --method fedprobe --attack probes-highest --json".split())
     assert done.exit_code == 0, done.output
     cases = {(one["attack"], one["defended"]): one for one in data_of(done.stdout)[0]["cases"]}
     hostile = cases["probes-highest", True]
@@ -53,7 +160,7 @@ def test_probes_can_be_attacked_where_there_are_any_and_no_defence_sees_it() -> 
 
 
 def test_the_table_has_the_mean_and_every_seed() -> None:
-    def record(accuracy: float, weight: int) -> dict[str, object]:
+    def attacked(accuracy: float, weight: int) -> dict[str, object]:
         screened = [{"client": "client-1", "weight": 5}, {"client": "client-2", "weight": weight}]
         cases = [
             {"attack": "noise", "defended": False, "accuracy": 10.0, "screened": []},
@@ -61,5 +168,5 @@ def test_the_table_has_the_mean_and_every_seed() -> None:
         ]
         return {"cases": cases}
 
-    *_, line = table([record(80.0, 0), record(90.0, 7)])
+    *_, line = table_of_attacks([attacked(80.0, 0), attacked(90.0, 7)])
     assert line == "| noise | 10.0 (10.0 / 10.0) | 85.0 (80.0 / 90.0) | 1 of 2; honest 2 of 2 |"

@@ -17,10 +17,11 @@ from fedcg.learning.split_names import BACKBONES, WEIGHTS_VARIABLE, weights_dige
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.networks import SPLIT, TIMM, write_tiny_weights
 
+IMAGES = "--image-size 64 --normalise imagenet"
 TINY = (
-    "--image-size", "64", "--normalise", "imagenet", "--clients", "2", "--images-per-client", "12", "--rounds", "2",
-    "--local-epochs", "1", "--workers", "1", "--no-plot", "--no-tensorboard", "--test", "even",
-)  # fmt: skip
+    f"simulate {IMAGES} --clients 2 --images-per-client 12 --rounds 2 --local-epochs 1 --workers 1 --no-plot "
+    "--no-tensorboard --test even"
+)
 
 
 @pytest.fixture
@@ -45,8 +46,8 @@ def test_a_simulation_on_a_frozen_backbone_computes_its_features_once_for_all_me
 
     monkeypatch.setattr(own_backbone, "frozen_backbone", counted)
     out = tmp_path / "out"
-    both = ("--network", SPLIT, "--method", "fedsplit", "--method", "fedcg", "--set", "fedcg.server_iterations=3")
-    done = run_fedcg("simulate", *TINY, *both, "--freeze", "all", "--weights", weights.parent, "--out", out)
+    both = f"--network {SPLIT} --method fedsplit --method fedcg --set fedcg.server_iterations=3 --freeze all"
+    done = run_fedcg(*f"{TINY} {both}".split(), "--weights", weights.parent, "--out", out)
     assert done.exit_code == 0, done.output
     assert len(passes) == 1
     records = [json.loads(path.read_text()) for path in sorted(out.glob("*seed0.json"))]
@@ -61,18 +62,17 @@ def test_a_simulation_on_a_frozen_backbone_computes_its_features_once_for_all_me
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--freeze", "all"), "no weights of timm:test_efficientnet are at hand"),
-        (("--freeze", "all", "--weights", "random"), "freeze = all keeps a backbone as its weights are"),
-        (("--weights", "nowhere"), "no file, and no folder with"),
-        (("--weights", "FILE", "--network", "lenet5"), "--weights are of a backbone with a projection"),
+        ("--freeze all", "no weights of timm:test_efficientnet are at hand"),
+        ("--freeze all --weights random", "freeze = all keeps a backbone as its weights are"),
+        ("--weights nowhere", "no file, and no folder with"),
+        ("--weights FILE --network lenet5", "--weights are of a backbone with a projection"),
     ],
 )
 def test_what_cannot_be_simulated_is_explained_before_anything_starts(
-    weights: Path, tmp_path: Path, options: tuple[str, ...], problem: str
+    weights: Path, tmp_path: Path, options: str, problem: str
 ) -> None:
-    words = [str(weights) if word == "FILE" else word for word in options]
-    network = () if "--network" in words else ("--network", SPLIT)
-    done = run_fedcg("simulate", *TINY, *network, *words, "--out", tmp_path / "out")
+    words = f"{TINY} --network {SPLIT} {options}" if "--network" not in options else f"{TINY} {options}"
+    done = run_fedcg(*words.replace("FILE", str(weights)).split(), "--out", tmp_path / "out")
     assert done.exit_code != 0
     assert problem in said(f"{done.output} {done.exception}")
     assert not (tmp_path / "out").exists()
@@ -87,8 +87,8 @@ def test_weights_that_do_not_fit_end_the_command_before_anything_starts(
     torch.save({"conv_stem.weight": torch.zeros(1)}, file)
     if content == "damaged":
         file.write_bytes(file.read_bytes()[:200])
-    words = TINY if command == "simulate" else ("--image-size", "64", "--normalise", "imagenet")
-    done = run_fedcg(command, *words, "--network", SPLIT, "--weights", file, "--out", tmp_path / "out")
+    words = TINY if command == "simulate" else f"demo {IMAGES}"
+    done = run_fedcg(*words.split(), "--network", SPLIT, "--weights", file, "--out", tmp_path / "out")
     assert done.exit_code == 2, done.output
     assert "w.pt: no" in said(done.output)
     assert not (tmp_path / "out").exists()
@@ -96,18 +96,7 @@ def test_weights_that_do_not_fit_end_the_command_before_anything_starts(
 
 def test_a_random_start_needs_no_file(tmp_path: Path, weights: Path) -> None:
     done = run_fedcg(
-        "simulate",
-        *TINY,
-        "--network",
-        SPLIT,
-        "--method",
-        "local",
-        "--weights",
-        "random",
-        "--rounds",
-        "1",
-        "--out",
-        tmp_path / "out",
+        *f"{TINY} --network {SPLIT} --method local --weights random --rounds 1 --out".split(), tmp_path / "out"
     )
     assert done.exit_code == 0, done.output
 
@@ -123,12 +112,10 @@ def test_the_list_names_backbones_and_where_their_weights_are(weights: Path, mon
 
 
 def test_show_counts_only_what_is_trained_of_a_frozen_backbone_and_needs_no_file() -> None:
-    shown = {
-        freeze: data_of(run_fedcg("network", "show", SPLIT, "--image-size", "64", "--freeze", freeze, "--json").output)[
-            "parts"
-        ]["extractor"]
-        for freeze in ("none", "all")
-    }
+    shown = {}
+    for freeze in ("none", "all"):
+        words = f"network show {SPLIT} --image-size 64 --freeze {freeze} --json"
+        shown[freeze] = data_of(run_fedcg(*words.split()).output)["parts"]["extractor"]
     width = 256  # of the pooled features
     assert shown["all"]["parameters"] == width * 16 + 16
     assert shown["none"]["parameters"] > 90_000

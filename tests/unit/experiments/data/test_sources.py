@@ -20,18 +20,7 @@ from experiments.data.partition_folders import prepare
 from experiments.data.source import FilePicture, RowPicture, Source, read_digits
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import load_folder
-
-
-def tree(
-    root: Path, per_class: int, classes: tuple[str, ...] = ("cat", "dog"), mode: str = "RGB", seed: int = 0
-) -> Path:
-    generator = np.random.default_rng(seed)
-    for name in classes:
-        (root / name).mkdir(parents=True, exist_ok=True)
-        for number in range(per_class):
-            pixels = generator.integers(0, 256, (6, 6) if mode == "L" else (6, 6, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / name / f"{number:03d}.png")
-    return root
+from tests.support.simulations import image_tree
 
 
 def cohort_of(
@@ -52,23 +41,23 @@ def per_class(source: Source) -> list[int]:
 @pytest.mark.parametrize("names", [("train", "test", "val"), ("train_images", "test_images", "val_images")])
 def test_a_folder_may_bring_its_own_test_and_validation_images(tmp_path: Path, names: tuple[str, ...]) -> None:
     for count, name in zip((60, 20, 10), names, strict=True):
-        tree(tmp_path / name, count, seed=count)
+        image_tree(tmp_path / name, count, seed=count)
     source = open_source(str(tmp_path))
-    assert (per_class(source), source.test and len(source.test[0]), source.val and len(source.val[0])) == (
-        [60, 60],
-        20,
-        10,
-    )
+    assert source.test is not None
+    assert source.val is not None
+    assert (per_class(source), len(source.test[0]), len(source.val[0])) == ([60, 60], 20, 10)
     cohort = cohort_of(source, validation="share")
-    assert [(len(one.train), len(one.val)) for one in cohort.clients.values()] == [(60, 10), (60, 10)]
+    sizes = [(len(one.train), len(one.val), one.test.label_counts()) for one in cohort.clients.values()]
+    assert sizes == [(60, 10, (8, 8)), (60, 10, (8, 8))]
+    assert cohort.common.label_counts() == (4, 4)  # a fifth of the test images
 
 
 def domain_tree(root: Path) -> Path:
     """Office's layout in two domains, Digit5's in the third, whose classes are fewer."""
-    tree(root / "amazon", 40, seed=1)
-    tree(root / "dslr", 40, seed=2)
-    tree(root / "webcam" / "train_images", 30, ("dog",), seed=3)
-    tree(root / "webcam" / "test_images", 12, ("dog",), seed=4)
+    image_tree(root / "amazon", 40, seed=1)
+    image_tree(root / "dslr", 40, seed=2)
+    image_tree(root / "webcam" / "train_images", 30, ("dog",), seed=3)
+    image_tree(root / "webcam" / "test_images", 12, ("dog",), seed=4)
     return root
 
 
@@ -98,39 +87,31 @@ def test_domains_that_are_no_clients_give_the_public_images(tmp_path: Path) -> N
 def test_domains_may_also_be_mixed_and_dealt_without_losing_a_file_to_another_of_its_name(tmp_path: Path) -> None:
     source = open_source(str(domain_tree(tmp_path / "in")))
     assert per_class(source) == [80, 80 + 30 + 12]
-    prepared = prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
+    prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
     assert len(list((tmp_path / "out").rglob("*.png"))) == 202
-    assert sum(sum(client.train) for client in prepared.clients) > 100
 
 
-@pytest.mark.parametrize(
-    ("partition", "clients", "message"),
-    [
-        ("domains", 2, "3 domains .* and 2 clients"),
-        ("domains:amazon,real", 2, "'real': its domains are amazon, dslr, webcam"),
-    ],
-)
-def test_domains_that_do_not_fit_are_named(tmp_path: Path, partition: str, clients: int, message: str) -> None:
-    with pytest.raises(SourceError, match=message):
-        cohort_of(open_source(str(domain_tree(tmp_path))), partition, clients)
-
-
-def test_a_source_without_domains_says_so() -> None:
+def test_domains_that_do_not_fit_or_are_not_there_are_named(tmp_path: Path) -> None:
+    source = open_source(str(domain_tree(tmp_path)))
+    with pytest.raises(SourceError, match=r"3 domains .* and 2 clients"):
+        cohort_of(source, "domains", 2)
+    with pytest.raises(SourceError, match="'real': its domains are amazon, dslr, webcam"):
+        cohort_of(source, "domains:amazon,real", 2)
     with pytest.raises(SourceError, match="has no domains"):
         cohort_of(open_source("digits"), "domains", 2)
 
 
 def test_folders_that_cannot_be_understood_are_named(tmp_path: Path) -> None:
-    tree(tmp_path / "mixed" / "amazon", 3)
-    tree(tmp_path / "mixed", 3, ("cat",))
-    tree(tmp_path / "other" / "train", 3)
-    tree(tmp_path / "other" / "test", 3, ("cat", "cow"))
-    tree(tmp_path / "one", 3, ("cat",))
-    tree(tmp_path / "empty", 3)
+    image_tree(tmp_path / "mixed" / "amazon", 3)
+    image_tree(tmp_path / "mixed", 3, ("cat",))
+    image_tree(tmp_path / "other" / "train", 3)
+    image_tree(tmp_path / "other" / "test", 3, ("cat", "cow"))
+    image_tree(tmp_path / "one", 3, ("cat",))
+    image_tree(tmp_path / "empty", 3)
     shutil.rmtree(tmp_path / "empty" / "dog")
     (tmp_path / "empty" / "dog").mkdir()
     (tmp_path / "nothing" / "amazon" / "cat").mkdir(parents=True)
-    tree(tmp_path / "nothing" / "dslr", 3)
+    image_tree(tmp_path / "nothing" / "dslr", 3)
     messages = {
         "mixed": "domains or classes",
         "other": "do not hold the same class folders",
@@ -149,7 +130,7 @@ def test_folders_that_cannot_be_understood_are_named(tmp_path: Path) -> None:
 
 
 def test_a_damaged_image_is_left_out_named_and_counted_and_in_the_demo_by_the_agent(tmp_path: Path) -> None:
-    tree(tmp_path / "in", 60)
+    image_tree(tmp_path / "in", 60)
     for name in ("cat/003.png", "dog/040.png"):
         (tmp_path / "in" / name).write_bytes(b"not a picture")
     (tmp_path / "in" / "cat" / "000.png").unlink()
@@ -163,34 +144,25 @@ def test_a_damaged_image_is_left_out_named_and_counted_and_in_the_demo_by_the_ag
     assert all(("not an image" in one.reason) or ("not a regular file" in one.reason) for one in cohort.skipped)
     sets = [part for one in cohort.clients.values() for part in (one.train, one.val, one.test)]
     assert sum(map(len, sets)) + len(cohort.common) == 117
-    prepared = prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
-    for client in prepared.clients:
-        mine = cohort.clients[client.id]
-        read, _ = load_folder(client.root, source.classes, source.image_form(8))
+    prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
+    for name, mine in cohort.clients.items():
+        read, _ = load_folder(tmp_path / "out" / name, source.classes, source.image_form(8))
         assert len(read) == len(mine.train) + len(mine.val) + len(mine.test)
 
 
 def test_grey_and_colour_files_together_are_read_as_colour(tmp_path: Path) -> None:
-    tree(tmp_path, 60)
+    image_tree(tmp_path, 60)
     Image.new("L", (6, 6), 200).save(tmp_path / "cat" / "000.png")
     source = open_source(str(tmp_path))
     assert source.image_form(8).mode == "RGB"
     assert next(iter(cohort_of(source).clients.values())).train.images.shape[1] == 3
 
 
-def test_a_client_of_a_single_class_or_of_one_image_is_a_client_and_none_with_two_images_an_error(
-    tmp_path: Path,
-) -> None:
-    tree(tmp_path / "amazon", 40)
-    tree(tmp_path / "dslr", 30, ("dog",))
-    cohort = cohort_of(open_source(str(tmp_path)), "domains")
-    assert cohort.clients["client-2"].train.label_counts() == (0, 15)
-    tree(tmp_path / "webcam", 2, ("cat",))
-    assert len(cohort_of(open_source(str(tmp_path)), "domains", 3).clients["client-3"].train) == 1
-    for domain, label in (("red", "cat"), ("blue", "dog")):
-        tree(tmp_path / "small" / domain, 2, (label,))
+def test_a_source_of_which_no_client_has_two_training_images_is_refused(tmp_path: Path) -> None:
+    image_tree(tmp_path / "red", 2, ("cat",))
+    image_tree(tmp_path / "blue", 2, ("dog",))
     with pytest.raises(SourceError, match="no client has the 2 training images"):
-        cohort_of(open_source(str(tmp_path / "small")), "domains", 2)
+        cohort_of(open_source(str(tmp_path)), "domains", 2)
 
 
 # Arrays
@@ -299,12 +271,8 @@ def test_the_digits_in_domains_are_the_same_every_time_and_another_seed_deals_th
     one, again = open_source("digits-domains"), open_source("digits-domains")
     assert one.domains[2].train[4][7].content() == again.domains[2].train[4][7].content()
     assert [picture.name for picture in one.train[0]] == [picture.name for picture in again.train[0]]
-    sets = [
-        build_cohort(one, one.image_form(16), DealOptions(5, Partition.parse("domains"), seed))
-        .clients["client-3"]
-        .train.images
-        for seed in (0, 1)
-    ]
+    options = (DealOptions(5, Partition.parse("domains"), seed) for seed in (0, 1))
+    sets = [build_cohort(one, one.image_form(16), asked).clients["client-3"].train.images for asked in options]
     assert not torch.equal(sets[0][:20], sets[1][:20])
 
 
@@ -315,7 +283,7 @@ def test_a_large_source_is_decoded_once_and_read_from_its_copy_until_a_file_chan
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoded, "REMEMBERED_FROM", 100)
-    root = tree(tmp_path / "in", 60)
+    root = image_tree(tmp_path / "in", 60)
     (root / "cat" / "007.png").write_bytes(b"broken")
     source = open_source(str(root))
 
@@ -341,7 +309,7 @@ def test_a_large_source_is_decoded_once_and_read_from_its_copy_until_a_file_chan
 def test_a_damaged_copy_or_a_folder_that_cannot_be_written_only_costs_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = open_source(str(tree(tmp_path / "in", 60)))
+    source = open_source(str(image_tree(tmp_path / "in", 60)))
     form = source.image_form(8)
     plain = cohort_of(source)
     monkeypatch.setattr(decoded, "REMEMBERED_FROM", 100)

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments.data.partition_folders import ClientFolder, Prepared
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.report import Progress, accuracy_over_rounds, seconds, summarise, table
 from experiments.demo.run_folder import new_run, resumed_run, write_secrets
 from experiments.errors import OptionError
-from experiments.record import write_record
+from experiments.record import record_of_summary, write_record
 from experiments.settings import Setting, load_setting, parse_params, root_secret
 from fedcg.files import secret_in
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.spec import plan_from_mapping
 from tests.support.commands import run_fedcg
 
+Histories = tuple[list[AgentHistory], CoordinatorHistory]
 FIRST, SECOND, FINAL = "a" * 64, "b" * 64, "c" * 64
 
 
@@ -63,7 +63,7 @@ def coordinator_events() -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def histories() -> tuple[list[AgentHistory], CoordinatorHistory]:
+def histories() -> Histories:
     agents = [AgentHistory("client-1"), AgentHistory("client-2")]
     agents[0].take(agent_events(0.0, 0.75))
     agents[1].take(agent_events(2.0, 0.85))
@@ -72,7 +72,7 @@ def histories() -> tuple[list[AgentHistory], CoordinatorHistory]:
     return agents, coordinator
 
 
-def test_seconds_follow_the_critical_path_by_hand(histories: tuple[list[AgentHistory], CoordinatorHistory]) -> None:
+def test_seconds_follow_the_critical_path_by_hand(histories: Histories) -> None:
     # Round 1: opened 102.5, last verified 105 (2.5); last commit 109, receipt 109.25 (0.25); stored 112 (2.75).
     # Round 2: opened 112.1, verified 113 (0.9); commit 117, receipt 117.25 (0.25); stored 120 (2.75).
     # Final: stored 120, verified 121 (1.0); last export 126 (5.0). Train: 105..109 and 113..117.
@@ -86,7 +86,7 @@ def test_seconds_follow_the_critical_path_by_hand(histories: tuple[list[AgentHis
     assert times.rest == pytest.approx(30.0 - 2.5 - 4.9 - 8.0 - 5.5 - 5.0)
 
 
-def test_of_a_resumed_run_only_the_later_rounds_count(histories: tuple[list[AgentHistory], CoordinatorHistory]) -> None:
+def test_of_a_resumed_run_only_the_later_rounds_count(histories: Histories) -> None:
     # Resumed at 112.5: round 1 is over; round 2 was open before, so its transport counts from 112.5 on.
     times = seconds(*histories, started=112.5, ended=130.0)
     assert times.train == pytest.approx(4.0)
@@ -94,70 +94,51 @@ def test_of_a_resumed_run_only_the_later_rounds_count(histories: tuple[list[Agen
     assert times.startup == 0.0
 
 
+PARTS = ["classifier", "generator"]
 WIRE: dict[str, Any] = {
     "finished": True,
-    "parts_on_wire": ["classifier", "generator"],
+    "parts_on_wire": PARTS,
     "fields_on_wire": ["accuracy", "examples"],
     "bytes": {"client-1": {"up": {"0": 1000, "1": 500_000, "2": 499_000}, "down": {"1": 7}}},
     "artifacts": [
-        {
-            "id": FIRST,
-            "kind": "update",
-            "sender": "client-1",
-            "parts": ["classifier", "generator"],
-            "report": ["examples"],
-        },
+        {"id": FIRST, "kind": "update", "sender": "client-1", "parts": PARTS, "report": ["examples"]},
         {"id": FINAL, "kind": "aggregate", "sender": "coordinator", "parts": ["classifier"], "report": []},
     ],
     "messages": {"hello": {"count": 2}},
 }
 
 
-def summary_of(histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path) -> dict[str, Any]:
-    folders = tuple(ClientFolder(name, tmp_path / name, (10, 20), (3, 4)) for name in ("client-1", "client-2"))
+def summary_of(histories: Histories) -> dict[str, Any]:
     return summarise(
         setting=Setting(rounds=2).model_dump(mode="json"),
         broker="mosquitto",
         times=seconds(*histories, started=100.0, ended=130.0),
-        prepared=Prepared(("a", "b"), folders, tmp_path / "common", 5),
+        images={agent.id: {"train_images": 30, "test_images": 7} for agent in histories[0]},
         agents=histories[0],
         wire=WIRE,
         versions={"torch": "2"},
     )
 
 
-def test_the_summary_has_the_promised_keys(
-    histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path
-) -> None:
-    summary = json.loads(json.dumps(summary_of(histories, tmp_path)))
-    promised = {"method", "rounds", "data", "broker", "seconds", "parts_on_wire", "fields_on_wire", "clients"}
-    assert promised <= set(summary)
+def test_the_summary_has_the_promised_figures_and_of_what_crossed_what_the_observer_saw(histories: Histories) -> None:
+    summary = json.loads(json.dumps(summary_of(histories)))
+    assert {"method", "rounds", "data", "broker", "parts_on_wire", "fields_on_wire"} <= set(summary)
     assert set(summary["seconds"]) == {"total", "startup", "train", "transport", "aggregate", "export", "rest"}
-    of_client = {
-        "id", "train_images", "test_images", "accuracy_local", "accuracy_personal", "accuracy_onnx",
-        "accuracy_common_local", "accuracy_common_personal", "onnx_model", "uplink_bytes_per_round",
-    }  # fmt: skip
-    first = summary["clients"][0]
-    assert of_client <= set(first)
+    first, second = summary["clients"]
     assert (first["train_images"], first["test_images"], first["onnx_model"]) == (30, 7, "/m/0001/model.onnx")
-    assert (first["accuracy_personal"], first["accuracy_local"], first["accuracy_common_local"]) == (0.75, 0.5, 0.4)
-    assert first["uplink_bytes_per_round"] == 500_000
+    assert (first["accuracy_personal"], first["accuracy_local"], first["accuracy_onnx"]) == (0.75, 0.5, 0.75)
+    assert (first["accuracy_common_personal"], first["accuracy_common_local"]) == (0.75, 0.4)
+    assert (first["id"], first["uplink_bytes_per_round"]) == ("client-1", 500_000)
     assert summary["mean"]["accuracy_common_personal"] == pytest.approx(0.8)
-
-
-def test_what_crossed_is_taken_from_the_observer_alone(
-    histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path
-) -> None:
-    first, second = summary_of(histories, tmp_path)["clients"]
-    assert (first["parts_on_wire"], first["fields_on_wire"]) == (["classifier", "generator"], ["examples"])
+    assert (first["parts_on_wire"], first["fields_on_wire"]) == (PARTS, ["examples"])
     assert (second["parts_on_wire"], second["uplink_bytes_per_round"]) == ([], 0)
 
 
-def test_the_table_is_readable_at_100_columns(
-    histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path
-) -> None:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(table(summary_of(histories, tmp_path)))
+def test_the_table_is_readable_at_100_columns_and_the_picture_a_png(histories: Histories, tmp_path: Path) -> None:
+    console, summary = Console(file=io.StringIO(), width=100), summary_of(histories)
+    accuracy_over_rounds(summary["curves"], tmp_path / "accuracy.png", "fedcg")
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    console.print(table(summary))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= 100
     for word in ("client-1", "75.0", "80.0", "personal", "ONNX", "classifier", "generator", "examples", "500"):
@@ -165,9 +146,7 @@ def test_the_table_is_readable_at_100_columns(
     assert "…" not in text
 
 
-def test_the_live_table_and_the_lines_show_where_everybody_is(
-    histories: tuple[list[AgentHistory], CoordinatorHistory],
-) -> None:
+def test_the_live_table_and_the_lines_show_where_everybody_is(histories: Histories) -> None:
     console = Console(file=io.StringIO(), width=100)
     progress = Progress(console, 2)
     agents, coordinator = histories
@@ -210,12 +189,8 @@ def test_the_plan_is_a_valid_plan() -> None:
     assert plan.params["epochs"] == 3
     assert complete_spec(plan).augment_crop == 4
     assert plan.params["server_iterations"] == 77
-    assert (plan.network.generator, plan.network.discriminator, plan.image.mode, plan.min_clients) == (
-        "mlp",
-        "mlp",
-        "L",
-        4,
-    )
+    networks = (plan.network.generator, plan.network.discriminator)
+    assert (*networks, plan.image.mode, plan.min_clients) == ("mlp", "mlp", "L", 4)
 
 
 def test_parameters_are_read_as_json_or_text() -> None:
@@ -250,12 +225,6 @@ def test_a_run_is_resumed_with_its_own_options_ports_and_steps(tmp_path: Path) -
         resumed_run(tmp_path)
 
 
-def test_the_picture_is_a_png(histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path) -> None:
-    summary = summary_of(histories, tmp_path)
-    accuracy_over_rounds(summary["curves"], tmp_path / "accuracy.png", "fedcg")
-    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -276,7 +245,8 @@ def test_bad_options_end_with_code_2_before_anything_starts(
 
 
 def test_the_demo_and_its_help_import_no_torch() -> None:
-    code = "import experiments.demo.demo, experiments.cli.demo_command, experiments.cli.simulate_command, experiments.demo.report, audit.cli, sys; print('torch' in sys.modules)"
+    modules = "experiments.demo.demo, experiments.cli.demo_command, experiments.cli.simulate_command, audit.cli"
+    code = f"import {modules}, sys; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 
@@ -309,7 +279,7 @@ def test_a_published_record_names_no_path_of_the_machine(tmp_path: Path) -> None
     }
     (root / "summary.json").write_text(json.dumps(summary))
     out = tmp_path / "runs" / "record.json"
-    write_record(summary, root, out)
+    write_record(record_of_summary(summary, root), out)
     text = out.read_text()
     record = json.loads(text)
     assert str(tmp_path) not in text

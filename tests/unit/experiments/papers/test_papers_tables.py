@@ -1,8 +1,9 @@
-"""`fedcg tables`: hand-made records beside the published figures, orders over seeds, what is missing, bytes."""
+"""`fedcg tables`: hand-made records beside the published figures, orders over seeds, what is missing, bytes, the worst client."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,69 @@ import pytest
 
 from experiments.papers.catalogue import Published, find_presets
 from experiments.papers.comparison import Comparison, Judgement, compare, judge
-from experiments.papers.figures import Figure, Line, is_far, traffic
+from experiments.papers.figures import Figure, Line, is_far, traffic, transfer_of
 from experiments.papers.plan import missing_runs
-from experiments.papers.records import RunRecord, read_folder
-from experiments.papers.sheets import (
-    comparison_sheet,
-    gains_sheet,
-    missing_sheet,
-    orders_sheet,
-    traffic_sheet,
-)
-from tests.support.commands import data_of
-from tests.support.learning.papers_cases import CIFAR, record, write
+from experiments.papers.records import ClientRecord, RunRecord, read_folder
+from experiments.papers.sheets import comparison_sheet, gains_sheet, missing_sheet, orders_sheet, traffic_sheet
+from tests.support.commands import data_of, run_fedcg
+
+CIFAR = "fedcg:table1:cifar10-4"
+
+
+def record(
+    method: str,
+    seed: int,
+    personal: float,
+    *,
+    local: float | None = None,
+    setting: dict[str, Any] | None = None,
+    last: float | None = None,
+    after: float | None = None,
+    whole: float | None = None,
+    validation: Sequence[float | None] = (0.4,),
+    generator: str = "conv",
+    network: str = "lenet5",
+    up: int = 3_799_432,
+    **fields: Any,
+) -> dict[str, Any]:
+    """One run of two clients; accuracies are shares of 1, the second client is 0.02 above the first; `fields` of the record."""
+    clients: list[dict[str, Any]] = [
+        {
+            "id": f"client-{number}",
+            "accuracy_personal": personal + shift,
+            "accuracy_local": local,
+            "below_local": None if local is None else personal + shift < local,
+            "failures": [],
+            "curve": {"validation": list(validation)},
+        }
+        for number, shift in ((1, -0.01), (2, 0.01))
+    ]
+    head = {"format": 2, "kind": "simulation", "date": "2026-01-01", "paper": CIFAR, "reduced": {}, "variant": ""}
+    mean = {"accuracy_personal": personal, "accuracy_local": local, "accuracy_last": last, "accuracy_after": after}
+    return {
+        **head,
+        "method": method,
+        "seed": seed,
+        "data": "cifar10",
+        "partition": "iid",
+        "rounds": 100,
+        "setting": {"rounds": 100, "lr": 3e-4, "generator": generator, "seed": seed, **(setting or {})},
+        "params": {},
+        "network": {"split": network, "generator": generator, "discriminator": generator, "noise_dim": 100},
+        "bytes": {"up": up, "down": up},
+        "mean": {**mean, "global_accuracy_last": whole, "global_accuracy_best": whole},
+        "clients": clients,
+        **fields,
+    }
+
+
+def write(folder: Path, *records: dict[str, Any]) -> Path:
+    """Write records into a folder, numbered."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, content in enumerate(records):
+        (folder / f"run-{number:03d}.json").write_text(json.dumps(content))
+    return folder
+
 
 W10 = "fedmd_cg:table1:cifar10-w10"
 MNIST2, TABLE4, TABLE7 = "antigan:table1:mnist-2", "ppidsg:table4:cifar10", "ppidsg:table7:cifar10"
@@ -41,6 +93,14 @@ def _line(found: Comparison, key: str) -> Line:
     return line
 
 
+def _fedmd_cg(personal: float, paper: str = W10, variant: str = "lr=0.05", **more: Any) -> dict[str, Any]:
+    return record("fedmd_cg", 0, personal, paper=paper, variant=variant, setting={"lr": 0.05}, **more)
+
+
+def _row(found: Comparison, label: str) -> tuple[str, ...]:
+    return next(row for row in comparison_sheet(found).rows if row[0] == label)
+
+
 def test_the_mean_over_seeds_and_its_sample_deviation_stand_beside_the_paper() -> None:
     # Mean of 47, 48, 52 is 49; squared distances 4 + 1 + 9 = 14, over n - 1 = 2: variance 7.
     found = _only(*(record("fedcg", seed, value) for seed, value in ((0, 0.47), (1, 0.48), (2, 0.52))))
@@ -48,13 +108,13 @@ def test_the_mean_over_seeds_and_its_sample_deviation_stand_beside_the_paper() -
     assert figure.seeds == 3
     assert figure.mean == pytest.approx(49.0)
     assert figure.std == pytest.approx(7**0.5)
-    cells = next(row for row in comparison_sheet(found).rows if row[0] == "FedCG")
-    assert cells[1:4] == ("47.52 ± 0.68", "49.00 ± 2.65 (3)", "+1.48 !")
+    assert _row(found, "FedCG")[1:4] == ("47.52 ± 0.68", "49.00 ± 2.65 (3)", "+1.48 !")
 
 
-def test_more_than_two_of_the_papers_deviations_is_flagged_and_less_is_not() -> None:
+def test_more_than_two_of_the_papers_deviations_is_flagged_less_is_not_and_without_a_deviation_nothing_is() -> None:
     assert is_far(Figure(48.9, None, 1), Published(47.52, 0.68))
     assert not is_far(Figure(48.8, None, 1), Published(47.52, 0.68))
+    assert not is_far(Figure(90.0, None, 3), Published(10.0))
 
 
 def test_a_repeated_run_counts_once_and_the_later_record_wins() -> None:
@@ -73,17 +133,7 @@ def test_the_searched_value_with_the_best_validation_is_shown_not_the_one_with_t
 
 
 def test_fedmd_cg_is_read_at_the_last_round_and_its_best_is_kept_beside() -> None:
-    run = record(
-        "fedmd_cg",
-        0,
-        0.57,
-        paper=W10,
-        variant="lr=0.05",
-        setting={"lr": 0.05},
-        last=0.54,
-        whole=0.56,
-        validation=[0.9, None, 0.5],
-    )
+    run = _fedmd_cg(0.57, last=0.54, whole=0.56, validation=[0.9, None, 0.5])
     line = _line(_only(run), "fedmd_cg")
     assert {name: figure.mean for name, figure in line.figures.items()} == {
         "local": pytest.approx(54.0),
@@ -112,10 +162,8 @@ def test_another_generator_is_a_line_of_its_own_in_the_same_table() -> None:
     )
     published, other = (line for line in found.lines if line.row.key == "fedcg")
     assert (published.reduced, other.reduced) == ({}, {"generator": ("conv", "mlp")})
-    assert [row[-1] for row in comparison_sheet(found).rows if row[0] == "FedCG"] == [
-        "",
-        "generator mlp (published conv)",
-    ]
+    remarks = [row[-1] for row in comparison_sheet(found).rows if row[0] == "FedCG"]
+    assert remarks == ["", "generator mlp (published conv)"]
 
 
 def test_what_all_rows_have_in_common_is_told_once_above_them() -> None:
@@ -147,18 +195,16 @@ def test_rounds_that_were_undone_or_not_merged_are_remarked_over_all_seeds() -> 
     broken = {**record("fedcg", 0, 0.4), "server_failures": [{"round": 1, "reason": "loss nan"}] * 2}
     broken["clients"][0]["failures"] = [{"round": 3, "reason": "loss nan"}]
     found = _only(broken, {**record("fedcg", 1, 0.4), "server_failures": [{"round": 4, "reason": "loss nan"}]})
-    cells = next(row for row in comparison_sheet(found).rows if row[0] == "FedCG")
-    assert cells[-1] == "1 local rounds diverged; 3 rounds without a merge"
-    whole = next(row for row in comparison_sheet(_only(record("fedcg", 0, 0.4))).rows if row[0] == "FedCG")
-    assert whole[-1] == ""
+    assert _row(found, "FedCG")[-1] == "1 local rounds diverged; 3 rounds without a merge"
+    assert _row(_only(record("fedcg", 0, 0.4)), "FedCG")[-1] == ""
 
 
 def test_one_run_is_shown_in_every_table_that_has_it() -> None:
-    def run(paper: str, variant: str) -> dict[str, object]:
-        return record("fedmd_cg", 0, 0.5, paper=paper, variant=variant, setting={"lr": 0.05}, last=0.5, whole=0.5)
-
-    kd = run("fedmd_cg:table3:cifar10-w10", "kd-lr=0.05")
-    found = {item.preset.name: item for item in compare(_runs(run(W10, "lr=0.05"), kd))}
+    whole, kd = (
+        _fedmd_cg(0.5, paper, variant, last=0.5, whole=0.5)
+        for paper, variant in ((W10, "lr=0.05"), ("fedmd_cg:table3:cifar10-w10", "kd-lr=0.05"))
+    )
+    found = {item.preset.name: item for item in compare(_runs(whole, kd))}
     assert set(found) == {W10, "fedmd_cg:table3:cifar10-w10"}
     assert {line.row.key for line in found["fedmd_cg:table3:cifar10-w10"].lines} == {"fedmd_cg/kd", "fedmd_cg/kdc"}
 
@@ -224,11 +270,10 @@ def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_besi
 
 def test_a_table_of_last_rounds_shows_the_download_of_the_last_round() -> None:
     # Both clients have 0.30 after the last round's download, 0.60 at their best round.
-    run = record("fedmd_cg", 0, 0.5, paper=W10, variant="lr=0.05", setting={"lr": 0.05}, last=0.5, after=0.6)
+    run = _fedmd_cg(0.5, last=0.5, after=0.6)
     for client in run["clients"]:
         client["curve"]["after"] = [0.6, 0.3]
-    cells = next(row for row in comparison_sheet(_only(run)).rows if row[0] == "FedMD-CG")
-    assert cells[7] == "30.00 (1)"
+    assert _row(_only(run), "FedMD-CG")[7] == "30.00 (1)"
 
 
 def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against_the_run_without_a_defence() -> None:
@@ -247,10 +292,6 @@ def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against
     assert rows["Dropout 0.5"][2] == "-5.00 (1)"
     assert rows["no defence"][1:3] == ("-", "0.00 ± 0.00 (2)")
     assert _only(run("antigan", 0, 0.76)).lines[0].figures == {}
-
-
-def test_a_difference_from_a_figure_without_a_deviation_is_never_flagged() -> None:
-    assert not is_far(Figure(90.0, None, 3), Published(10.0))
 
 
 def test_a_claim_may_compare_a_row_with_a_level_such_as_chance() -> None:
@@ -299,8 +340,7 @@ def test_local_only_models_of_another_network_are_nobodys_baseline() -> None:
 
 def test_a_row_that_cannot_be_run_is_shown_with_what_it_needs() -> None:
     found = _only(record("fedavg", 0, 0.4, paper="antigan:table3:digits-2", whole=0.8))
-    cells = next(row for row in comparison_sheet(found).rows if row[0] == "Anti-GAN without C")
-    assert cells[-1].startswith("can't be run: needs a GAN that compares pixels")
+    assert _row(found, "Anti-GAN without C")[-1].startswith("can't be run: needs a GAN that compares pixels")
 
 
 def test_what_nobody_has_run_at_published_settings_is_missing() -> None:
@@ -339,7 +379,7 @@ def _tables(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_prints_everything_as_json_without_torch(tmp_path: Path) -> None:
+def test_the_command_prints_everything_without_torch_and_names_what_it_could_not_use(tmp_path: Path) -> None:
     folder = write(tmp_path, *(record("fedcg", seed, 0.5, local=0.4) for seed in range(3)), {"format": 1})
     (folder / "torn.json").write_text("{")
     done = _tables("--runs", str(folder), "--paper", CIFAR, "--json")
@@ -350,40 +390,33 @@ def test_the_command_prints_everything_as_json_without_torch(tmp_path: Path) -> 
     assert {order["verdict"]["judgement"] for order in table["orders"]} == set()
     assert (content["older_records"], content["damaged"][0]["file"]) == (1, "torn.json")
     assert sum(len(item["seeds"]) for item in content["missing"]) == 5 * 10 - 6
+    shown = run_fedcg("tables", "--runs", folder, "--markdown")
+    assert shown.exit_code == 0, shown.stderr
+    assert "| FedCG | 47.52 ± 0.68 | 50.00 ± 0.00 (3) | +2.48 ! |" in shown.stdout
+    assert "1 older records" in shown.stderr
+    assert "Damaged: torn.json" in shown.stderr
 
 
-def test_the_command_prints_a_table_and_names_what_it_could_not_use(tmp_path: Path) -> None:
-    folder = write(tmp_path, record("fedcg", 0, 0.5), {"format": 1})
-    (folder / "torn.json").write_text("{")
-    done = _tables("--runs", str(folder), "--markdown")
-    assert done.returncode == 0, done.stderr
-    assert "| FedCG | 47.52 ± 0.68 | 50.00 (1) | +2.48 ! |" in done.stdout
-    assert "1 older records" in done.stderr
-    assert "Damaged: torn.json" in done.stderr
-
-
-@pytest.mark.slow
 def test_a_group_shows_its_stand_ins_that_have_runs_and_misses_none_of_theirs(tmp_path: Path) -> None:
     folder = write(tmp_path, record("ppidsg", 0, 0.5, paper="ppidsg:table7:digits", variant="no-semantic"))
     for group in ("ppidsg:table7", "ppidsg:table7@small"):
-        content = data_of(_tables("--runs", str(folder), "--paper", group, "--json").stdout)
+        content = data_of(run_fedcg("tables", "--runs", folder, "--paper", group, "--json").stdout)
         assert [table["preset"]["name"] for table in content["tables"]] == ["ppidsg:table7:digits"]
         assert {item["paper"] for item in content["missing"]} == {"ppidsg:table4:cifar10", "ppidsg:table7:cifar10"}
-        assert "digits (stand-in for MNIST)" in _tables("--runs", str(folder), "--paper", group).stdout
+        assert "digits (stand-in for MNIST)" in run_fedcg("tables", "--runs", folder, "--paper", group).stdout
 
 
 def test_an_unknown_table_or_folder_is_bad_input(tmp_path: Path) -> None:
-    for arguments in (("--runs", str(tmp_path / "none")), ("--runs", str(tmp_path), "--paper", "fedcg:table7")):
-        done = _tables(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
+    for arguments in (("--runs", tmp_path / "none"), ("--runs", tmp_path, "--paper", "fedcg:table7")):
+        done = run_fedcg("tables", *arguments)
+        assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr.startswith("Error: ")
 
 
 def test_a_run_of_local_says_which_clients_of_the_same_seed_are_better_off_alone() -> None:
     alone = [record("local", seed, 0.40) for seed in (0, 1)]  # clients at 0.39 and 0.41
     shared = [record("fedsplit", 0, 0.395), record("fedsplit", 1, 0.42), record("fedsplit", 2, 0.30)]
-    (found,) = compare([RunRecord.model_validate(content) for content in [*alone, *shared]])
-    line = next(line for line in found.lines if line.row.key == "fedsplit")
+    line = _line(_only(*alone, *shared), "fedsplit")
     assert (line.losing, line.compared) == (2, 4)  # seed 0: 0.385 < 0.39 and 0.405 < 0.41; seed 2 has no run of local
     assert line.gains == pytest.approx({"client-1": 0.75, "client-2": 0.75})
 
@@ -421,3 +454,44 @@ def test_codecs_of_one_setting_are_ordered_by_their_bytes_too() -> None:
     assert group[2].accuracy.seeds == 2
     cells = traffic_sheet([group]).rows[0]
     assert cells[3:6] == ("i8-delta up, f16 down", "130,000", "129,000")
+
+
+OWN = "own:iid:cifar10-4x500"
+
+
+def _client(deployed: float, local: float, **more: Any) -> ClientRecord:
+    return ClientRecord(id="c", accuracy_deployed=deployed, accuracy_local=local, **{"test_images": 10_000, **more})
+
+
+def test_the_worst_client_has_the_interval_of_two_shares() -> None:
+    told = transfer_of([_client(0.50, 0.40), _client(0.38, 0.40), _client(0.395, 0.40)])
+    assert told is not None
+    # 1.96 * sqrt((0.38 * 0.62 + 0.4 * 0.6) / 10,000) = 1.352 points
+    assert [told.worst.points, told.worst.margin] == pytest.approx([-2.0, 1.352], abs=1e-3)
+    assert (told.clients, told.below, told.beyond) == (3, 2, 1)
+    assert told.lost == pytest.approx(-1.25)
+
+
+def test_common_test_images_go_before_a_clients_own() -> None:
+    told = transfer_of(
+        [_client(0.9, 0.9, accuracy_common_deployed=0.5, accuracy_common_local=0.4, common_images=2_500)]
+    )
+    assert told is not None
+    assert (told.below, told.lost) == (0, 0.0)
+    assert [told.worst.points, told.worst.margin] == pytest.approx([10.0, 100 * 1.96 * (0.49 / 2_500) ** 0.5])
+
+
+@pytest.mark.parametrize("client", [ClientRecord(id="c"), _client(0.5, 0.4, test_images=None)])
+def test_without_both_models_and_their_images_nothing_is_compared(client: ClientRecord) -> None:
+    assert transfer_of([client]) is None
+
+
+def test_the_command_shows_it_and_no_column_of_a_paper_that_prints_nothing(tmp_path: Path) -> None:
+    run = record("fedprobe", 3, 0.4, paper=OWN, local=0.41)
+    for client, deployed in zip(run["clients"], (0.45, 0.36), strict=True):
+        client.update(accuracy_deployed=deployed, accuracy_ema=deployed - 0.1, test_images=10_000)
+    write(tmp_path, run)
+    shown = run_fedcg("tables", "--paper", OWN, "--runs", tmp_path, "--clients", "--markdown").stdout
+    assert "| fedprobe | -5.0 ± 1.3 | 1 of 2 | 1 | -5.0 |" in shown
+    assert "| row | ours after download | ours accuracy | ours moving average | ours deployed |" in shown
+    assert "| 30.50 (1) |" in shown, "the mean over clients of 35 and 26"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from devices.detect import detect
 from experiments.data.client_datasets import build_cohort
@@ -33,11 +32,6 @@ WHOLE = (
     "fedcg-table1-digits-domains-relu6x10-fedgen-seed0",
     "fedcg-table1-digits-domains-relu6x10-fedsplit-seed0",
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

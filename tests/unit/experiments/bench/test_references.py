@@ -1,4 +1,4 @@
-"""The fast paths against the plain reference: same draws, same losses, same weights."""
+"""The fast paths of FedCG and FedMD-CG against their plain references: same draws, same losses, same weights."""
 
 from collections.abc import Iterator
 
@@ -6,40 +6,40 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.bench.reference_fedcg import (
-    classify,
-    distil,
-    plain,
-    plain_networks,
-    train_gan,
-)
+from experiments.bench.reference_fedcg import classify, distil, plain, plain_networks, train_gan
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, label_shares
 from fedcg.learning.aggregation.distillation import (
     Distillation,
     Ensemble,
     Pair,
     draw_bank,
+    load_pair,
     teacher_logits,
     train_student,
     uniform,
 )
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import RoundContext
-from fedcg.learning.methods import fedcg
+from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
+from fedcg.learning.methods import fedcg, fedmd_cg
 from fedcg.learning.networks import NETWORKS, Networks, load_part, weights_of
 from fedcg.learning.networks.plans import complete_spec, initial_parts
-from fedcg.learning.spec import ImageForm, NetworkChoice
+from fedcg.learning.simulation.tasks import MemorySpill
+from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
 from fedcg.learning.training.batches import FeatureSource
 from fedcg.learning.training.classification import train_classifier
-from fedcg.learning.training.losses import LossMeter, kl_teacher_student
+from fedcg.learning.training.losses import Divergence, LossMeter, kl_teacher_student
 from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import CLASSES, context, plan
+from tests.support.learning.learning_cases import CLASSES, context, merged, plan
+from tests.support.learning.reference_fedmd_cg import classify as classify_crossed
+from tests.support.learning.reference_fedmd_cg import distil_crossed, train_generator
 
 CHOICES = [("conv", "conv_published"), ("conv", "conv"), ("mlp", "mlp")]
 STEPS = 3
 STEPPED = [(*choice, steps, 0) for choice in CHOICES for steps in (1, STEPS)] + [("mlp", "mlp", STEPS, 4)]
 
 
+Params = dict[str, ParameterValue]
 COLOUR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
 
 
@@ -87,14 +87,28 @@ def colour_images(count: int) -> ImageSet:
     return ImageSet(images, torch.arange(count) % len(CLASSES), CLASSES)
 
 
-def case(generator: str, discriminator: str, steps: int, crop: int = 0) -> tuple[RoundContext, Networks, Networks]:
-    """A client's networks on features of 16x5x5, and a copy of them for the reference."""
-    choice = NetworkChoice(split="lenet5", generator=generator, discriminator=discriminator, noise_dim=8)
-    quick = plan("fedcg", choice, COLOUR, steps=steps, discriminator_passes="separate")
+Case = tuple[RoundContext, Networks, Networks]
+
+
+def case_of(quick: FederationPlan, crop: int) -> Case:
+    """Round 3 of 4, a client's networks, and a copy of them for the reference."""
     spec = complete_spec(quick.model_copy(update={"augment_flip": True, "augment_crop": crop}))
     initial = initial_parts(spec, b"cohort")
-    nets = Networks(**{part.value: load_part(spec, part, initial[part]) for part in NETWORKS})
+    found = {part.value: load_part(spec, part, initial[part]) for part in NETWORKS if part in initial}
+    nets = Networks(**{"discriminator": nn.Identity(), **found})
     return context(spec, round_number=3), nets, plain_networks(nets)
+
+
+def case(generator: str, discriminator: str, steps: int, crop: int = 0) -> Case:
+    """Of FedCG, on features of 16x5x5."""
+    choice = NetworkChoice(split="lenet5", generator=generator, discriminator=discriminator, noise_dim=8)
+    return case_of(plan("fedcg", choice, COLOUR, steps=steps, discriminator_passes="separate"), crop)
+
+
+def crossed_case(steps: int, params: Params, split: str = "lenet5_relu", crop: int = 0) -> Case:
+    """Of FedMD-CG."""
+    choice = NetworkChoice(split=split, generator="mlp", noise_dim=8)
+    return case_of(plan("fedmd_cg", choice, COLOUR, steps=steps, optimiser="sgd", lr=0.05, **params), crop)
 
 
 def in_double(nets: Networks) -> Networks:
@@ -131,6 +145,16 @@ def params_of(ctx: RoundContext) -> fedcg.FedcgParams:
     return fedcg.FedcgParams.model_validate(ctx.spec.params)
 
 
+def assert_same_classification(
+    ours: Networks, theirs: Networks, loss: float, expected: list[float], watched: dict[str, float]
+) -> None:
+    """Ours reports the cross-entropy alone."""
+    assert watched["classification with penalties"] == mean_of(expected)
+    assert 0 < loss < sum(expected) / len(expected)
+    assert furthest(ours.extractor, theirs.extractor) < 1e-5
+    assert furthest(ours.classifier, theirs.classifier) < 1e-5
+
+
 @pytest.mark.parametrize(("steps", "crop"), [(1, 0), (STEPS, 0), (STEPS, 4)])
 def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_reference(
     steps: int, crop: int, watched: dict[str, float]
@@ -143,11 +167,13 @@ def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_refere
     loss = train_classifier(ours.extractor, ours.classifier, data, params_of(ctx), ctx, penalty)
     expected = classify(theirs, data, params_of(ctx), ctx)
     assert len(expected) == steps
-    assert watched["classification with penalties"] == mean_of(expected)
-    assert 0 < loss < sum(expected) / steps  # ours reports the cross-entropy alone
+    assert_same_classification(ours, theirs, loss, expected, watched)
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours.extractor).items())
-    assert furthest(ours.extractor, theirs.extractor) < 1e-5
-    assert furthest(ours.classifier, theirs.classifier) < 1e-5
+
+
+def train_our_gan(nets: Networks, ctx: RoundContext) -> None:
+    source = FeatureSource(nets.extractor, colour_images(20), ctx.spec)
+    run_stage(fedcg.adversarial(nets.generator, nets.discriminator, source, params_of(ctx), ctx), ctx)
 
 
 @pytest.mark.parametrize(("generator", "discriminator", "steps", "crop"), STEPPED)
@@ -163,11 +189,9 @@ def test_the_gan_takes_the_same_steps_as_the_reference(
     ctx, ours, theirs = case(generator, discriminator, steps, crop)
     ours, theirs = in_double(ours), in_double(theirs)
     request.getfixturevalue("doubles")
-    data = colour_images(20)
     before = plain(ours.generator)
-    source = FeatureSource(ours.extractor, data, ctx.spec)
-    run_stage(fedcg.adversarial(ours.generator, ours.discriminator, source, params_of(ctx), ctx), ctx)
-    expected = train_gan(theirs, data, params_of(ctx), ctx)
+    train_our_gan(ours, ctx)
+    expected = train_gan(theirs, colour_images(20), params_of(ctx), ctx)
     assert watched["generator and discriminator"] == mean_of(expected)
     assert furthest(ours.generator, before) > 1e-5
     assert furthest(ours.generator, theirs.generator) < 1e-9
@@ -182,10 +206,8 @@ def test_one_step_of_the_gan_agrees_in_float32(generator: str, discriminator: st
     with torch.no_grad():  # features that differ from image to image as a trained extractor's do
         for weight in (*ours.extractor.parameters(), *theirs.extractor.parameters()):
             weight.mul_(5.0)
-    data = colour_images(20)
-    source = FeatureSource(ours.extractor, data, ctx.spec)
-    run_stage(fedcg.adversarial(ours.generator, ours.discriminator, source, params_of(ctx), ctx), ctx)
-    train_gan(theirs, data, params_of(ctx), ctx)
+    train_our_gan(ours, ctx)
+    train_gan(theirs, colour_images(20), params_of(ctx), ctx)
     for mine, plain_one in ((ours.generator, theirs.generator), (ours.discriminator, theirs.discriminator)):
         off = differences(mine, plain_one)
         assert float((off > 1e-5).double().mean()) < 1e-4
@@ -219,3 +241,87 @@ def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int
     assert watched["distillation"] == mean_of(losses)
     assert furthest(student.generator, theirs.generator) < 1e-5
     assert furthest(student.classifier, theirs.classifier) < 1e-5
+
+
+PRINT: Params = {"diversity": "normalised"}
+CODE: Params = {"diversity": "mean_squared", "divergence": "teacher_student", "temperature": 10.0, "lambda2": 0.1}
+P_OF_Y = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+
+
+def crossed_params_of(ctx: RoundContext) -> fedmd_cg.FedmdCgParams:
+    return fedmd_cg.FedmdCgParams.model_validate(ctx.spec.params)
+
+
+@pytest.mark.parametrize(("params", "split", "crop"), [(PRINT, "lenet5_relu", 0), (CODE, "cnn_bn", 4)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_classifier_takes_the_same_steps_as_the_reference(
+    steps: int, params: Params, split: str, crop: int, watched: dict[str, float]
+) -> None:
+    ctx, ours, theirs = crossed_case(steps, params, split, crop)
+    data = colour_images(20)
+    penalty = fedmd_cg.global_penalty(ours.generator, P_OF_Y, crossed_params_of(ctx), ctx)
+    before = weights_of(ours.classifier)
+    loss = train_classifier(ours.extractor, ours.classifier, data, crossed_params_of(ctx), ctx, penalty)
+    expected = classify_crossed(theirs, data, P_OF_Y, crossed_params_of(ctx), ctx)
+    assert len(expected) == steps
+    assert_same_classification(ours, theirs, loss, expected, watched)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours.classifier).items())
+
+
+@pytest.mark.parametrize("params", [PRINT, CODE])
+@pytest.mark.parametrize(("steps", "crop"), [(1, 0), (3, 0), (3, 4)])
+def test_the_generator_takes_the_same_steps_as_the_reference(
+    steps: int,
+    crop: int,
+    params: Params,
+    watched: dict[str, float],
+    request: pytest.FixtureRequest,
+) -> None:
+    ctx, ours, theirs = crossed_case(steps, params, crop=crop)
+    ours, theirs = in_double(ours), in_double(theirs)
+    for nets in (ours, theirs):
+        nets.classifier.double()
+    request.getfixturevalue("doubles")
+    data = colour_images(20)
+    before = plain(ours.generator)
+    source = FeatureSource(ours.extractor, data, ctx.spec, steps * 8)
+    run_stage(fedmd_cg.imitation(ours.generator, ours.classifier, source, crossed_params_of(ctx), ctx), ctx)
+    expected = train_generator(theirs, data, crossed_params_of(ctx), ctx)
+    assert len(expected) == steps
+    assert watched["generator"] == mean_of(expected)
+    assert furthest(ours.generator, before) > 1e-5
+    assert furthest(ours.generator, theirs.generator) < 1e-9
+
+
+@pytest.mark.parametrize("divergence", [Divergence(), Divergence("teacher_student", 10.0)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_crossed_student_takes_the_same_steps_as_the_reference(steps: int, divergence: Divergence) -> None:
+    ctx, _, _ = crossed_case(1, PRINT)
+    settings = Distillation(steps, 8, 3e-4, 1e-4)
+    counts = ((4, 1, 5), (2, 6, 2))
+    updates, teachers = {}, []
+    for name, root, mine in (("a", b"one", counts[0]), ("b", b"two", counts[1])):
+        parts = initial_parts(ctx.spec.model_copy(update={"seed": mine[0]}), root)
+        shared = {part: parts[part] for part in (Part.GENERATOR, Part.CLASSIFIER)}
+        updates[name] = Update(name, shared, sum(mine), mine)
+        pair = load_pair(shared, ctx)
+        teachers.append(Pair(plain(pair.generator), plain(pair.classifier)))
+    state = ServerState(Aggregate({}))
+    aggregator = CrossedAggregator(settings, Crossing("exact", 32, divergence), state, ctx, MemorySpill())
+    aggregate = merged(aggregator, updates)
+    p = torch.tensor(counts, dtype=torch.float64).sum(0) / 20
+    bank = draw_bank(ctx.streams, settings.rows, 8, p)
+    mean = {
+        part: {name: (one + updates["b"].parts[part][name]) / 2 for name, one in updates["a"].parts[part].items()}
+        for part in (Part.GENERATOR, Part.CLASSIFIER)
+    }
+    start = load_pair(mean, ctx)
+    student = Pair(plain(start.generator), plain(start.classifier))
+    losses = distil_crossed(student, teachers, label_shares(counts), bank, settings, divergence)
+    assert len(losses) == steps
+    ours = load_pair(aggregate.parts, ctx)
+    assert furthest(start.classifier, student.classifier) > 1e-5
+    # As in `test_one_step_of_the_gan_agrees_in_float32`: Adam follows the rounding where a gradient is nothing else.
+    for fast, slow in ((ours.generator, student.generator), (ours.classifier, student.classifier)):
+        gaps = differences(fast, slow)
+        assert float((gaps > 1e-5).double().mean()) < 1e-3

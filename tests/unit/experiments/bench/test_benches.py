@@ -1,0 +1,271 @@
+"""`fedcg bench round`, `train`, `infer`, `transport` and `coordinator`: what their figures are made of, and that they run.
+
+No timing is asserted.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from experiments.bench.coordinator_rounds import Round, Run, Setting, cost_of_watchers, growth_mb
+from experiments.bench.fedcg_round import RoundPlan, Stage, median_seconds, whole_round
+from experiments.bench.inference_latency import Load, ask
+from experiments.bench.transport_rounds import Case, Measured, filled
+from fedcg.wire.messages.schemas import Outcome
+from tests.support.commands import data_of, run_fedcg
+
+FEDCG = [sys.executable, "-m", "fedcg"]
+
+
+def test_a_round_is_the_sum_of_its_stages_times_how_often_each_runs() -> None:
+    plan = RoundPlan(
+        clients=5, processes=2, epochs=20, measured_epochs=2, server_iterations=2000, measured_iterations=500
+    )
+    found = {
+        ("reference", stage): seconds
+        for stage, seconds in ((Stage.CLASSIFY, 1.0), (Stage.GAN, 4.0), (Stage.STUDENT, 3.0))
+    }
+    # 5 clients one after the other, 10 times what was measured; the server 4 times.
+    assert whole_round("reference", found, plan) == {"classify": 50.0, "gan": 200.0, "server": 12.0, "round": 262.0}
+    seconds = {Stage.CLASSIFY: 1.0, Stage.FEATURES: 0.5, Stage.GAN: 2.0, Stage.TEACHER: 0.25, Stage.STUDENT: 1.0}
+    ours = {("ours", stage): taken for stage, taken in seconds.items()}
+    # 5 clients two at a time take 3 turns; features once a turn: 3 · (10 · 2 + 0.5). The server: 4 · (1 + 5 · 0.25).
+    assert whole_round("ours", ours, plan) == {"classify": 30.0, "gan": 61.5, "server": 9.0, "round": 100.5}
+    assert plan.is_extrapolated
+    assert not RoundPlan(measured_epochs=20, measured_iterations=2000).is_extrapolated
+
+
+def test_measurements_are_taken_in_turn_and_their_medians_told() -> None:
+    order: list[str] = []
+    values = {"a": iter([3.0, 1.0, 2.0]), "b": iter([5.0, 5.0, 9.0])}
+
+    def job(name: str) -> float:
+        order.append(name)
+        return next(values[name])
+
+    assert median_seconds([lambda: job("a"), lambda: job("b")], 3) == [2.0, 5.0]
+    assert order == ["a", "b", "a", "b", "a", "b"]
+
+
+@pytest.mark.slow
+def test_the_quick_measurements_print_their_ratios_as_json() -> None:
+    one_thread = ["--threads", "1", "--quick", "--json"]
+    run = subprocess.run([*FEDCG, "bench", "round", "--processes", "1", *one_thread], capture_output=True, check=True)
+    record = data_of(run.stdout)
+    assert record["extrapolated"] == {"epochs": [1, 20], "server_iterations": [5, 2000]}
+    for name in ("equal_maths", "joint_pass", "compact"):
+        assert record[f"speedup_{name}"] == record[name]["speedup"]["round"] > 0
+        expected = record["reference_seconds"]["round"] / record[name]["seconds"]["round"]
+        assert record[f"speedup_{name}"] == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_box_is_told_in_one_line_with_the_steps_of_its_round() -> None:
+    asked = ("bench", "train", "--device", "cpu", "--split", "lenet5_relu", "--quick", "--batch", "8")
+    record = data_of(run_fedcg(*asked, "--json").stdout)
+    assert record["steps"] == {"classify": 2, "generate": 2}
+    assert record["steps_per_second"] == pytest.approx(4 / record["seconds"], rel=0.05)
+    assert record["images_per_second"] == pytest.approx(8 * record["steps_per_second"], rel=0.01)
+    assert (record["joules"] is None) == (record["rail"] is None)
+    assert record["peak_mb"] > 100
+    line = run_fedcg(*asked, "--method", "fedsplit").stdout
+    assert "fedsplit with lenet5_relu at 32 pixels, batches of 8" in line
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("train --quick --device cuda:9", "this torch has cpu"),
+        ("train --quick --device cpu --split nothing", "no split"),
+        ("train --quick --device cpu --method no", "no m"),
+        ("coordinator --watchers 5 --rounds 2", "give 3 or"),
+        pytest.param("infer --network lenet7", "lenet7", marks=pytest.mark.slow),
+    ],
+)
+def test_what_can_not_be_measured_is_bad_input(words: str, reason: str) -> None:
+    refused = run_fedcg("bench", *words.split())
+    assert refused.exit_code == 2, refused.output
+    assert reason in refused.output
+    assert "Traceback" not in refused.output
+
+
+@pytest.mark.parametrize("command", ["infer", "round", "train", "transport"])
+def test_the_help_and_the_processes_of_devices_start_without_torch(command: str) -> None:
+    code = (
+        "import sys, experiments.bench.coordinator_rounds, experiments.bench.sessions\nfrom fedcg.cli import app\n"
+        f"try:\n    app.main(args=['bench', '{command}', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--json" in run.stdout
+
+
+INFER = [sys.executable, "-m", "fedcg", "bench", "infer"]
+
+
+def test_a_percentile_is_the_latency_that_a_share_of_the_requests_stayed_within() -> None:
+    load = Load([number / 1000 for number in range(100, 0, -1)])  # 1 to 100 ms
+    assert [load.percentile_ms(share) for share in (0.0, 0.5, 0.99, 1.0)] == pytest.approx([1, 51, 100, 100])
+    assert Load([0.007]).percentile_ms(0.99) == pytest.approx(7)
+
+
+@contextmanager
+def _answering(*connections: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """A server that gives these answers on one connection after the other; its port, and the requests that came."""
+    requests: list[bytes] = []
+
+    def serve(listener: socket.socket) -> None:
+        for answers in connections:
+            connection, _ = listener.accept()
+            with connection:
+                for answer in answers:
+                    requests.append(connection.recv(1000))
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = threading.Thread(target=serve, args=(listener,))
+        serving.start()
+        yield listener.getsockname()[1], requests
+        serving.join()
+
+
+def test_callers_count_what_was_answered_with_200_and_what_was_not() -> None:
+    good = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    bad = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nfull"
+    with _answering([good, bad, good, good[:20]], [good]) as (port, requests):  # the fourth breaks off
+        load = ask(port, b"image", 1, lambda done: done < 5)
+    assert (len(load.seconds), load.failed) == (3, 2)
+    assert len(requests) == 5
+    assert requests[0].startswith(b"POST /predict HTTP/1.1\r\n")
+    assert requests[0].endswith(b"Content-Length: 5\r\n\r\nimage")
+
+
+@pytest.mark.slow
+def test_the_quick_measurement_gives_every_figure_and_loses_no_request() -> None:
+    run = subprocess.run([*INFER, "--quick", "--json"], capture_output=True, check=True, timeout=200)
+    record = data_of(run.stdout)
+    assert (record["kind"], record["format"]) == ("bench infer", 1)
+    assert set(record["setting"]) == {"images", "repeats", "callers", "requests", "swaps", "side"}
+    found = record["lenet5"]
+    for name in ("speedup_vs_eager", "eager_ms", "onnxruntime_ms", "ready_s", "rss_mb", "fp16_vs_fp32", "int8_vs_fp32"):
+        assert found[name] > 0
+    for name in ("batches", "single"):
+        assert found[name]["failed"] == 0
+        assert found[name]["p99_ms"] >= found[name]["p50_ms"] > 0
+    for name in ("one_caller", "beside_normal", "beside_low", "beside_idle"):
+        assert found[name]["failed"] == 0
+        ratio = found[name]["p99_ms"] / found["one_caller"]["p99_ms"]
+        assert ratio == pytest.approx(found[name]["p99_vs_alone"], rel=0.1, abs=0.01)
+    assert found["swaps"]["swaps"] == 1
+    assert found["swaps"]["requests"] > 0
+    assert found["swaps"]["failed"] == 0
+    shown = subprocess.run([*INFER, "--quick"], capture_output=True, check=True, timeout=200, text=True).stdout
+    assert "lenet5.speedup_vs_eager" in shown
+    assert "(at least 3)" in shown
+
+
+def test_small_artifacts_come_from_as_many_sessions_as_fill_the_window() -> None:
+    assert filled(250_000, 16, 40_000_000) == Case(250_000, 16, count=32, sessions=5)
+    assert filled(250_000, 64, 40_000_000) == Case(250_000, 64, count=7, sessions=21)
+    assert filled(57_000_000, 64, 40_000_000) == Case(57_000_000, 64, count=1, sessions=1)
+
+
+def test_the_throughput_is_that_of_the_median_run() -> None:
+    measured = Measured(Case(1_000_000, 16, 6, sessions=2), (4.0, 3.0, 9.0))
+    assert measured.mb_per_s == 3.0
+    assert measured.as_json()["mb_per_s"] == 3.0
+
+
+@pytest.mark.broker
+@pytest.mark.slow
+def test_a_small_case_and_a_small_round_are_measured_over_mosquitto(mosquitto_factory: object) -> None:
+    command = [sys.executable, "-m", "fedcg", "bench", "transport", "--json", "--repeats", "1", "--size", "30000"]
+    runs = (("--window", "4", "--megabytes", "1"), ("--sessions", "3", "--rounds", "1"))
+    case, one_round = (
+        data_of(subprocess.run([*command, *more], check=True, capture_output=True, timeout=120).stdout) for more in runs
+    )
+    assert [(entry["size"], entry["window"], entry["sessions"]) for entry in case["cases"]] == [(30_000, 4, 4)]
+    assert case["cases"][0]["mb_per_s"] > 0
+    assert (one_round["sessions"], one_round["size"], len(one_round["round_s"])) == (3, 30_000, 1)
+
+
+def closed(number: int, watchers: int | None = 0, seconds: float = 1.0, memory: float = 300.0) -> Round:
+    return Round(number, watchers, seconds, 0.5 * seconds, 0.1 * seconds, (100.0, memory))
+
+
+@pytest.mark.broker
+@pytest.mark.slow
+def test_no_update_of_six_sessions_is_lost_while_two_watch(tmp_path: Path) -> None:
+    words = ("--sessions", "6", "--rounds", "3", "--watchers", "2", "--turns", "1", "--out", str(tmp_path), "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "fedcg", "bench", "coordinator", *words], check=False, capture_output=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    record = data_of(done.stdout)
+    assert record == json.loads((tmp_path / "coordinator.json").read_text())
+    assert record["updates"] == {"sent": 36, "accepted": 36, "lost": 0}
+    assert [each["watchers"] for each in record["rounds"]] == [None, 0, 0, None, 2, 2]
+    for each in record["rounds"]:
+        coordinator, worker = each["memory_mb"]
+        assert coordinator > 30
+        # After the last round the worker ends, with torch; before, it is a child of the coordinator.
+        assert worker > 100 or each is record["rounds"][-1]
+        assert each["seconds"] > 0
+        assert each["processor_s"] > 0
+    *offers, last = (each["next_offer_s"] for each in record["rounds"])
+    assert all(0 < offer < each["seconds"] for offer, each in zip(offers, record["rounds"], strict=False))
+    assert last is None
+    assert record["watching"]["events"] >= 2 * 6  # of each watcher, at least the updates that were stored
+    assert record["watching"]["pages"] >= 2
+    assert record["watching"]["seconds"]["ratio"] > 0
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_watchers_come_in_every_second_turn() -> None:
+    setting = Setting(sessions=1, rounds=3, watchers=5, turns=2)
+    assert setting.all_rounds == 12
+    numbers = range(1, 13)
+    assert [setting.watchers_in(number) for number in numbers] == [0, 0, 0, 5, 5, 5, 0, 0, 0, 5, 5, 5]
+    assert [number for number in numbers if setting.begins_turn(number)] == [1, 4, 7, 10]
+    assert Setting(sessions=1, rounds=3, watchers=0, turns=1).all_rounds == 3
+
+
+def test_an_update_without_a_receipt_is_lost() -> None:
+    run = Run(receipts={"a": {(1, 1): Outcome.ACCEPTED, (2, 1): None}, "b": {(1, 1): Outcome.REJECTED}})
+    assert run.updates() == {"sent": 3, "accepted": 1, "rejected": 1, "lost": 1}
+
+
+def test_growth_is_the_slope_of_memory_after_the_first_two_rounds() -> None:
+    later = [closed(number, memory=300 + 4 * number) for number in range(3, 11)]
+    assert growth_mb([closed(1, memory=0), closed(2, memory=50), *later]) == 4.0
+    assert growth_mb([closed(1), closed(2), *later[:-1]]) is None
+
+
+def test_the_cost_of_watchers_is_the_ratio_of_medians_of_neighbouring_turns() -> None:
+    alone = [closed(1, None, 90.0), closed(2, 0, 2.0), closed(3, 0, 4.0)]
+    watched = [closed(4, None, 90.0), closed(5, 50, 3.0), closed(6, 50, 6.0)]
+    again = [closed(7, None, 90.0), closed(8, 0, 4.0), closed(9, 0, 4.0)]
+    more = [closed(10, None, 90.0), closed(11, 50, 8.0), closed(12, 50, 8.0)]
+    found = cost_of_watchers([*alone, *watched, *again, *more], 3)["seconds"]
+    assert found == {"without": [3.0, 4.0], "with": [4.5, 8.0], "ratios": [1.5, 2.0], "ratio": 1.75}
+
+
+def test_the_cost_of_a_masked_sum_grows_with_the_devices_and_its_numbers_stay_4_bytes() -> None:
+    words = "bench coordinator --sum-devices 8 --sum-devices 16 --lost 0.25 --numbers 100 --json"
+    shown = run_fedcg(*words.split())
+    assert shown.exit_code == 0, shown.output
+    few, many = data_of(shown.stdout)["sums"]
+    assert (few["devices"], few["lost"], many["devices"], many["lost"]) == (8, 2, 16, 4)
+    assert few["numbers_bytes"] == many["numbers_bytes"] == 400
+    assert few["control_up"] < many["control_up"]
+    assert min(few["device_ms"], many["coordinator_ms"]) > 0.0
+    failed = run_fedcg("bench", "coordinator", "--sum-devices", 4, "--lost", 0.5)
+    assert failed.exit_code == 1
+    assert "2 devices are too few to open a sum: 4 are needed" in failed.output

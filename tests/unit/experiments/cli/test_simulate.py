@@ -1,0 +1,329 @@
+"""`fedcg simulate`, as a user types it: what it prints, writes and does not do twice, on odd images too."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from opacus.accountants import RDPAccountant
+from PIL import Image
+from rich.console import Console
+
+from experiments.simulation.batch import load_batch
+from experiments.simulation.batch_runner import table
+from experiments.simulation.checkpoints import Checkpoints
+from fedcg.learning.simulation.simulation import Simulation
+from tests.support.commands import data_of, run_fedcg
+from tests.support.simulations import QUIET, fedcg_simulate, records_of
+
+BOTH = "--method local --method fedavg --seeds 0,1 --json --plot --tensorboard"
+HEADERS = {"personal", "only", "download", "common", "last", "local", "seconds"}
+
+
+def resume(folder: Path, *words: object) -> Any:
+    return run_fedcg("simulate", "--resume", folder, *QUIET.split(), *words)
+
+
+# Batches
+
+
+def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    shown = records_of(fedcg_simulate(folder, BOTH))
+    assert [(run["method"], run["seed"]) for run in shown] == [
+        ("local", 0), ("fedavg", 0), ("local", 1), ("fedavg", 1)
+    ]  # fmt: skip
+    with (folder / "runs.csv").open() as file:
+        assert [line["name"] for line in csv.DictReader(file)] == [
+            f"digits-{method}-seed{seed}" for method in ("fedavg", "local") for seed in (0, 1)
+        ]
+    with (folder / "curves.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 8
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((folder / "tensorboard").glob("*/events.out.tfevents.*"))) == 4
+    assert data_of(fedcg_simulate(folder, BOTH).stdout) == {"runs": [], "failures": []}
+    assert len(records_of(fedcg_simulate(folder, "--method local --force --json"))) == 1
+
+
+def test_each_method_of_a_call_may_have_networks_of_its_own(tmp_path: Path) -> None:
+    runs, names = tmp_path / "runs", ("digits-fedcg-seed0.json", "digits-ppidsg-seed0.json")
+    asked = (
+        "--method fedcg --method ppidsg --set fedcg.server_iterations=2 "
+        "--network ppidsg=image_small --generator fedcg=mlp_small"
+    )
+    done = fedcg_simulate(runs, asked)
+    assert done.exit_code == 0, done.stderr
+    before = [json.loads((runs / name).read_text()) for name in names]
+    assert [(run["network"]["split"], run["network"]["generator"]) for run in before] == [
+        ("lenet5_relu", "mlp_small"),
+        ("image_small", "mlp"),
+    ]
+    (runs / names[1]).unlink()
+    assert resume(runs).exit_code == 0
+    assert json.loads((runs / names[1]).read_text())["mean"] == before[1]["mean"]
+    other = fedcg_simulate(runs, asked.replace("mlp_small", "mlp3"))
+    assert other.exit_code == 2
+    assert "digits-fedcg-seed0.json is the record of another setting" in other.stderr
+    (runs / names[0]).unlink()  # what was refused has left nothing behind that --resume would run
+    assert resume(runs).exit_code == 0
+    assert json.loads((runs / names[0]).read_text())["network"]["generator"] == "mlp_small"
+
+
+def losses(record: dict[str, Any]) -> list[list[float]]:
+    return [client["curve"]["loss"] for client in record["clients"]]
+
+
+def test_crops_and_batched_clients_reach_the_training_and_the_record(tmp_path: Path) -> None:
+    plain, cropped, batched = (
+        records_of(fedcg_simulate(tmp_path / str(at), f"--method fedsplit --json {option}"))[0]
+        for at, option in enumerate(("--no-batched-clients", "--crop 2", "--batched-clients"))
+    )
+    assert (plain["setting"]["crop"], cropped["setting"]["crop"]) == (0, 2)
+    assert (plain["setting"]["batched_clients"], batched["setting"]["batched_clients"]) == (False, True)
+    assert losses(plain) != losses(cropped)
+    assert losses(batched) == [pytest.approx(loss, abs=1e-4) for loss in losses(plain)]
+
+
+def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    failing = "--method fedavg --method local --set fedavg.lr=1e18 --set fedavg.optimiser=sgd --json"
+    done = fedcg_simulate(folder, failing)
+    assert done.exit_code == 1
+    shown = data_of(done.stdout)
+    assert "no client could train in any round" in shown["failures"][0]["reason"]
+    assert [run["method"] for run in shown["runs"]] == ["local"]
+    assert [failure["run"] for failure in shown["failures"]] == ["digits-fedavg-seed0"]
+    assert "RunError" in (folder / ".state" / "digits-fedavg-seed0.traceback.txt").read_text()
+    assert json.loads((folder / "failures.json").read_text())["failures"] == shown["failures"]
+    assert [path.name for path in folder.glob("digits-*.json")] == ["digits-local-seed0.json"]
+    assert not list(folder.glob(".state/*/round-*"))
+    assert fedcg_simulate(folder, "--method local --force").exit_code == 0
+    assert not (folder / "failures.json").exists()
+
+
+def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Path) -> None:
+    done = fedcg_simulate(tmp_path / "runs", "--method fedcg --set server_lr=1e12 --set server_iterations=3")
+    assert done.exit_code == 0, done.output
+    assert "rounds without a merge: 1 (distillation: " in done.stderr
+    assert "undone" not in done.stderr
+
+
+# What is printed
+
+
+def test_a_pipe_gets_a_line_per_round_with_its_accuracies_and_the_default_is_quick(tmp_path: Path) -> None:
+    done = fedcg_simulate(tmp_path, "--shadow --rounds 2 --method fedavg")
+    lines = [line for line in done.stderr.splitlines() if ": round " in line]
+    assert [line.split(": accuracy")[0] for line in lines] == [
+        f"digits-fedavg-seed0: round {number}/2" for number in (1, 2)
+    ]
+    assert all("own test personal " in line and "local only " in line for line in lines)
+    (planned,) = load_batch(tmp_path).runs
+    assert planned.setting.all_params()["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("variant", ["", "without-the-generator-and-with-a-much-longer-name"])
+def test_the_table_fits_80_columns_and_breaks_nothing_but_a_runs_name(variant: str) -> None:
+    mean = {f"accuracy_{name}": 0.98765 for name in ("personal", "local", "after", "common_personal")}
+    record = {
+        "method": "fedmd_cg",
+        "variant": variant,
+        "seed": 0,
+        "mean": {**mean, "global_accuracy_last": 1.0},
+        "clients": [{"below_local": False}] * 10,
+        "seconds": {"total": 12345.6},
+    }
+    out = io.StringIO()
+    Console(file=out, width=80).print(table([record]))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert set(text.split()) >= HEADERS | {"98.8", "100.0", "12346"}
+    assert "0 of 10" in text
+    assert "".join(variant.split()) in "".join(line[:14].strip() for line in text.splitlines())
+
+
+# Recorded updates
+
+
+def test_a_user_records_runs_and_compares_a_recording_with_the_private_parts(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    both = "--rounds 2 --method fedcg --method fedavg --set fedcg.server_iterations=3 --keep-updates 1,2"
+    done = fedcg_simulate(out, both)
+    assert done.exit_code == 0, done.output
+    first = out / "updates" / "digits-fedcg-seed0"
+    data = first / "truth" / "client-1.npz"
+    beside = (
+        f"--auxiliary {first / 'auxiliary.npz'} --out DIR --private {first / 'truth' / 'client-1-round-2.safetensors'}"
+    )
+    command = f"fedcg audit run --updates {first} --client client-1 --data {data} {beside}"
+    assert done.stderr.splitlines()[-1] == f"recorded updates: {out / 'updates'}; audit one with: {command}"
+    places = [out / "updates", *(out / "updates").rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in places if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in places if path.is_file()} == {0o600}
+    for method, code in (("fedcg", 0), ("fedavg", 1)):
+        folder = out / "updates" / f"digits-{method}-seed0"
+        private = folder / "truth" / "client-2-round-2.safetensors"
+        compared = run_fedcg("audit", "compare", "--observed", folder, "--private", private)
+        assert compared.exit_code == code, compared.output
+    again = resume(out)
+    assert again.exit_code == 0
+    assert "done before\n" in again.stderr
+    forced = fedcg_simulate(out, "--rounds 2 --method fedavg --force")
+    assert forced.exit_code == 0, forced.output
+    assert not (out / "updates" / "digits-fedavg-seed0").exists()  # of numbers that its record no longer shows
+    assert "recorded updates" not in forced.stderr
+    late = fedcg_simulate(out, "--rounds 2 --method fedavg --keep-updates all")
+    assert late.exit_code == 0
+    assert "recorded updates" not in late.stderr
+    assert "done before, without a recording of its updates; --force runs it again" in late.stderr
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_begin_to_record_its_later_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, save = tmp_path / "out", Checkpoints.save
+
+    def save_and_stop(self: Checkpoints, now: Simulation, seconds: float) -> None:
+        save(self, now, seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "save", save_and_stop)
+    assert fedcg_simulate(out, "--rounds 2 --method fedavg").exit_code == 130
+    monkeypatch.undo()
+    late = resume(out, "--keep-updates", "all")
+    assert late.exit_code == 0, late.output
+    record = json.loads((out / "updates" / "digits-fedavg-seed0" / "wire.json").read_text())
+    assert {seen["round"] for seen in record["artifacts"] if seen["kind"] == "update"} == {2}
+    assert record["bases_not_seen"] == []
+    (planned,) = load_batch(out).runs
+    assert planned.keep_updates == "all"
+
+
+# Mechanisms
+
+
+def test_a_private_run_states_its_epsilon_in_name_record_and_line(tmp_path: Path) -> None:
+    asked = "--rounds 2 --method fedavg --mechanism dp_sgd.noise_multiplier=1.3 --mechanism update_clip=2 --json"
+    done = fedcg_simulate(tmp_path, asked)
+    (record,) = records_of(done)
+    (path,) = tmp_path.glob("*.json")
+    assert path.stem == "digits-fedavg-update_clip=2.0-dp_sgd.noise_multiplier=1.3-seed0"
+    assert (record["method"], record["mechanisms"]) == ("fedavg", "update_clip=2.0-dp_sgd.noise_multiplier=1.3")
+    assert record["setting"]["privacy"]["dp_sgd"]["noise_multiplier"] == 1.3
+    accountant = RDPAccountant()
+    images = record["clients"][0]["train_images"]
+    accountant.history = [(1.3, 16 / images, 2 * -(-images // 16))]
+    epsilon = accountant.get_epsilon(delta=1e-5)
+    assert record["clients"][0]["epsilon"] == pytest.approx(epsilon, abs=1e-4)
+    most = max(client["epsilon"] for client in record["clients"])
+    assert f"epsilon at most {most:.2f} at delta 1e-05" in done.stderr
+    assert "done before" in fedcg_simulate(tmp_path, asked).stderr
+    (other,) = records_of(fedcg_simulate(tmp_path, "--rounds 2 --method fedavg --mechanism dropout=0.2 --json"))
+    assert "epsilon" not in other["clients"][0]
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+# Published tables
+
+
+def test_the_degradation_by_a_defence_is_a_column_of_anti_gans_table(tmp_path: Path) -> None:
+    text = (
+        "--paper antigan:table1:digits-2@digits --method fedavg/ --method fedavg/antigan --seed 0 --rounds 2 "
+        "--images-per-client 60 --image-size 16 --defence-set gan_steps=2 --defence-set obfuscation_steps=1 "
+        "--defence-set width=8 --defence-set features=gabor"
+    )
+    done = run_fedcg("simulate", *text.split(), *QUIET.split(), "--out", tmp_path)
+    assert done.exit_code == 0, done.stderr
+    runs = {
+        run["variant"]: run for run in map(json.loads, map(Path.read_text, sorted(tmp_path.glob("antigan-*.json"))))
+    }
+    assert runs["antigan"]["defence"].startswith("antigan-gan_steps=2")
+    assert [client["label_counts"].count(0) for client in runs["antigan"]["clients"]] == [5, 5]
+    (shown,) = data_of(run_fedcg("tables", "--runs", tmp_path, "--json").stdout)["tables"]
+    whole, mixed = (runs[variant]["mean"]["global_accuracy_last"] for variant in ("", "antigan"))
+    figures = {line["row"]["key"]: line["figures"]["adr"]["mean"] for line in shown["lines"]}
+    assert figures == {"fedavg": 0.0, "fedavg/antigan": pytest.approx(100 * (whole - mixed) / whole)}
+
+
+# Images as people have them
+
+
+ODD = {  # images of a class, and how they are stored, per domain
+    "all": ({"a": 16, "b": 16, "c": 16}, "RGB"),
+    "grey": ({"a": 16, "b": 16}, "L"),
+    "one-class": ({"b": 12}, "RGB"),
+    "one-image": ({"c": 1}, "RGB"),
+}
+LAYOUTS = {  # domains, parts, classes, and the domains in the order of the paper's clients
+    "digit5": ("mnist mnist_m svhn syn usps", ("train_images", "test_images"), "0123456789", "mnist_m svhn syn usps"),
+    "office": ("amazon caltech dslr webcam", ("",), ("back_pack", "bike", "calculator"), "amazon dslr webcam caltech"),
+}
+
+
+def fill(folder: Path, count: int, level: int, mode: str = "RGB") -> None:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        stream = np.random.default_rng([len(folder.parts), level, number])
+        pixels = level + stream.integers(0, 60, (16, 16) if mode == "L" else (16, 16, 3))
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+
+
+def among_slow(first: str, *others: str) -> list[Any]:
+    return [first, *(pytest.param(one, marks=pytest.mark.slow) for one in others)]
+
+
+@pytest.mark.parametrize("method", among_slow("fedsplit", "local", "fedavg", "fedper", "fedgen", "fedcg", "fedmd_cg"))
+def test_odd_clients_take_part_as_far_as_they_can_and_the_record_says_what_was_wrong(
+    method: str, tmp_path: Path
+) -> None:
+    for domain, (classes, mode) in ODD.items():
+        for label, count in classes.items():
+            for part in ("train", "test"):
+                fill(tmp_path / "odd" / domain / part / label, count, 60 * "abc".index(label), mode)
+    (tmp_path / "odd" / "all" / "train" / "a" / "broken.png").write_bytes(b"\x89PNG and no more")
+    server = "--set server_iterations=3" if method in {"fedgen", "fedcg", "fedmd_cg"} else ""
+    dealt = (
+        "--partition domains --clients 4 --images-per-client 100 --rounds 2 --test even --validation test-half --json"
+    )
+    done = fedcg_simulate(tmp_path / "out", f"{dealt} --method {method} {server}", "--data", tmp_path / "odd")
+    (record,) = records_of(done)
+    assert record["skipped"] == [{"file": "a/broken.png", "reason": record["skipped"][0]["reason"]}]
+    assert "not an image" in record["skipped"][0]["reason"]
+    counts = [client["label_counts"] for client in record["clients"]]
+    assert counts == [[16, 16, 16], [16, 16, 0], [0, 12, 0], [0, 0, 1]]
+    reasons = [{failure["reason"] for failure in client["failures"]} for client in record["clients"]]
+    assert reasons == [set(), set(), set(), {"1 training images: at least 2 are needed"}]
+    assert record["server_failures"] == []
+    tested = record["clients"][:3]  # the last has nothing to test on
+    assert all(client["accuracy_personal"] is not None for client in tested)
+    assert "local rounds undone: 2" in done.stderr
+    assert "images skipped: 1" in done.stderr
+
+
+@pytest.mark.parametrize("name", among_slow("office", "digit5"))
+def test_the_papers_domains_load_as_they_are_published(name: str, tmp_path: Path) -> None:
+    domains, parts, classes, clients = LAYOUTS[name]
+    for domain in domains.split():
+        for part in parts:
+            for label, one in enumerate(classes):
+                fill(tmp_path / name / domain / part / one, 6, 15 * label)
+    text = (
+        f"--paper fedcg:table1:{name} --method fedsplit --seeds 1-1 --rounds 1 --set fedsplit.epochs=1 --network lenet5_relu "
+        "--no-shadow --json"
+    )
+    folders = ("--data", tmp_path / name, "--out", tmp_path / "out")
+    (record,) = records_of(run_fedcg("simulate", *text.split(), *QUIET.split(), *folders))
+    assert record["partition"] == f"domains:{clients.replace(' ', ',')}"
+    # Digit5 brings its test part; of the others a half trains and a half is tested, one half of which chooses the round.
+    half = 1 if name == "digit5" else 2
+    assert {client["train_images"] for client in record["clients"]} == {6 * len(classes) // half}
+    assert len(record["clients"]) == len(clients.split())
+    assert record["seed"] == 1
+    assert set(record["reduced"]) == {
+        "rounds",
+        "params.epochs",
+        "network",
+    }  # what was typed over the table, and no default

@@ -1,0 +1,279 @@
+"""Worker processes give what one process gives, whoever of them is killed; checkpoints; what `--ray` decides before Ray is imported."""
+
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedcg
+from experiments.cli.simulate_command import with_address
+from experiments.errors import OptionError, RunError
+from experiments.parallel import ray_cluster
+from experiments.parallel.pool_runner import PoolRunner
+from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
+from experiments.parallel.ray_runner import MOST_LANES, lanes_for, roots_for, sendable
+from experiments.simulation.batch import RunSetting
+from experiments.simulation.batch_runner import default_workers, open_ray_lanes
+from experiments.simulation.checkpoints import Checkpoints
+from experiments.simulation.party_builder import WireCoding
+from fedcg import cli
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import ClientState
+from fedcg.learning.networks.plans import initial_parts
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.party import Party, Roots
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
+from fedcg.learning.simulation.tasks import LocalTask, SerialRunner
+from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of, same, same_parts
+from tests.support.simulations import QUIET, WORDS
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PoolRunner]:
+    runner = PoolRunner(2)
+    yield runner
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    "method", ["fedmd_cg", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "fedcg"))]
+)
+def test_worker_processes_give_the_same_simulation_as_one_process(pool: PoolRunner, method: str) -> None:
+    plain = party_of(method)
+    one = replace(plain, coding=WireCoding(plain.spec))
+    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=pool), simulate(one, Schedule(rounds=2)))
+
+
+@pytest.mark.slow
+def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) -> None:
+    one = party_of("fedavg")
+    start = get_method("fedavg").init_client(one.spec, initial_parts(one.spec, one.roots.cohort))
+    aggregate = get_method("fedavg").init_server(one.spec, initial_parts(one.spec, one.roots.cohort)).aggregate
+    tasks = [LocalTask(name, 1, ClientState(start.parts), None) for name in NAMES]
+    pool.start(one)
+    outcomes = pool.local(tasks, aggregate)
+    found = [next(outcomes)]
+    before = {worker.pid for worker in multiprocessing.active_children() if worker.pid}
+    for process in before:  # one of them is at work on the second task or has just answered it, the third waits
+        os.kill(process, signal.SIGKILL)
+    found += outcomes
+    assert before.isdisjoint(worker.pid for worker in multiprocessing.active_children())
+    serial = SerialRunner()
+    serial.start(one)
+    expected = {outcome.client: outcome for outcome in serial.local(tasks, aggregate)}
+    assert sorted(outcome.client for outcome in found) == list(NAMES)
+    for outcome in found:
+        wanted = expected[outcome.client].result
+        assert outcome.result is not None
+        assert wanted is not None
+        assert same_parts(outcome.result.private.parts, wanted.private.parts)
+
+
+def deadly(_party: Party) -> None:
+    """A piece of work that ends whoever does it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def faulty(_party: Party) -> None:
+    """A piece of work with a mistake in it."""
+    raise KeyError("what is not there")
+
+
+class PickyError(Exception):
+    """One that a pickle of it does not bring back."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def picky(_party: Party) -> None:
+    """A piece of work whose error can't be pickled."""
+    raise PickyError("this", "that")
+
+
+@pytest.mark.slow
+def test_a_task_that_kills_every_worker_is_given_up(pool: PoolRunner) -> None:
+    pool.start(party_of("fedavg"))
+    with pytest.raises(RunError, match="worker processes died over one task"):
+        list(pool.answers([(deadly, ())]))
+
+
+@pytest.mark.slow
+def test_an_exception_in_a_worker_is_raised_here_and_the_pool_goes_on(pool: PoolRunner) -> None:
+    one = party_of("fedavg")
+    pool.start(one)
+    with pytest.raises(KeyError, match="what is not there"):
+        list(pool.answers([(faulty, ()), (faulty, ())]))
+    with pytest.raises(RuntimeError, match="PickyError: this and that"):
+        list(pool.answers([(picky, ())]))
+    assert simulate(one, Schedule(rounds=1, shadow=False), runner=pool).rounds == 1
+
+
+def test_as_many_workers_as_cpus_but_not_more_than_clients_and_one_per_accelerator() -> None:
+    assert default_workers(1, "cpu") == 1
+    assert default_workers(10_000, "cpu") == len(os.sched_getaffinity(0))
+    assert default_workers(8, "cuda:0") == 1
+
+
+@pytest.mark.parametrize("method", ["fedmd_cg", "local"])
+def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tmp_path: Path) -> None:
+    stages: list[Simulation] = []
+    simulate(party_of(method), Schedule(rounds=2, shadow=method != "local"), on_round=stages.append)
+    store, folder = Checkpoints(tmp_path / "run", RunSetting(rounds=2)), tmp_path / "run"
+    assert (store.newest(), store.rounds()) == (None, 0)
+    store.save(stages[0], 1.5)
+    shutil.copytree(folder / "round-000001", tmp_path / "older")
+    store.save(stages[1], 3.0)
+    found, seconds = newest(store)
+    assert_same_simulation(found, stages[1])
+    assert found.curves == stages[1].curves
+    assert found.shadows.keys() == stages[1].shadows.keys()
+    assert (seconds, store.rounds()) == (3.0, 2)
+    assert [path.name for path in folder.iterdir()] == ["round-000002"]  # the older one is gone
+    assert Checkpoints(folder, RunSetting(rounds=3)).newest() is None  # another setting's
+    (tmp_path / "older").rename(folder / "round-000001")
+    tensors = folder / "round-000002" / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:1000])  # cut off by a power loss
+    assert newest(store)[0].rounds == 1
+    store.remove()
+    assert store.newest() is None
+
+
+def newest(store: Checkpoints) -> tuple[Simulation, float]:
+    found = store.newest()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("typed", "understood"),
+    [
+        ("--ray", "--ray=local"),
+        ("--ray --seeds 0,1", "--ray=local --seeds 0,1"),
+        ("--seeds 0,1 --ray", "--seeds 0,1 --ray=local"),
+        ("--ray auto --force", "--ray auto --force"),
+        ("--ray=10.0.0.1:6379", "--ray=10.0.0.1:6379"),
+        ("--rounds 2", "--rounds 2"),
+    ],
+)
+def test_an_option_ray_without_an_address_means_this_machine_alone(typed: str, understood: str) -> None:
+    assert with_address(typed.split()) == understood.split()
+
+
+def test_without_the_package_the_command_names_the_extra_and_makes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest))
+    monkeypatch.setattr(sys, "argv", ["fedcg", "simulate", *WORDS.split(), "--ray", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert "pip install 'fedcg-edge[ray]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_ray_is_imported_neither_for_help_nor_for_a_simulation_without_it(tmp_path: Path) -> None:
+    call = f"simulate {WORDS} {QUIET} --method local --out {tmp_path / 'out'}"
+    for arguments in ("simulate --help", call):
+        code = (
+            f"import sys; sys.argv[1:] = {arguments.split()!r}\nfrom fedcg.cli import main\n"
+            "try:\n    main()\nfinally:\n    print('loaded:', 'ray' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "loaded: False" in done.stdout
+
+
+def test_a_ray_client_address_is_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(OptionError, match="on a machine of the cluster"), open_cluster("ray://head:10001", print):
+        pass
+
+
+def test_an_address_where_nobody_listens_or_that_is_none_is_refused_at_once() -> None:
+    with socket.socket() as held:  # bound, not listening: no other process can come to listen there meanwhile
+        held.bind(("127.0.0.1", 0))
+        for address, why in (
+            (f"127.0.0.1:{held.getsockname()[1]}", "ray start --head"),
+            ("head", "HOST:PORT"),
+            ("127.0.0.1:99999", "no Ray"),
+        ):
+            with pytest.raises(OptionError, match=why), open_cluster(address, print):
+                pass
+
+
+def test_every_difference_between_builds_is_told_and_a_changed_source_file_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "one.py").write_text("a = 1")
+    monkeypatch.setattr(fedcg, "__file__", str(tmp_path / "__init__.py"))
+    mine = own_build.__wrapped__()
+    assert mine.differs_from(own_build.__wrapped__()) == []
+    (tmp_path / "one.py").write_text("a = 2")
+    other = replace(own_build.__wrapped__(), torch="2.12.0")
+    assert mine.differs_from(other) == [
+        f"torch {mine.torch} instead of 2.12.0",
+        f"code {mine.code} instead of {other.code}",
+    ]
+
+
+def test_enough_runs_side_by_side_to_keep_every_slot_busy_and_no_more() -> None:
+    assert lanes_for(runs=1, clients=4, slots=64, gpus=None) == 1
+    assert lanes_for(runs=30, clients=4, slots=2, gpus=None) == 2
+    assert lanes_for(runs=30, clients=10, slots=64, gpus=None) == 8  # 6 runs fill 60 slots
+    assert lanes_for(runs=1000, clients=1, slots=1000, gpus=None) == MOST_LANES
+    assert lanes_for(runs=30, clients=4, slots=64, gpus=2) == 2  # each run's server half holds a part of a GPU
+    assert lanes_for(runs=30, clients=4, slots=64, gpus=0) == 1  # refused later: there is none
+
+
+def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(RayCluster):
+        def slots(self, threads: int) -> int:
+            return 2 // threads
+
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_, **__: nullcontext(Small(print)))
+    with pytest.raises(OptionError, match="fewer CPUs"), open_ray_lanes("auto", [RunSetting(threads=3)], None, print):
+        pass
+    with open_ray_lanes("auto", [RunSetting(clients=4)] * 9, None, print) as lanes:
+        assert lanes.count == 2
+
+
+def test_a_node_gets_the_secret_of_the_client_that_it_trains_and_no_other() -> None:
+    roots = Roots(b"cohort", b"coordinator", {"a": b"one", "b": b"two"})
+    assert roots_for(roots, "b") == Roots(b"cohort", b"", {"b": b"two"})
+
+
+def test_a_part_of_a_larger_tensor_is_sent_without_the_rest() -> None:
+    everything = torch.arange(4 * 3 * 8 * 8, dtype=torch.int64).to(torch.uint8).view(4, 3, 8, 8)
+    part = ImageSet(everything[1:3], torch.tensor([0, 1]), ("x", "y"))
+    sent = sendable(part)
+    assert torch.equal(sent.images, part.images)
+    assert sent.images.untyped_storage().nbytes() == 2 * 3 * 8 * 8
+    assert sendable(sent) is sent
+
+
+def test_clients_extras_and_statistics_come_back(tmp_path: Path) -> None:
+    now = simulate(party_of("fedproto", ("a", "b")), Schedule(rounds=1))
+    extras = {"raw": {"0.weight": torch.tensor([1.5, -2.0])}, "done": {"steps": torch.tensor([7])}}
+    now = replace(now, states={**now.states, "b": replace(now.states["b"], extras=extras)}, update_bytes=(7,), sent={})
+    checkpoints = Checkpoints(tmp_path, RunSetting())
+    checkpoints.save(now, 2.5)
+    back, seconds = newest(checkpoints)
+    assert_same_simulation(back, now)
+    assert (seconds, back.update_bytes) == (2.5, (7,))
+    assert not back.states["a"].extras
+    assert back.states["b"].extras.keys() == extras.keys()
+    assert all(same(back.states["b"].extras[name], weights) for name, weights in extras.items())
