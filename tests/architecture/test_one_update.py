@@ -26,7 +26,7 @@ from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from tests.support.broker.memory import MemoryTransport
-from tests.support.coordinator.hanging_children import THREADS_FILE, count_and_note_threads
+from tests.support.coordinator.driven_worker import THREADS_FILE, count_and_note_threads
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.world import FakeTrainer, make_config, toy_generation

@@ -1,14 +1,37 @@
-"""The aggregation worker's handle, driven as the service's loop does it."""
+"""The aggregation worker's handle, driven as the service's loop does it, and child processes that stand in for the worker and the trainer."""
 
 import contextlib
+import os
 import queue
+import signal
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, cast
 
 from typing_extensions import Self
 
-from coordinator.aggregation.jobs import WorkerEvent, WorkerSettings
+from coordinator.aggregation.jobs import (
+    AVERAGE,
+    AddUpdate,
+    AssessJob,
+    FinishJob,
+    Job,
+    JobDone,
+    JobFailed,
+    PhaseStarted,
+    UpdateAdded,
+    UpdateFailed,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
 from coordinator.aggregation.worker_handle import AggregationWorker
+from edge_client.config import AgentConfig
+from edge_client.session.signals import RoundCommitted, TrainerReady, Working
+from fedcg.log_output import LogSettings
+from fedcg.worker_process import requests_of
 
 DEADLINE_S = 60.0
 
@@ -47,3 +70,126 @@ class DrivenWorker:
             self.worker.tick()
             with contextlib.suppress(queue.Empty):
                 self.events += self.worker.follow(self._replies.get(timeout=min(left, 0.05)))
+
+
+STALL_S = 1.0
+THREADS_FILE = "threads.txt"
+
+
+def work_slowly_then_idle(connection: Connection, _config: AgentConfig, _log: LogSettings) -> None:
+    connection.send(TrainerReady())
+    for command in requests_of(connection):  # with nothing to do it may be silent for ever
+        idle = threading.Event()
+        for _ in range(8):  # twice as long as a silent one may be
+            idle.wait(STALL_S / 4)
+            connection.send(Working())
+        connection.send(RoundCommitted(command.round_attempt))
+
+
+def serve(connection: Connection, settings: WorkerSettings, first_time: Callable[[Connection], None]) -> None:
+    """As the real worker without torch; what is asked first in its first life does `first_time`."""
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    marker = settings.artifacts / "was here"
+    for request in requests_of(connection):
+        if isinstance(request, Job):
+            continue
+        if not marker.exists():
+            marker.touch()
+            first_time(connection)
+        if isinstance(request, AddUpdate):
+            connection.send(UpdateAdded(1, 1, request.client))
+        elif isinstance(request, FinishJob):
+            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
+
+
+def _stop(_connection: Connection) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class NotingConnection:
+    """A connection that notes on which thread a request was received."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.receiver = ""
+
+    def recv(self) -> object:
+        request = self._connection.recv()
+        self.receiver = threading.current_thread().name
+        return request
+
+    def send(self, report: object) -> None:
+        self._connection.send(report)
+
+
+def count_and_note_threads(connection: Connection, settings: WorkerSettings) -> None:
+    """Writes the names of the thread that received the request for an update and of the one that serves it to a file."""
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    noting = NotingConnection(connection)
+    for request in requests_of(cast(Connection, noting)):
+        if isinstance(request, AddUpdate):
+            names = [noting.receiver, threading.current_thread().name]
+            (settings.artifacts / THREADS_FILE).write_text("\n".join(names))
+            connection.send(UpdateAdded(1, 1, request.client))
+
+
+def hang_once(connection: Connection, settings: WorkerSettings) -> None:
+    serve(connection, settings, _stop)
+
+
+def break_the_card_once(connection: Connection, settings: WorkerSettings) -> None:
+    """The real worker, whose job runner meets an error of the card the first time that it opens a job."""
+    import coordinator.aggregation.worker as real
+
+    marker = settings.artifacts / "was here"
+
+    class Runner(real.JobRunner):
+        def _open(self) -> None:
+            if not marker.exists():
+                marker.touch()
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            self._send(JobDone(1, 1, "9" * 64, 1, "8" * 64))
+
+        def serve(self, request: AddUpdate | AssessJob | FinishJob) -> None:
+            """Nothing more: the job is done."""
+
+    real.JobRunner = Runner  # type: ignore[misc]
+    real.worker_main(connection, settings)
+
+
+def die_over_b(connection: Connection, _settings: WorkerSettings) -> None:
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    for request in requests_of(connection):
+        if isinstance(request, AddUpdate):
+            connection.send(PhaseStarted(os.getpid(), 1, 1, "teacher", request.client))
+            if request.client == "b":
+                os.kill(os.getpid(), signal.SIGKILL)
+            connection.send(UpdateAdded(1, 1, request.client))
+        elif isinstance(request, FinishJob):
+            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
+
+
+def fail_the_job_and_answer_nothing_more(connection: Connection, settings: WorkerSettings) -> None:
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    requests = requests_of(connection)
+    job = next(requests)
+    connection.send(JobFailed(job.round, job.attempt, "no such file"))
+    asked: list[str] = []
+    for request in requests:
+        if isinstance(request, Job):  # the next attempt: it names what it was asked for in between
+            connection.send(UpdateFailed(request.round, request.attempt, ",".join(asked), ""))
+        else:
+            asked.append(request.client)
+
+
+def die_over_the_merge_until_it_averages(connection: Connection, _settings: WorkerSettings) -> None:
+    """Killed by SIGKILL over every merge with a distillation, as by a kernel that is out of memory."""
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    job: Job | None = None
+    for request in requests_of(connection):
+        if isinstance(request, Job):
+            job = request
+        elif isinstance(request, FinishJob) and job is not None:
+            if job.ease < AVERAGE:
+                os.kill(os.getpid(), signal.SIGKILL)
+            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64, job.ease))

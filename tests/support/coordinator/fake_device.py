@@ -134,8 +134,9 @@ class FakeDevice:
             self.transport.publish(self.topics.up_control(self.name), seal(hello, self.key))
 
     def tell(self, message: AnyMessage) -> None:
-        assert self.session is not None
-        self.transport.publish(self.topics.up_control(self.name), seal(self.session.stamp(message), self.key))
+        with self.lock:  # the device's own thread may send at the same time
+            assert self.session is not None
+            self.transport.publish(self.topics.up_control(self.name), seal(self.session.stamp(message), self.key))
 
     def send_update(self, round_number: int, attempt: int, data: bytes) -> Manifest:
         self.pending = (

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,15 +12,17 @@ from typing import Any
 
 from typing_extensions import Self
 
-from coordinator.aggregation.jobs import Job, JobDone, OpenedSum, UpdateAdded, Updates, WorkerSettings
+from coordinator.aggregation.jobs import Assessed, Job, JobDone, OpenedSum, UpdateAdded, Updates, WorkerSettings
 from coordinator.config import RobustnessSettings, RoundSettings
+from coordinator.facts.known import Known
+from coordinator.facts.problems import Problem, open_problems
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
 from coordinator.service.service_context import MakeWorker, ServiceContext
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
-from coordinator.updates.robustness import Distances
+from coordinator.updates.robustness import Distances, Figures
 from fedcg.event_log import read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore, Remote
@@ -35,6 +37,8 @@ from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
+ALL_FIRST = RoundSettings(gather_s=600.0, retry_s=0.0)
+"""A round opens when all devices are online."""
 MakeWorld = Callable[..., "World"]
 
 
@@ -137,6 +141,19 @@ class World:
         policy = self.store.federation(self.spec.federation).policy
         self.store.set_policy(self.spec.federation, policy.model_copy(update=fields))
 
+    def known(self, service: Service | None = None) -> Known:
+        """What facts are made of, with the running service where there is one."""
+        services = {} if service is None else {self.spec.federation: service}
+        return Known(self.store, lambda _: self.spec, self.root, services)
+
+    def problems(self, service: Service | None = None) -> dict[str, Problem]:
+        """The open problems by kind."""
+        return {each.kind: each for each in open_problems(self.known(service))}
+
+    def merges(self) -> list[Updates]:
+        """What the workers were asked to merge."""
+        return [item[1] for worker in self.workers for item in worker.asked if item[0] == "finish"]
+
     def start_devices(self) -> None:
         for device in self.devices.values():
             device.start()
@@ -223,3 +240,22 @@ class RunningService:
             self._failure = error
         finally:
             self._up.set()
+
+
+FINE, ODD = Figures(1.0, 0.6, 0.6), Figures(3.5, -0.5, 0.6)
+REASON = "its step points away from the others' (cosine -0.50, median 0.60, at least 0.30)"
+TOO_LONG = "its step is 3.5 times as long as the median (at most 3)"
+
+
+class OddC(PlainWorker):
+    """Measures that c goes the other way; in every round without `rounds`."""
+
+    def __init__(self, *arguments: Any, rounds: Container[int] = range(1, 1000)) -> None:
+        super().__init__(*arguments)
+        self._odd_rounds = rounds
+
+    def assess(self, updates: Mapping[str, str]) -> None:
+        assert self.job is not None
+        self.asked.append(("assess", tuple(updates)))
+        figures = {client: ODD if client == "c" and self.job.round in self._odd_rounds else FINE for client in updates}
+        self._reply(Assessed(self.job.round, self.job.attempt, figures))

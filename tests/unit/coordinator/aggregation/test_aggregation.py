@@ -163,9 +163,7 @@ def _die_at_once(*_: object) -> None:
     os._exit(9)
 
 
-def test_a_worker_that_sends_much_and_reads_late_delays_no_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_worker_that_reads_late_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _talk_before_reading)
     with driven(tmp_path) as worker:
         worker.worker.open(JOB)

@@ -5,6 +5,7 @@ import random
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,18 +22,17 @@ from coordinator.config import (
     CoordinatorConfig,
     EnrolmentSettings,
     load_config,
-    render_config,
 )
 from coordinator.errors import HomeError
 from coordinator.paths import Home
 from coordinator.pki import authority as pki
 from coordinator.pki.authority import create_ca, credential_of, issue, observers_of
+from coordinator.rounds.records import FederationStatus
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.errors import BAD_INPUT, EXISTS
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.coordinator.toy_artifacts import tiny_spec
@@ -96,9 +96,7 @@ def deployed(home: Home, tmp_path: Path) -> Path:
     """The folder of a broker for another machine, with a federation to serve."""
     with_federation(home)
     folder = (tmp_path / "broker").resolve()
-    code, output = call("deploy", "mosquitto", "--dir", home.root, "--out", folder)
-    assert code == 0
-    assert f"fedcg broker run --dir {folder}" in output
+    assert call("deploy", "mosquitto", "--dir", home.root, "--out", folder)[0] == 0
     return folder
 
 
@@ -115,27 +113,16 @@ def test_a_home_holds_everything_and_shows_no_secret_to_others(home: Home) -> No
     assert observers_of(other) == []
 
 
-@pytest.mark.parametrize(
-    ("host", "names"),
-    [("broker.example", {"broker.example"}), ("192.0.2.7", {"192.0.2.7"}), ("localhost", {"localhost", "127.0.0.1"})],
-)
-def test_a_servers_certificate_names_this_machine_only_where_its_clients_are(
-    tmp_path: Path, host: str, names: set[str]
-) -> None:
-    home = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(host=host)))
-    for role in ("broker", "enrolment"):
-        pki.server_credential(home.pki, role, host)
-        found = certificate(home.pki, role).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        assert {str(name.value) for name in found} == names
-
-
-def test_a_brokers_certificate_that_names_too_much_is_replaced_at_the_next_deployment(
-    home: Home, deployed: Path
-) -> None:
-    home.config_file.write_text(render_config(CoordinatorConfig(broker=BrokerSettings(host="broker.example"))))
-    assert call("deploy", "mosquitto", "--dir", home.root, "--out", deployed)[0] == 0
-    found = certificate(deployed, "broker").extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    assert [str(name.value) for name in found.value] == ["broker.example"]
+def test_a_servers_certificate_names_this_machine_only_where_its_clients_are(home: Home) -> None:
+    for host, names in (
+        ("localhost", {"localhost", "127.0.0.1"}),
+        ("broker.example", {"broker.example"}),
+        ("192.0.2.7", {"192.0.2.7"}),
+    ):
+        for role in ("broker", "enrolment"):
+            pki.server_credential(home.pki, role, host)
+            found = certificate(home.pki, role).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            assert {str(name.value) for name in found} == names
 
 
 def test_a_directory_that_is_no_home_is_refused_with_the_next_step(home: Home) -> None:
@@ -168,18 +155,13 @@ def test_a_damaged_file_of_the_authority_is_refused_by_name_before_the_coordinat
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draws.randrange(7)]) + whole[at + 1 :])
             with pytest.raises(HomeError, match=rf"pki/{path.stem}\.(pem|key) is damaged"):
                 pki.check_pki(home.pki)
-        path.write_bytes(whole[:60])
-        code, output = call("coordinator", "run", "--dir", home.root)
-        assert (code, f"{path} is damaged" in output) == (2, True), output
         path.write_bytes(whole)
     (home.pki / "coordinator.key").unlink()
-    with pytest.raises(HomeError, match=r"coordinator\.key is damaged"):
-        pki.check_pki(home.pki)
+    code, output = call("coordinator", "run", "--dir", home.root)
+    assert (code, f"{home.pki / 'coordinator.key'} is damaged" in output) == (2, True), output
 
 
-def test_a_damaged_pair_of_a_server_is_issued_anew_and_named_in_the_log(
-    home: Home, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_pair_of_a_server_is_named_and_issued_anew(home: Home, caplog: pytest.LogCaptureFixture) -> None:
     pair = pki.server_credential(home.pki, "broker", "127.0.0.1")
     other = issue(home.pki, "other").key.read_bytes()  # as after a kill between key and certificate
     for path, content in ((pair.certificate, b"x"), (pair.key, b"x"), (pair.key, other)):
@@ -208,16 +190,11 @@ def test_mosquitto_is_configured_for_mutual_tls_bounded_queues_and_loopback_for_
 
 def test_the_access_list_has_a_section_per_device_and_nothing_without_a_federation() -> None:
     text = access_list(["casting"], ["b", "a"], ["observer"])
-    lists = ["user lists-writer", "user lists-reader"]
-    assert [line for line in text.splitlines() if line.startswith("user")] == [
-        *lists,
-        "user coordinator",
-        "user observer",
-        "user a",
-        "user b",
-    ]
+    lists = ["lists-writer", "lists-reader"]
+    users = [line.removeprefix("user ") for line in text.splitlines() if line.startswith("user")]
+    assert users == [*lists, "coordinator", "observer", "a", "b"]
     alone = access_list([], ["a"], []).splitlines()
-    assert [line for line in alone if line.startswith("user")] == lists
+    assert [line.removeprefix("user ") for line in alone if line.startswith("user")] == lists
     assert all("fedcg/lists/" in line for line in alone if line.startswith("topic"))
 
 
@@ -232,9 +209,7 @@ def test_init_refuses_a_directory_in_use_with_the_exit_code_of_things_that_exist
 
 
 @pytest.mark.parametrize(("port", "days"), [(8444, 30), (None, 825)])
-def test_a_bundles_certificate_lives_as_long_as_any_other_where_the_agent_can_renew_it(
-    tmp_path: Path, port: int | None, days: int
-) -> None:
+def test_a_bundles_certificate_lives_long_where_it_is_not_renewed(tmp_path: Path, port: int | None, days: int) -> None:
     home = create_home(tmp_path / "home", CoordinatorConfig(enrolment=EnrolmentSettings(port=port)))
     add_federation(home, "casting", ["line4"])
     leaf = x509.load_pem_x509_certificate((tmp_path / "bundles" / "line4" / "tls" / "device.pem").read_bytes())
@@ -257,9 +232,8 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     leaf.verify_directly_issued_by(certificate(home.pki, "ca"))
     assert leaf.subject.rfc4514_string() == "CN=line4"
     assert VerifyKey.load_all(bundle / "coordinator.pub")[0] == SigningKey.load(home.signing_key).public
-    store = Store(home.database)
-    keys = {device.id: device.public_key for device in store.devices()}
-    store.close()
+    with closing(Store(home.database)) as store:
+        keys = {device.id: device.public_key for device in store.devices()}
     assert keys["line4"] == SigningKey.load(bundle / "signing.key").public.hex
     assert not credential_of(home.pki, "line4").key.exists()
     with changing_members(home):
@@ -286,7 +260,7 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
         (["../up"], "lower-case"),
     ],
 )
-def test_ids_that_cannot_be_are_refused_before_anything_is_written(
+def test_impossible_ids_are_refused_and_nothing_is_written(
     home: Home, tmp_path: Path, ids: list[str], why: str
 ) -> None:
     with_federation(home)
@@ -303,66 +277,33 @@ def test_a_device_needs_a_federation_to_join(home: Home, tmp_path: Path) -> None
     assert "federation create" in output
 
 
-def test_a_home_has_several_federations_and_shows_where_each_stands(home: Home, tmp_path: Path) -> None:
+def test_a_home_has_several_federations_and_shows_where_each_stands(home: Home) -> None:
     with_federation(home)
-    plan = tmp_path / "plan.toml"
-    plan.write_text(
-        'federation = "second"\nclasses = ["x", "y"]\nmethod = "fedcg"\nrounds = 1\n'
-        '[image]\nmode = "L"\nheight = 28\nwidth = 28\nmean = [0.5]\nstd = [0.5]\n'
-    )
-    code, output = call("federation", "create", plan, "--dir", home.root)
-    assert code == 0, output
-    code, output = call("federation", "create", plan, "--dir", home.root)
-    assert code == EXISTS
-    assert "there is a federation 'second' already" in output
+    add_federation(home, "second")
     shown = data_of(call("federation", "list", "--dir", home.root, "--json")[1])
     assert [(each["federation"], each["phase"], each["round"]) for each in shown] == [
         ("casting", "waiting", 1),
         ("second", "waiting", 1),
     ]
-    assert (shown[0]["codec"], shown[0]["aggregate_codec"]) == ("i8-delta", "f32")
     assert "updates coded i8-delta, aggregates f32" in call("federation", "show", "casting", "--dir", home.root)[1]
     code, output = call("federation", "show", "--dir", home.root)
-    assert code == 2
-    assert "there are: casting, second" in output
+    assert (code, "there are: casting, second" in output) == (2, True)
 
 
-def test_a_stalled_federation_is_resumed_by_a_command_but_not_behind_a_coordinator_that_holds_the_directory(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_changes_a_directory_that_a_coordinator_holds(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.cli.client.STARTING_S", 0.0)
     with_federation(home)
-    store = Store(home.database)
-    store.add_device("a", "a" * 64, 1.0)
-    for attempt in (1, 2):
-        store.open_attempt("casting", RoundAttempt(1, attempt), "0" * 64, frozenset({"a"}), 1.0, 2.0)
-        store.fail_attempt("casting", RoundAttempt(1, attempt), "nobody came", 3.0)
-    assert store.round_state("casting").phase.value == "stalled"
     with home.locked():
-        code, output = call("federation", "resume", "--dir", home.root)
-        assert code == 4
-        assert "no connection to http://127.0.0.1:" in output
-        assert store.round_state("casting").phase.value == "stalled"
-    assert call("federation", "resume", "--dir", home.root)[0] == 0
-    assert store.round_state("casting").phase.value == "waiting"
-    store.close()
+        code, output = call("federation", "pause", "--dir", home.root)
+        assert (code, "no connection to http://127.0.0.1:" in output) == (4, True)
+    with closing(Store(home.database)) as store:
+        assert store.federation("casting").status is FederationStatus.RUNNING
 
 
-def test_the_folder_of_a_broker_elsewhere_holds_all_that_it_needs_and_not_the_authoritys_key(
-    home: Home, deployed: Path, tmp_path: Path
-) -> None:
+def test_the_folder_of_a_broker_elsewhere_lacks_the_authoritys_key(home: Home, deployed: Path, tmp_path: Path) -> None:
     held = {path.name: path.read_bytes() for path in deployed.iterdir()}
-    names = {
-        "ca.pem",
-        "broker.pem",
-        "broker.key",
-        "lists-reader.pem",
-        "lists-reader.key",
-        "crl.pem",
-        "acl",
-        "broker.json",
-    }
-    assert set(held) == names
+    pairs = {f"{name}.{kind}" for name in ("broker", "lists-reader") for kind in ("pem", "key")}
+    assert set(held) == {*pairs, "ca.pem", "crl.pem", "acl", "broker.json"}
     authority = (home.pki / "ca.key").read_bytes()
     for name, content in held.items():
         assert authority not in content
@@ -424,16 +365,9 @@ def test_a_brokers_machine_needs_no_more_than_the_extra_for_the_wire(tmp_path: P
     assert "deploy mosquitto` writes one" in done.stderr
 
 
-def test_a_change_that_reaches_no_broker_is_reported_and_what_follows(
-    home: Home, deployed: Path, tmp_path: Path
-) -> None:
-    code, output = call("device", "add", "line4", "--dir", home.root, "--out", tmp_path / "out")
-    assert code == 0
-    assert NOT_APPLIED in output
-
-
-def test_a_device_may_have_the_name_of_a_server_without_touching_its_certificate(home: Home, tmp_path: Path) -> None:
+def test_a_device_may_have_the_name_of_a_server_and_no_broker_may_run(home: Home, tmp_path: Path) -> None:
     with_federation(home)
     before = credential_of(home.pki, "broker").certificate.read_bytes()
-    assert call("device", "add", "broker", "--dir", home.root, "--out", tmp_path / "out")[0] == 0
+    code, output = call("device", "add", "broker", "--dir", home.root, "--out", tmp_path / "out")
+    assert (code, NOT_APPLIED in output) == (0, True)
     assert credential_of(home.pki, "broker").certificate.read_bytes() == before

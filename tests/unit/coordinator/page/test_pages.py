@@ -25,9 +25,8 @@ from fedcg.wire.messages.schemas import DeclineReason, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.odd_worker import REASON, TOO_LONG, OddC
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
-from tests.support.coordinator.world import World
+from tests.support.coordinator.world import REASON, TOO_LONG, OddC, World
 from tests.support.page.crowds import add_crowd
 from tests.support.page.pages import Reader, ServedPage, served
 from tests.support.waiting import wait_until

@@ -58,9 +58,7 @@ def test_two_federations_of_the_same_devices_run_side_by_side(made: Federations)
     ]
 
 
-def test_an_update_under_way_survives_the_attempts_that_end_in_another_federation(
-    made: Federations, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_survives_attempts_that_end_elsewhere(made: Federations, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, other, _ = made.devices["second"]
     slow.silent = other.silent = True
     granted: list[Need] = []

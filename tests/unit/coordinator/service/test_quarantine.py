@@ -8,18 +8,23 @@ import pytest
 from pydantic import TypeAdapter
 
 from coordinator.aggregation.jobs import JobDone, JobEased
-from coordinator.config import Action, FigureRule, RobustnessSettings, RoundSettings
+from coordinator.config import Action, FigureRule, RobustnessSettings
 from coordinator.facts.devices import device_facts
 from coordinator.facts.federations import RoundFacts, attempts_by_round, round_facts
-from coordinator.facts.known import Known
-from coordinator.facts.problems import open_problems
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.fake_device import FakeDevice
-from tests.support.coordinator.odd_worker import FINE, REASON, TOO_LONG, OddC
-from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
+from tests.support.coordinator.world import (
+    ALL_FIRST,
+    FINE,
+    REASON,
+    TOO_LONG,
+    MakeWorld,
+    OddC,
+    PlainWorker,
+    RunningService,
+    World,
+)
 from tests.support.waiting import wait_until
-
-ALL_FIRST = RoundSettings(gather_s=600.0, retry_s=0.0)  # a round opens when all devices are online
 
 
 class Unmeasured(PlainWorker):
@@ -29,16 +34,20 @@ class Unmeasured(PlainWorker):
         self.asked.append(("assess", tuple(updates)))
 
 
-def rounds_of(world: World) -> list[dict[str, Any]]:
-    """The rounds as the API shows them."""
-    known = Known(world.store, lambda _: world.spec, world.root)
+def first_attempt(world: World) -> dict[str, Any]:
+    """The first attempt of the first round as the API shows it."""
+    known = world.known()
     found = round_facts(known, attempts_by_round(known, "tiny")[1][:1])
-    return [TypeAdapter(RoundFacts).dump_python(found, mode="json")]
+    attempt: dict[str, Any] = TypeAdapter(RoundFacts).dump_python(found, mode="json")["attempts"][0]
+    return attempt
+
+
+def shown_updates(world: World) -> dict[str, Any]:
+    return {update["client"]: update for update in first_attempt(world)["updates"]}
 
 
 def merged(world: World) -> list[list[str]]:
-    asked = [item for worker in world.workers for item in worker.asked if item[0] == "finish"]
-    return [[client for client, *_ in updates] for _, updates in asked]
+    return [[client for client, *_ in updates] for updates in world.merges()]
 
 
 def test_an_odd_update_is_receipted_and_shown_with_its_figures_and_not_merged(make_world: MakeWorld) -> None:
@@ -46,14 +55,13 @@ def test_an_odd_update_is_receipted_and_shown_with_its_figures_and_not_merged(ma
     with RunningService(world):
         world.start_devices()
         world.wait_event("finished")
-        first = rounds_of(world)[0]["attempts"][0]["updates"]
+        shown = shown_updates(world)
     assert merged(world) == [["a", "b", "d"]] * 2
     why = f"not merged (quarantine): {TOO_LONG}; {REASON}"
     receipts = world.devices["c"].receipts()
     assert [receipt.outcome for receipt in receipts] == [Outcome.ACCEPTED] * 4
     assert [(receipt.round, receipt.reason) for receipt in receipts] == [(1, ""), (1, why), (2, ""), (2, why)]
     assert {receipt.reason for receipt in world.devices["a"].receipts()} == {""}
-    shown = {update["client"]: update for update in first}
     assert (shown["c"]["outcome"], shown["c"]["weight"]) == ("accepted", 0)
     assert shown["c"]["figures"]["direction"] == -0.5
     assert shown["c"]["figures"]["action"] == "quarantine"
@@ -70,7 +78,7 @@ def test_a_round_that_needs_the_odd_update_weighs_it_down_and_goes_on(make_world
     with RunningService(world):
         world.start_devices()
         world.wait_event("finished")
-        shown = {each["client"]: each for each in rounds_of(world)[0]["attempts"][0]["updates"]}
+        shown = shown_updates(world)
     assert merged(world) == [["a", "b", "c"]]
     assert [shown[client]["weight"] for client in "abc"] == [11, 11, 1]
     assert shown["c"]["figures"]["action"] == "down-weight"
@@ -104,9 +112,7 @@ def test_a_coordinator_that_was_killed_before_the_figures_came_decides_the_same(
     assert odd.weight == 0
 
 
-def test_a_device_that_was_away_gets_to_know_it_with_its_next_session_also_from_a_new_coordinator(
-    make_world: MakeWorld,
-) -> None:
+def test_a_device_that_was_away_learns_it_with_its_next_session(make_world: MakeWorld) -> None:
     world = make_world(1, clients=("a", "b", "c", "d"), make_worker=OddC, pacing=ALL_FIRST)
     device = world.devices["c"]
     with RunningService(world):
@@ -117,11 +123,6 @@ def test_a_device_that_was_away_gets_to_know_it_with_its_next_session_also_from_
         device.hello()
         wait_until(lambda: len(device.receipts()) > known, "the receipt comes again")
     assert device.receipts()[-1].reason.startswith("not merged (quarantine): its step is")
-
-
-def odd_problems(world: World, running: RunningService) -> list[str]:
-    known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
-    return [each.what for each in open_problems(known) if each.kind == "odd update"]
 
 
 def deliver(device: FakeDevice, round_number: int) -> None:
@@ -138,9 +139,7 @@ def deliver(device: FakeDevice, round_number: int) -> None:
 
 
 @pytest.mark.parametrize("action", ["warn", "down-weight", "quarantine"])
-def test_an_odd_update_is_an_open_problem_until_the_next_normal_one_unless_the_operator_wants_it_merged(
-    make_world: MakeWorld, action: Action
-) -> None:
+def test_an_odd_update_is_a_problem_until_the_next_normal_one(make_world: MakeWorld, action: Action) -> None:
     settings = RobustnessSettings(
         norm=FigureRule(bound=3.0, action=action), direction=FigureRule(bound=0.3, action=action)
     )
@@ -151,13 +150,12 @@ def test_an_odd_update_is_an_open_problem_until_the_next_normal_one_unless_the_o
         world.start_devices()
         deliver(world.devices["a"], 1)
         world.wait_event("aggregate_stored")
-        known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
-        remarks = {each.id: each.remarks for each in device_facts(known)}
+        remarks = {each.id: each.remarks for each in device_facts(world.known(running.service))}
         assert len(remarks["c"]) == 1, "whatever the action is, the device's page names it"
-        assert len(odd_problems(world, running)) == (action != "warn")
+        assert ("odd update" in world.problems(running.service)) == (action != "warn")
         deliver(world.devices["a"], 2)
         world.wait_event("aggregate_stored", 2)
-        assert odd_problems(world, running) == []
+        assert "odd update" not in world.problems(running.service)
 
 
 def test_an_update_that_is_merged_as_it_is_only_because_the_round_needs_it_is_a_problem(make_world: MakeWorld) -> None:
@@ -168,7 +166,7 @@ def test_an_update_that_is_merged_as_it_is_only_because_the_round_needs_it_is_a_
         world.start_devices()
         deliver(world.devices["a"], 1)
         world.wait_event("aggregate_stored")
-        (what,) = odd_problems(world, running)
+        what = world.problems(running.service)["odd update"].what
     assert "merged all the same" in what
     assert what.endswith("left in because the round needs it")
 
@@ -189,7 +187,7 @@ def test_a_merge_without_enough_memory_is_named_in_events_and_round(make_world: 
     with RunningService(world):
         world.start_devices()
         world.wait_event("finished")
-        attempt = rounds_of(world)[0]["attempts"][0]
+        attempt = first_attempt(world)
     assert attempt["state"] == "closed"
     assert attempt["reason"].startswith("merged by weighted averaging alone")
     eased = world.events("merge_eased")

@@ -1,6 +1,7 @@
 """What the running service does not take: updates that must not be merged, and messages that are not authentic or not in order."""
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ import pytest
 from coordinator.messaging.incoming import MessageChecks, Sessions
 from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import ParticipantState
+from coordinator.updates.upload_windows import Uploads
+from coordinator.updates.validation import validate_update
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.artifacts.artifacts import artifact_id, pack
 from fedcg.wire.errors import Refusals
 from fedcg.wire.messages.envelopes import DOMAIN, MAGIC, SigningKey, seal
 from fedcg.wire.messages.schemas import AnyMessage, DeviceStatus, Invite, Manifest, Need, Outcome, RoundAttempt
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.parts import Part, Report
+from fedcg.wire.parts import ClassAccuracies, Part, Report
 from fedcg.wire.transport.transport import Delivery
 from tests.support.coordinator.toy_artifacts import random_parts, shared_layouts, update_header
-from tests.support.coordinator.world import MakeWorld, RunningService, World
+from tests.support.coordinator.world import ALL_FIRST, MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import make_ref
 
@@ -34,6 +37,10 @@ SPOILT: dict[str, tuple[str, dict[str, Any]]] = {  # the reason given, and what 
     "client": ("client", {"client": "b"}),
     "round": ("round", {"round": 2}),
     "report": ("loss", {"report": Report(examples=3, loss=1.0)}),
+    "per class": (
+        "its accuracies by class are not of 3 classes",
+        {"report": Report(examples=3, per_class=ClassAccuracies(accuracy=(0.25, 1.0)))},
+    ),
     "examples": ("examples", {"report": Report(accuracy=0.5)}),
 }
 
@@ -140,3 +147,52 @@ def test_what_a_delivery_says_before_its_signature_holds_is_in_no_log(tmp_path: 
     assert [event["what"] for event in refused][:1] == [known]
     assert len(refused) == 5
     assert "evil" not in json.dumps(refused).lower()
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    return make_world(rounds=1, clients=("a", "b", "c"), pacing=ALL_FIRST)
+
+
+def is_refused_alone(world: World, reason: str) -> None:
+    with RunningService(world) as running:
+        world.start_devices()
+        world.wait_event("finished")
+        assert running.service.refusals["unforeseen"] == 1
+        assert running.service.refused_of("a") >= 1
+        assert running.service.refused_of("b") == 0
+    [rejected] = world.events("update_refused")
+    assert (rejected["client"], rejected["round"], rejected["outcome"]) == ("a", 1, "rejected")
+    assert reason in rejected["reason"]
+    assert [receipt.outcome for receipt in world.devices["a"].receipts()] == [Outcome.REJECTED]
+    assert sorted(event["client"] for event in world.events("update_stored")) == ["b", "c"]
+    assert not world.events("attempt_failed")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("nobody thought of it"), MemoryError("too many numbers")])
+def test_an_update_whose_check_breaks_is_rejected_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def breaks_on_a(data: bytes, spec: Any, expected: Any, base: Any = None) -> Any:
+        if expected.client == "a":
+            raise error
+        return validate_update(data, spec, expected, base)
+
+    monkeypatch.setattr("coordinator.updates.update_checks.validate_update", breaks_on_a)
+    with caplog.at_level(logging.ERROR):
+        is_refused_alone(world, type(error).__name__)
+    [first, *_] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "a" in first.getMessage().split()
+    assert first.exc_info is not None  # with the traceback
+
+
+def test_a_chunk_that_breaks_its_check_ends_its_update_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Uploads.feed
+
+    def breaks_on_a(self: Uploads, device: str, chunk: Any, now: float) -> Any:
+        if device == "a":
+            raise RuntimeError("nobody thought of it")
+        return feed(self, device, chunk, now)
+
+    monkeypatch.setattr(Uploads, "feed", breaks_on_a)
+    is_refused_alone(world, "RuntimeError")

@@ -50,15 +50,16 @@ with open_database(database_of(Home(pathlib.Path(sys.argv[1])))).begin() as conn
 
 def home_on(database: URL, root: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
-    shown = database.set(password=None).render_as_string()
-    return create_home(
-        root,
-        CoordinatorConfig(
-            broker=BrokerSettings(port=free_port()),
-            api=ApiSettings(port=free_port()),
-            storage=StorageSettings(database=shown),
-        ),
-    )
+    storage = StorageSettings(database=database.set(password=None).render_as_string())
+    broker, api = BrokerSettings(port=free_port()), ApiSettings(port=free_port())
+    return create_home(root, CoordinatorConfig(broker=broker, api=api, storage=storage))
+
+
+@pytest.fixture
+def homes(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Home, Home]:
+    """The directories of two machines on one database."""
+    database = postgres.make_database()
+    return home_on(database, tmp_path / "first", monkeypatch), home_on(database, tmp_path / "second", monkeypatch)
 
 
 @contextmanager
@@ -66,13 +67,8 @@ def holding(
     home: Home, lock: str = "sole_writer", script: str = HOLD, where: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
     """A process that holds a lock until its input ends; killed at the end of the block."""
-    process = subprocess.Popen(
-        [*where, sys.executable, "-c", script, str(home.root), lock],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words, pipe = [*where, sys.executable, "-c", script, str(home.root), lock], subprocess.PIPE
+    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -83,11 +79,8 @@ def holding(
 
 
 @pytest.mark.slow
-def test_a_second_coordinator_on_the_same_database_is_refused_and_the_next_goes_on_when_the_first_is_killed(
-    postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    database = postgres.make_database()
-    first, second = (home_on(database, tmp_path / name, monkeypatch) for name in ("first", "second"))
+def test_a_second_coordinator_is_refused_until_the_first_is_killed(homes: tuple[Home, Home]) -> None:
+    first, second = homes
     with holding(first):
         words = (sys.executable, "-m", "fedcg", "coordinator", "run", "--dir", second.root)
         refused = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -99,11 +92,8 @@ def test_a_second_coordinator_on_the_same_database_is_refused_and_the_next_goes_
 
 
 @pytest.mark.slow
-def test_the_lock_of_a_coordinator_that_hangs_is_free_within_seconds_and_that_one_ends_when_it_wakes(
-    postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    database = postgres.make_database()
-    first, second = (home_on(database, tmp_path / name, monkeypatch) for name in ("first", "second"))
+def test_a_coordinator_that_hangs_loses_its_lock_and_ends_when_it_wakes(homes: tuple[Home, Home]) -> None:
+    first, second = homes
     with holding(first) as process:
         process.send_signal(signal.SIGSTOP)
         with sole_writer(second):
@@ -113,9 +103,7 @@ def test_the_lock_of_a_coordinator_that_hangs_is_free_within_seconds_and_that_on
 
 @needs_machines
 @pytest.mark.slow
-def test_all_locks_of_a_machine_that_vanished_are_free_within_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locks_of_a_vanished_machine_are_free_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with second_machine() as machine, running_cluster(ADDRESS) as cluster:
         database = cluster.make_database()
         first, second = (home_on(database, tmp_path / name, monkeypatch) for name in ("first", "second"))
@@ -132,9 +120,7 @@ def test_all_locks_of_a_machine_that_vanished_are_free_within_seconds(
 
 
 @pytest.mark.slow
-def test_changes_of_members_from_two_machines_come_one_after_the_other(
-    postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_change_members_in_turn(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database = postgres.make_database()
     first = home_on(database, tmp_path / "first", monkeypatch)
     add_federation(first, "alpha")
@@ -162,11 +148,8 @@ def waiting_at(database: URL) -> int:
     return int(waiting)
 
 
-def test_a_change_of_members_that_does_not_end_is_named_to_the_next_one(
-    postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    database = postgres.make_database()
-    first, second = (home_on(database, tmp_path / name, monkeypatch) for name in ("first", "second"))
+def test_a_hanging_change_of_members_is_named(homes: tuple[Home, Home], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = homes
     monkeypatch.setattr(locks, "MEMBERS_WAIT_S", 1)
     with holding(first, "changing_members"):
         code, output = call("token", "create", "--dir", second.root)
@@ -175,9 +158,7 @@ def test_a_change_of_members_that_does_not_end_is_named_to_the_next_one(
     assert "is changing the devices or federations of" in output
 
 
-def test_a_coordinator_whose_lock_is_lost_ends(
-    postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_without_a_lock_ends(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database = postgres.make_database()
     with holding(home_on(database, tmp_path / "home", monkeypatch)) as process:
         postgres.end_sessions(database)
@@ -186,9 +167,7 @@ def test_a_coordinator_whose_lock_is_lost_ends(
         assert "is lost, and the coordinator ends" in errors
 
 
-def test_another_database_and_the_same_process_again_are_no_second_coordinator(
-    postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_database_is_not_locked(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = home_on(postgres.make_database(), tmp_path / "one", monkeypatch)
     other = home_on(postgres.make_database(), tmp_path / "other", monkeypatch)
     lost = threading.Event()
@@ -198,9 +177,7 @@ def test_another_database_and_the_same_process_again_are_no_second_coordinator(
     assert not lost.is_set()
 
 
-def test_a_wrong_password_is_refused_without_showing_any(
-    postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_password_is_never_shown(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = home_on(postgres.make_database(), tmp_path / "home", monkeypatch)
     monkeypatch.setenv(PASSWORD_VARIABLE, "a-wrong-one")
     code, output = call("federation", "show", "--dir", home.root)
@@ -225,9 +202,5 @@ def test_the_password_may_be_in_a_file(postgres: Cluster, tmp_path: Path, monkey
 
 def test_a_directory_of_sqlite_has_one_coordinator(tmp_path: Path) -> None:
     home = create_home(tmp_path / "home", CoordinatorConfig())
-    with (
-        holding(home) as process,
-        pytest.raises(HomeError, match=f"process {process.pid}"),
-        sole_writer(home),
-    ):
+    with holding(home) as process, pytest.raises(HomeError, match=f"process {process.pid}"), sole_writer(home):
         pass

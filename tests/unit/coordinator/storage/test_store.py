@@ -1,10 +1,11 @@
-"""The database: what must be true together is written together, and the engine's state survives a restart."""
+"""The database: what must be true together is written together, the engine's state survives a restart, and every reader gets each event once, in order."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import URL, Engine
@@ -22,12 +23,16 @@ from coordinator.rounds.records import (
     UpdateRecord,
 )
 from coordinator.rounds.signals import CameOnline, OpenAttempt, Tick
-from coordinator.storage import schema
+from coordinator.storage import event_store, schema
 from coordinator.storage.database import make_engine
+from coordinator.storage.event_store import EventFilter, coordinator_log
 from coordinator.storage.store import Store
+from fedcg.event_log import EventLog, read_events
+from fedcg.sentences import DECLINE_ADVICE
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.engine import policy_of
 from tests.support.postgres import Cluster
+from tests.support.waiting import wait_until
 
 FEDERATION = FederationRecord("f", "fedcg", "5" * 64, policy_of(2, 2, 2), 1.0)
 KEY = ("f", RoundAttempt(1, 1))
@@ -140,9 +145,7 @@ def test_the_engine_state_is_rebuilt_between_rounds_and_at_the_end(store: Store)
         assert (state.phase, state.round) == ((Phase.WAITING, 2) if number == 1 else (Phase.FINISHED, 2))
 
 
-def test_a_failed_attempt_that_does_not_count_moves_the_first_that_does_and_the_pause_after_it_is_kept(
-    store: Store,
-) -> None:
+def test_a_failed_attempt_that_does_not_count_moves_the_first_and_keeps_its_pause(store: Store) -> None:
     for attempt in (1, 2, 3):  # two would pause the federation
         open_attempt(store, attempt)
         store.fail_attempt("f", RoundAttempt(1, attempt), "nobody answered", 20.0, attempt + 1)
@@ -173,9 +176,7 @@ def test_a_client_that_was_rejected_or_declined_stays_so_when_it_accepts_again(s
     assert (found.state, found.reason) == (ParticipantState.DECLINED, "its classifier holds NaN")
 
 
-def test_an_update_that_meets_the_end_of_collecting_is_in_the_merge_or_not_stored(
-    store: Store, database: Path | URL
-) -> None:
+def test_an_update_that_meets_the_end_of_collecting_is_merged_or_not_stored(store: Store, database: Path | URL) -> None:
     open_attempt(store)
     with ThreadPoolExecutor(1) as pool, closing_engine(database) as engine:
         with engine.begin() as ending:
@@ -203,9 +204,7 @@ def test_what_a_device_may_send_can_be_stored(store: Store) -> None:
     assert store.attempt("f", RoundAttempt(1 << 53, 1 << 53)) is None  # a manifest may name any round
 
 
-def test_the_changes_of_presence_are_bounded_in_age_and_in_number_but_a_devices_last_one_stays(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_of_presence_are_bounded_but_the_last_one_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.storage.view_store.KEEP_CHANGES", 5)
     times = {"a": range(100, 200, 10), "b": (10, 20, 30), "c": (10, 60, 95)}
     for device, when in times.items():
@@ -219,3 +218,107 @@ def test_the_changes_of_presence_are_bounded_in_age_and_in_number_but_a_devices_
     again = PresenceRecord("f", "a", 190.0, online=True, reason="the same tick")
     store.presence.note(again, PresenceRecord("f", "b", 200.0, online=True))
     assert (store.presence.latest("f")["a"].reason, store.presence.latest("f")["b"].at) == ("", 200.0)
+
+
+EVERY = EventFilter()
+
+
+@pytest.fixture
+def log(tmp_path: Path, store: Store) -> EventLog:
+    return coordinator_log(tmp_path / "events.jsonl", store.events)
+
+
+def numbers(found: list[dict[str, Any]]) -> list[int]:
+    return [each["n"] for each in found]
+
+
+def test_events_come_newest_first_and_those_before_one_on_request(store: Store, log: EventLog) -> None:
+    for n, client in enumerate(("ä", "b", "ä", "b", "ä")):
+        log.about(federation="tiny" if n < 3 else "other").write("counted" if n else "begun", client=client, n=n)
+    events = store.events
+    assert numbers(events.last(EVERY, 10)) == [4, 3, 2, 1, 0]
+    newest = events.last(EVERY, 2)
+    assert numbers(newest) == [4, 3]
+    assert numbers(events.last(EVERY, 2, before=newest[-1]["id"])) == [2, 1]
+    for wanted, fits in (
+        (EventFilter(event="counted"), [4, 3, 2, 1]),
+        (EventFilter(client="ä"), [4, 2, 0]),
+        (EventFilter(federation="tiny", client="ä"), [2, 0]),
+        (EventFilter(text="BEGUN"), [0]),
+        (EventFilter(text="%"), []),
+        (EventFilter(level="warning"), []),
+    ):
+        assert numbers(events.last(wanted, 10)) == fits, wanted
+
+
+def test_an_event_has_the_sentence_and_the_level_of_the_log(store: Store, log: EventLog) -> None:
+    log = log.about(federation="tiny")
+    log.write("declined", client="a", round=2, attempt=1, reason="no_data")
+    log.write("teacher_done", client="a", round=2, attempt=1)
+    log.write("aggregate_stored", round=2, attempt=1, size=1500)
+    log.write("of_another_version")
+    shown = store.events.last(EventFilter(level="info"), 10)
+    assert [(each["level"], each["message"]) for each in shown] == [
+        ("info", "tiny: round 2: aggregate stored (1.5 kB)"),
+        ("warning", f"tiny: round 2: a declined (no_data). What to do: {DECLINE_ADVICE['no_data']}"),
+    ]
+    assert shown[1]["reason"] == "no_data"  # its fields stay
+    assert len(store.events.last(EventFilter(level="warning"), 10)) == 1
+    assert len(store.events.last(EventFilter(level="warning", event="teacher_done"), 10)) == 1
+    assert len(store.events.last(EventFilter(text="fedcg doctor"), 10)) == 1
+    assert store.events.last(EVERY, 1)[0]["message"] == "of another version"
+
+
+def test_a_reader_goes_on_from_its_last_event_and_misses_none_of_many_writers(store: Store, log: EventLog) -> None:
+    def write(writer: int) -> None:
+        for n in range(50):
+            log.write("counted", n=100 * writer + n)
+
+    found: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(4) as writers:
+        done = writers.map(write, range(4))
+
+        def is_read() -> bool:
+            if found_now := store.events.after(found[-1]["id"] if found else 0, 7):
+                found.extend(found_now)
+            return len(found) == 200
+
+        wait_until(is_read, "every event is read, without another read that brings them into the table")
+        list(done)
+    assert sorted(numbers(found)) == sorted(100 * writer + n for writer in range(4) for n in range(50))
+    assert [each["id"] for each in found] == list(range(1, 201))
+    assert store.events.newest() == 200
+
+
+def test_events_stay_and_ids_go_on(database: Path | URL, tmp_path: Path, store: Store, log: EventLog) -> None:
+    log.write("counted", n=0)
+    store.close()  # the table has it by then
+    with closing(Store(database)) as again:
+        assert again.events.newest() == 1
+        coordinator_log(tmp_path / "events.jsonl", again.events).write("counted", n=1)
+        assert [(each["id"], each["n"]) for each in again.events.last(EVERY, 10)] == [(2, 1), (1, 0)]
+
+
+def test_the_table_of_events_is_bounded(store: Store, log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_store, "KEEP", 3)
+    for n in range(5):
+        log.write("counted", n=n)
+        store.events.flush()
+    assert numbers(store.events.last(EVERY, 10)) == [4, 3, 2]
+    assert numbers(store.events.after(1, 10)) == [2, 3, 4]  # of a reader that was away for longer
+
+
+def test_a_database_that_takes_no_event_stops_nobody_and_gets_them_later(
+    database: Path | URL, tmp_path: Path, store: Store, log: EventLog
+) -> None:
+    def rename(before: str, after: str) -> None:
+        with closing_engine(database) as engine, engine.begin() as connection:
+            connection.exec_driver_sql(f"ALTER TABLE {before} RENAME TO {after}")
+
+    rename("events", "elsewhere")
+    log.write("counted", n=0)
+    store.events.flush()
+    assert [each["n"] for each in read_events(tmp_path / "events.jsonl")] == [0]
+    rename("elsewhere", "events")
+    log.write("counted", n=1)
+    assert numbers(store.events.last(EVERY, 10)) == [1, 0]

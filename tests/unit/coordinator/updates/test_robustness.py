@@ -1,7 +1,7 @@
-"""Weights, distances and medians of updates by hand, and what a round's database says of devices."""
+"""Weights, distances, figures and medians of updates by hand; what a policy makes of them; and that converged devices all stay in."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -9,25 +9,37 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from coordinator.config import RobustnessSettings
+from coordinator.config import Action, FigureRule, RobustnessSettings
 from coordinator.errors import ValidationError
 from coordinator.rounds.records import AggregateRecord, FederationRecord, UpdateRecord
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import (
     DISTANCE_BOUND,
+    OUTPUT,
+    Distances,
+    Figures,
+    Movement,
+    Verdict,
     Yardstick,
     clipped,
+    figures_of,
     given_weights,
     limits_of,
     medians_of,
+    merge_weights,
+    movement_of,
     outlier,
     over,
+    sketches_of,
+    verdict_of,
 )
-from coordinator.updates.screening import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
+from coordinator.updates.screening import LEFT_OUT_ROUNDS, Screening, left_out, plateau_reason, typical_distances
+from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.artifacts.artifacts import Base
-from fedcg.wire.artifacts.payload import Array
+from fedcg.wire.artifacts.payload import Array, PartArrays
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.coordinator.engine import policy_of
@@ -48,7 +60,7 @@ from tests.support.coordinator.engine import policy_of
         pytest.param((7, 70), {"max_share": 0.1}, (7, 7), id="a share that no device can be below"),
     ],
 )
-def test_a_device_counts_for_what_it_reported_up_to_a_bound(
+def test_a_device_counts_for_its_report_up_to_a_bound(
     reported: tuple[int, ...], settings: dict[str, float], given: tuple[int, ...]
 ) -> None:
     medians = {"weight_medians": 1e9} if settings else {}
@@ -222,3 +234,205 @@ def test_the_medians_are_those_of_the_merged_updates_of_the_closed_attempt(tmp_p
     assert typical_distances(past.store, "f", 1) == {}
     assert typical_distances(past.store, "f", 0) == {}
     past.store.close()
+
+
+HONEST, SETTINGS = Figures(1.0, 0.6, 0.6), RobustnessSettings()
+
+
+def movement(step: list[float], distance: float = 1.0) -> Movement:
+    return Movement({Part.CLASSIFIER: distance}, {"classifier": np.array(step)})
+
+
+def test_a_step_against_the_others_has_their_cosine_with_the_sign_flipped() -> None:
+    # Unit steps: a = (1, 0), b = (0.8, 0.6), c = (0.6, 0.8), d = -a. Cosines of a: 0.8, 0.6, -1, median 0.6;
+    # of b: 0.8, 0.96, -0.8, median 0.8; of c: 0.6, 0.96, -0.6, median 0.6; of d: -1, -0.8, -0.6, median -0.8.
+    steps = {"a": [1.0, 0.0], "b": [8.0, 6.0], "c": [0.06, 0.08], "d": [-5.0, 0.0]}
+    figures = figures_of({client: movement(step) for client, step in steps.items()})
+    assert {client: each.direction for client, each in figures.items()} == pytest.approx(
+        {"a": 0.6, "b": 0.8, "c": 0.6, "d": -0.8}
+    )
+    assert [each.typical_direction for each in figures.values()] == pytest.approx([0.6] * 4)
+    assert [verdict_of(figures[client], SETTINGS, 4).action for client in "abcd"] == [None, None, None, "quarantine"]
+
+
+def test_the_figures_do_not_depend_on_the_order_of_clients() -> None:
+    updates = {client: movement([1.0, float(number)], number + 1.0) for number, client in enumerate("abc")}
+    backwards = dict(reversed(updates.items()))
+    assert figures_of(updates) == figures_of(backwards)
+
+
+def test_distances_are_given_in_medians() -> None:
+    updates = {"a": movement([1.0], 2.0), "b": movement([1.0], 3.0), "c": movement([1.0], 30.0)}
+    assert figures_of(updates)["c"] == Figures(10.0, 1.0, 1.0)
+
+
+def test_two_updates_are_no_cohort_to_compare_with() -> None:
+    found = figures_of({"a": movement([1.0]), "b": movement([-1.0], 100.0)})
+    assert found["b"] == Figures()
+    assert verdict_of(found["b"], SETTINGS, 2) == Verdict()
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"norm": 3.1}, "3.1 times as long as the median (at most 3)"),
+        ({"direction": 0.29}, "points away from the others' (cosine 0.29, median 0.60, at least 0.30)"),
+        ({"direction": -0.11, "typical_direction": 0.4}, "at least -0.10"),  # below OPPOSITE
+        ({"direction": -0.76, "typical_direction": 0.0}, "at least -0.54"),  # one of three against the two others
+    ],
+)
+def test_each_figure_has_a_bound_from_which_on_an_update_is_odd(odd: dict[str, float], reason: str) -> None:
+    verdict = verdict_of(Figures(**{**vars(HONEST), **odd}), SETTINGS, 5)
+    assert verdict.action == "quarantine"
+    assert reason in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        {},
+        {"norm": 2.9},
+        {"direction": 0.31},
+        {"direction": 0.06, "typical_direction": 0.59},  # a device with other classes than the others
+        {"direction": -0.11, "typical_direction": -0.07},  # converged: steps have nothing in common
+        {"direction": -0.14, "typical_direction": 0.39},
+    ],
+)
+def test_within_the_bounds_nothing_happens(fine: dict[str, float]) -> None:
+    assert verdict_of(Figures(**{**vars(HONEST), **fine}), SETTINGS, 5) == Verdict()
+
+
+def test_the_absolute_cut_off_needs_five_updates() -> None:
+    step = Figures(direction=-0.12, typical_direction=0.41)
+    assert [verdict_of(step, SETTINGS, count).action for count in (3, 4, 5)] == [None, None, "quarantine"]
+
+
+def test_the_strictest_action_counts_and_every_reason_is_kept() -> None:
+    settings = RobustnessSettings(
+        norm=FigureRule(bound=3.0, action="warn"), direction=FigureRule(bound=0.3, action="down-weight")
+    )
+    verdict = verdict_of(Figures(9.0, 0.1, 0.6), settings, 5)
+    assert verdict.action == "down-weight"
+    assert len(verdict.reasons) == 2
+
+
+@pytest.mark.parametrize(("action", "weight"), [("warn", 100), ("down-weight", 10), ("quarantine", None)])
+def test_an_action_decides_the_weight(action: Action, weight: int | None) -> None:
+    verdicts = {"a": Verdict(), "b": Verdict(), "c": Verdict(action, ("odd",))}
+    assert merge_weights({"a": 100, "b": 120, "c": 100}, verdicts, SETTINGS).get("c") == weight
+
+
+def test_an_update_in_quarantine_has_no_part_in_the_median_that_caps_the_others() -> None:
+    verdicts = {"a": Verdict(), "b": Verdict(), "c": Verdict("quarantine")}
+    assert merge_weights({"a": 10, "b": 100, "c": 10**9}, verdicts, SETTINGS) == {"a": 10, "b": 30}
+
+
+def test_cosines_of_sketches_are_those_of_the_steps_up_to_a_few_hundredths() -> None:
+    random = np.random.default_rng(3)
+    one, other = random.normal(size=(300, 200)), random.normal(size=(300, 200))
+    mixed = 0.6 * one + 0.8 * other
+
+    def sketch(weight: np.ndarray) -> np.ndarray:
+        base: dict[Part, dict[str, Array]] = {
+            Part.CLASSIFIER: {"w": np.ones((300, 200), np.float32), "count": np.array(3)}
+        }
+        parts = {Part.CLASSIFIER: {"w": (1.0 + weight).astype(np.float32), "count": np.array(10**6)}}
+        found = sketches_of(parts, base, 7)
+        assert set(found) == {"classifier", OUTPUT}
+        return found["classifier"] / np.linalg.norm(found["classifier"])
+
+    first, second, third = sketch(one), sketch(mixed), sketch(other)
+    assert first @ second == pytest.approx(0.6, abs=0.05)
+    assert first @ third == pytest.approx(0.0, abs=0.05)
+
+
+def test_figures_are_stored_as_short_numbers_without_those_that_are_unknown() -> None:
+    assert json.loads(json.dumps(Figures(norm=1.23456).as_json())) == {"norm": 1.2346}
+
+
+ROUNDS, BURN_IN = 200, 60
+SHAPES = {
+    Part.CLASSIFIER: {"hidden.weight": (16, 24), "hidden.bias": (16,), "out.weight": (10, 16), "out.bias": (10,)},
+    Part.GENERATOR: {"0.weight": (24, 16), "0.bias": (24,)},
+}
+NUMBERS = sum(int(np.prod(shape)) for tensors in SHAPES.values() for shape in tensors.values())
+
+
+def shaped(weights: NDArray[np.float64]) -> PartArrays:
+    """The weights as the parts of an update."""
+    found: dict[Part, dict[str, Array]] = {}
+    at = 0
+    for part, tensors in SHAPES.items():
+        found[part] = {}
+        for name, shape in tensors.items():
+            size = int(np.prod(shape))
+            found[part][name] = weights[at : at + size].reshape(shape).astype(np.float32)
+            at += size
+    return found
+
+
+def converged_rounds(
+    devices: int, spread: float, random: np.random.Generator
+) -> Iterator[tuple[PartArrays, list[PartArrays]]]:
+    """(base, updates) of each round after convergence: averaging on quadratic losses with gradient noise.
+
+    Each device's optimum is `spread` away from the common one in every number. A local round moves a weight with the curvature h by
+    1 - exp(-3 h p) of its way to the device's optimum, and noise moves it as far as it does in equilibrium. Curvatures lie between 0.01
+    and 1; p is between 0.5 and 2, since a device with four times the images takes four times the steps.
+    """
+    curvature = np.exp(random.uniform(np.log(0.01), 0.0, NUMBERS))
+    pulled = 1.0 - np.exp(-3.0 * np.outer(random.uniform(0.5, 2.0, devices), curvature))
+    noise = 0.1 * np.sqrt(1.0 - (1.0 - pulled) ** 2)
+    common = random.normal(size=NUMBERS)
+    optima = common + spread * random.normal(size=(devices, NUMBERS))
+    base = optima.mean(axis=0)
+    for number in range(BURN_IN + ROUNDS):
+        updates = base + pulled * (optima - base) + noise * random.normal(size=optima.shape)
+        if number >= BURN_IN:
+            yield shaped(base), [shaped(update) for update in updates]
+        base = updates.mean(axis=0)
+
+
+def screened(folder: Path, devices: int) -> tuple[Store, Screening]:
+    """The screening of an attempt with an accepted update of each device, all of which the round needs."""
+    folder.mkdir(exist_ok=True)
+    store, names = Store(folder / "database.sqlite"), [f"d{number}" for number in range(devices)]
+    record = FederationRecord("f", "fedcg", "5" * 64, policy_of(99, devices), 1.0)
+    store.add_federation(record, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+    for name in names:
+        store.add_device(name, name * 32, 1.0)
+    store.open_attempt("f", RoundAttempt(1, 1), "0" * 64, frozenset(names), 1.0, 2.0)
+    for name in names:
+        store.end_update(UpdateRecord("f", 1, 1, name, name, 1, Outcome.ACCEPTED, "", '{"examples": 50}', 1.0, 2.0))
+    return store, Screening(store, "f", RobustnessSettings(), EventLog(folder / "events.jsonl", lambda: 0.0))
+
+
+def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
+    """What the coordinator finds odd about honest devices in `ROUNDS` rounds."""
+    random = np.random.default_rng([seed, devices])
+    store, screening = screened(folder, devices)
+    policy = store.federation("f").policy
+    typical: Distances = {}
+    with closing(store):
+        for base, updates in converged_rounds(devices, spread, random):
+            yardstick, seen = Yardstick(Base("0" * 64, base), typical), {}
+            for number, parts in enumerate(updates):
+                seen[f"d{number}"] = movement_of(parts, yardstick, SHAPES, seed)
+                yardstick.check(f"d{number}", seen[f"d{number}"].distances)
+            choice = screening.choose(RoundAttempt(1, 1), figures_of(seen), policy)
+            assert {client for client, *_ in choice.updates} == seen.keys()
+            assert {weight for *_, weight in choice.updates} == {50}
+            typical = medians_of([each.distances for each in seen.values()])
+    return [str(event["reason"]) for event in read_events(folder / "events.jsonl") if event["event"] == "update_odd"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "spread"),
+    [
+        (3, 0.1),
+        (5, 0.0),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 0.0), (4, 0.1), (8, 0.1), (20, 0.0), (50, 0.1))),
+    ],
+)
+def test_no_honest_device_is_odd_in_200_rounds_after_convergence(tmp_path: Path, devices: int, spread: float) -> None:
+    assert odd_ones(tmp_path, devices, 1, spread) == []

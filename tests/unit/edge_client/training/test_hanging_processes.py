@@ -21,9 +21,8 @@ from edge_client.training.trainer_handle import TrainerReport, trainer_process
 from fedcg.learning.training.device_errors import BROKEN_EXIT
 from fedcg.log_output import LogSettings
 from fedcg.wire.messages.schemas import RoundAttempt
-from tests.support.coordinator import hanging_children
-from tests.support.coordinator.driven_worker import DrivenWorker
-from tests.support.coordinator.hanging_children import STALL_S
+from tests.support.coordinator import driven_worker
+from tests.support.coordinator.driven_worker import STALL_S, DrivenWorker
 from tests.support.edge.world import make_config
 
 JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
@@ -33,7 +32,7 @@ JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
 def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.work_slowly_then_idle)
+    monkeypatch.setattr("edge_client.training.trainer_handle.run_child", driven_worker.work_slowly_then_idle)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
     training = TrainingSection(device="cpu", threads=1, stall_s=STALL_S)
     config = make_config(tmp_path).model_copy(update={"training": training})
@@ -63,7 +62,7 @@ def merged_despite(tmp_path: Path, settings: WorkerSettings) -> list[WorkerEvent
 def test_an_aggregation_worker_that_hangs_is_replaced_and_the_job_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", hanging_children.hang_once)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", driven_worker.hang_once)
     settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
     said = merged_despite(tmp_path, replace(settings, stall_s=STALL_S))
     died = [event for event in said if isinstance(event, WorkerDied)]
@@ -77,7 +76,7 @@ def test_an_aggregation_worker_that_hangs_is_replaced_and_the_job_is_done(
 def test_a_worker_whose_card_broke_ends_and_another_process_does_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", hanging_children.break_the_card_once)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", driven_worker.break_the_card_once)
     said = merged_despite(tmp_path, WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill"))
     died = [event for event in said if isinstance(event, WorkerDied)]
     assert [event.reason for event in died] == ["RuntimeError: CUDA error: an illegal memory access was encountered"]

@@ -1,6 +1,10 @@
-"""Floods: token buckets, what a silenced device costs, and how it comes back. Real floods are in tests/faults/network/test_floods.py."""
+"""Incoming messages: a queue that is fair to senders, token buckets, what a silenced device costs and how it comes back, cohort marks.
+
+Real floods are in tests/faults/network/test_floods.py.
+"""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +18,13 @@ from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.members.enrolment import enrol
 from coordinator.messaging import incoming
-from coordinator.messaging.incoming import FloodLimits, LineLimit
+from coordinator.messaging.incoming import Cohorts, EventQueue, FloodLimits, LineLimit
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from coordinator.token_buckets import Buckets
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.errors import _MAX_DETAIL, ALWAYS_REPORTED, MalformedError, Refusals, SignatureError
-from fedcg.wire.messages.schemas import Heartbeat, Need, RoundAttempt
+from fedcg.wire.messages.schemas import CohortVerdict, Heartbeat, Need, RoundAttempt
 from fedcg.wire.messages.topics import TopicKind
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.homes import add_federation
@@ -164,9 +168,7 @@ def test_a_list_of_silenced_devices_that_can_not_be_read_keeps_nobody_out(home: 
     assert listed(home) == {"a", "b"}
 
 
-def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its_silence_is_over(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flooding_device_is_left_out_and_comes_back(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     world, silenced = make_world(clients=("a", "b", "c")), list[set[str]]()
 
     def publish_access(devices: Collection[str]) -> bool:
@@ -208,9 +210,7 @@ def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its
         assert True in links  # a new one: what of the flood waits at the broker is left behind
 
 
-def test_a_flood_that_stays_below_the_bound_is_thinned_out_before_signatures_are_checked(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_flood_is_thinned_out_unseen(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world()
     monkeypatch.setattr(incoming, "MESSAGES_AT_ONCE", 50.0)
     monkeypatch.setattr(incoming, "MESSAGES_PER_S", 1.0)
@@ -226,3 +226,71 @@ def test_a_flood_that_stays_below_the_bound_is_thinned_out_before_signatures_are
         assert running.service.refusals["malformed"] <= 60
         assert not running.service.floods.is_silenced("a")
         b.tell(Need(**b.addressed(), artifact=world.base_id, ranges=((0, 1),)))
+
+
+def taken_from(queue: EventQueue[str], count: int) -> list[str | None]:
+    return [queue.get(0.01) for _ in range(count)]
+
+
+def test_our_own_items_come_first_and_then_each_sender_has_a_turn_in_its_own_order() -> None:
+    queue: EventQueue[str] = EventQueue()
+    for name, sender in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("b2", "b"), ("c1", "c")):
+        queue.put(name, 1, sender)
+    queue.put("ours")
+    early = taken_from(queue, 4)
+    queue.put("c2", 1, "c")
+    assert early + taken_from(queue, 5) == ["ours", "a1", "b1", "c1", "a2", "b2", "c2", "a3", None]
+
+
+def test_a_sender_that_fills_its_share_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "ITEM_BYTES", 3)
+    monkeypatch.setattr(incoming, "SENDER_BYTES", 10)
+    queue: EventQueue[str] = EventQueue()
+    for number in range(100):
+        queue.put(f"many{number}", 1, "many")
+    for name, size in (("large", 6), ("too large", 6), ("small", 4)):
+        queue.put(name, size, "large")
+    queue.put("honest", 5, "honest")
+    assert taken_from(queue, 7) == ["many0", "large", "honest", "many1", "small", "many2", None]
+    assert queue.dropped == 98
+
+
+def test_the_queue_is_bounded_in_total_and_never_drops_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "ITEM_BYTES", 1)
+    monkeypatch.setattr(incoming, "MAX_BYTES", 10)
+    queue: EventQueue[str] = EventQueue()
+    for name, size in (("a", 6), ("b", 6), ("ours", 0), ("c", 4)):
+        queue.put(name, size, name)
+    taken = taken_from(queue, 3)
+    queue.put("d", 10, "d")
+    assert (taken + taken_from(queue, 2), queue.dropped) == (["ours", "a", "c", "d", None], 1)
+
+
+def test_an_item_of_any_thread_wakes_the_reader() -> None:
+    queue: EventQueue[int] = EventQueue()
+
+    def fill() -> None:
+        for number in range(500):
+            queue.put(number, 1, str(number))
+
+    threads = [threading.Thread(target=fill) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    taken: list[int] = []
+    while len(taken) < 1000:
+        item = queue.get(10.0)
+        assert item is not None
+        taken.append(item)
+    assert sorted(taken) == sorted([*range(500), *range(500)])
+
+
+def test_a_cohort_is_compared_without_a_device_that_is_gone() -> None:
+    cohorts = Cohorts()
+    cohorts.note("a", "1" * 32)
+    cohorts.note("b", "1" * 32)
+    assert cohorts.note("odd", "2" * 32) == ("a", "b")
+    assert cohorts.verdict("a") is CohortVerdict.DIFFERENT
+    cohorts.forget("odd")
+    assert cohorts.verdict("a") is CohortVerdict.SAME
+    cohorts.forget("b")
+    assert cohorts.verdict("a") is CohortVerdict.ALONE

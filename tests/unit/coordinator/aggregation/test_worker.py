@@ -1,4 +1,4 @@
-"""One device whose update can't be merged: it is rejected alone, by name, and the round closes with the others."""
+"""The worker's jobs: one update that can't be merged is rejected alone, by name; what is measured; how it merges when memory is short."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,9 +12,12 @@ import torch
 from coordinator.aggregation import worker
 from coordinator.aggregation.jobs import (
     AddUpdate,
+    Assessed,
+    AssessJob,
     FinishJob,
     Job,
     JobDone,
+    JobEased,
     JobFailed,
     Reply,
     UpdateFailed,
@@ -25,15 +28,16 @@ from coordinator.aggregation.worker import JobRunner, public_images
 from coordinator.aggregation.worker_handle import MAX_DEATHS
 from coordinator.config import RoundSettings
 from coordinator.operations.create_federation import InitialArtifacts
-from coordinator.updates.robustness import Distances
-from coordinator.updates.validation import unpack_update
+from coordinator.updates.robustness import Distances, Figures
+from coordinator.updates.validation import base_in, unpack_update
+from fedcg.learning.aggregation import distillation
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, pack, unpack
 from fedcg.wire.artifacts.payload import Array
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from fedcg.wire.parts import Part, Report
-from tests.support.coordinator import hanging_children
+from tests.support.coordinator import driven_worker
 from tests.support.coordinator.driven_worker import DrivenWorker
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.toy_artifacts import (
@@ -83,7 +87,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[InitialArtifacts, A
 
 
 @pytest.mark.slow
-def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_devices_are_left_out(
+def test_devices_with_a_negative_variance_or_a_norm_of_9e4_are_left_out_of_all_rounds(
     tmp_path: Path, first: tuple[InitialArtifacts, ArtifactStore]
 ) -> None:
     honest = ("a", "b", "c")
@@ -118,9 +122,7 @@ class RejectingWorker(PlainWorker):
             super().finish(updates, limits)
 
 
-def test_an_update_whose_merge_fails_is_rejected_durably_and_the_round_closes_with_the_others(
-    make_world: MakeWorld,
-) -> None:
+def test_an_update_whose_merge_fails_is_rejected_for_good_and_the_others_close_the_round(make_world: MakeWorld) -> None:
     world = make_world(5, clients=("a", "b", "c"), make_worker=RejectingWorker)
     first, bad, last = world.devices.values()
     last.silent = True
@@ -171,10 +173,8 @@ def handle(folder: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[..., N
 
 
 @pytest.mark.slow
-def test_an_update_over_which_every_worker_dies_is_rejected_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with handle(tmp_path, monkeypatch, hanging_children.die_over_b) as driven:
+def test_an_update_that_kills_every_worker_is_rejected_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with handle(tmp_path, monkeypatch, driven_worker.die_over_b) as driven:
         driven.worker.open(JOB)
         for client in "abc":
             driven.worker.add(client, "3" * 64)
@@ -186,10 +186,8 @@ def test_an_update_over_which_every_worker_dies_is_rejected_alone(
     assert not any(isinstance(event, JobFailed) for event in driven.events)
 
 
-def test_what_is_added_between_a_jobs_failure_and_its_handling_is_asked_of_no_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with handle(tmp_path, monkeypatch, hanging_children.fail_the_job_and_answer_nothing_more) as driven:
+def test_what_is_added_after_a_jobs_failure_reaches_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with handle(tmp_path, monkeypatch, driven_worker.fail_the_job_and_answer_nothing_more) as driven:
         driven.worker.open(JOB)
         driven.until(JobFailed)
         driven.worker.add("late", "3" * 64)  # as the service does that has not got to the failure yet
@@ -263,9 +261,7 @@ def test_the_worker_reads_and_decodes_an_update_once(benches: Benches, monkeypat
     assert len(decoded) == 2
 
 
-def test_an_update_whose_teacher_pass_fails_is_reported_alone_and_leaves_no_trace_in_the_merge(
-    benches: Benches,
-) -> None:
+def test_an_update_whose_teacher_pass_fails_is_reported_and_leaves_no_trace_in_the_merge(benches: Benches) -> None:
     good = {client: benches.update(client) for client in "ac"}
     bad = benches.update("b", negative_variance)
     bench, said = benches.open("with")
@@ -308,9 +304,7 @@ def test_a_weight_that_was_capped_counts_as_if_it_had_been_reported(benches: Ben
     assert capped != merged(*benches.open("uncapped"), honest, ("b", boast, 10**9))
 
 
-def test_limits_known_at_last_give_the_bytes_of_limits_known_at_arrival_and_wide_ones_change_nothing(
-    benches: Benches,
-) -> None:
+def test_limits_known_at_last_give_the_bytes_of_limits_known_at_arrival(benches: Benches) -> None:
     updates = [(client, benches.update(client), 10) for client in "ab"]
 
     def aggregate(name: str, on_arrival: Distances, at_last: Distances) -> str:
@@ -323,3 +317,97 @@ def test_limits_known_at_last_give_the_bytes_of_limits_known_at_arrival_and_wide
     free = aggregate("free", {}, {})
     assert aggregate("wide", wide, wide) == free
     assert aggregate("late", {}, narrow) == aggregate("early", narrow, narrow) != free
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> tuple[InitialArtifacts, ArtifactStore]:
+    return founded(tmp_path_factory.mktemp("founded"), "fedcg", 3, "server_iterations = 2\nserver_batch = 4")
+
+
+@pytest.fixture
+def work(tmp_path: Path, initial: tuple[InitialArtifacts, ArtifactStore]) -> Benches:
+    torch.set_num_threads(1)
+    return Benches(tmp_path, *initial)
+
+
+def far(parts: Parts) -> None:
+    for array in parts[Part.CLASSIFIER].values():
+        array *= array.dtype.type(20)
+
+
+def figures(said: list[Reply]) -> dict[str, Figures]:
+    (found,) = (reply.figures for reply in said if isinstance(reply, Assessed))
+    return found
+
+
+@pytest.mark.slow
+def test_figures_are_the_same_in_a_worker_that_starts_anew_and_in_any_order(work: Benches) -> None:
+    updates = [(client, work.update(client, far if client == "d" else lambda parts: None)) for client in "abcd"]
+    runner, said = work.open("first")
+    for client, artifact in reversed(updates):
+        runner.serve(AddUpdate(client, artifact))
+    runner.serve(AssessJob(tuple(updates)))
+    again, said_again = work.open("second")  # after SIGKILL: nothing but the stored updates is left
+    again.serve(AssessJob(tuple(updates)))
+    assert figures(said) == figures(said_again)
+    odd = figures(said)["d"]
+    assert odd.norm is not None
+    assert odd.norm > 3.0
+    for each in figures(said).values():
+        assert each.direction is not None
+
+
+def test_a_teacher_pass_without_memory_takes_smaller_batches(work: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [(client, work.update(client), 10) for client in "abc"]
+    small = merged(*work.open("small", ease=1), *chosen)
+    real = distillation.teacher_logits
+
+    def hungry(teacher: Any, bank: Any, ctx: Any, watch: Any = None) -> torch.Tensor:
+        if ctx.machine.most_rows is None:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        return real(teacher, bank, ctx, watch)
+
+    monkeypatch.setattr(distillation, "teacher_logits", hungry)
+    runner, said = work.open("hungry")
+    runner.serve(AddUpdate(*chosen[0][:2]))
+    assert merged(runner, said, *chosen) == small
+    eased = [reply for reply in said if isinstance(reply, JobEased)]
+    assert [reply.ease for reply in eased] == [1]
+    assert "can't allocate memory" in eased[0].reason
+    assert isinstance(said[-1], JobDone)
+    assert said[-1].ease == 1
+
+
+def test_a_distillation_without_memory_becomes_an_average(work: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hungry(*_: Any, **__: Any) -> None:
+        raise MemoryError("3 GiB")
+
+    monkeypatch.setattr(distillation, "train_student", hungry)
+    artifacts = {client: work.update(client) for client in "ab"}
+    runner, said = work.open("average")
+    runner.serve(FinishJob((("a", artifacts["a"], 10), ("b", artifacts["b"], 30))))
+    done = said[-1]
+    assert isinstance(done, JobDone)
+    assert [reply.ease for reply in said if isinstance(reply, JobEased)] == [1, 2]
+    base = base_in(work.artifacts.get(work.base), work.spec, work.base)
+    parts = [
+        unpack_update(work.artifacts.get(artifact), work.spec, base).parts[Part.CLASSIFIER]
+        for artifact in artifacts.values()
+    ]
+    mean = unpack(work.artifacts.get(done.aggregate), shared_layouts(work.spec), codecs=None).parts[Part.CLASSIFIER]
+    for name, array in mean.items():
+        expected = (10 * parts[0][name] + 30 * parts[1][name]) / 40
+        np.testing.assert_allclose(array, expected, rtol=1e-2, atol=1e-3)  # the aggregate's codec
+
+
+@pytest.mark.slow
+def test_a_worker_that_each_merge_kills_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with handle(tmp_path, monkeypatch, driven_worker.die_over_the_merge_until_it_averages) as driven:
+        driven.worker.open(JOB)
+        driven.worker.finish((("a", "3" * 64, 1), ("b", "3" * 64, 1)), {})
+        done = driven.until(JobDone, JobFailed)
+    assert isinstance(done, JobDone)
+    assert done.ease == 2
+    assert [event.ease for event in driven.events if isinstance(event, JobEased)] == [1, 2]
+    died = [event for event in driven.events if isinstance(event, WorkerDied)]
+    assert [event.deaths for event in died] == [1, 2, 3, 4]
